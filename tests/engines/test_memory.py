@@ -11,6 +11,7 @@ from verl.engines import memory, micro_batch
 from verl.engines.base import MicroBatching
 from verl.engines.token_budget import (
     MAX_AUTO_TOKENS,
+    SHARE,
     ActivationBytes,
     TokenBudget,
     choose_micro_batching,
@@ -109,10 +110,10 @@ def test_an_update_where_memory_is_short_cuts_smaller_and_then_checkpoints(tmp_p
     monkeypatch.setattr(engine, "_activation_bytes", kept)
     monkeypatch.setattr(engine, "device", torch.device("cuda"))
     for fits, checkpointing in ((40_000, False), (10_000, False), (7_000, True)):
-        free = (fits + 0.5) * kept.plain / memory.SHARE
+        free = (fits + 0.5) * kept.plain / SHARE
         monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
         found = engine._choose_micro_batching([30, 12, 24, 8], MicroBatching(tokens="auto"))
-        more = memory.SHARE * free / kept.checkpointed
+        more = SHARE * free / kept.checkpointed
         assert found == MicroBatching(tokens=min(MAX_AUTO_TOKENS, int(more) if checkpointing else fits))
         assert engine.module.training is checkpointing  # where transformers checkpoints
     # cut as the user says, checkpointing is all there is to decide: 3 rows of 30 tokens fit

@@ -169,7 +169,7 @@ def test_the_plan_names_tools_interactions_agents_and_staleness(settings, folder
     def plan(*overrides: str) -> str:
         given = [text.replace("FOLDER", str(folder)) for text in overrides]
         assert main_ppo.main([*settings, *given, "--dry-run"]) == 0
-        return capsys.readouterr().out.splitlines()[-1]
+        return next(line for line in capsys.readouterr().out.splitlines() if "; turns: " in line or "; a" in line)
 
     talk = f"{TURNS}.interaction_config_path=FOLDER/talk.yaml"
     shown = plan(*TOOLS, talk, f"{TURNS}.max_assistant_turns=3", f"{TURNS}.max_user_turns=1")
