@@ -42,18 +42,21 @@ PHASES = {
 def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationBytes:
     """Bytes per token that the layers keep for the backward pass, without and with checkpointing.
 
+    Of a mixture of experts, each expert of a token keeps a copy of its input and of its output.
+
     Args:
         role: the role, with its layout.
-        sequence_parallel: tensor-parallel ranks also split what is between the matrices, as Megatron does.
+        sequence_parallel: tensor-parallel ranks also split what is between the matrices.
     """
     s, c = role.shape, role.compute_bytes
     stream = max(c, role.weight_bytes)
     norms = 2 * (stream + c) * s.hidden + 2 * stream
     attention = c * (s.q_size + 2 * s.kv_size) + c * s.q_size + 4 * s.heads
     attention += c * (s.q_size + 2 * s.kv_size) * s.head_norms
-    mlp = 3 * c * s.mlp
-    adapters = c * (2 * s.hidden + s.q_size + s.mlp) if role.lora_rank else 0
-    layer = (norms + attention + mlp + adapters) / role.layout.tensor
+    mlp = c * (3 * s.mlp_width + 2 * s.active_experts * s.hidden * s.sparse_layers / s.layers)
+    adapters = c * (2 * s.hidden + s.q_size + s.mlp_width) if role.lora_rank else 0
+    layer = (attention + mlp + adapters) / role.layout.tensor
+    layer += norms / (role.layout.tensor if sequence_parallel else 1)
     plain = s.layers / role.layout.pipeline * layer
     inputs = s.layers / role.layout.pipeline * s.hidden * (stream + (2 if c == 2 else 0))
     return ActivationBytes(plain, inputs / (role.layout.tensor if sequence_parallel else 1) + layer)
@@ -63,15 +66,16 @@ def weights(job: Job, role: Role) -> float:
     """Bytes of the stored weights of a role on one device."""
     layout = role.layout
     if job.kind == "megatron":
-        return role.parameters * role.compute_bytes / (layout.tensor * layout.pipeline)
+        return role.compute_bytes * role.megatron_share
     return role.parameters * role.weight_bytes / layout.parts
 
 
 def optimizer_bytes(job: Job, role: Role) -> float:
-    """Bytes of Adam's moments on one device; with Megatron's distributed optimizer, also the float32 weights."""
+    """Bytes of Adam's moments on one device; with Megatron, also of the float32 copy of 16-bit weights."""
     layout = role.layout
     if job.kind == "megatron":
-        return 12 * role.trained / layout.devices
+        size = 8 if role.compute_bytes == 4 else 12
+        return size * (role.trained / layout.devices if role.sharded_optimizer else role.trains * role.megatron_share)
     return 2 * role.weight_bytes * role.trained / layout.parts
 
 
@@ -79,7 +83,7 @@ def gradients(job: Job, role: Role) -> float:
     """Bytes of the gradients on one device."""
     layout = role.layout
     if job.kind == "megatron":
-        return 4 * role.trained / (layout.tensor * layout.pipeline)
+        return 4 * role.megatron_share if role.trains else 0.0
     return role.weight_bytes * role.trained / layout.parts
 
 
@@ -112,12 +116,13 @@ def logits(job: Job, role: Role, tokens: float, device: Device, training: bool) 
     """Bytes of the logits of a micro-batch: those that are kept for the backward pass, and one chunk."""
     if role.value_head:
         return 0.0
-    s, c, on_gpu = role.shape, role.compute_bytes, device.kind == "cuda"
+    c, on_gpu = role.compute_bytes, device.kind == "cuda"
+    vocabulary = role.shape.vocabulary // (role.layout.tensor if job.kind == "megatron" else 1)
     rows = _logit_tokens(job, role, tokens, on_gpu)
-    total = rows * s.vocabulary * c
-    chunk_rows = max(1, CHUNK_ELEMENTS[device.kind] // s.vocabulary)
+    total = rows * vocabulary * c
+    chunk_rows = max(1, CHUNK_ELEMENTS[device.kind] // vocabulary)
     chunks = max(1, -(-rows // chunk_rows))
-    chunk = (rows / chunks if on_gpu else min(rows, chunk_rows)) * s.vocabulary * c
+    chunk = (rows / chunks if on_gpu else min(rows, chunk_rows)) * vocabulary * c
     if not training:
         return chunk
     fits = total <= (KEPT_SHARE * device.memory if on_gpu else KEPT_BYTES)
@@ -130,7 +135,7 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     if device.kind == "cpu":
         tokens = role.update_tokens if role.update_tokens is not None else max(CACHED_TOKENS, longest)
         return tokens, role.checkpointing is True
-    used = activation_bytes(role, job.kind == "megatron")
+    used = activation_bytes(role, _splits_sequences(job, role))
     layers, pipeline = role.shape.layers, role.layout.pipeline
     layer = WORKING_LAYERS * used.plain * pipeline / layers
     planned = ActivationBytes(used.plain + layer, used.checkpointed + layer)
@@ -142,13 +147,17 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     return choose_micro_batching(role.update_tokens, longest, budget, role.checkpointing)
 
 
+def _splits_sequences(job: Job, role: Role) -> bool:
+    return job.kind == "megatron" and role.sequence_parallel
+
+
 def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     """Working memory of an update. taken: bytes of everything else on the device."""
     items = {"gradients": gradients(job, role), "gathered weights": gathered(job, role, training=True)}
     tokens, checkpoints = update_choice(job, role, device, taken + sum(items.values()))
     largest = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, device.kind == "cuda").total
     tokens = min(tokens, max(largest, job.length / role.layout.sequence))
-    used = activation_bytes(role, job.kind == "megatron")
+    used = activation_bytes(role, _splits_sequences(job, role))
     in_flight = min(role.layout.pipeline, max(1.0, largest / tokens))
     layer = used.plain * role.layout.pipeline / role.shape.layers
     items["activations"] = tokens * in_flight * (used.checkpointed if checkpoints else used.plain)
@@ -164,7 +173,7 @@ def infer_items(job: Job, role: Role, device: Device) -> Items:
     share = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda").total
     tokens = min(tokens, max(share, longest))
     s, c = role.shape, role.compute_bytes
-    layer = tokens * (2 * max(c, role.weight_bytes) * s.hidden + c * 3 * s.mlp / role.layout.tensor)
+    layer = tokens * (2 * max(c, role.weight_bytes) * s.hidden + c * 3 * s.mlp_width / role.layout.tensor)
     return {
         "gathered weights": gathered(job, role, training=False),
         "activations": layer,
@@ -174,7 +183,8 @@ def infer_items(job: Job, role: Role, device: Device) -> Items:
 
 def rollout_weights(job: Job, role: Role) -> float:
     """Bytes of the engine's copy of the weights on one device; 0 if it uses those of the trainer."""
-    shared = role.name == "actor" and role.layout.devices == 1 and job.engine in ("native", "hf") and not role.lora_rank
+    alone = role.name == "actor" and role.layout.devices == 1 and job.kind == "torch"
+    shared = alone and job.engine in ("native", "hf") and not role.lora_rank
     if shared and (job.engine == "hf" or role.compute_bytes == role.weight_bytes):
         return 0.0
     return role.parameters * role.compute_bytes / job.rollout_tensor
@@ -197,7 +207,7 @@ def generation_items(job: Job, role: Role, device: Device, taken: float) -> Item
     own = rollout_weights(job, role)
     rows = min(rollout_rows(job, role), job.max_rows)
     s, c = role.shape, role.compute_bytes
-    working = rows * s.vocabulary * (c + 4) + PREFILL_TOKENS * (2 * s.hidden + 3 * s.mlp / job.rollout_tensor) * c
+    working = rows * s.vocabulary * (c + 4) + PREFILL_TOKENS * (2 * s.hidden + 3 * s.mlp_width / job.rollout_tensor) * c
     needed, least = kv_cache_bytes(job, role, rows), kv_cache_bytes(job, role, 1)
     if job.engine in ("vllm", "sglang"):
         cache = max(least, job.memory_share * device.memory - own - working)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.config import schema
+from verl.engines.token_budget import MAX_AUTO_TOKENS
 from verl.planner.placement import Plan
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Layout, Role
@@ -28,11 +29,15 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
         on_gpu: whether it runs on GPUs, which decides dtypes.
 
     Raises:
-        ValueError: the training engine is a custom one.
+        ValueError: a training engine is a custom one, or only some roles use megatron.
     """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if actor.strategy not in STRATEGIES:
-        raise ValueError(f"the planner does not model the engine {actor.strategy!r}, only {', '.join(STRATEGIES)}")
+    used = {name: _engine_of(config, name)[0] for name in names if name != "rollout"}
+    if unknown := [strategy for strategy in used.values() if strategy not in STRATEGIES]:
+        raise ValueError(f"the planner does not model the engine {unknown[0]!r}, only {', '.join(STRATEGIES)}")
+    if len({strategy == "megatron" for strategy in used.values()}) > 1:
+        found = ", ".join(f"{name}: {strategy}" for name, strategy in used.items())
+        raise ValueError(f"the planner does not model megatron for some roles only ({found})")
     correction = config.algorithm.rollout_correction
     updates = max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
     several = updates > 1 or actor.ppo_epochs > 1 or actor.old_log_prob_pass == "always"
@@ -56,50 +61,91 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
     )
 
 
+def _engine_of(config: schema.Config, name: str) -> tuple[str, schema.EngineConfig | schema.MegatronConfig]:
+    """(strategy, its section) of a role."""
+    policy = config.actor_rollout_ref
+    if name == "reward":
+        return "fsdp", config.reward.reward_model.fsdp
+    section = config.critic if name == "critic" else policy.ref if name == "ref" else policy.actor
+    return section.strategy, section.engine
+
+
+def _megatron(section: schema.MegatronConfig, checkpointing: bool | str, on_gpu: bool) -> dict[str, Any]:
+    """The attributes of a role that the section `megatron` sets. Without a size, micro-batches have 16384 tokens."""
+    values, recompute = section.model_dump(), section.override_transformer_config.recompute_granularity
+    size = _bytes(section.dtype, 2 if on_gpu else 4)
+    return {
+        "weight_bytes": size,
+        "compute_bytes": size,
+        # selective recomputation frees attention, which keeps no scores here
+        "checkpointing": recompute == "full" or (recompute is None and checkpointing is True),
+        "sequence_parallel": section.sequence_parallel,
+        "sharded_optimizer": section.use_distributed_optimizer,
+        "param_offload": values.get("param_offload", False),
+        "optimizer_offload": values.get("optimizer_offload", False),
+        "layout": Layout(
+            section.ranks_with_same_rows,
+            tensor=section.tensor_model_parallel_size,
+            pipeline=section.pipeline_model_parallel_size,
+            sequence=section.context_parallel_size,
+            expert=values.get("expert_model_parallel_size") or 1,
+            expert_tensor=values.get("expert_tensor_parallel_size"),
+        ),
+    }
+
+
+def _sharded(section: schema.EngineConfig, on_gpu: bool) -> dict[str, Any]:
+    """The attributes of a role that a section of FSDP sets."""
+    return {
+        "weight_bytes": _bytes(section.model_dtype, 4),
+        "compute_bytes": _bytes(section.dtype, 2 if on_gpu else 4),
+        "param_offload": section.param_offload,
+        "optimizer_offload": section.optimizer_offload,
+        "layout": Layout(
+            1,
+            tensor=section.tensor_parallel_size,
+            sequence=section.ulysses_sequence_parallel_size,
+            shard=section.fsdp_size,
+        ),
+    }
+
+
 def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> Role:
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward.reward_model
     length = policy.rollout.prompt_length + policy.rollout.response_length
+    strategy, engine = _engine_of(config, name)
     if name == "critic":
-        engine, model, update = critic.fsdp, critic.model, critic
+        model, update = critic.model, critic
         infer = (critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu)
     elif name == "reward":
-        engine, model, update = reward.fsdp, None, None
+        model, update = None, None
         infer = (reward.micro_batch_size_per_gpu, reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu)
     else:
         section = policy.ref if name == "ref" else policy.rollout
-        engine = policy.ref.fsdp_config if name == "ref" else policy.actor.fsdp_config
         model, update = policy.model, policy.actor if name == "actor" else None
         infer = (
             section.log_prob_micro_batch_size_per_gpu,
             section.log_prob_use_dynamic_bsz,
             section.log_prob_max_token_len_per_gpu,
         )
-    role = Role(
-        name,
-        shape,
-        value_head=name in ("critic", "reward"),
-        weight_bytes=_bytes(engine.model_dtype, 4),
-        compute_bytes=_bytes(engine.dtype, 2 if on_gpu else 4),
-        infer_tokens=_tokens(*infer, length),
-        param_offload=engine.param_offload,
-        layout=Layout(
-            1,
-            tensor=engine.tensor_parallel_size,
-            sequence=engine.ulysses_sequence_parallel_size,
-            shard=engine.fsdp_size,
-        ),
-    )
+    role = Role(name, shape, value_head=name in ("critic", "reward"), infer_tokens=_tokens(*infer, length))
+    checkpointing = model.enable_gradient_checkpointing if update is not None else "auto"
+    if strategy == "megatron":
+        role = replace(role, **_megatron(engine, checkpointing, on_gpu))
+    else:
+        role = replace(role, **_sharded(engine, on_gpu), checkpointing=checkpointing)
     if update is None:
         return role
+    tokens = _tokens(
+        update.ppo_micro_batch_size_per_gpu, update.use_dynamic_bsz, update.ppo_max_token_len_per_gpu, length
+    )
+    if tokens is None and strategy == "megatron":
+        tokens = max(MAX_AUTO_TOKENS, length)
     return replace(
         role,
         trains=True,
         lora_rank=model.lora_rank if model.has_adapters else 0,
-        checkpointing=model.enable_gradient_checkpointing,
-        update_tokens=_tokens(
-            update.ppo_micro_batch_size_per_gpu, update.use_dynamic_bsz, update.ppo_max_token_len_per_gpu, length
-        ),
-        optimizer_offload=engine.optimizer_offload,
+        update_tokens=tokens,
         updates=max(1, config.data.train_batch_size // update.ppo_mini_batch_size),
         epochs=update.ppo_epochs,
     )

@@ -60,13 +60,14 @@ def forward_pass(role: Role, tokens: Tokens, job: Job, device: Device, micro_bat
     s, c, layout = role.shape, role.compute_bytes, role.layout
     parts = layout.tensor * layout.pipeline
     head = 0 if role.value_head else s.embedding
-    matmul = 2 * (tokens.total * s.layers * s.layer_matrices + tokens.response * head) / parts
+    matmul = 2 * (tokens.total * s.matrices() + tokens.response * head) / parts
     if role.lora_rank:
         matmul += 2 * tokens.total * s.lora_parameters(role.lora_rank) / parts
     # a token attends to those before it
     keys = tokens.response * (job.prompt_tokens + job.response_tokens / 2) + tokens.prompt * job.prompt_tokens / 2
     attention = 4 * s.q_size * s.layers * keys / parts
-    layer = (24 * s.hidden + 6 * s.mlp + 4 * (s.q_size + 2 * s.kv_size)) * c / 2
+    dispatched = 4 * s.active_experts * s.hidden * s.sparse_layers / s.layers  # to the experts and back
+    layer = (24 * s.hidden + 6 * s.mlp_width + 4 * (s.q_size + 2 * s.kv_size) + 2 * dispatched) * c / 2
     moved = tokens.total * s.layers * layer / parts + tokens.response * (0 if role.value_head else s.vocabulary * c)
     rate = matmul_rate(role, device)
     return Pass(
@@ -92,6 +93,8 @@ def activations_exchange(role: Role, tokens: float, device: Device) -> float:
     found = 0.0
     if layout.tensor > 1:  # two all-reduces per layer
         found += layers * 4 * collective_seconds(size, layout.tensor, device)
+    if layout.expert > 1:  # two all-to-alls per layer with experts, of the tokens of each expert and of its outputs
+        found += 2 * s.sparse_layers / layout.pipeline * collective_seconds(size * s.active_experts, layout.expert, device)
     if layout.sequence > 1:  # two all-to-alls per layer, of queries, keys, values and outputs
         found += layers * 4 * collective_seconds(size / layout.sequence, layout.sequence, device)
     return found
@@ -163,7 +166,7 @@ def _reduce_seconds(job: Job, role: Role, device: Device) -> float:
     if layout.data == 1:
         return 0.0
     # all tensor- and pipeline-parallel ranks of a node share its links
-    size = (4 + role.compute_bytes) * role.trained / (layout.tensor * layout.pipeline)
+    size = (4 + role.compute_bytes) * role.megatron_share
     within = layout.devices <= device.per_node
     link = device.link if within else min(device.link, device.node_link / min(device.per_node, layout.tensor))
     return size * (layout.data - 1) / layout.data / link
@@ -180,9 +183,9 @@ def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0)
     count = max(1.0, prompts.total / PREFILL_TOKENS)
     prefill = forward_pass(engine_role, prompts, job, device, count).seconds(device)
     prefill += activations_exchange(engine_role, prompts.total, device)
-    elements = s.layers * s.layer_matrices + s.embedding
+    computed, read = s.matrices() + s.embedding, s.matrices(s.experts_hit(alive)) + s.embedding
     rate = matmul_rate(role, device)
-    matmul = max(2 * alive * elements / tensor / rate, elements * c / tensor / device.bandwidth)
+    matmul = max(2 * alive * computed / tensor / rate, read * c / tensor / device.bandwidth)
     context = job.prompt_tokens + job.response_tokens / 2
     cache = alive * context * s.kv_bytes(c) / tensor / device.bandwidth
     sampling = alive * s.vocabulary * 2 * (c + 4) / device.bandwidth

@@ -14,8 +14,11 @@ class Layout:
 
     Attributes:
         devices: number of devices.
-        tensor, pipeline, sequence: sizes of model parallelism; the rest is data parallelism.
+        tensor, pipeline, sequence: sizes of model parallelism; the rest is data parallelism. sequence: of Ulysses, or
+            Megatron's context parallelism.
         shard: devices that share the parameters of the engines fsdp and fsdp2, in a tensor-parallel share; -1: all.
+        expert: devices that share the experts of a layer (Megatron).
+        expert_tensor: tensor-parallel size of experts; None: that of the other layers.
     """
 
     devices: int
@@ -23,6 +26,14 @@ class Layout:
     pipeline: int = 1
     sequence: int = 1
     shard: int = -1
+    expert: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def expert_parts(self) -> int:
+        """Into how many shards Megatron divides the experts."""
+        tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
+        return self.expert * tensor * self.pipeline
 
     @property
     def data(self) -> int:
@@ -34,10 +45,11 @@ class Layout:
         return self.devices if self.shard == -1 else min(self.devices, self.shard * self.tensor)
 
     def is_possible(self, shape: ModelShape) -> bool:
-        """Whether the sizes divide the devices, the heads and the layers."""
+        """Whether the sizes divide the devices, the heads, the layers and the experts."""
         size = self.tensor * self.pipeline * self.sequence
         heads = shape.heads % (self.tensor * self.sequence) == 0 and shape.kv_heads % self.tensor == 0
-        return self.devices % size == 0 and heads and shape.layers % self.pipeline == 0
+        experts = shape.experts % self.expert == 0 and self.devices % self.expert_parts == 0
+        return self.devices % size == 0 and heads and shape.layers % self.pipeline == 0 and experts
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,8 @@ class Role:
         weight_bytes, compute_bytes: bytes of an element of the stored weights, and of the computation.
         checkpointing: recompute activations; "auto": on a GPU, if memory requires it.
         update_tokens, infer_tokens: tokens of a micro-batch of one rank; None: chosen by the engine.
+        sequence_parallel: Megatron's tensor-parallel ranks also split the activations between the matrices.
+        sharded_optimizer: Megatron's distributed optimizer.
         updates: optimizer steps per pass over the batch. epochs: passes.
         layout: sizes of model parallelism; `devices` is set by the placement.
     """
@@ -68,6 +82,8 @@ class Role:
     infer_tokens: int | None = None
     param_offload: bool = False
     optimizer_offload: bool = False
+    sequence_parallel: bool = True
+    sharded_optimizer: bool = True
     updates: int = 1
     epochs: int = 1
     layout: Layout = Layout(1)
@@ -82,6 +98,13 @@ class Role:
         if not self.trains:
             return 0
         return self.shape.lora_parameters(self.lora_rank) if self.lora_rank else self.parameters
+
+    @property
+    def megatron_share(self) -> float:
+        """Parameters of one rank with Megatron: tensor- and pipeline-parallel ranks share them, others the experts."""
+        experts = self.shape.expert_parameters
+        layout = self.layout
+        return (self.parameters - experts) / (layout.tensor * layout.pipeline) + experts / layout.expert_parts
 
     def on(self, devices: int) -> "Role":
         """The role on this number of devices."""
