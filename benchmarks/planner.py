@@ -1,26 +1,29 @@
 """Predicted against measured: seconds of a step and peak memory, on this CPU and in recorded runs on H200s.
 
-    OMP_NUM_THREADS=1 python benchmarks/planner.py --out benchmarks/results/planner.json
+    python benchmarks/planner.py --out benchmarks/results/planner.json
+    OMP_NUM_THREADS=1 python benchmarks/planner.py --cpu --out benchmarks/results/planner_cpu.json
 
-Each CPU configuration trains in a process of its own. Its seconds per step are medians of processor time after two
-steps (of the controller, plus the worker with most), which other programs on the machine do not change; `wall` is the
-clock. Memory is the peak resident memory of a process that has a model, minus what it had before: of two processes, the
-larger one, without shared pages. The calibration runs first, in this process. The recorded runs are those of
-benchmarks/results; `ratio` is predicted / measured.
+The recorded runs are those of benchmarks/results; `ratio` is predicted / measured.
 
-Not modelled: memory of the allocator beyond tensors, of the libraries and of compiled kernels; the reward function.
+With --cpu, each configuration trains in a process of its own, which measures the rates of the engines right after it:
+other programs on the machine slow both down. Seconds per step are medians of processor time (of the controller, plus
+the worker with most); `wall` is the clock. Memory is measured in a step that is not timed: `mib` are the bytes of
+tensors at their peak, `resident_mib` is the resident memory of the largest process, with the libraries and what the
+allocator keeps. Tensors of other processes are not counted: with two processes, there is resident memory only.
+
+Not modelled: the reward function.
 """
 
 import argparse
+import gc
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -56,7 +59,8 @@ CONFIGS: dict[str, tuple[Work, dict[str, Any]]] = {
     "ppo, critic": (WIDE, PPO),
     "grpo, 2 processes": (WIDE, GRPO | {"trainer.n_gpus_per_node": 2}),
 }
-STEPS, WARM_UP = 5, 2
+#: of which the first is not counted, and the last one measures memory
+STEPS = 4
 
 
 def overrides_of(name: str, folder: Path) -> dict[str, Any]:
@@ -89,16 +93,15 @@ def overrides_of(name: str, folder: Path) -> dict[str, Any]:
 # ---- measured -------------------------------------------------------------------------------------------------------
 
 
-class PeakMemory:
+class ResidentMemory:
     """Samples the memory of this process, or of each of its children, in a thread. Use as a context."""
 
     def __init__(self, children: bool):
         self._children, self._stop = children, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._first: dict[int, int] = {}
-        self._peak: dict[int, int] = {}
+        self.peak = 0
 
-    def __enter__(self) -> "PeakMemory":
+    def __enter__(self) -> "ResidentMemory":
         self._thread.start()
         return self
 
@@ -111,15 +114,34 @@ class PeakMemory:
         while not self._stop.wait(0.02):
             for process in own.children(recursive=True) if self._children else [own]:
                 try:
-                    used = process.memory_full_info().uss if self._children else process.memory_info().rss
+                    self.peak = max(self.peak, process.memory_info().rss)
                 except psutil.Error:
                     continue
-                self._first.setdefault(process.pid, used)
-                self._peak[process.pid] = max(used, self._peak.get(process.pid, 0))
 
-    def above(self) -> int:
-        """Bytes of the process that grew most."""
-        return max(self._peak[pid] - self._first[pid] for pid in self._peak)
+
+class TensorMemory:
+    """Bytes of the tensors of this process: those that live at the start, and what a profiler sees."""
+
+    def __init__(self) -> None:
+        import torch
+
+        gc.unfreeze()  # what the trainer has loaded
+        gc.collect()
+        found = (x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.device.type == "cpu")
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+        self._live = sum(storages.values())
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.start()
+
+    def stop(self) -> int:
+        """Bytes at the peak."""
+        self._profile.stop()
+        events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        peak = now = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now)
+        return self._live + peak
 
 
 def measure(name: str, folder: Path) -> dict[str, float]:
@@ -127,17 +149,20 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     from verl.trainer.ppo_trainer import PPOTrainer
 
     marks: list[tuple[float, float, dict[int, float]]] = []
+    tensors: list[TensorMemory] = []
 
     class Measured(PPOTrainer):
         def step_metrics(self, batch: Any) -> dict[str, float]:
             workers = {p.pid: sum(p.cpu_times()[:2]) for p in psutil.Process().children(recursive=True)}
             marks.append((time.perf_counter(), time.process_time(), workers))
+            if len(marks) == STEPS - 1 and self.world_size == 1:
+                tensors.append(TensorMemory())
             return super().step_metrics(batch)
 
     trainer = Measured(overrides=overrides_of(name, folder))
-    with PeakMemory(children=trainer.world_size > 1) as memory:
+    with ResidentMemory(children=trainer.world_size > 1) as memory:
         trainer.fit()
-    steps = list(pairwise(marks))[WARM_UP - 1 :]
+    steps = list(pairwise(marks))[: STEPS - 2]
     busy = [
         own2 - own1 + max((cpu - before.get(pid, cpu) for pid, cpu in after.items()), default=0.0)
         for (_, own1, before), (_, own2, after) in steps
@@ -145,18 +170,24 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     return {
         "seconds": statistics.median(busy),
         "wall": statistics.median(b[0] - a[0] for a, b in steps),
-        "memory": memory.above(),
+        "memory": tensors[0].stop() if tensors else 0,
+        "resident": memory.peak,
     }
 
 
-def run_one(name: str, folder: Path) -> dict[str, float]:
-    """`measure` in a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--folder", str(folder)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    if found.returncode:
-        raise RuntimeError(f"{name} failed:\n{found.stderr[-3000:]}")
-    return json.loads(found.stdout.splitlines()[-1])
+def forked(call: Callable[[], Any]) -> Any:
+    """The result of a call in a copy of this process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=lambda: theirs.send(call()))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        raise RuntimeError("the process of the measurement failed") from None
+    finally:
+        process.join()
 
 
 # ---- predicted ------------------------------------------------------------------------------------------------------
@@ -174,15 +205,26 @@ def predict(name: str, folder: Path, device: Device) -> Plan:
     return plan_groups(job, device, [(names, config.trainer.n_gpus_per_node)])
 
 
-def cpu_lines(device: Device) -> Iterator[dict[str, Any]]:
-    """One line per CPU configuration."""
+def cpu_lines(base: Device) -> Iterator[dict[str, Any]]:
+    """One line per CPU configuration. base: the profile whose rates of the engines are measured again."""
+    import torch
+
+    from verl.planner.calibrate import with_engine_rates
+
     for name, (work, _) in CONFIGS.items():
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)
-            make_inputs(work, folder, 4 * work.prompts)
-            plan, found = predict(name, folder, device), run_one(name, folder)
+            forked(lambda work=work, folder=folder: make_inputs(work, folder, 4 * work.prompts))
+
+            def run(name: str = name, folder: Path = folder) -> tuple[dict[str, float], Device]:
+                return measure(name, folder), with_engine_rates(base, torch.device("cpu"))
+
+            found, device = forked(run)
+            plan = predict(name, folder, device)
         line = {"name": name, "wall": round(found["wall"], 3)}
-        line |= _compared(plan.seconds, found["seconds"], plan.peak / 2**20, found["memory"] / 2**20, "mib")
+        tensors = (plan.peak - device.reserved) / 2**20
+        line |= _compared(plan.seconds, found["seconds"], tensors, found["memory"] / 2**20, "mib")
+        line["resident_mib"] = round(found["resident"] / 2**20)
         print(json.dumps(line), flush=True)
         yield line
 
@@ -270,46 +312,44 @@ def _read(name: str) -> dict[str, Any]:
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, str]:
     """How many ratios are within the goals of 25 % (time) and 10 % (memory)."""
-    times = [line["time_ratio"] for line in lines]
-    memory = [line["memory_ratio"] for line in lines if "memory_ratio" in line]
-    return {
-        "time within 25 %": f"{sum(0.75 <= r <= 1.25 for r in times)} of {len(times)}",
-        "memory within 10 %": f"{sum(0.9 <= r <= 1.1 for r in memory)} of {len(memory)}",
-    }
+    goals = {"time_ratio": ("time within 25 %", 0.25), "memory_ratio": ("memory within 10 %", 0.1)}
+    found = {}
+    for key, (words, goal) in goals.items():
+        ratios = [line[key] for line in lines if key in line]
+        if ratios:
+            found[words] = f"{sum(abs(ratio - 1) <= goal + 1e-9 for ratio in ratios)} of {len(ratios)}"
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the record to this file")
-    parser.add_argument("--recorded-only", action="store_true", help="no CPU runs")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cpu", action="store_true", help="train on this CPU instead of reading records of H200s")
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure(args.one, args.folder)))
+    if args.cpu:
+        _measure_cpu(args.out)
         return
-    recorded = recorded_lines(devices.built_in("H200"))
-    for line in recorded:
+    lines = recorded_lines(devices.built_in("H200"))
+    for line in lines:
         print(json.dumps(line))
-    print(summary(recorded))
-    record: dict[str, Any] = {
-        "command": "python benchmarks/planner.py",
-        "h200": recorded,
-        "h200_goals": summary(recorded),
-    }
-    if not args.recorded_only:
-        import torch
+    print(summary(lines))
+    _write({"command": "python benchmarks/planner.py", "lines": lines, "goals": summary(lines)}, args.out)
 
-        from verl.planner.calibrate import calibrate
 
-        device = calibrate(torch.device("cpu"), print)
-        lines: list[dict[str, Any]] = []
-        for line in cpu_lines(device):
-            lines.append(line)
-            record |= {"cpu": lines, "cpu_goals": summary(lines), "profile": asdict(device), "load": os.getloadavg()[0]}
-            _write(record, args.out)
-        print(summary(lines), flush=True)
-    _write(record, args.out)
+def _measure_cpu(out: Path | None) -> None:
+    import torch
+
+    import verl.trainer.ppo_trainer  # noqa: F401 so that the copies of this process need not import it
+    from verl.planner.calibrate import calibrate
+
+    torch.set_num_threads(1)
+    device = forked(lambda: calibrate(torch.device("cpu"), print))
+    lines: list[dict[str, Any]] = []
+    for line in cpu_lines(device):
+        lines.append(line)
+        record = {"command": "python benchmarks/planner.py --cpu", "lines": lines, "goals": summary(lines)}
+        _write(record | {"profile": asdict(device), "load": round(os.getloadavg()[0], 1)}, out)
+    print(summary(lines), flush=True)
 
 
 def _write(record: dict[str, Any], path: Path | None) -> None:

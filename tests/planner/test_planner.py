@@ -1,23 +1,28 @@
 """The planner: hand-computed memory, monotonicity, search against brute force, fixes that fit."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
-from verl.planner import devices, shapes
+from verl.planner import devices, host, shapes
 from verl.planner.devices import GIB
 from verl.planner.fixes import Change, describe, plan_with, smallest_change
 from verl.planner.memory import activation_bytes, gradients, kv_cache_bytes, optimizer_bytes, weights
 from verl.planner.placement import STAGES, is_possible, plan_groups
-from verl.planner.report import choice_lines, memory_lines
-from verl.planner.search import MEGATRON_SIZES, Search, Space, brute_force, partitions, sizes_up_to
+from verl.planner.report import choice_lines, memory_lines, reason, time_lines
+from verl.planner.search import MEGATRON_SIZES, NEAR, Search, Space, brute_force, partitions, preferred, sizes_up_to
 from verl.planner.shapes import ModelShape
+from verl.planner.step_time import activations_exchange, collective_seconds
 from verl.planner.workload import Job, Layout, Role
 
 H200, A100 = devices.built_in("H200"), devices.built_in("A100")
 #: hidden 8, MLP 16, 2 layers, 4 heads of 2, 2 key heads, vocabulary 32
 TINY = ModelShape("tiny", 2, 8, 16, 4, 2, 2, 32)
+#: TINY with 4 experts of 12 in its second layer, two of which compute a token, and a shared expert of 6
+SPARSE = replace(TINY, experts=4, active_experts=2, expert_mlp=12, shared_mlp=6, dense_layers=1)
 
 
 def job_of(shape=TINY, roles=("actor",), **settings) -> Job:
@@ -43,11 +48,59 @@ def test_parameters_by_hand():
     assert TINY.lora_parameters(4) == 2 * 4 * (16 + 12 + 12 + 16 + 24 + 24 + 24)
 
 
+def test_parameters_of_a_mixture_of_experts_by_hand():
+    attention, norms = 64 + 32 + 32 + 64, 16
+    dense = attention + 3 * 8 * 16 + norms
+    # four experts, the shared one with its gate, the router
+    sparse = attention + 4 * 3 * 8 * 12 + (3 * 8 * 6 + 8) + 8 * 4 + norms
+    assert SPARSE.layer_parameters == sparse == 1544
+    assert SPARSE.parameters() == dense + sparse + 2 * 256 + 8
+    assert SPARSE.expert_parameters == 4 * 3 * 8 * 12 == 1152
+    assert SPARSE.active_parameters == SPARSE.parameters() - 2 * 3 * 8 * 12
+    # a token is multiplied with both attentions, the MLP, two experts, the shared one and the router
+    assert SPARSE.matrices() == 2 * attention + 3 * 8 * 16 + 3 * 8 * (2 * 12 + 6) + 8 * 4
+    # each of two tokens misses an expert with probability 1/2
+    assert SPARSE.experts_hit(2) == 4 * (1 - 0.25) and SPARSE.experts_hit(1) == 2
+    assert SPARSE.matrices(SPARSE.experts_hit(2)) == SPARSE.matrices() + 3 * 8 * 12
+    assert TINY.matrices() == 2 * (attention + 3 * 8 * 16) and TINY.active_parameters == TINY.parameters()
+
+
 @pytest.mark.parametrize(
-    ("name", "count"), [("0.5B", 494032768), ("7B", 7615616512), ("Llama-7B", 6738415616), ("70B", 68976648192)]
+    ("name", "count", "active"),
+    [
+        ("0.5B", 494032768, 494032768),
+        ("0.6B", 596049920, 596049920),
+        ("1.7B", 1720574976, 1720574976),
+        ("4B", 4022468096, 4022468096),
+        ("7B", 7615616512, 7615616512),
+        ("8B", 8190735360, 8190735360),
+        ("72B", 72706203648, 72706203648),
+        ("Llama-7B", 6738415616, 6738415616),
+        ("70B", 68976648192, 68976648192),
+        ("405B", 405853388800, 405853388800),
+        ("30B-A3B", 30532122624, 3353032704),
+        ("235B-A22B", 235093634560, 22190000000),
+        ("Mixtral-8x7B", 46702792704, 12879925248),
+    ],
 )
-def test_built_in_shapes_have_the_published_number_of_parameters(name, count):
-    assert shapes.built_in(name).parameters() == count
+def test_built_in_shapes_have_the_published_number_of_parameters(name, count, active):
+    shape = shapes.built_in(name)
+    assert shape.parameters() == count
+    assert shape.active_parameters == pytest.approx(active, rel=1e-3)
+
+
+def test_the_shape_of_a_config_with_experts():
+    common = {"num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 4}
+    config = common | {"vocab_size": 32, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    config |= {"moe_intermediate_size": 12, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+    shape = ModelShape.of(config, "moe")
+    # layers 1 and 3 have experts by their step, but layer 1 is dense
+    assert (shape.experts, shape.active_experts, shape.expert_mlp, shape.dense_layers) == (4, 2, 12, 3)
+    mixtral = {key: value for key, value in config.items() if key in (*common, "vocab_size", "num_experts_per_tok")}
+    shape = ModelShape.of(mixtral | {"num_local_experts": 8}, "mixtral")
+    assert (shape.experts, shape.expert_mlp, shape.dense_layers) == (8, 16, 0)
+    with pytest.raises(ValueError, match="moe has 4 experts, but no num_experts_per_tok"):
+        ModelShape.of(common | {"vocab_size": 32, "num_experts": 4}, "moe")
 
 
 def test_training_memory_by_hand():
@@ -62,6 +115,27 @@ def test_training_memory_by_hand():
     # bf16 weights and float32 gradients over t p, master weights and moments over all ranks
     assert weights(megatron, sharded) == 2 * 1704 / 4
     assert (gradients(megatron, sharded), optimizer_bytes(megatron, sharded)) == (4 * 1704 / 4, 12 * 1704 / 8)
+
+
+def test_training_memory_with_megatron_by_hand():
+    job = replace(job_of(SPARSE, ("actor",)), kind="megatron")
+    count, experts = SPARSE.parameters(), 1152
+    role = replace(job.role("actor"), layout=Layout(8, tensor=2, pipeline=1, expert=4, expert_tensor=1))
+    # two ranks share what is not an expert, four ranks the experts
+    share = (count - experts) / 2 + experts / 4
+    assert weights(job, role) == 2 * share and gradients(job, role) == 4 * share
+    assert optimizer_bytes(job, role) == 12 * count / 8
+    assert optimizer_bytes(job, replace(role, sharded_optimizer=False)) == 12 * share
+    in_float32 = replace(role, compute_bytes=4, weight_bytes=4)
+    assert weights(job, in_float32) == 4 * share and optimizer_bytes(job, in_float32) == 8 * count / 8
+    # experts have the tensor-parallel size of the other layers by default
+    assert replace(role, layout=Layout(8, tensor=2, expert=2)).megatron_share == (count - experts) / 2 + experts / 4
+    assert weights(job, replace(role, trains=False)) == 2 * share and not gradients(job, replace(role, trains=False))
+    assert not Layout(8, tensor=2, expert=3).is_possible(SPARSE) and not Layout(2, expert=4).is_possible(SPARSE)
+    # two all-to-alls in the one layer with experts, of two copies of each token; the others are of tensor parallelism
+    tensor = 2 * 4 * collective_seconds(100 * 8 * 2, 2, H200)
+    found = activations_exchange(role, 100, H200)
+    assert found == pytest.approx(tensor + 2 * collective_seconds(100 * 8 * 2 * 2, 4, H200))
 
 
 def test_kv_cache_by_hand():
@@ -80,6 +154,13 @@ def test_activations_by_hand():
     found = activation_bytes(role)
     assert found.plain == 2 * layer
     assert found.checkpointed == 2 * 8 * (4 + 2) + layer
+    # two tensor-parallel ranks share the matrices and, with sequence parallelism, what is between them
+    norms, halved = 2 * (4 + 2) * 8 + 2 * 4, replace(role, layout=Layout(2, tensor=2))
+    assert activation_bytes(halved).plain == 2 * (norms + (layer - norms) / 2)
+    assert activation_bytes(halved, sequence_parallel=True).plain == layer
+    # an expert's input and output are copies, and the mean of both layers counts
+    experts = 2 * (3 * (16 + (2 * 12 + 6)) + 2 * 2 * 8)
+    assert activation_bytes(replace(role, shape=SPARSE)).plain == 2 * (layer - 3 * 2 * 16) + experts
 
 
 # ---- monotonicity ---------------------------------------------------------------------------------------------------
@@ -162,9 +243,42 @@ def test_a_strict_batch_is_divided_by_the_ranks():
 def test_a_thousand_devices_take_seconds():
     job = job_of(shapes.built_in("70B"), ("actor", "ref", "critic", "reward"), prompts=4096, kind="megatron")
     job = replace(job, strict=False, engine="vllm", prompt_tokens=1024, response_tokens=1024)
-    best, runner_up = Search(job, H200, Space(separate_rollout=False, model_sizes=MEGATRON_SIZES)).plans(1024)
+    best, runner_up, *near = Search(job, H200, Space(separate_rollout=False, model_sizes=MEGATRON_SIZES)).plans(1024)
     assert best.fits and best.seconds <= runner_up.seconds and best.devices <= 1024
-    assert "runner-up" in "\n".join(choice_lines([best, runner_up]))
+    lines = [*choice_lines([best, runner_up, *near], 1024), *memory_lines(best), *time_lines(best)]
+    assert "runner-up" in "\n".join(lines) and max(map(len, lines)) <= 80
+
+
+def test_of_plans_that_are_equally_fast_the_simpler_one_is_preferred():
+    job = job_of(shapes.built_in("0.5B"), ("actor", "ref", "critic"), strict=False)
+    together = plan_groups(job, H200, [(job.names, 8)])
+    apart = plan_groups(job, H200, [(("actor",), 4), (("ref", "critic"), 4)])
+    slower, faster = replace(job, prompts=66), replace(job, prompts=200)
+    assert preferred([apart, together]) is together or together.seconds > NEAR * apart.seconds
+    for other in (slower, faster):  # 3 % and 3 times more work
+        plans = sorted([apart, plan_groups(other, H200, [(other.names, 8)])], key=lambda plan: plan.seconds)
+        near = plans[1].seconds <= 1.05 * plans[0].seconds
+        chosen = preferred(plans)
+        assert chosen is (min(plans, key=lambda plan: len(plan.groups)) if near else plans[0])
+        assert ("within 5 % of the best" in reason(plans)) == near
+        assert ("prefer the runner-up, the simpler one" in reason(plans)) == (chosen is plans[1])
+
+
+def test_the_search_keeps_all_plans_within_5_percent():
+    job = job_of(shapes.built_in("1.5B"), ("actor", "ref", "critic", "reward"), strict=False, engine="vllm")
+    found = Search(job, H200, Space(separate_rollout=False)).plans(8)
+    search = Search(job, H200, Space(separate_rollout=False))
+    every = sorted(plan.seconds for p in search.partitions() if (plan := search.best_of(p, 8)))
+    near = sum(seconds <= 1.05 * every[0] for seconds in every)
+    assert [plan.seconds for plan in found] == every[: max(2, near)]
+
+
+def test_experts_are_spread_by_the_search():
+    job = replace(job_of(shapes.built_in("30B-A3B"), kind="megatron"), strict=False, engine="vllm")
+    search = Search(job, H200, Space(separate_rollout=False, model_sizes=((1, 1), (2, 1)), rollout_sizes=(2,)))
+    layout = search.plans(16)[0].groups[0].roles[0].layout
+    assert layout.expert > 1 and layout.expert_tensor == 1  # 30 billion weights and gradients do not fit without
+    assert search.plans(8)[0].seconds == brute_force(search, 8).seconds
 
 
 def test_stages_add_up_inside_a_group_and_groups_take_the_slowest():
@@ -222,8 +336,8 @@ def test_the_table_says_what_does_not_fit():
 
 
 def test_a_model_that_is_not_modelled():
-    with pytest.raises(ValueError, match="mixture of experts"):
-        ModelShape.of({"num_experts": 8}, "moe")
+    with pytest.raises(ValueError, match="mla has multi-head latent attention"):
+        ModelShape.of({"kv_lora_rank": 512}, "mla")
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
         ModelShape.of({"n_embd": 8}, "gpt2")
     with pytest.raises(ValueError, match="no built-in model"):
@@ -235,11 +349,47 @@ def test_a_calibration_is_stored_for_one_device_and_its_versions(tmp_path, monke
     assert devices.calibrated({"torch": "1"}, "H200") == (None, "this host is not calibrated")
     devices.save(H200, {"torch": "1"})
     assert devices.calibrated({"torch": "1"}, "H200") == (H200, "")
-    assert devices.calibrated({"torch": "2"}, "H200")[0] is None
-    assert devices.calibrated({"torch": "1"}, "H100")[0] is None
+    found, why = devices.calibrated({"torch": "2", "cores": "4"}, "H200")
+    assert found is None and re.fullmatch(
+        r"the calibration of \d{4}-\d\d-\d\d is stale: cores None -> 4, torch 1 -> 2", why
+    )
+    assert devices.calibrated({"torch": "1"}, "H100") == (None, "this host is not calibrated")
+    devices.save(A100, {"torch": "2"})  # another device of the same user
+    assert devices.calibrated({"torch": "1"}, "H200") == (H200, "")
+    assert devices.calibrated({"torch": "2"}, "A100") == (A100, "")
     (tmp_path / "calibration.json").write_text("{}")
     with pytest.raises(ValueError, match="damaged"):
         devices.calibrated({"torch": "1"}, "H200")
+
+
+def test_a_stale_calibration_of_this_host_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
+    cpu = torch.device("cpu")
+    now = host.host_fingerprint(cpu)
+    assert {"torch", "transformers", "cpu", "cores", "memory"} == set(now) and all(now.values())
+    measured = replace(host.base_profile(cpu), matmul=123.0, source="calibrated on this host")
+    devices.save(measured, now)
+    assert host.host_profile("cpu") == measured
+    devices.save(measured, now | {"torch": "1.0"})
+    nominal = host.host_profile("cpu")
+    assert nominal.matmul != 123.0
+    assert f"is stale: torch 1.0 -> {now['torch']}; `verl plan --calibrate` measures it" in nominal.source
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_profile_of_a_device_name(name, key):
+    found = devices.known_gpu(name)
+    assert (found.name if found else None) == key
 
 
 def test_memory_of_a_device_is_in_bytes():

@@ -2,10 +2,14 @@
 
 import argparse
 import sys
-from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.planner.shapes import ModelShape
+    from verl.planner.workload import Job
 
 HELP = """usage: verl plan [--config FILE.yaml] key=value ...
-       verl plan --gpus N --gpu H200 --model 70B [options]
+       verl plan --gpus N [--gpu H200] [--model 70B] [options]
        verl plan --calibrate
 
 The first form runs all checks of `verl train`, prints its plan, the memory per device in each phase, the time of a step
@@ -31,32 +35,44 @@ def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
 
 def _calibrate() -> int:
     """Measure this host and store its profile."""
+    import time
+
     from verl.planner import devices, host
     from verl.planner.calibrate import calibrate
     from verl.utils.device import resolve_device
 
-    device = resolve_device("auto")
+    start, device = time.perf_counter(), resolve_device("auto")
     print(f"calibrating {host.host_name(device)}")
-    path = devices.save(calibrate(device, print), host.host_versions())
-    print(f"written to {path}")
+    path = devices.save(calibrate(device, print), host.host_fingerprint(device))
+    print(f"{time.perf_counter() - start:.0f} s; written to {path}, until the hardware, torch or transformers change")
     return 0
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, found {value}")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
+    from verl.planner import devices, shapes
+
     parser = argparse.ArgumentParser(prog="verl plan", description="Simulate a run without files.", add_help=False)
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
-    parser.add_argument("--gpu", default="H200", help="built-in profile: H200, H100, A100")
-    parser.add_argument("--model", default="7B", help="built-in shape (0.5B to 70B), or the folder of a model")
-    parser.add_argument("--critic", default="", help="shape of the critic; empty: none")
-    parser.add_argument("--reward", default="", help="shape of the reward model; empty: none")
+    models = f"a size ({', '.join(shapes.BUILT_IN)}), the folder of a model, or its name on the Hugging Face Hub"
+    parser.add_argument("--gpus", type=_positive, required=True, help="number of GPUs")
+    parser.add_argument("--gpu", default="H200", help=f"one of {', '.join(devices.BUILT_IN)}")
+    parser.add_argument("--model", default="7B", help=models)
+    parser.add_argument("--critic", default="", help="model of the critic; empty: none")
+    parser.add_argument("--reward", default="", help="reward model; empty: none")
     parser.add_argument("--ref", action="store_true", help="with a reference policy")
     parser.add_argument("--strategy", choices=("fsdp2", "megatron"), default="fsdp2")
-    parser.add_argument("--engine", default="vllm", help="rollout engine")
-    parser.add_argument("--prompts", type=int, default=1024, help="prompts per step")
-    parser.add_argument("--samples", type=int, default=1, help="responses per prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
-    parser.add_argument("--response-tokens", type=int, default=1024)
-    parser.add_argument("--updates", type=int, default=1, help="updates per step")
+    parser.add_argument("--engine", choices=("native", "vllm", "sglang", "hf"), default="vllm", help="rollout engine")
+    parser.add_argument("--prompts", type=_positive, default=1024, help="prompts per step")
+    parser.add_argument("--samples", type=_positive, default=1, help="responses per prompt")
+    parser.add_argument("--prompt-tokens", type=_positive, default=1024)
+    parser.add_argument("--response-tokens", type=_positive, default=1024)
+    parser.add_argument("--updates", type=_positive, default=1, help="updates per step")
     parser.add_argument("--lora-rank", type=int, default=0)
     return parser
 
@@ -64,24 +80,53 @@ def _parser() -> argparse.ArgumentParser:
 def _simulate(arguments: list[str]) -> int:
     """Print the best placement of a simulated run and its memory."""
     from verl.planner import devices, report
-    from verl.planner.fixes import describe, smallest_change
-    from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space
-    from verl.planner.workload import Job, Role
+    from verl.planner.fixes import Change, describe, first_that_fits
+    from verl.planner.placement import Plan
+    from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space, preferred
 
     args = _parser().parse_args(arguments)
     try:
-        device, policy = devices.built_in(args.gpu), _shape(args.model)
-        actor = Role("actor", policy, trains=True, updates=args.updates, lora_rank=args.lora_rank)
-        roles = [actor]
-        roles += [Role("ref", policy)] if args.ref else []
-        if args.critic:
-            roles.append(Role("critic", _shape(args.critic), trains=True, value_head=True, updates=args.updates))
-        roles += [Role("reward", _shape(args.reward), value_head=True)] if args.reward else []
+        device, job = devices.built_in(args.gpu), _job(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    kind = "megatron" if args.strategy == "megatron" else "torch"
-    job = Job(
+    sizes = MEGATRON_SIZES if job.kind == "megatron" else None
+    space = Space(separate_rollout=False, rollout_sizes=ROLLOUT_SIZES, model_sizes=sizes)
+    print("\n".join(_model_lines(job)))
+    plans = Search(job, device, space).plans(args.gpus)
+    print("\n".join(report.choice_lines(plans, args.gpus)))
+    if plans:
+        best = preferred(plans)
+        print("\n".join([*report.memory_lines(best), *report.time_lines(best)]))
+        return 0
+
+    def plan_of(change: Change) -> Plan | None:
+        found = Search(change.apply(job), device, space).plans(args.gpus * change.factor, 1)
+        return found[0] if found else None
+
+    found = first_that_fits(job, device, plan_of)
+    if found is None:
+        print("no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits")
+    else:
+        words = f"{describe(*found)}: {report.placement_words(found[1])}"
+        print(f"smallest change that fits ({report.gib(found[1].peak)} GiB): {words}")
+    return 1
+
+
+def _job(args: argparse.Namespace) -> "Job":
+    """The simulated run. Raises ValueError for a model that is unknown or not modelled."""
+    from verl.planner.workload import Job, Role
+
+    # Megatron stores 16-bit weights; its optimizer has the float32 ones
+    common = {"weight_bytes": 2 if args.strategy == "megatron" else 4}
+    policy = _shape(args.model)
+    roles = [Role("actor", policy, trains=True, updates=args.updates, lora_rank=args.lora_rank, **common)]
+    roles += [Role("ref", policy, **common)] if args.ref else []
+    if args.critic:
+        critic = Role("critic", _shape(args.critic), trains=True, value_head=True, updates=args.updates, **common)
+        roles.append(critic)
+    roles += [Role("reward", _shape(args.reward), value_head=True, **common)] if args.reward else []
+    return Job(
         tuple(roles),
         args.prompts,
         args.samples,
@@ -90,28 +135,39 @@ def _simulate(arguments: list[str]) -> int:
         old_log_probs=args.updates > 1,
         engine=args.engine,
         memory_share=0.6,
-        kind=kind,
+        kind="megatron" if args.strategy == "megatron" else "torch",
         strict=False,
     )
-    sizes = MEGATRON_SIZES if kind == "megatron" else None
-    search = Search(job, device, Space(separate_rollout=False, rollout_sizes=ROLLOUT_SIZES, model_sizes=sizes))
-    plans = search.plans(args.gpus)
-    print("\n".join(report.choice_lines(plans)))
-    if plans:
-        print("\n".join([*report.memory_lines(plans[0]), *report.time_lines(plans[0])]))
-        return 0
-    change = smallest_change(replace(job, rollout_tensor=1), device, [(job.names, args.gpus)])
-    print(f"smallest change that fits: {describe(*change)}" if change else "no change fits")
-    return 1
 
 
-def _shape(name: str):
+def _model_lines(job: "Job") -> list[str]:
+    """The number of parameters of each model."""
+    found: dict[str, list[str]] = {}
+    for role in job.roles:
+        shape = role.shape
+        active = f", {shape.active_parameters / 1e9:.3g} billion active" if shape.experts else ""
+        found.setdefault(f"{shape.name}: {shape.parameters() / 1e9:.3g} billion parameters{active}", []).append(
+            role.name
+        )
+    return [f"{words} ({', '.join(names)})" for words, names in found.items()]
+
+
+def _shape(name: str) -> "ModelShape":
+    """The shape of a built-in size, of a folder, or of a model of the Hub, whose config is downloaded.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
     from pathlib import Path
 
     from verl.planner import shapes
 
-    if Path(name).is_dir():
-        from verl.trainer.planning import shape_of
+    if "/" not in name and not Path(name).is_dir():
+        return shapes.built_in(name)
+    from verl.trainer.planning import shape_of
 
+    try:
         return shape_of(name)
-    return shapes.built_in(name)
+    except ValueError as error:
+        known = ", ".join(shapes.BUILT_IN)
+        raise ValueError(f"{error}\na size needs no files: {known}") from error

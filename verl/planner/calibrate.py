@@ -33,9 +33,9 @@ from verl.rollout.native.engine import NativeRollout
 #: of the model and the batch that are measured
 CPU_PROBE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}
 GPU_PROBE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "vocab_size": 32000}
-CPU_ROWS, GPU_ROWS = 64, 256
+CPU_ROWS, GPU_ROWS = 32, 256
 PROMPT, RESPONSE = 32, 64
-REPEATS = 5
+REPEATS = 3
 
 _COLLECTIVES = """
 import sys, time, torch, torch.distributed as dist
@@ -77,7 +77,7 @@ def calibrate(device: torch.device, say: Callable[[str], None] = lambda line: No
     if device.type == "cpu":
         found = replace(found, attention=matmul / 2, **_collective_rates())
         say(f"collectives {found.link / 1e9:.2f} GB/s, {found.latency * 1e6:.0f} us")
-    found = _with_engine_rates(found, device)
+    found = with_engine_rates(found, device)
     say(f"factors: forward {found.forward:.2f}, backward {found.backward:.2f}, decode {found.decode:.2f}")
     return found
 
@@ -144,7 +144,7 @@ def _requests(rows: int, prompt: int, response: int, vocabulary: int) -> Sequenc
     return [Request(ids, params, i) for i, ids in enumerate(prompts)]
 
 
-def _with_engine_rates(profile: Device, device: torch.device) -> Device:
+def with_engine_rates(profile: Device, device: torch.device) -> Device:
     """The profile with the rates of the training engine and of the engine native."""
     on_gpu = device.type == "cuda"
     sizes, rows = (GPU_PROBE, GPU_ROWS) if on_gpu else (CPU_PROBE, CPU_ROWS)
@@ -155,15 +155,15 @@ def _with_engine_rates(profile: Device, device: torch.device) -> Device:
     section = schema.ModelConfig(path="probe", enable_gradient_checkpointing=False)
     engine = TorchEngine(EngineSpec("causal_lm", section, optimizer=schema.OptimConfig(), device=device), module=module)
     micro, compute = MicroBatching(tokens="auto"), 2 if on_gpu else 4
-    batch, tiny = (_columns(n, PROMPT, RESPONSE, vocabulary) for n in (rows, 1))
+    batch = _columns(rows, PROMPT, RESPONSE, vocabulary)
     tiny = _columns(1, 4, 4, vocabulary)
     infer = _median(lambda: engine.infer(batch, ("log_probs",), micro), device)
     fixed = _median(lambda: engine.infer(tiny, ("log_probs",), micro), device)
     objective = Objective(_loss, ("log_probs",))
     update = _median(lambda: engine.train_batch(batch, objective, micro), device)
     rollout = NativeRollout(module, dtype=torch.bfloat16 if on_gpu else None)
-    slow = _median(lambda: rollout.generate(_requests(1, 4, RESPONSE, vocabulary)), device, 3)
-    generated = _median(lambda: rollout.generate(_requests(rows, PROMPT, RESPONSE, vocabulary)), device, 3)
+    slow = _median(lambda: rollout.generate(_requests(1, 4, RESPONSE, vocabulary)), device)
+    generated = _median(lambda: rollout.generate(_requests(rows, PROMPT, RESPONSE, vocabulary)), device)
     profile = replace(
         profile,
         layer_seconds=fixed / shape.layers,

@@ -2,8 +2,12 @@
 
 import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from verl.registry import did_you_mean
 
@@ -34,7 +38,8 @@ class Device:
         forward, backward, decode: corrections of the time of a pass, from a calibration.
         sharded: factor of the time of a pass with FSDP2 over several devices: its hooks, and weights that are neither
             cast once nor fused once per update.
-        reserved: bytes that the process needs beside tensors: the CUDA context and communication buffers.
+        reserved: bytes that the process needs beside tensors: the CUDA context and communication buffers; on a CPU, the
+            libraries and what the allocator keeps.
         source: where the figures are from.
     """
 
@@ -114,9 +119,16 @@ def _scaled(name: str, memory: float, flops: float, bandwidth: float, link: floa
 
 
 BUILT_IN = {
+    "B200": _scaled("B200", 179.0, 2250e12, 8e12, 900e9, 320e9),
     "H200": _H200,
     "H100": _scaled("H100", 79.1, 989e12, 3.35e12, 450e9, 320e9),
+    "H800": _scaled("H800", 79.1, 989e12, 3.35e12, 200e9, 320e9),
+    "H20": _scaled("H20", 95.6, 148e12, 4e12, 450e9, 320e9),
     "A100": _scaled("A100", 79.2, 312e12, 2.04e12, 300e9, 160e9),
+    "A100-40GB": _scaled("A100-40GB", 39.4, 312e12, 1.555e12, 300e9, 160e9),
+    "A800": _scaled("A800", 79.2, 312e12, 2.04e12, 200e9, 160e9),
+    "L40S": _scaled("L40S", 44.7, 362e12, 0.864e12, 28e9, 40e9),
+    "RTX-4090": _scaled("RTX-4090", 23.6, 165e12, 1.008e12, 22e9, 10e9),
 }
 
 
@@ -129,42 +141,74 @@ def built_in(name: str) -> Device:
 
 
 def known_gpu(name: str) -> Device | None:
-    """The built-in profile that a device name such as "NVIDIA H200" belongs to."""
-    return next((device for key, device in BUILT_IN.items() if key in name), None)
+    """The built-in profile that a device name such as "NVIDIA H200" or "NVIDIA A100-SXM4-40GB" belongs to."""
+    words = set(re.split(r"[^A-Za-z0-9]+", name))
+    matching = [key for key in BUILT_IN if set(key.split("-")) <= words]
+    return BUILT_IN[max(matching, key=len)] if matching else None
+
+
+# ---- calibrations ---------------------------------------------------------------------------------------------------
+
+#: of the file; it changes when the meaning of a rate does
+FORMAT = 2
 
 
 def cache_file() -> Path:
-    """The file of this host's profile: in VERL_CACHE_DIR, or in verl/ of the user's cache folder."""
+    """The file of the calibrations: in VERL_CACHE_DIR, or in verl/ of the user's cache folder."""
     folder = os.environ.get("VERL_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "verl"
     return Path(folder).expanduser() / "calibration.json"
 
 
-def save(device: Device, versions: dict[str, str]) -> Path:
-    """Store the profile of this host. Returns the file."""
+def save(device: Device, host: Mapping[str, str]) -> Path:
+    """Store a profile beside those of other devices. host: what it depends on. Returns the file."""
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        profiles = _profiles(path)
+    except ValueError:  # damaged, or of another format: it is replaced
+        profiles = {}
+    profiles[device.name] = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "host": dict(host),
+        "device": asdict(device),
+    }
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"device": asdict(device), "versions": versions}, indent=1) + "\n")
+    temporary.write_text(json.dumps({"format": FORMAT, "profiles": profiles}, indent=1) + "\n")
     temporary.replace(path)
     return path
 
 
-def calibrated(versions: dict[str, str], name: str) -> tuple[Device | None, str]:
-    """The stored profile of this host, if it is of this device and these versions.
+def _profiles(path: Path) -> dict[str, Any]:
+    """Name of a device -> its entry of the file; empty if there is no file. Raises ValueError for a damaged one."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        return found["profiles"] if found["format"] == FORMAT else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error
+
+
+def calibrated(host: Mapping[str, str], name: str) -> tuple[Device | None, str]:
+    """The stored profile of a device, if nothing that it depends on has changed.
+
+    Args:
+        host: as for `save`.
+        name: of the device.
 
     Returns:
         (profile or None, why there is none).
     """
     path = cache_file()
-    if not path.exists():
+    entry = _profiles(path).get(name)
+    if entry is None:
         return None, "this host is not calibrated"
     try:
-        found = json.loads(path.read_text())
-        device = Device(**found["device"])
-        if device.name != name:
-            return None, f"{path} is of {device.name!r}, not of {name!r}"
-        if found["versions"] != versions:
-            return None, f"{path} was written with {found['versions']}, but the versions are now {versions}"
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): run `verl plan --calibrate`") from error
+        then, device, date = entry["host"], Device(**entry["device"]), entry["date"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error
+    if then != host:
+        changed = [key for key in sorted({*then, *host}) if then.get(key) != host.get(key)]
+        words = ", ".join(f"{key} {then.get(key)} -> {host.get(key)}" for key in changed)
+        return None, f"the calibration of {date[:10]} is stale: {words}"
     return device, ""

@@ -16,6 +16,11 @@ _SECTION = {
     "critic": "critic.fsdp",
     "reward": "reward.reward_model.fsdp",
 }
+MEGATRON_SECTION = {
+    "actor": "actor_rollout_ref.actor.megatron",
+    "ref": "actor_rollout_ref.ref.megatron",
+    "critic": "critic.megatron",
+}
 _UPDATE = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
 _MODEL = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
 _INFER_TOKENS = {
@@ -31,6 +36,8 @@ _INFER_DYNAMIC = {
     "reward": "reward.reward_model.use_dynamic_bsz",
 }
 LORA_RANK = 32
+#: (tensor, pipeline) sizes of Megatron, by what they cost
+MEGATRON_SIZES = ((2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8))
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,20 @@ class Change:
 
 
 def smallest_change(job: Job, device: Device, groups: Groups) -> tuple[Change, Plan] | None:
-    """The first change that makes the plan of `groups` fit, by the same model, and the plan with it.
+    """The first change that makes the plan of `groups` fit, by the same model, and the plan with it."""
+    return first_that_fits(job, device, lambda change: plan_with(change, job, device, groups))
+
+
+def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan | None]) -> tuple[Change, Plan] | None:
+    """The first change whose plan fits, and that plan.
 
     Changes of one setting come first, then settings that cost speed but not results, combined in their order, then
     these with LoRA and with more devices.
+
+    Args:
+        job: the run that does not fit.
+        device: the device.
+        plan_of: the plan with a change; None if there is none.
     """
     single = list(_changes(job, device))
     combined = [c for i in range(2, len(single) + 1) for c in [_joined(single[:i])]]
@@ -63,7 +80,7 @@ def smallest_change(job: Job, device: Device, groups: Groups) -> tuple[Change, P
     last = [_joined([everything, change]) for change in [*lora, *more]]
     last += [_joined([everything, *lora, change]) for change in more]
     for change in (*single, *lora, *more[:1], *combined, *more[1:], *last):
-        plan = plan_with(change, job, device, groups)
+        plan = plan_of(change)
         if plan is not None and plan.fits:
             return change, plan
     return None
@@ -110,16 +127,37 @@ def _changes(job: Job, device: Device) -> Iterator[Change]:
                 )
     if any(job.role(name).checkpointing is not True for name in trained):
         yield _of_roles(job, trained, {"checkpointing": True}, _MODEL, "enable_gradient_checkpointing")
-    if device.kind == "cuda":
+    if job.kind == "megatron":
+        yield from _megatron_sizes(job)
+    elif device.kind == "cuda":
         frozen = [role.name for role in job.roles if not role.trains and role.name in _SECTION]
         if frozen:
             yield _of_roles(job, frozen, {"param_offload": True}, _SECTION, "param_offload")
         yield _of_roles(job, trained, {"optimizer_offload": True}, _SECTION, "optimizer_offload")
         yield _of_roles(job, trained, {"param_offload": True}, _SECTION, "param_offload")
+    if device.kind == "cuda":
         for tensor in (2, 4, 8):
             if tensor > job.rollout_tensor:
                 setting = f"{_ROLLOUT}tensor_model_parallel_size={tensor}"
                 yield Change((setting,), lambda job, t=tensor: replace(job, rollout_tensor=t))
+
+
+def _megatron_sizes(job: Job) -> Iterator[Change]:
+    """Divide the models of all roles into more parts."""
+    names = [role.name for role in job.roles if role.name in MEGATRON_SECTION]
+    now = job.role("actor").layout
+    for tensor, pipeline in MEGATRON_SIZES:
+        if tensor < now.tensor or pipeline < now.pipeline or tensor * pipeline == now.tensor * now.pipeline:
+            continue
+        sizes = {"tensor": tensor, "pipeline": pipeline}
+
+        def apply(job: Job, sizes: dict[str, int] = sizes) -> Job:
+            for role in job.roles:
+                job = job.with_role(role.name, layout=replace(role.layout, **sizes))
+            return job
+
+        settings = [f"{key}_model_parallel_size={size}" for key, size in sizes.items()]
+        yield Change(tuple(f"{MEGATRON_SECTION[name]}.{text}" for name in names for text in settings), apply)
 
 
 def _of_roles(job: Job, names: Sequence[str], values: dict[str, object], keys: dict[str, str], last: str) -> Change:

@@ -259,7 +259,7 @@ def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, I
             more = infer_items(job, role, device)
         found[phase] = items | more
         if device.reserved:
-            found[phase]["CUDA context"] = device.reserved
+            found[phase]["process"] = device.reserved
     return found
 
 

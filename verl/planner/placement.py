@@ -94,9 +94,11 @@ class Plan:
         return self.device.memory / (self.devices if self.device.kind == "cpu" else 1)
 
     @property
-    def words(self) -> str:
-        """Such as "actor, ref on 6; critic on 2"."""
-        return "; ".join(f"{', '.join(group.names)} on {group.devices}" for group in self.groups)
+    def complexity(self) -> tuple[int, int, int]:
+        """Of two plans that are equally fast, the lower one is simpler: groups, sizes of model parallelism, devices."""
+        layouts = [role.layout for group in self.groups for role in group.roles if role.name != "rollout"]
+        sizes = [layout.tensor * layout.pipeline * layout.sequence * layout.expert for layout in layouts]
+        return len(self.groups), max(sizes) * self.job.rollout_tensor, self.devices
 
 
 def step_seconds(stages: Sequence[float], job: Job, device: Device) -> float:

@@ -1,10 +1,15 @@
 """A plan as text: memory per phase, seconds of a step, and the comparison of placements."""
 
+import textwrap
 from collections.abc import Sequence
 
 from verl.planner.devices import GIB
 from verl.planner.memory import PHASES, total
 from verl.planner.placement import STAGES, Group, Plan
+from verl.planner.search import NEAR, preferred
+
+#: columns of a terminal
+WIDTH = 80
 
 #: columns of the memory table -> items that they sum
 COLUMNS = {
@@ -12,8 +17,8 @@ COLUMNS = {
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
     "activations": ("activations", "logits, working memory"),
-    "KV cache": ("KV cache",),
-    "other": ("buffers", "CUDA context"),
+    "KV": ("KV cache",),
+    "other": ("buffers", "process"),
 }
 
 
@@ -23,11 +28,11 @@ def gib(size: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns: the first one to the left."""
+def table(rows: Sequence[Sequence[str]], gap: int = 2) -> list[str]:
+    """Aligned columns: the first one to the left. gap: spaces between them."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
-        "  ".join(
+        (" " * gap).join(
             cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
         )
         for row in rows
@@ -45,7 +50,7 @@ def memory_lines(plan: Plan) -> list[str]:
                 sums = [sum(items.get(name, 0.0) for name in names) for names in COLUMNS.values()]
                 rows.append([phase, *(gib(size) if size else "-" for size in sums), gib(total(items))])
         count = f"{group.devices} device{'s' * (group.devices > 1)}"
-        lines += ["", f"memory of {', '.join(group.names)} on {count}", *table(rows)]
+        lines += ["", f"memory of {', '.join(group.names)} on {count}", *table(rows, gap=1)]
     peak, available = plan.peak, plan.available
     verb = "fits into" if plan.fits else "DOES NOT FIT into"
     return [*lines, "", f"peak {gib(peak)} GiB per device: {verb} {gib(available)} GiB ({plan.device.name})"]
@@ -57,20 +62,38 @@ def time_lines(plan: Plan) -> list[str]:
     words = ", ".join(f"{name} {seconds:.3g}" for name, seconds in operators)
     tokens = plan.job.responses * plan.job.response_tokens / plan.seconds
     return [
-        f"step about {plan.seconds:.3g} s with responses of full length: {words}; {tokens:,.0f} response tokens/s",
-        f"rates: {plan.device.source}",
+        f"step about {plan.seconds:.3g} s with responses of full length, {tokens:,.0f} response tokens/s",
+        *_wrapped(f"seconds: {words}"),
+        *_wrapped(f"rates: {plan.device.source}"),
     ]
 
 
-def choice_lines(plans: Sequence[Plan]) -> list[str]:
-    """The best placement, the runner-up, and why."""
+def _wrapped(text: str, indent: int = 2) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def choice_lines(plans: Sequence[Plan], devices: int) -> list[str]:
+    """The best placement on this number of devices, the runner-up, and why.
+
+    Args:
+        plans: as `Search.plans` returns them.
+        devices: that there are.
+    """
     if not plans:
-        return ["no placement fits"]
-    rows = [["", "placement", "s/step", *STAGES, "GiB"]]
-    for label, plan in zip(("best", "runner-up"), plans):
+        return [f"no placement on {devices} device{'s' * (devices > 1)} fits"]
+    labels = dict(zip(("best", "runner-up"), plans))
+    simplest = preferred(plans)
+    if simplest not in labels.values():
+        labels["preferred"] = simplest
+    rows = [["", "s/step", *STAGES, "GiB"]]
+    places = []
+    for label, plan in labels.items():
         stages = [f"{seconds:.3g}" for seconds in plan.stages]
-        rows.append([label, placement_words(plan), f"{plan.seconds:.3g}", *stages, gib(plan.peak)])
-    return [*table(rows), *([reason(*plans[:2])] if len(plans) > 1 else [])]
+        rows.append([label, f"{plan.seconds:.3g}", *stages, gib(plan.peak)])
+        lines = [line for group in plan.groups for line in _wrapped(_group_words(plan, group))]
+        places += [f"{label if i == 0 else '':9}  {line}" for i, line in enumerate(lines)]
+    reasons = _wrapped(reason(plans)) if len(plans) > 1 else []
+    return [f"placements on {devices} device{'s' * (devices > 1)}", *table(rows), *places, *reasons]
 
 
 def placement_words(plan: Plan) -> str:
@@ -79,17 +102,30 @@ def placement_words(plan: Plan) -> str:
 
 
 def _group_words(plan: Plan, group: Group) -> str:
-    sizes = dict.fromkeys((role.layout.tensor, role.layout.pipeline) for role in group.roles if role.name != "rollout")
-    words = [f"TP {t}" + (f" PP {p}" if p > 1 else "") for t, p in sizes if t * p > 1]
+    found = dict.fromkeys(role.layout for role in group.roles if role.name != "rollout")
+    sizes = [(("TP", x.tensor), ("PP", x.pipeline), ("CP", x.sequence), ("EP", x.expert)) for x in found]
+    words = list(dict.fromkeys(" ".join(f"{name} {size}" for name, size in one if size > 1) for one in sizes))
+    words = [word for word in words if word]
     if plan.job.generator in group.names and plan.job.rollout_tensor > 1:
         words.append(f"rollout TP {plan.job.rollout_tensor}")
     return f"{', '.join(group.names)} on {group.devices}" + (f" ({', '.join(words)})" if words else "")
 
 
-def reason(best: Plan, other: Plan) -> str:
-    """In which stage the best plan is faster than another one."""
+def reason(plans: Sequence[Plan]) -> str:
+    """Why the best plan is better than the runner-up, or which plan to prefer if others are as fast."""
+    best, other, simplest = plans[0], plans[1], preferred(plans)
+    longer = other.seconds / best.seconds - 1
+    words = f"the runner-up takes {longer:.1%} longer: {_difference(best, other)}"
+    if simplest is not best:
+        name = "the runner-up" if simplest is other else placement_words(simplest)
+        return f"{words}; within 5 % of the best: prefer {name}, the simpler one"
+    return words + ("; within 5 % of the best, which is the simpler one" if longer <= NEAR - 1 else "")
+
+
+def _difference(best: Plan, other: Plan) -> str:
+    """Seconds that another plan takes longer in the stages that differ most."""
     gains = {stage: theirs - ours for stage, ours, theirs in zip(STAGES, best.stages, other.stages)}
     faster = max(gains, key=lambda stage: gains[stage])
     slower = min(gains, key=lambda stage: gains[stage])
-    words = f"the runner-up takes {other.seconds / best.seconds - 1:.0%} longer: {faster} {gains[faster]:+.3g} s"
+    words = f"{faster} {gains[faster]:+.3g} s"
     return words + (f", although {slower} {gains[slower]:+.3g} s" if gains[slower] < -0.005 * best.seconds else "")

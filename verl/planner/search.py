@@ -18,6 +18,10 @@ from verl.planner.workload import Job, Layout, Role
 #: (tensor, pipeline) sizes of Megatron: tensor parallelism stays in a node, pipelines begin where it ends
 MEGATRON_SIZES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8))
 ROLLOUT_SIZES = (1, 2, 4, 8)
+#: devices that share the experts of a layer, each of which is on one device
+EXPERT_SIZES = (1, 2, 4, 8, 16, 32, 64)
+#: plans within this factor of the fastest one are a tie: the error of the model is larger
+NEAR = 1.05
 #: largest number of different sizes that are tried for a group
 MOST_SIZES = 64
 
@@ -52,11 +56,15 @@ class Space:
         separate_rollout: the rollout may have devices of its own.
         rollout_sizes: tensor-parallel sizes of the rollout.
         model_sizes: (tensor, pipeline) sizes of training; None: those of the job.
+        expert_sizes: devices that share the experts of a layer; None: that of the job.
+        same_sizes: all models of a group have the same ones, also if they differ in shape.
     """
 
     separate_rollout: bool = True
     rollout_sizes: tuple[int, ...] = ROLLOUT_SIZES
     model_sizes: tuple[tuple[int, int], ...] | None = None
+    expert_sizes: tuple[int, ...] | None = EXPERT_SIZES
+    same_sizes: bool = False
 
 
 class Search:
@@ -122,7 +130,11 @@ class Search:
         generates = base.generator in names
         roles = [base.role(name) for name in names]
         shapes = list(dict.fromkeys(role.shape for role in roles))
-        for sizes in product(*(self._sizes(devices) for _ in shapes)):
+        if self.space.same_sizes:
+            layouts = ((sizes,) * len(shapes) for sizes in self._sizes(devices, base.role("actor").shape))
+        else:
+            layouts = product(*(self._sizes(devices, shape) for shape in shapes))
+        for sizes in layouts:
             placed = [self._sized(role, devices, sizes[shapes.index(role.shape)]) for role in roles]
             for tensor in self.space.rollout_sizes if generates else (base.rollout_tensor,):
                 job = replace(base, rollout_tensor=tensor)
@@ -132,17 +144,24 @@ class Search:
     def _splits(self, shape: ModelShape, tensor: int) -> bool:
         return shape.heads % tensor == 0 and shape.kv_heads % tensor == 0 and tensor <= self.device.per_node
 
-    def _sizes(self, devices: int) -> list[tuple[int, int] | None]:
+    def _sizes(self, devices: int, shape: ModelShape) -> list[tuple[int, int, int | None] | None]:
+        """(tensor, pipeline, expert) sizes; None: that of the role."""
         if self.space.model_sizes is None:
             return [None]
-        return [(t, p) for t, p in self.space.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
+        fit = [(t, p) for t, p in self.space.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
+        if not shape.experts or self.space.expert_sizes is None:
+            return [(t, p, None) for t, p in fit]
+        experts = [e for e in self.space.expert_sizes if shape.experts % e == 0]
+        return [(t, p, e) for t, p in fit for e in experts if devices % (p * e) == 0]
 
-    def _sized(self, role: Role, devices: int, sizes: tuple[int, int] | None) -> Role:
+    def _sized(self, role: Role, devices: int, sizes: tuple[int, int, int | None] | None) -> Role:
         if role.name == "rollout":
             return replace(role, layout=Layout(devices))
         if sizes is None:
             return role.on(devices)
-        return replace(role, layout=replace(role.layout, devices=devices, tensor=sizes[0], pipeline=sizes[1]))
+        (tensor, pipeline, expert), layout = sizes, role.layout
+        experts = {} if expert is None else {"expert": expert, "expert_tensor": 1 if expert > 1 else None}
+        return replace(role, layout=replace(layout, devices=devices, tensor=tensor, pipeline=pipeline, **experts))
 
     # ---- allocations ------------------------------------------------------------------------------------------------
 
@@ -193,14 +212,23 @@ class Search:
         return Plan(self._jobs[owner.names, split, owner.devices], self.device, tuple(groups))
 
     def plans(self, devices: int, count: int = 2) -> list[Plan]:
-        """The fastest plan of each of the best `count` partitions, the best first."""
+        """The fastest plan of each partition, the best first: the best `count`, and all within 5 % of the best."""
         found: list[Plan] = []
+        limit = float("inf")
         for partition in self.partitions():
-            limit = found[count - 1].seconds if len(found) >= count else float("inf")
             plan = self.best_of(partition, devices, limit)
             if plan is not None:
-                found = sorted([*found, plan], key=lambda plan: plan.seconds)[:count]
+                found = sorted([*found, plan], key=lambda plan: plan.seconds)
+                near = sum(plan.seconds <= NEAR * found[0].seconds for plan in found)
+                found = found[: max(count, near)]
+                limit = max(found[count - 1].seconds, NEAR * found[0].seconds) if len(found) >= count else limit
         return found
+
+
+def preferred(plans: Sequence[Plan]) -> Plan:
+    """The simplest of the plans within 5 % of the fastest one, which is the first."""
+    near = [plan for plan in plans if plan.seconds <= NEAR * plans[0].seconds]
+    return min(near, key=lambda plan: (plan.complexity, plan.seconds))
 
 
 def brute_force(search: Search, devices: int) -> Plan | None:

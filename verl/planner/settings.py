@@ -6,6 +6,7 @@ from typing import Any
 
 from verl.config import schema
 from verl.engines.token_budget import MAX_AUTO_TOKENS
+from verl.planner.fixes import MEGATRON_SECTION
 from verl.planner.placement import Plan
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Layout, Role
@@ -178,4 +179,8 @@ def overrides_of(plan: Plan) -> dict[str, Any]:
     if len(plan.groups) > 1:
         found["trainer.overlap"] = True
     found["actor_rollout_ref.rollout.tensor_model_parallel_size"] = plan.job.rollout_tensor
+    for role in (role for group in plan.groups for role in group.roles):
+        if plan.job.kind == "megatron" and role.name in MEGATRON_SECTION:
+            found[f"{MEGATRON_SECTION[role.name]}.tensor_model_parallel_size"] = role.layout.tensor
+            found[f"{MEGATRON_SECTION[role.name]}.pipeline_model_parallel_size"] = role.layout.pipeline
     return found

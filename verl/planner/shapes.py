@@ -199,8 +199,8 @@ def _qwen3(name: str, layers: int, hidden: int, mlp: int, heads: int, tied: bool
     return ModelShape(name, layers, hidden, mlp, heads, kv_heads, 128, 151936, tied=tied, head_norms=True, **more)
 
 
-#: name -> shape. 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B are Qwen2.5, 13B, 34B and 70B Llama 2 and Code Llama, 405B is Llama
-#: 3.1, the others with one size are Qwen3. Names with "A": mixtures of experts, with the active parameters
+#: name -> shape. 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B are Qwen2.5, 13B, 34B and 70B Llama 2 and Code Llama, 405B is
+#: Llama 3.1, the others with one size are Qwen3. Names with "A": mixtures of experts, with the active parameters
 BUILT_IN: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (

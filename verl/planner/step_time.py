@@ -94,7 +94,8 @@ def activations_exchange(role: Role, tokens: float, device: Device) -> float:
     if layout.tensor > 1:  # two all-reduces per layer
         found += layers * 4 * collective_seconds(size, layout.tensor, device)
     if layout.expert > 1:  # two all-to-alls per layer with experts, of the tokens of each expert and of its outputs
-        found += 2 * s.sparse_layers / layout.pipeline * collective_seconds(size * s.active_experts, layout.expert, device)
+        count = 2 * s.sparse_layers / layout.pipeline
+        found += count * collective_seconds(size * s.active_experts, layout.expert, device)
     if layout.sequence > 1:  # two all-to-alls per layer, of queries, keys, values and outputs
         found += layers * 4 * collective_seconds(size / layout.sequence, layout.sequence, device)
     return found

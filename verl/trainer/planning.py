@@ -3,9 +3,12 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from verl.checkpoints.store import CheckpointStore
 from verl.config import schema
-from verl.config.fields import Schema
+from verl.config.fields import Schema, to_flat_dict
 from verl.config.load import with_overrides
 from verl.modeling.huggingface import read_config
 from verl.planner import report
@@ -13,15 +16,19 @@ from verl.planner.devices import Device
 from verl.planner.fixes import Change, describe, smallest_change
 from verl.planner.host import host_profile
 from verl.planner.placement import Plan, plan_groups
-from verl.planner.search import ROLLOUT_SIZES, Search, Space
+from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space, preferred
 from verl.planner.settings import groups_of, job_of, overrides_of
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job
+from verl.trainer.saved_state import load_state
 
 logger = logging.getLogger("verl.trainer")
 
 #: a run is refused if its estimate exceeds the memory by more than the error of the model
 REFUSED_FROM = 1.1
+#: settings that a placement has beside the section `placement`
+_PLACED = ("trainer.overlap", "actor_rollout_ref.rollout.tensor_model_parallel_size")
+_MEGATRON_SIZES = ("megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
     if not found.plan.fits:
         lines.append(_fix(found))
     if sum(count for _, count in found.groups) > 1:
-        lines += ["", *report.choice_lines(_search(config, found).plans(_devices(config)))]
+        total = _devices(config)
+        lines += ["", *report.choice_lines(_search(config, found).plans(total), total)]
     return "\n".join(lines)
 
 
@@ -137,11 +145,41 @@ def _search(config: schema.Config, found: Estimate) -> Search:
     fixed = policy.model.has_adapters or rollout.name == "hf" or rollout.deterministic
     sizes = (rollout.tensor_model_parallel_size,) if fixed else ROLLOUT_SIZES
     # a rollout of its own idles during training, unless training is asynchronous
-    return Search(job, found.device, Space(separate_rollout=job.overlaps, rollout_sizes=sizes))
+    models = None
+    if job.kind == "megatron":  # the sizes of the settings, and those of the search
+        now = job.role("actor").layout
+        free = () if policy.actor.megatron.virtual_pipeline_model_parallel_size else MEGATRON_SIZES
+        models = tuple(dict.fromkeys(((now.tensor, now.pipeline), *free)))
+    return Search(job, found.device, Space(job.overlaps, sizes, models, expert_sizes=None, same_sizes=True))
+
+
+def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
+    """The settings of the placement of the checkpoint that a run resumes from, on as many devices; None: choose one."""
+    trainer, folder = config.trainer, None
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
+        folder = Path(trainer.resume_from_path)
+    elif trainer.resume_mode == "auto":
+        folder = CheckpointStore(trainer.default_local_dir).newest()
+    if folder is None or not (folder / "trainer.json").is_file():
+        return None
+    saved = load_state(folder, "trainer")["config"]
+    then = saved["trainer.nnodes"] * saved["trainer.n_gpus_per_node"]
+    if then != _devices(config):
+        logger.warning("placement=auto: %s is of %d devices, so the placement is chosen again", folder, then)
+        return None
+    known, kept = to_flat_dict(config), {"placement.auto": False}
+    for key in saved.keys() & known.keys():
+        if key.startswith("placement.") or key in _PLACED or key.endswith(_MEGATRON_SIZES):
+            kept |= {key: saved[key]} if saved[key] != known[key] and key != "placement.auto" else {}
+    words = " ".join(f"{key}={value}" for key, value in sorted(kept.items())).replace(", ", ",")
+    logger.info("placement=auto: as in %s, from which the run resumes; sets %s", folder, words)
+    return kept
 
 
 def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Sequence[str]]) -> Schema:
-    """With `placement: auto`, the configuration with the devices of the best plan. It is printed.
+    """With `placement: auto`, the configuration with the devices of the best plan, or of the run that it resumes.
+
+    Of plans within 5 % of the best, the simplest is chosen. The choice is logged.
 
     Raises:
         ValueError: devices are set too, a model is not modelled, or nothing fits.
@@ -151,6 +189,8 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
     given = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
     if given:
         raise ValueError(f"placement.auto chooses the devices, but placement.{given[0]} is set: remove one of them")
+    if (kept := _resumed_placement(config)) is not None:
+        return with_overrides(config, kept)
     try:
         found = estimate(config, roles_of(config))
     except ValueError as error:
@@ -158,7 +198,15 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
     plans = _search(config, found).plans(_devices(config))
     if not plans:
         raise ValueError(f"placement=auto: no placement on {_devices(config)} devices fits; {_fix(found)}")
-    chosen = overrides_of(plans[0])
-    logger.info("placement=auto (%s):\n%s", plans[0].device.source, "\n".join(report.choice_lines(plans)))
-    logger.info("placement=auto sets %s", " ".join(f"{key}={value}" for key, value in chosen.items()))
+    best = preferred(plans)
+    chosen = overrides_of(best)
+    why = report.reason(plans) if len(plans) > 1 else "no other placement fits"
+    logger.info(
+        "placement=auto: %s, about %.3g s per step (%s; rates: %s); sets %s",
+        report.placement_words(best),
+        best.seconds,
+        why,
+        best.device.source,
+        " ".join(f"{key}={value}" for key, value in chosen.items()).replace(", ", ","),
+    )
     return with_overrides(config, chosen)
