@@ -5,13 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from verl.checkpoints.store import CheckpointStore
 from verl.cli import plan as command
 from verl.config import ConfigError, load_config
+from verl.config.fields import redacted, to_flat_dict
 from verl.planner import devices
 from verl.planner.devices import GIB
 from verl.trainer import planning
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.roles import roles_of
+from verl.trainer.saved_state import save_state
 
 H200 = devices.built_in("H200")
 
@@ -31,7 +35,7 @@ def test_the_plan_has_memory_and_time(settings, capsys):
     printed = capsys.readouterr().out
     assert "would train" in printed and "ok  memory" in printed
     assert "memory of actor, critic on 1 device" in printed and "update of the actor" in printed
-    assert "s with responses of full length: gen " in printed
+    assert "s with responses of full length" in printed and "seconds: gen " in printed
 
 
 def test_a_run_that_does_not_fit_is_refused(settings, on_gpu, caplog):
@@ -43,17 +47,84 @@ def test_a_run_that_does_not_fit_is_refused(settings, on_gpu, caplog):
     assert "but there are 1.45 GiB" in caplog.text
 
 
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.5])
+def test_the_settings_of_the_smallest_change_make_the_run_fit(settings, on_gpu, share):
+    run = [*settings, "data.max_response_length=256", "data.train_batch_size=256"]
+    for section in ("actor_rollout_ref.actor", "critic"):
+        run += [f"{section}.use_dynamic_bsz=true", f"{section}.ppo_max_token_len_per_gpu=65536"]
+        run += [f"{section}.ppo_mini_batch_size=256"]
+    run += [f"{model}.enable_gradient_checkpointing=false" for model in ("actor_rollout_ref.model", "critic.model")]
+    names = ["actor", "critic"]
+    on_gpu()
+    tensors = planning.estimate(load_config(overrides=run), names).plan.peak - H200.reserved
+    on_gpu(memory=H200.reserved + share * tensors)
+    before = planning.estimate(load_config(overrides=run), names)
+    change, plan = before.change()
+    assert not before.plan.fits and plan.fits and change.factor == 1
+    after = planning.estimate(load_config(overrides=[*run, *change.settings]), names)
+    assert after.plan.fits and after.plan.peak == plan.peak
+
+
+def test_the_keys_of_megatron_are_in_the_estimate(settings, on_gpu):
+    on_gpu()
+    actor = "actor_rollout_ref.actor."
+    run = [*settings, f"{actor}strategy=megatron", "trainer.n_gpus_per_node=8", f"{actor}megatron.dtype=bf16"]
+    run += ["data.train_batch_size=8", f"{actor}ppo_mini_batch_size=8"]
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    run += [f"{actor}megatron.{key}={size}" for key, size in sizes.items()]
+    run += [f"{actor}megatron.override_transformer_config.recompute_granularity=full"]
+    found = planning.estimate(load_config(overrides=run), ["actor", "critic"])
+    role, critic = (found.plan.groups[0].roles[i] for i in (0, 1))
+    assert (role.layout.tensor, role.layout.pipeline, role.layout.sequence, role.layout.data) == (2, 2, 2, 1)
+    assert critic.layout == role.layout  # its sizes are those of the actor unless they are set
+    assert (role.weight_bytes, role.compute_bytes, role.checkpointing, critic.checkpointing) == (2, 2, True, False)
+    items = found.plan.groups[0].memory["update of the actor"]
+    assert items["gradients"] == found.plan.groups[0].memory["generation"]["gradients"]  # their buffers stay
+    both = role.parameters + critic.parameters
+    # weights and gradients over t p = 4 ranks, master weights and moments over all
+    assert items["weights"] == 2 * both / 4 and items["gradients"] == 4 * both / 4
+    assert items["optimizer"] == 12 * both / 8
+    whole = planning.estimate(
+        load_config(overrides=[*run, f"{actor}megatron.use_distributed_optimizer=false"]), ["actor"]
+    )
+    assert whole.plan.groups[0].memory["update of the actor"]["optimizer"] == 12 * role.parameters / 4
+    with pytest.raises(ValueError, match=r"megatron for some roles only \(actor: megatron, critic: fsdp\)"):
+        planning.estimate(load_config(overrides=[*run, "critic.strategy=fsdp"]), ["actor", "critic"])
+
+
 def test_placement_auto_sets_the_keys_of_the_best_plan(settings, on_gpu, caplog):
     on_gpu()
     caplog.set_level(logging.INFO, "verl.trainer")
     run = [*settings, "trainer.n_gpus_per_node=2", "placement=auto", "actor_rollout_ref.actor.use_kl_loss=true"]
     trainer = PPOTrainer(overrides=run)
     placement = trainer.config.placement
-    assert not placement.auto and "placement=auto sets placement.auto=False" in caplog.text
-    assert "runner-up" in caplog.text
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("placement=auto: ")]
+    assert not placement.auto and "\n" not in line and "; sets placement.auto=False" in line
+    assert "the runner-up takes" in line and "s per step" in line
     chosen = [placement.actor_devices, placement.ref_devices, placement.critic_devices]
     assert trainer.config.trainer.overlap == (len(trainer.pools) > 1) == (None not in chosen)
     assert f"placement.actor_devices={placement.actor_devices}" in caplog.text or None in chosen
+
+
+def test_a_resumed_run_keeps_its_placement(settings, on_gpu, caplog, tmp_path):
+    on_gpu()
+    caplog.set_level(logging.INFO, "verl.trainer")
+    run = [*settings, "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}"]
+    split = ["placement.actor_devices=[0]", "placement.critic_devices=[1]", "trainer.overlap=true"]
+    config = load_config(overrides=[*run, *split])
+    with CheckpointStore(tmp_path).writing(3) as folder:
+        save_state({"config": redacted(to_flat_dict(config))}, folder, "trainer")
+    again = planning.apply_auto_placement(load_config(overrides=[*run, "placement=auto"]), roles_of)
+    assert again.placement == config.placement and again.trainer.overlap
+    assert "placement=auto: as in" in caplog.text and "global_step_3, from which the run resumes" in caplog.text
+    more = load_config(overrides=[*run, "placement=auto", "trainer.n_gpus_per_node=4"])
+    assert not planning.apply_auto_placement(more, roles_of).placement.auto
+    assert "global_step_3 is of 2 devices, so the placement is chosen again" in caplog.text
+    caplog.clear()
+    planning.apply_auto_placement(
+        load_config(overrides=[*run, "placement=auto", "trainer.resume_mode=disable"]), roles_of
+    )
+    assert "as in" not in caplog.text and "; sets placement.auto=False" in caplog.text
 
 
 def test_placement_auto_refuses_other_placements(settings, on_gpu):
@@ -84,4 +155,29 @@ def test_a_simulation_needs_no_files(capsys):
     assert command.main(["--gpus", "1", "--gpu", "A100", "--model", "70B"]) == 1
     assert "smallest change that fits" in capsys.readouterr().out
     assert command.main(["--gpus", "1", "--gpu", "B100"]) == 1
-    assert "no profile of the GPU 'B100'" in capsys.readouterr().err
+    assert "no profile of the GPU 'B100': did you mean 'H100'?" in capsys.readouterr().err
+    assert command.main(["--gpus", "1", "--model", "7"]) == 1
+    assert "no built-in model '7': did you mean '7B'?" in capsys.readouterr().err
+    assert command.main(["--gpus", "1", "--model", "./none"]) == 1
+    assert "a size needs no files: 0.5B, " in capsys.readouterr().err
+    for wrong in (["--gpus", "0"], ["--gpus", "8", "--engine", "vlm"], ["--gpus", "8", "--samples", "-1"]):
+        with pytest.raises(SystemExit):
+            command.main(wrong)
+
+
+def test_a_simulation_that_does_not_fit_names_the_devices_that_do(capsys):
+    arguments = ["--gpu", "H200", "--model", "70B", "--strategy", "megatron"]
+    assert command.main(["--gpus", "8", *arguments]) == 1
+    printed = capsys.readouterr().out
+    assert "no placement on 8 devices fits" in printed and "use 16 devices: actor on 16 (TP 8" in printed
+    assert command.main(["--gpus", "16", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "70B: 69 billion parameters (actor)" in printed and max(map(len, printed.splitlines())) <= 80
+
+
+def test_a_mixture_of_experts_is_simulated(capsys):
+    assert command.main(["--gpus", "16", "--model", "30B-A3B", "--strategy", "megatron"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "30B-A3B: 30.5 billion parameters, 3.35 billion active (actor)" in printed and "update of the actor" in printed
+    )

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ HELP = """usage: verl plan [--config FILE.yaml] key=value ...
 The first form runs all checks of `verl train`, prints its plan, the memory per device in each phase, the time of a step
 and the best placement. `placement=auto` in a run applies that placement.
 """
+
+
+#: of the device memory, for the rollout of a simulation
+MEMORY_SHARES = (0.6, 0.4, 0.2)
 
 
 def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
@@ -83,6 +88,7 @@ def _simulate(arguments: list[str]) -> int:
     from verl.planner.fixes import Change, describe, first_that_fits
     from verl.planner.placement import Plan
     from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space, preferred
+    from verl.planner.workload import Job
 
     args = _parser().parse_args(arguments)
     try:
@@ -93,15 +99,25 @@ def _simulate(arguments: list[str]) -> int:
     sizes = MEGATRON_SIZES if job.kind == "megatron" else None
     space = Space(separate_rollout=False, rollout_sizes=ROLLOUT_SIZES, model_sizes=sizes)
     print("\n".join(_model_lines(job)))
-    plans = Search(job, device, space).plans(args.gpus)
+
+    def plans_of(job: Job, gpus: int, count: int) -> list[Plan]:
+        """The plans with the largest share of the memory for the rollout with which there are any."""
+        for share in MEMORY_SHARES if args.engine in ("vllm", "sglang") else (job.memory_share,):
+            if plans := Search(replace(job, memory_share=share), device, space).plans(gpus, count):
+                return plans
+        return []
+
+    plans = plans_of(job, args.gpus, 2)
     print("\n".join(report.choice_lines(plans, args.gpus)))
     if plans:
         best = preferred(plans)
         print("\n".join([*report.memory_lines(best), *report.time_lines(best)]))
+        if args.engine in ("vllm", "sglang"):
+            print(f"with rollout.gpu_memory_utilization={best.job.memory_share}")
         return 0
 
     def plan_of(change: Change) -> Plan | None:
-        found = Search(change.apply(job), device, space).plans(args.gpus * change.factor, 1)
+        found = plans_of(change.apply(job), args.gpus * change.factor, 1)
         return found[0] if found else None
 
     found = first_that_fits(job, device, plan_of)
@@ -134,7 +150,7 @@ def _job(args: argparse.Namespace) -> "Job":
         args.response_tokens,
         old_log_probs=args.updates > 1,
         engine=args.engine,
-        memory_share=0.6,
+        memory_share=MEMORY_SHARES[0],
         kind="megatron" if args.strategy == "megatron" else "torch",
         strict=False,
     )

@@ -153,7 +153,9 @@ def _splits_sequences(job: Job, role: Role) -> bool:
 
 def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     """Working memory of an update. taken: bytes of everything else on the device."""
-    items = {"gradients": gradients(job, role), "gathered weights": gathered(job, role, training=True)}
+    items = {"gathered weights": gathered(job, role, training=True)}
+    if job.kind != "megatron":
+        items["gradients"] = gradients(job, role)
     tokens, checkpoints = update_choice(job, role, device, taken + sum(items.values()))
     largest = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, device.kind == "cuda").total
     tokens = min(tokens, max(largest, job.length / role.layout.sequence))
@@ -264,13 +266,18 @@ def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, I
 
 
 def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) -> Items:
-    """Weights and optimizer states on the device while a role runs, whose offloaded weights are there too."""
-    items = {"weights": 0.0, "optimizer": 0.0}
+    """Weights and optimizer states on the device while a role runs, whose offloaded weights are there too.
+
+    Megatron's buffers of gradients are with the weights.
+    """
+    items = {"weights": 0.0, "optimizer": 0.0} | ({"gradients": 0.0} if job.kind == "megatron" else {})
     for role in roles:
         if role.name == "rollout":  # its weights are those of the engine
             continue
         if role is active or not role.param_offload:
             items["weights"] += weights(job, role)
+            if job.kind == "megatron":
+                items["gradients"] += gradients(job, role)
         if (role is active and updates) or not role.optimizer_offload:
             items["optimizer"] += optimizer_bytes(job, role)
     return items
