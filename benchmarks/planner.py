@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -44,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 #: hidden, MLP, layers, heads, key heads, vocabulary, tied, prompts, samples, prompt tokens, new tokens
 SMALL = Work(256, 768, 4, 8, 4, 2048, False, prompts=8, samples=4, prompt=16, new=48)
-WIDE = Work(512, 1536, 6, 8, 4, 4096, False, prompts=4, samples=4, prompt=16, new=48)
+WIDE = Work(512, 1536, 4, 8, 4, 4096, False, prompts=4, samples=4, prompt=16, new=32)
 LONG = Work(256, 768, 4, 8, 4, 2048, False, prompts=4, samples=4, prompt=64, new=192)
 _MODEL, _ACTOR = "actor_rollout_ref.model.", "actor_rollout_ref.actor."
 GRPO, PPO = {"algorithm.adv_estimator": "grpo"}, {"algorithm.adv_estimator": "gae"}
@@ -93,30 +92,10 @@ def overrides_of(name: str, folder: Path) -> dict[str, Any]:
 # ---- measured -------------------------------------------------------------------------------------------------------
 
 
-class ResidentMemory:
-    """Samples the memory of this process, or of each of its children, in a thread. Use as a context."""
-
-    def __init__(self, children: bool):
-        self._children, self._stop = children, threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.peak = 0
-
-    def __enter__(self) -> "ResidentMemory":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        own = psutil.Process()
-        while not self._stop.wait(0.02):
-            for process in own.children(recursive=True) if self._children else [own]:
-                try:
-                    self.peak = max(self.peak, process.memory_info().rss)
-                except psutil.Error:
-                    continue
+def resident_peak(pid: int) -> int:
+    """Largest resident memory of a process so far, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 class TensorMemory:
@@ -150,18 +129,19 @@ def measure(name: str, folder: Path) -> dict[str, float]:
 
     marks: list[tuple[float, float, dict[int, float]]] = []
     tensors: list[TensorMemory] = []
+    resident: list[int] = []
 
     class Measured(PPOTrainer):
         def step_metrics(self, batch: Any) -> dict[str, float]:
             workers = {p.pid: sum(p.cpu_times()[:2]) for p in psutil.Process().children(recursive=True)}
             marks.append((time.perf_counter(), time.process_time(), workers))
+            resident.append(max(map(resident_peak, workers or [os.getpid()])))
             if len(marks) == STEPS - 1 and self.world_size == 1:
                 tensors.append(TensorMemory())
             return super().step_metrics(batch)
 
     trainer = Measured(overrides=overrides_of(name, folder))
-    with ResidentMemory(children=trainer.world_size > 1) as memory:
-        trainer.fit()
+    trainer.fit()
     steps = list(pairwise(marks))[: STEPS - 2]
     busy = [
         own2 - own1 + max((cpu - before.get(pid, cpu) for pid, cpu in after.items()), default=0.0)
@@ -171,7 +151,7 @@ def measure(name: str, folder: Path) -> dict[str, float]:
         "seconds": statistics.median(busy),
         "wall": statistics.median(b[0] - a[0] for a, b in steps),
         "memory": tensors[0].stop() if tensors else 0,
-        "resident": memory.peak,
+        "resident": max(resident),
     }
 
 

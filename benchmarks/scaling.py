@@ -43,7 +43,8 @@ def job_of(algorithm: str, policy: str, values: str | None = None) -> Job:
         shape = shapes.built_in(MODELS[policy if name in ("actor", "ref") or values is None else values])
         trains = name in ("actor", "critic")
         value_head = name in ("critic", "reward", "cost")
-        roles.append(Role(name, shape, trains=trains, value_head=value_head, updates=8 if trains else 1))
+        updates = 8 if trains else 1
+        roles.append(Role(name, shape, trains=trains, value_head=value_head, weight_bytes=2, updates=updates))
     return Job(
         tuple(roles),
         prompts=1024,

@@ -163,9 +163,30 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     in_flight = min(role.layout.pipeline, max(1.0, largest / tokens))
     layer = used.plain * role.layout.pipeline / role.shape.layers
     items["activations"] = tokens * in_flight * (used.checkpointed if checkpoints else used.plain)
+    items["activations"] += tokens * _head_states(role)
     # the gradients of one layer's activations come after those of the logits are freed
     items["logits, working memory"] = max(logits(job, role, tokens, device, training=True), tokens * layer)
+    if device.kind == "cpu" and largest <= tokens:  # a GPU's allocator keeps the blocks of activations
+        return _one_backward_pass(role, items, tokens * layer)
     return items
+
+
+def _head_states(role: Role) -> float:
+    """Bytes per token of the input and output of the last norm, and of the states of responses."""
+    return role.shape.hidden * (max(role.compute_bytes, role.weight_bytes) + 2 * role.compute_bytes)
+
+
+def _one_backward_pass(role: Role, items: Items, layer: float) -> Items:
+    """The larger of its begin, with the gradient of the output layer, and its end, with all gradients and one layer.
+
+    Args:
+        items: those of several micro-batches, which have gradients from the begin.
+        layer: bytes of the activations of one layer.
+    """
+    head = 0.0 if role.value_head or role.lora_rank else role.shape.embedding * role.weight_bytes / role.layout.parts
+    begin = items | {"gradients": min(items["gradients"], head)}
+    end = items | {"activations": layer, "logits, working memory": layer}
+    return max(begin, end, key=total)
 
 
 def infer_items(job: Job, role: Role, device: Device) -> Items:
@@ -209,7 +230,8 @@ def generation_items(job: Job, role: Role, device: Device, taken: float) -> Item
     own = rollout_weights(job, role)
     rows = min(rollout_rows(job, role), job.max_rows)
     s, c = role.shape, role.compute_bytes
-    working = rows * s.vocabulary * (c + 4) + PREFILL_TOKENS * (2 * s.hidden + 3 * s.mlp_width / job.rollout_tensor) * c
+    prefill = min(PREFILL_TOKENS, -(-rows // job.samples) * job.prompt_tokens)
+    working = rows * s.vocabulary * (c + 4) + prefill * (2 * s.hidden + 3 * s.mlp_width / job.rollout_tensor) * c
     needed, least = kv_cache_bytes(job, role, rows), kv_cache_bytes(job, role, 1)
     if job.engine in ("vllm", "sglang"):
         cache = max(least, job.memory_share * device.memory - own - working)

@@ -27,6 +27,8 @@ ADAM_BYTES = 44
 ATTENTION_BACKWARD = 3.1
 #: bytes/s between a device and its host
 HOST_LINK = 40e9
+#: layers with adapters have the forward pass of transformers, not the fused one (benchmarks/results/planner_cpu.json)
+ADAPTER_FACTOR = 1.6
 #: a matmul in float32 on a GPU, relative to 16 bits
 FLOAT32_FACTOR = 1 / 12
 
@@ -110,9 +112,10 @@ def _bubble(role: Role, micro_batches: float) -> float:
     return 1 + (role.layout.pipeline - 1) / max(1.0, micro_batches)
 
 
-def _sharded(job: Job, role: Role, device: Device) -> float:
-    """What FSDP2 over several devices multiplies the computation with."""
-    return device.sharded if job.kind == "torch" and role.layout.devices > 1 else 1.0
+def _engine_factor(job: Job, role: Role, device: Device) -> float:
+    """What FSDP2 over several devices, and layers with adapters, multiply the computation with."""
+    sharded = device.sharded if job.kind == "torch" and role.layout.devices > 1 else 1.0
+    return sharded * (ADAPTER_FACTOR if role.lora_rank else 1.0)
 
 
 def infer_seconds(job: Job, role: Role, device: Device) -> float:
@@ -121,7 +124,7 @@ def infer_seconds(job: Job, role: Role, device: Device) -> float:
     size = max(role.infer_tokens or 16384, job.length)
     count = max(1.0, math.ceil(tokens.total / size))
     compute = forward_pass(role, tokens, job, device, count).seconds(device) * _bubble(role, count)
-    compute *= _sharded(job, role, device)
+    compute *= _engine_factor(job, role, device)
     exchange = _gather_seconds(job, role, device) * count
     return _overlapped(compute, exchange, device) + activations_exchange(role, tokens.total, device)
 
@@ -143,7 +146,7 @@ def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> 
     passed = forward_pass(role, tokens, job, device, count)
     compute = passed.seconds(device) * (2 if checkpoints else 1)
     compute += passed.backward_seconds(device, role.lora_rank > 0)
-    compute *= _sharded(job, role, device)
+    compute *= _engine_factor(job, role, device)
     gather = _gather_seconds(job, role, device)
     reduce = _reduce_seconds(job, role, device)
     exchange = count * (2 * gather + reduce) if job.kind == "torch" else 0.0
