@@ -22,7 +22,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 #: hidden, MLP, layers, heads, key heads, vocabulary, tied, prompts, samples, prompt tokens, new tokens
 SMALL = Work(256, 768, 4, 8, 4, 2048, False, prompts=8, samples=4, prompt=16, new=48)
-WIDE = Work(512, 1536, 4, 8, 4, 4096, False, prompts=4, samples=4, prompt=16, new=32)
+WIDE = Work(512, 1536, 6, 8, 4, 4096, False, prompts=4, samples=4, prompt=16, new=48)
 LONG = Work(256, 768, 4, 8, 4, 2048, False, prompts=4, samples=4, prompt=64, new=192)
 _MODEL, _ACTOR = "actor_rollout_ref.model.", "actor_rollout_ref.actor."
 GRPO, PPO = {"algorithm.adv_estimator": "grpo"}, {"algorithm.adv_estimator": "gae"}
@@ -58,6 +58,8 @@ CONFIGS: dict[str, tuple[Work, dict[str, Any]]] = {
     "ppo, critic": (WIDE, PPO),
     "grpo, 2 processes": (WIDE, GRPO | {"trainer.n_gpus_per_node": 2}),
 }
+#: measured again beside each configuration
+RATES = ("forward", "backward", "decode", "layer_seconds", "decode_seconds")
 #: of which the first is not counted, and the last one measures memory
 STEPS = 4
 
@@ -185,13 +187,14 @@ def predict(name: str, folder: Path, device: Device) -> Plan:
     return plan_groups(job, device, [(names, config.trainer.n_gpus_per_node)])
 
 
-def cpu_lines(base: Device) -> Iterator[dict[str, Any]]:
+def cpu_lines(base: Device, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One line per CPU configuration. base: the profile whose rates of the engines are measured again."""
     import torch
 
     from verl.planner.calibrate import with_engine_rates
 
-    for name, (work, _) in CONFIGS.items():
+    for name in names:
+        work = CONFIGS[name][0]
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)
             forked(lambda work=work, folder=folder: make_inputs(work, folder, 4 * work.prompts))
@@ -205,6 +208,7 @@ def cpu_lines(base: Device) -> Iterator[dict[str, Any]]:
         tensors = (plan.peak - device.reserved) / 2**20
         line |= _compared(plan.seconds, found["seconds"], tensors, found["memory"] / 2**20, "mib")
         line["resident_mib"] = round(found["resident"] / 2**20)
+        line["rates"] = {key: float(f"{getattr(device, key):.4g}") for key in RATES}
         print(json.dumps(line), flush=True)
         yield line
 
@@ -305,9 +309,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the record to this file")
     parser.add_argument("--cpu", action="store_true", help="train on this CPU instead of reading records of H200s")
+    parser.add_argument("--only", nargs="+", choices=CONFIGS, help="CPU configurations; other lines of --out are kept")
     args = parser.parse_args()
     if args.cpu:
-        _measure_cpu(args.out)
+        _measure_cpu(args.out, args.only or list(CONFIGS))
         return
     lines = recorded_lines(devices.built_in("H200"))
     for line in lines:
@@ -316,7 +321,7 @@ def main() -> None:
     _write({"command": "python benchmarks/planner.py", "lines": lines, "goals": summary(lines)}, args.out)
 
 
-def _measure_cpu(out: Path | None) -> None:
+def _measure_cpu(out: Path | None, names: Sequence[str]) -> None:
     import torch
 
     import verl.trainer.ppo_trainer  # noqa: F401 so that the copies of this process need not import it
@@ -324,9 +329,11 @@ def _measure_cpu(out: Path | None) -> None:
 
     torch.set_num_threads(1)
     device = forked(lambda: calibrate(torch.device("cpu"), print))
-    lines: list[dict[str, Any]] = []
-    for line in cpu_lines(device):
-        lines.append(line)
+    kept = json.loads(out.read_text())["lines"] if out is not None and out.exists() else []
+    found = {line["name"]: line for line in kept}
+    for line in cpu_lines(device, names):
+        found[line["name"]] = line
+        lines = [found[name] for name in CONFIGS if name in found]
         record = {"command": "python benchmarks/planner.py --cpu", "lines": lines, "goals": summary(lines)}
         _write(record | {"profile": asdict(device), "load": round(os.getloadavg()[0], 1)}, out)
     print(summary(lines), flush=True)

@@ -168,11 +168,11 @@ def groups_of(
     return [(tuple(members), len(numbers)) for numbers, members in found.items()]
 
 
-def overrides_of(plan: Plan) -> dict[str, Any]:
-    """The settings that select a plan: keys that a user would set."""
+def overrides_of(plan: Plan, devices: int) -> dict[str, Any]:
+    """The settings that select a plan: keys that a user would set. devices: of the run, not all of which it may use."""
     found: dict[str, Any] = {"placement.auto": False}
     first = 0
-    for group in plan.groups if len(plan.groups) > 1 else ():
+    for group in plan.groups if len(plan.groups) > 1 or plan.devices < devices else ():
         numbers = list(range(first, first + group.devices))
         first += group.devices
         found |= {f"placement.{name}_devices": numbers for name in group.names}

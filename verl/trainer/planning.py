@@ -199,8 +199,10 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
     if not plans:
         raise ValueError(f"placement=auto: no placement on {_devices(config)} devices fits; {_fix(found)}")
     best = preferred(plans)
-    chosen = overrides_of(best)
+    chosen = overrides_of(best, _devices(config))
     why = report.reason(plans) if len(plans) > 1 else "no other placement fits"
+    if best.devices < _devices(config):
+        why += f"; more of the {_devices(config)} devices are not faster"
     logger.info(
         "placement=auto: %s, about %.3g s per step (%s; rates: %s); sets %s",
         report.placement_words(best),
