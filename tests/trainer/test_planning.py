@@ -38,6 +38,21 @@ def test_the_plan_has_memory_and_time(settings, capsys):
     assert "s with responses of full length" in printed and "seconds: gen " in printed
 
 
+def test_the_configuration_may_be_the_first_argument(monkeypatch):
+    from verl.trainer import main_ppo
+
+    found = []
+    monkeypatch.setattr(main_ppo, "main", lambda arguments, program: found.append(arguments) or 0)
+    command.main(["run.yaml", "trainer.seed=1"])
+    command.main(["--config", "run.yaml"])
+    command.main(["trainer.default_local_dir=a.yaml"])
+    assert found == [
+        ["--dry-run", "--config", "run.yaml", "trainer.seed=1"],
+        ["--dry-run", "--config", "run.yaml"],
+        ["--dry-run", "trainer.default_local_dir=a.yaml"],
+    ]
+
+
 def test_a_run_that_does_not_fit_is_refused(settings, on_gpu, caplog):
     on_gpu(memory=1.2 * GIB)
     with pytest.raises(ValueError, match=r"memory: .* needs about 1.5\d GiB per device, but there are 1.20 GiB"):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from verl.planner.shapes import ModelShape
     from verl.planner.workload import Job
 
-HELP = """usage: verl plan [--config FILE.yaml] key=value ...
+HELP = """usage: verl plan [FILE.yaml] key=value ...
        verl plan --gpus N [--gpu H200] [--model 70B] [options]
        verl plan --calibrate
 
@@ -35,7 +35,14 @@ def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
         return 0
     from verl.trainer import main_ppo
 
-    return main_ppo.main(["--dry-run", *arguments], program=program)
+    return main_ppo.main(["--dry-run", *_with_config_flag(arguments)], program=program)
+
+
+def _with_config_flag(arguments: list[str]) -> list[str]:
+    """`run.yaml` -> `--config run.yaml`, unless the flag is there."""
+    first = arguments[0] if arguments else ""
+    is_file = first.endswith((".yaml", ".yml")) and "=" not in first
+    return ["--config", *arguments] if is_file else arguments
 
 
 def _calibrate() -> int:
