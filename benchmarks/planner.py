@@ -178,7 +178,7 @@ def forked(call: Callable[[], Any]) -> Any:
 def predict(name: str, folder: Path, device: Device) -> Plan:
     """The plan of a configuration."""
     from verl.config import load_config
-    from verl.trainer.roles import roles_of
+    from verl.trainer.startup.roles import roles_of
 
     config = load_config(overrides=overrides_of(name, folder))
     shape = ModelShape.of(json.loads((folder / "model" / "config.json").read_text()), name)

@@ -11,11 +11,11 @@ from verl.config import ConfigError, load_config
 from verl.config.fields import redacted, to_flat_dict
 from verl.planner import devices
 from verl.planner.devices import GIB
-from verl.trainer import planning
+from verl.trainer.checks import planning
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import roles_of
-from verl.trainer.saved_state import save_state
+from verl.trainer.startup.roles import roles_of
+from verl.trainer.state.saved_state import save_state
 
 H200 = devices.built_in("H200")
 

@@ -187,7 +187,7 @@ def _shape(name: str) -> "ModelShape":
 
     if "/" not in name and not Path(name).is_dir():
         return shapes.built_in(name)
-    from verl.trainer.planning import shape_of
+    from verl.trainer.checks.planning import shape_of
 
     try:
         return shape_of(name)

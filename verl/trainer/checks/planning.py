@@ -20,7 +20,7 @@ from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space, pr
 from verl.planner.settings import groups_of, job_of, overrides_of
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job
-from verl.trainer.saved_state import load_state
+from verl.trainer.state.saved_state import load_state
 
 logger = logging.getLogger("verl.trainer")
 
