@@ -7,6 +7,8 @@ VENV_DOCS := .venv-docs
 VENV_MEGATRON := .venv-megatron
 # test processes
 WORKERS ?= 2
+# The programs that tests start find the modules compiled, whatever the environment of `make` says.
+export PYTHONDONTWRITEBYTECODE =
 RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal

@@ -1,6 +1,7 @@
 """Imports point down only: read from the source of every file, imports inside functions included."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,9 @@ HANDED_ON = {"__all__", "__version__", "_HOME"}
 LAZY = "__getattr__, __dir__ = lazy_names(__name__, _HOME)"
 
 
+parsed = functools.cache(ast.parse)
+
+
 def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
@@ -60,7 +64,7 @@ def part_of(module: str) -> str | None:
 
 def imports(path: Path, text: str) -> Iterator[tuple[int, str, bool]]:
     """(line, imported module or name with its module in front, is it at module level) of every import of a file."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     at_top = {id(node) for node in ast.walk(ast.Module(_executed_at_import(tree.body), []))}
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     for node in ast.walk(tree):
@@ -147,7 +151,7 @@ def test_private_names_stay_at_home():
 def only_hands_names_on(text: str) -> list[str]:
     """What an __init__ file holds beside imports, __all__, and a table of names that __getattr__ loads at first use."""
     found = []
-    for i, node in enumerate(ast.parse(text).body):
+    for i, node in enumerate(parsed(text).body):
         docstring = i == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = {ast.unparse(target) for target in node.targets} if isinstance(node, ast.Assign) else {""}
         function = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")

@@ -1,11 +1,11 @@
 """The code of the README runs as printed."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -18,7 +18,7 @@ def block(word: str) -> str:
 
 
 def test_the_flow_of_the_readme_runs():
-    done = subprocess.run([sys.executable, "-c", block("flow.compile()")], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", block("flow.compile()"), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3

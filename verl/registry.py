@@ -12,9 +12,6 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError
-
 logger = logging.getLogger("verl.registry")
 
 T = TypeVar("T")
@@ -59,13 +56,15 @@ def check_type(parameter: inspect.Parameter, value: Any, key: str) -> None:
 
 
 def _validates(annotation: Any, value: Any) -> bool:
+    import pydantic  # here: a process that runs one reward function starts without it
+
     try:
-        adapter = TypeAdapter(annotation)
-    except PydanticSchemaGenerationError:
+        adapter = pydantic.TypeAdapter(annotation)
+    except pydantic.errors.PydanticSchemaGenerationError:
         return True
     try:  # strict: an int is a float, but a bool is not a number
         adapter.validate_python(value, strict=True)
-    except ValidationError:
+    except pydantic.ValidationError:
         return isinstance(value, list) and annotation is tuple
     return True
 

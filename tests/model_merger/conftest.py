@@ -1,12 +1,11 @@
 """Checkpoints of every layout, made once."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,9 +14,7 @@ ROOT = Path(__file__).parents[2]
 def made(tmp_path_factory) -> Path:
     """The folder that `layouts.py` fills; not to be changed."""
     root = tmp_path_factory.mktemp("checkpoints")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, str(Path(__file__).with_name("layouts.py")), str(root)]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=200)
+    done = run_python(str(Path(__file__).with_name("layouts.py")), str(root), cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return root
 

@@ -186,7 +186,9 @@ def test_the_same_order_of_sums_gives_the_same_bits(algorithm, executor, same_or
     compare(run_of(algorithm, executor), run_of(algorithm, same_order), 0)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm", ["ppo", *(pytest.param(name, marks=slow) for name in ALGORITHMS if name != "ppo")]
+)
 def test_the_weights_that_are_compared_have_moved(algorithm, run_of, tiny):
     before = load_file(tiny / "model" / "model.safetensors")
     after = run_of(algorithm, "one").weights["actor"]

@@ -51,7 +51,7 @@ def test_a_killed_worker_is_named(phase, settings, monkeypatch):
     assert isinstance(error, WorkerDied)
     assert (error.role, error.rank) == ("actor", 1)
     assert "SIGKILL" in str(error)
-    assert seconds < 20
+    assert seconds < 60
 
 
 @pytest.mark.parametrize("phase", [pytest.param(phase, marks=pytest.mark.slow) for phase in ("generate", "update")])
@@ -60,7 +60,7 @@ def test_an_exception_on_one_rank_arrives_with_its_own_stack(phase, settings, mo
     assert "planted fault" in str(error)
     assert "fault_injection.py" in error.traceback
     assert error.rank == 1
-    assert seconds < 20
+    assert seconds < 60
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """Words of the configuration to devices and dtypes, and memory figures that follow real memory."""
 
+import gc
 import mmap
 
 import pytest
 import torch
 
-from verl.utils.device import memory_metrics, peak_memory, process_rss, resolve_device, resolve_dtype
+from verl.utils.device import frozen_heap, memory_metrics, peak_memory, process_rss, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
 
@@ -55,3 +56,18 @@ def test_memory_figures_follow_an_allocation():
     assert peak_memory(CPU) >= process_rss() - (8 << 20)
     assert memory_metrics(CPU)["perf/cpu_memory_used_gb"] == pytest.approx(process_rss() / 2**30, abs=0.05)
     block.close()
+
+
+def test_the_heap_is_frozen_unless_the_program_has_done_so():
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        with frozen_heap():
+            assert gc.get_freeze_count() > 0
+            with frozen_heap():
+                pass
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        if frozen:
+            gc.freeze()

@@ -2,13 +2,13 @@
 
 import io
 import random
-import subprocess
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.programs import run_python
 from verl.utils.rng import fork_seed, rng_state, seed_everything, set_rng_state
 
 
@@ -53,7 +53,7 @@ def test_saved_gpus_that_are_absent_are_said(caplog):
 def test_fork_seed_depends_on_its_parts_alone():
     seed = fork_seed(1, "rollout", 5)
     program = "from verl.utils.rng import fork_seed; print(fork_seed(1, 'rollout', 5))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = run_python("-c", program, cwd=Path.cwd())  # with another hash seed
     assert int(run.stdout) == seed == fork_seed(np.int64(1), "rollout", 5)
     assert seed == 3035216879451127848  # must never change: saved runs depend on it
 

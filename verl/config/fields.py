@@ -4,7 +4,7 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from types import NoneType, UnionType
@@ -180,8 +180,7 @@ class Schema(Section):
         trainer = vars(self).get("trainer")
         wanted = {k: v for k, v in vars(trainer).items() if isinstance(v, str) and "{" in v} if trainer else {}
         if wanted:
-            plain = {key: found.default for key, found in fields_of(type(self)).items()}
-            names = self.default_names(to_flat_dict(self), plain)
+            names = self.default_names(to_flat_dict(self), _plain_defaults(type(self)))
             # in place, as the section is frozen; `_fill_defaults` has made it of plain values, so it is not shared
             for name, value in names.items():
                 wanted = {key: text.replace(f"{{{name}}}", value) for key, text in wanted.items()}
@@ -276,6 +275,12 @@ def sections_of(schema: type[Section]) -> set[str]:
     return {".".join(parts[:depth]) for parts in names for depth in range(1, len(parts))}
 
 
+@functools.cache
+def _plain_defaults(schema: type[Section]) -> Mapping[str, Any]:
+    """The default of every field by its dotted key, without those that are computed from other fields."""
+    return {key: found.default for key, found in fields_of(schema).items()}
+
+
 def _walk(schema: type[Section], prefix: str) -> Iterator[tuple[str, ConfigField]]:
     for name, info in schema.model_fields.items():
         kind = info.annotation
@@ -292,20 +297,26 @@ def flatten(data: Mapping[Any, Any], schema: type[Section] | None = None, prefix
     A free mapping of `schema` stays one value; without a schema every mapping is flattened. An empty section ("data:"
     with nothing below it, which YAML reads as null) is dropped.
     """
-    known = fields_of(schema) if schema else {}
     flat: dict[str, Any] = {}
+    _flatten_into(flat, data, fields_of(schema) if schema else {}, sections_of(schema) if schema else set(), prefix)
+    return flat
+
+
+def _flatten_into(
+    flat: dict[str, Any], data: Mapping[Any, Any], known: Mapping[str, ConfigField], sections: Set[str], prefix: str
+) -> None:
     for name, value in data.items():
         key = f"{prefix}{name}"
         if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
-        found = known.get(key)
-        if value is None and schema and found is None and key in sections_of(schema):
+        if value is None and key in sections:
             continue
-        if isinstance(value, Mapping) and value and not (found and found.is_mapping):
-            flat |= flatten(value, schema, f"{key}.")
-        elif not (isinstance(value, Mapping) and schema and key in sections_of(schema)):
+        if not isinstance(value, (dict, Mapping)):  # dict first: the check of an abstract class takes long
             flat[key] = value
-    return flat
+        elif value and not (key in known and known[key].is_mapping):
+            _flatten_into(flat, value, known, sections, f"{key}.")
+        elif key not in sections:
+            flat[key] = value
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -376,10 +387,11 @@ def differences(config: Schema) -> dict[str, Any]:
     schema = type(config)
     flat, plain, derived = to_flat_dict(config), to_flat_dict(schema()), derived_fields(schema)
     chosen = {key: value for key, value in flat.items() if key not in derived and value != plain[key]}
+    implied = to_flat_dict(schema.model_validate(unflatten(chosen)))
     for key in derived:
-        implied = to_flat_dict(schema.model_validate(unflatten(chosen)))
         if implied[key] != flat[key]:
             chosen[key] = flat[key]
+            implied = to_flat_dict(schema.model_validate(unflatten(chosen)))
     return {key: chosen[key] for key in flat if key in chosen}
 
 

@@ -8,6 +8,7 @@ resumes its run; another model, data set, algorithm, reward or hyperparameter ha
 speed, placement, validation and output are not part of the digest.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -63,6 +64,7 @@ def default_names(flat: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str
     }
 
 
+@functools.cache
 def is_defining(key: str) -> bool:
     """Whether runs with different values of this setting are different experiments."""
     if key in _DEFINING:

@@ -3,7 +3,6 @@
 Everything that a user can get wrong is checked in the constructor, before a model is loaded (`preflight`).
 """
 
-import gc
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -26,7 +25,7 @@ from verl.trainer.output.run_log import RunLog
 from verl.trainer.state.checkpointing import Checkpointer
 from verl.trainer.state.interruption import Interruption, Stopped
 from verl.trainer.state.validation_watch import ValidationWatch
-from verl.utils.device import process_rss
+from verl.utils.device import frozen_heap, process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
 from verl.utils.threads import warn_if_oversubscribed
@@ -263,13 +262,12 @@ class Trainer(ABC):
                     self.total_steps = self.global_step + steps
                 elif was_started and self.global_step >= self.total_steps:
                     logger.warning("nothing to train: the run ended at step %d; see fit(steps=...)", self.global_step)
-                metrics = self._train(log)
+                with frozen_heap():  # what exists now lives to the end
+                    metrics = self._train(log)
             except BaseException as error:
                 self.checkpointer.finish_pending_save(error)
                 self.shutdown()
                 raise
-            finally:
-                gc.unfreeze()
             if not was_started and not self.can_stay_loaded:
                 self.shutdown()
         return metrics
@@ -277,9 +275,6 @@ class Trainer(ABC):
     def _train(self, log: RunLog) -> dict[str, float]:
         """The loop of `fit`: steps with logging, validation and saving."""
         trainer = self.config.trainer
-        # what exists now lives to the end: exclude it from garbage collection in every step
-        gc.collect()
-        gc.freeze()
         metrics: dict[str, float] = {}
         with log.steps():
             if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
@@ -417,7 +412,6 @@ class Trainer(ABC):
 
     def shutdown(self) -> None:
         """End the workers. The weights of steps after the last checkpoint end with them."""
-        gc.unfreeze()
         for group in set(self.roles.values()):
             group.shutdown()
         self.cluster.shutdown()

@@ -30,8 +30,9 @@ def find(history: History, names: Sequence[str]) -> Series:
 def window_means(series: Series, window: int = WINDOW) -> list[tuple[int, float]]:
     """(last step, mean) of every window; the first ones are shorter."""
     sums = [0.0, *itertools.accumulate(value for _, value in series)]
-    starts = [max(0, i - window) for i in range(len(sums))]
-    return [(series[i - 1][0], (sums[i] - sums[starts[i]]) / (i - starts[i])) for i in range(1, len(sums))]
+    short = [(step, total / i) for i, ((step, _), total) in enumerate(zip(series[:window], sums[1:]), start=1)]
+    full = zip(series[window:], sums[window + 1 :], sums[1:])
+    return [*short, *((step, (now - before) / window) for (step, _), now, before in full)]
 
 
 def reward_collapse(history: History, scale: float = 1.0) -> str | None:
@@ -83,9 +84,10 @@ def kl_blow_up(history: History, scale: float = 1.0) -> str | None:
 
 def entropy_collapse(history: History, scale: float = 1.0) -> str | None:
     """The entropy fell below a tenth of its first values, and the reward did not rise since it was half of them."""
-    entropy, reward = window_means(find(history, ENTROPY)), window_means(find(history, REWARD))
+    entropy = window_means(find(history, ENTROPY))
     if not entropy or entropy[0][1] <= 0 or not entropy[-1][1] < 0.1 / scale * entropy[0][1]:
         return None
+    reward = window_means(find(history, REWARD))
     halved = next(step for step, value in entropy if value < entropy[0][1] / 2)
     at_half = next((value for step, value in reward if step >= halved), None)
     if at_half is not None and reward[-1][1] > at_half:
