@@ -18,6 +18,7 @@ from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
+from verl.modeling.moe import routing_of
 from verl.modeling.packing import ModelInput
 from verl.utils.device import resolve_dtype
 
@@ -272,10 +273,13 @@ class TokenModel(nn.Module):
         self.trunk_of: Callable[[], nn.Module] = lambda: trunk  # not a second child with the same parameters
         self.vocab_size = module.config.vocab_size
         self.batch_invariant = spec.kernels == "batch_invariant"
+        self.routing = routing_of(module)
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """Each requested output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
         extra = {"packing": model_input.packing} if model_input.packing is not None else {}
+        if self.routing is not None:
+            self.routing.start(model_input.routed_experts)
         with torch.autocast(model_input.input_ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
             hidden = self.trunk_of()(
                 input_ids=model_input.input_ids,
