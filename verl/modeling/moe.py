@@ -53,7 +53,7 @@ class Routing:
             routers decide.
         chosen: per layer (N, k), of the last forward pass.
         own: per layer (N, k), what the router would have chosen; equal to `chosen` without replay.
-        probabilities: per layer (N, E), without gradient.
+        entropies: per layer (N,), of the router's distribution in nats, without gradient.
         log: if not None, the choices of every call of a router are appended, layer by layer.
     """
 
@@ -61,7 +61,7 @@ class Routing:
     given: torch.Tensor | None = None
     chosen: list[torch.Tensor] = field(default_factory=list)
     own: list[torch.Tensor] = field(default_factory=list)
-    probabilities: list[torch.Tensor] = field(default_factory=list)
+    entropies: list[torch.Tensor] = field(default_factory=list)
     log: list[torch.Tensor] | None = None
 
     @property
@@ -89,7 +89,7 @@ class Routing:
             )
         self.given = given
         nothing = torch.empty(0)
-        self.chosen, self.own, self.probabilities = ([nothing] * self.layers for _ in range(3))
+        self.chosen, self.own, self.entropies = ([nothing] * self.layers for _ in range(3))
 
     def recorded(self) -> torch.Tensor:
         """The choices of the last forward pass, (N, L, k)."""
@@ -144,18 +144,27 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores (N, E), weights (N, k) and choices (N, k) of a router."""
     logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight)
-    keeps_float = _ROUTERS[type(module).__name__]
     probabilities = torch.softmax(logits, -1, dtype=torch.promote_types(torch.float32, logits.dtype))
     own = probabilities.topk(module.top_k, -1).indices
     given = None if routing.given is None else routing.given[:, layer].long()
     chosen = own if given is None else torch.where(given == NOT_RECORDED, own, given)
-    weights = gate_weights(probabilities, chosen, keeps_float or module.norm_topk_prob)
+    weights = gate_weights(probabilities, chosen, normalizes_weights(module))
     if routing.log is not None:
         routing.log.append(chosen)
     else:
         routing.chosen[layer], routing.own[layer] = chosen, own
-        routing.probabilities[layer] = probabilities.detach()
-    return logits, weights if keeps_float else weights.to(logits.dtype), chosen
+        routing.entropies[layer] = torch.special.entr(probabilities.detach()).sum(-1)
+    return logits, weights if keeps_float_weights(module) else weights.to(logits.dtype), chosen
+
+
+def keeps_float_weights(router: nn.Module) -> bool:
+    """Whether the weights of a router stay float32 in 16 bits."""
+    return _ROUTERS[type(router).__name__]
+
+
+def normalizes_weights(router: nn.Module) -> bool:
+    """Whether a router divides the weights of a token by their sum."""
+    return keeps_float_weights(router) or router.norm_topk_prob
 
 
 def gate_weights(probabilities: torch.Tensor, chosen: torch.Tensor, normalized: bool) -> torch.Tensor:
@@ -249,8 +258,8 @@ class RoutingStatistics:
             chosen, own = chosen[valid], own[valid]
             given = None if given is None else given[valid]
         load = torch.cat([count(layer.flatten(), routing.experts) for layer in chosen.unbind(1)])
-        every = routing.probabilities if valid is None else [p[valid] for p in routing.probabilities]
-        entropy = sum(torch.special.entr(probabilities).sum() for probabilities in every)
+        entropies = torch.stack(routing.entropies, 1)
+        entropy = (entropies if valid is None else entropies[valid]).sum()
         tokens = torch.full_like(entropy, len(chosen))
         compared = changed = torch.zeros_like(entropy)
         if given is not None:

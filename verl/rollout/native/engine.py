@@ -377,7 +377,7 @@ class NativeRollout(RolloutEngine):
         device = decoder.embedding.device
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        wide = decoder.hidden_size + decoder.layers[0].gate_up.matrix.shape[1]
+        wide = decoder.hidden_size + decoder.mlp_width
         work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide
         return int(min(0.9 * free, self.memory_share * total)) - work
 
