@@ -36,6 +36,11 @@ Tensors = dict[str, torch.Tensor]
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
 
 
+#: entry of the meta_info of a batch with the column routed_experts: False to compare it with the choices of the routers
+#: instead of replaying it
+REPLAYS = "replays_routing"
+
+
 @dataclass(frozen=True)
 class Objective:
     """A loss and the model outputs that it reads.

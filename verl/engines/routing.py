@@ -4,12 +4,22 @@ from collections.abc import Callable
 
 import torch
 
+from verl.engines.base import REPLAYS
 from verl.modeling.moe import NOT_RECORDED, Routing, RoutingStatistics
 from verl.modeling.packing import ModelInput
 from verl.modeling.sequence_parallel import SequenceRanks
+from verl.protocol import DataProto
 
 #: the column (B, P + T, L, k) of recorded choices, and the name of the output that records them
 ROUTED_EXPERTS = "routed_experts"
+
+
+def set_replay(routing: Routing | None, batch: DataProto) -> tuple[str, ...]:
+    """Prepare the routers for a batch. Returns the column to read, if the batch has it."""
+    if ROUTED_EXPERTS not in batch:
+        return ()
+    check_routing(routing).replays = batch.meta_info.get(REPLAYS, True)
+    return (ROUTED_EXPERTS,)
 
 
 def check_routing(routing: Routing | None) -> Routing:

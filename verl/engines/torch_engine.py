@@ -24,10 +24,17 @@ from verl.engines.loading import ModelSpec, TokenModel, checked, resolve_model
 from verl.engines.lora import Adapters
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import plan_micro_batches
+from verl.engines.micro_batch import columns_of, plan_micro_batches, take_rows
 from verl.engines.optimizer import clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.parallel import full_tensor
-from verl.engines.routing import ROUTED_EXPERTS, add_statistics, check_routing, recorded, routing_metrics
+from verl.engines.routing import (
+    ROUTED_EXPERTS,
+    add_statistics,
+    check_routing,
+    recorded,
+    routing_metrics,
+    set_replay,
+)
 from verl.engines.sharding import Sharding, SingleDevice, make_sharding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling import attention
@@ -115,13 +122,13 @@ class TorchEngine(TrainEngine):
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
-        columns = _columns(batch, (*_INPUTS, *((ROUTED_EXPERTS,) if ROUTED_EXPERTS in batch else ())))
+        columns = columns_of(batch, (*_INPUTS, *set_replay(self.model.routing, batch)))
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
         found: Tensors = {}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
-                given = self._forward(_take(columns, rows), plan.shared_prefix, outputs, temperature)
+                given = self._forward(take_rows(columns, rows), plan.shared_prefix, outputs, temperature)
                 given = {k: v.float() if v.is_floating_point() else v for k, v in given.items()}
                 chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in given.items()}))
         if self.device.type == "cuda":
@@ -136,7 +143,8 @@ class TorchEngine(TrainEngine):
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
-        columns = _columns(batch, tuple(batch.tensors))
+        set_replay(self.model.routing, batch)
+        columns = columns_of(batch, tuple(batch.tensors))
         sums = MetricSums()
         routing = self.model.routing if self.spec.kind == "causal_lm" else None
         self._statistics = RoutingStatistics(routing) if routing is not None else None
@@ -145,7 +153,7 @@ class TorchEngine(TrainEngine):
             plan = self._plan(columns, micro, training=True)
             with self._fixed_weights(training=True):
                 for rows in plan.rows:
-                    share = _take(columns, rows)
+                    share = take_rows(columns, rows)
                     outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
@@ -394,7 +402,7 @@ class TorchEngine(TrainEngine):
         folder = Path(folder)
         self._writer.finish()
         with self.on_device(optimizer=True):
-            shards, known = self._state(contents, checkpoint.host_copy if background else _on_host)
+            shards, known = self._state(contents, checkpoint.host_copy if background else checkpoint.on_host)
         self._writer.start(folder, shards, partial(self._write_known, folder, known), background)
 
     def is_saved(self) -> bool:
@@ -408,7 +416,7 @@ class TorchEngine(TrainEngine):
         shards: dict[str, Any] = {}
         known: dict[str, Any] = {"huggingface": {}}
         if "hf_model" in contents or ("model" in contents and self.has_full_weights):
-            known["huggingface"] = self._collect(self.weights(), keep) | _persistent_buffers(self.module, keep)
+            known["huggingface"] = self._collect(self.weights(), keep) | checkpoint.persistent_buffers(self.module, keep)
         if "model" in contents and self.adapters is not None:
             known["lora_adapter"] = self._collect(self.adapter_weights(), keep)
         elif "model" in contents and not self.has_full_weights:
@@ -477,23 +485,3 @@ def make_torch_engine(spec: EngineSpec) -> TorchEngine:
 def _detached(named: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in named:
         yield name, parameter.detach()
-
-
-def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:
-    """Tensor columns on the host, where micro-batches are assembled."""
-    return {name: batch.column(name).cpu() for name in names}
-
-
-def _take(columns: Tensors, rows: list[int]) -> Tensors:
-    return {name: values[rows] for name, values in columns.items()}
-
-
-def _persistent_buffers(module: torch.nn.Module, keep: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-    """The buffers that are part of a saved model."""
-    saved = module.state_dict().keys()
-    return {name: keep(buffer) for name, buffer in module.named_buffers() if name in saved}
-
-
-def _on_host(state: Any) -> Any:
-    """Copy a full tensor to host memory. Shards are written from their device."""
-    return state.cpu() if isinstance(state, torch.Tensor) else state

@@ -49,8 +49,9 @@ class Routing:
 
     Attributes:
         routers: in the order of the layers.
-        given: (N, L, k) choices to replay in the next forward passes, NOT_RECORDED where the router decides; None: the
-            routers decide.
+        given: (N, L, k) recorded choices of the tokens of a forward pass, NOT_RECORDED where there are none; None: no
+            choices were recorded.
+        replays: whether the recorded choices are repeated; otherwise they are only compared.
         chosen: per layer (N, k), of the last forward pass.
         own: per layer (N, k), what the router would have chosen; equal to `chosen` without replay.
         entropies: per layer (N,), of the router's distribution in nats, without gradient.
@@ -59,6 +60,7 @@ class Routing:
 
     routers: list[nn.Module]
     given: torch.Tensor | None = None
+    replays: bool = True
     chosen: list[torch.Tensor] = field(default_factory=list)
     own: list[torch.Tensor] = field(default_factory=list)
     entropies: list[torch.Tensor] = field(default_factory=list)
@@ -146,8 +148,10 @@ def _route(
     logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight)
     probabilities = torch.softmax(logits, -1, dtype=torch.promote_types(torch.float32, logits.dtype))
     own = probabilities.topk(module.top_k, -1).indices
-    given = None if routing.given is None else routing.given[:, layer].long()
-    chosen = own if given is None else torch.where(given == NOT_RECORDED, own, given)
+    chosen = own
+    if routing.given is not None and routing.replays:
+        given = routing.given[:, layer].long()
+        chosen = torch.where(given == NOT_RECORDED, own, given)
     weights = gate_weights(probabilities, chosen, normalizes_weights(module))
     if routing.log is not None:
         routing.log.append(chosen)
@@ -285,8 +289,8 @@ class RoutingStatistics:
             moe/max_load: tokens of the busiest expert of a layer over the mean of its experts, mean over layers.
             moe/unused_experts: share of the experts without a token, mean over layers.
             moe/router_entropy: entropy of the router's distribution in nats, mean over tokens and layers.
-            moe/routing_mismatch: share of the tokens for which the router would choose other experts than those that
-                are replayed, in any layer. Only with replay.
+            moe/routing_mismatch: share of the tokens for which the router of training chooses other experts
+                than those that were recorded, in any layer. Only with recorded choices.
         """
         *load, entropy, tokens, compared, changed = sums
         layers = torch.tensor(load, dtype=torch.float64).view(self.routing.layers, -1)

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, SamplingParams, batches_of
+from verl.modeling.moe import routing_of
+from verl.rollout.base import (
+    RECORDING_KEY,
+    Completion,
+    Request,
+    RolloutEngine,
+    RolloutStats,
+    SamplingParams,
+    batches_of,
+)
 from verl.rollout.native.batch_invariant import BatchInvariantDecoder, ModelForward
 from verl.rollout.native.continuous import ContinuousBatch
 from verl.rollout.native.decoder import Decoder, Projection
@@ -56,13 +65,15 @@ class NativeRollout(RolloutEngine):
             `dtype` is ignored.
         weights: receiver of the module's weights, if they are not shared with the trainer.
         tp: the ranks that hold the model, each with its slices (`native.slices`).
+        records: report the experts that the routers choose (`Completion.routed_experts`).
 
     Raises:
-        ValueError: the module is not supported.
+        ValueError: the module is not supported, or has no experts to record.
     """
 
     sampling_keys = SAMPLING_KEYS
     supports_tensor_parallel = True
+    records_routing = True
 
     def __init__(
         self,
@@ -78,8 +89,11 @@ class NativeRollout(RolloutEngine):
         forward: ModelForward | None = None,
         weights: ModuleReceiver | None = None,
         tp: TensorParallel = ALONE,
+        records: bool = False,
     ):
         check_supported(module)
+        if records and routing_of(module) is None:
+            raise ValueError(f"{RECORDING_KEY}: {type(module).__name__} is not a mixture of experts: use false")
         self.module = module
         self.dtype = dtype
         self.max_rows = max_rows if max_rows is not None else _MAX_ROWS.get(module.device.type, _MAX_ROWS["cpu"])
@@ -91,6 +105,7 @@ class NativeRollout(RolloutEngine):
         self.forward = forward
         self.weights = weights
         self.tp = tp
+        self.records = records
         self.stats = RolloutStats()
         #: guards the start of work: `generate` and `generate_one` share one cache, so only one of them runs at a time
         self.lock = threading.RLock()
@@ -261,7 +276,7 @@ class NativeRollout(RolloutEngine):
         if self.forward is not None:
             self._torch_decoder = BatchInvariantDecoder(self._decoder, self._cache, self.forward)
         else:
-            self._torch_decoder = TorchDecoder(self._decoder, self._cache, positions)
+            self._torch_decoder = TorchDecoder(self._decoder, self._cache, positions, self.records)
         return self._torch_decoder
 
     def _cache_budget(self) -> int:

@@ -68,6 +68,12 @@ class Layers:
                 self.prompt_routes[chosen[i]] = routes[i, : len(prompt)]
         return decoder.logits(x)
 
+    @property
+    def routes_shape(self) -> tuple[int, int]:
+        """Layers with experts, and experts per token."""
+        mixtures = self.decoder.mixtures
+        return len(mixtures), mixtures[0].top_k
+
     def collect_routes(self) -> torch.Tensor:
         """The choices of the routers since the last call, (N, layers, k) int16."""
         routes, self.chosen = torch.stack(self.chosen, 1).to(torch.int16), []
