@@ -238,6 +238,7 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
             f"{type(module).__name__} is not a decoder with a head called `score`: it is not supported as a reward "
             "model"
         )
+    routing_of(module)  # its experts also compute in float64
     trunk, head = trunk_and_head(module, kind)
     ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
     implementation = module.config._attn_implementation

@@ -35,10 +35,12 @@ def check_routing(routing: Routing | None) -> Routing:
 def recorded(routing: Routing, model_input: ModelInput) -> torch.Tensor:
     """The choices of the last forward pass: (b, P + T, L, k) int16, NOT_RECORDED at padding."""
     b, _ = model_input.shape
-    own = routing.recorded()[: len(model_input.tokens)]
+    own, mask = routing.recorded()[: len(model_input.tokens)], model_input.attention_mask
     # shifted by one, so that the shares of the ranks of a sequence can be summed
     shifted = own.new_zeros(b * model_input.width, *own.shape[1:])
     shifted[model_input.tokens] = own - NOT_RECORDED
+    if mask is not None:
+        shifted *= mask.view(-1, 1, 1)
     ranks = _ranks(model_input)
     shifted = shifted if ranks is None else ranks.sum_of_shares(shifted)
     return (shifted + NOT_RECORDED).to(torch.int16).unflatten(0, (b, model_input.width))

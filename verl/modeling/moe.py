@@ -129,7 +129,8 @@ def routing_of(module: nn.Module) -> Routing | None:
 
 def expert_modules(module: nn.Module) -> list[nn.Module]:
     """The modules with the parameters of the experts, in the order of the layers."""
-    return [child for child in module.modules() if type(child).__name__ in _EXPERTS]
+    # FSDP2 replaces a class by a subclass
+    return [child for child in module.modules() if any(base.__name__ in _EXPERTS for base in type(child).__mro__)]
 
 
 def exchange_tokens(module: nn.Module, exchange: Exchange) -> None:
@@ -212,9 +213,36 @@ def count(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
-def expert_outputs(module: nn.Module, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Outputs of the experts. x: (S, H), sorted by expert; counts: (E,) rows of each expert. Returns (S, H)."""
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by `scale`."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+def expert_outputs(
+    module: nn.Module, x: torch.Tensor, counts: torch.Tensor, gradient_scale: float = 1.0
+) -> torch.Tensor:
+    """Outputs of the experts that this rank holds.
+
+    Args:
+        module: the experts.
+        x: (S, H), sorted by expert.
+        counts: rows of each of these experts.
+        gradient_scale: factor on the gradients of the parameters.
+
+    Returns:
+        (S, H).
+    """
     gate_up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (module.gate_up_proj, module.down_proj))
+    if gradient_scale != 1:
+        gate_up, down = _ScaledGradient.apply(gate_up, gradient_scale), _ScaledGradient.apply(down, gradient_scale)
     dtype = compute_dtype(x, gate_up)
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     if x.is_cuda and dtype == torch.bfloat16:  # one kernel for all experts
