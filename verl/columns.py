@@ -29,7 +29,8 @@ class DataProtoValidationError(ValueError):
 class Column:
     """One row of the table.
 
-    dims: "B T", "B P", "B P+T", "B P+T layers k" or "B". dtype: a key of `DTYPES`, or "object" for a column of Python objects.
+    dims: "B T", "B P", "B P+T", "B P+T layers k" or "B". dtype: a key of `DTYPES`, or "object" for a column of Python
+    objects.
     """
 
     dims: str
@@ -43,7 +44,7 @@ COLUMNS: dict[str, Column] = {
     "input_ids": Column("B P+T", "int64", "prompt then response"),
     "attention_mask": Column("B P+T", "mask", "1 where a token is there"),
     "position_ids": Column("B P+T", "int64", "position of each token in its row, from 0"),
-    "routed_experts": Column("B P+T layers k", "int16", "experts that the routers chose; -1: not recorded, and padding"),
+    "routed_experts": Column("B P+T layers k", "int16", "experts that routers chose; -1: not recorded, padding"),
     "response_mask": Column("B T", "mask", "1 where the policy sampled the token (tool output, padding: 0)"),
     "loss_mask": Column("B T", "mask", "the response_mask of the updates, where it is another one"),
     "rollout_log_probs": Column("B T", "float", "log-probs as reported by the engine that sampled"),
@@ -300,8 +301,8 @@ def _check_routes(tensors: dict[str, torch.Tensor]) -> None:
     some = (routes < 0).any(-1) & (routes >= 0).any(-1)
     wrong = (repeated | some | (routes < -1).any(-1)).any(-1)
     if at := _first(wrong):
-        found = routes[at].tolist()
-        _fail("routed_experts", "different experts, or -1 only, in every layer", f"{found} at row {at[0]}, position {at[1]}")
+        found = f"{routes[at].tolist()} at row {at[0]}, position {at[1]}"
+        _fail("routed_experts", "different experts, or -1 only, in every layer", found)
     if "attention_mask" in tensors:
         padded = (routes >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
         if at := _first(padded):

@@ -1,15 +1,18 @@
 """Checks of the settings of mixtures of experts: router replay."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from verl.config.errors import Problem
-from verl.config.schema.ppo import Config
+
+if TYPE_CHECKING:
+    from verl.config.schema.ppo import Config
 
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 
 
-def router_replay(config: Config) -> Iterator[Problem]:
+def router_replay(config: "Config") -> Iterator[Problem]:
     """Settings that contradict `actor.router_replay`."""
     policy = config.actor_rollout_ref
     mode, records = policy.actor.router_replay.mode, policy.rollout.enable_rollout_routing_replay
@@ -23,7 +26,5 @@ def router_replay(config: Config) -> Iterator[Problem]:
     if mode == "R2" and records:
         yield Problem(_RECORDS, "true, but router_replay.mode=R2 replays what training records: use false, or R3")
     if policy.rollout.deterministic:
-        yield Problem("actor_rollout_ref.rollout.deterministic", f"true, but {_NOT_INVARIANT}: use false")
-
-
-_NOT_INVARIANT = "mixtures of experts have no batch-invariant kernels"
+        what = "true, but mixtures of experts have no batch-invariant kernels: use false"
+        yield Problem("actor_rollout_ref.rollout.deterministic", what)

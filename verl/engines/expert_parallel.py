@@ -27,7 +27,7 @@ def check_ranks(size: int, tensor: int, shard: int) -> None:
     if tensor > 1:
         raise ValueError(f"{KEY}={size} is not supported with tensor_parallel_size={tensor}: set one of them to 1")
     if shard % size:
-        raise ValueError(f"{KEY}={size} does not divide the {shard} ranks over which FSDP shards a parameter (fsdp_size)")
+        raise ValueError(f"{KEY}={size} does not divide the {shard} ranks that FSDP shards over (fsdp_size)")
 
 
 def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:

@@ -416,7 +416,8 @@ class TorchEngine(TrainEngine):
         shards: dict[str, Any] = {}
         known: dict[str, Any] = {"huggingface": {}}
         if "hf_model" in contents or ("model" in contents and self.has_full_weights):
-            known["huggingface"] = self._collect(self.weights(), keep) | checkpoint.persistent_buffers(self.module, keep)
+            known["huggingface"] = self._collect(self.weights(), keep)
+            known["huggingface"] |= checkpoint.persistent_buffers(self.module, keep)
         if "model" in contents and self.adapters is not None:
             known["lora_adapter"] = self._collect(self.adapter_weights(), keep)
         elif "model" in contents and not self.has_full_weights:

@@ -138,6 +138,8 @@ class ModelInput:
         tokens = -(-total // ranks.size)
         fill, start = tokens * ranks.size - total, ranks.rank * tokens
         routes = self.routed_experts
+        if routes is not None:
+            routes = pad(routes, (0, 0, 0, 0, 0, fill), value=-1)[start : start + tokens]
         own = (self.states >= start) & (self.states < start + tokens)
         return dataclasses.replace(
             self,
@@ -148,7 +150,7 @@ class ModelInput:
             targets=self.targets[own],
             slots=self.slots[own],
             tokens=self.tokens[start : start + tokens],
-            routed_experts=None if routes is None else pad(routes, (0, 0, 0, 0, 0, fill), value=-1)[start : start + tokens],
+            routed_experts=routes,
         )
 
 

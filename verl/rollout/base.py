@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, make_dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ValidationError
 
 from verl.config.schema.rollout import SamplingConfig
 from verl.registry import Registry, load_object
 from verl.rollout.gathering import GatheredRequests
+from verl.rollout.routes import check_records
 from verl.rollout.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ _OTHER_FORM = ("response_length", "stop")
 #: the others -> their defaults
 _DEFAULTS = {name: f.default for name, f in SamplingConfig.model_fields.items() if name not in _OTHER_FORM}
 FILTERS = SamplingConfig.filters()
-
-#: the key that turns `Completion.routed_experts` on, in messages
-RECORDING_KEY = "rollout.enable_rollout_routing_replay=true"
 
 #: a keyword-only dataclass with the fields of `schema.SamplingConfig`: temperature, top_k, top_p, min_p, ignore_eos
 _SamplingFields = make_dataclass(
@@ -164,15 +161,14 @@ class Completion:
         finish_reason: "stop" (a stop token or string), "length" (max_tokens), or "abort".
         weight_versions: spans (first token, weight version from that token on). May be empty: the whole response was
             then sampled with the last synchronized version.
-        routed_experts: (prompt and response tokens - 1, layers, k) int16 array, the choices of the routers of a mixture
-            of experts (`verl.rollout.routes`). None: not recorded.
+        routed_experts: the choices of the routers of a mixture of experts (`verl.rollout.routes`); None: not recorded.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
-    routed_experts: np.ndarray | None = None
+    routed_experts: Any = None
 
 
 def batches_of(requests: Sequence[Request]) -> list[tuple[SamplingParams, list[int]]]:
@@ -479,11 +475,7 @@ def make_rollout_engine(
             f"rollout.tensor_model_parallel_size={env.tp_size}: the rollout engine {name!r} does not support it "
             f"({type(engine).__name__}.supports_tensor_parallel is False): leave it at 1, or use rollout.name=native"
         )
-    if getattr(config, "enable_rollout_routing_replay", False) and not engine.records_routing:
-        raise ValueError(
-            f"{RECORDING_KEY}: the rollout engine {name!r} does not report the experts that "
-            "it chooses: use rollout.name=native or hf, or actor.router_replay.mode=R2, which records in training"
-        )
+    check_records(config, name, engine.records_routing)
     if engine.sampling_keys is not None:
         for key, default in _DEFAULTS.items():
             value = getattr(config, key, default)

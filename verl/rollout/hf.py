@@ -16,7 +16,6 @@ from transformers import (
 from verl.config import schema
 from verl.modeling.moe import routing_of
 from verl.rollout.base import (
-    RECORDING_KEY,
     Completion,
     Request,
     RolloutEngine,
@@ -28,6 +27,7 @@ from verl.rollout.base import (
 )
 from verl.rollout.checks import check_request
 from verl.rollout.loading import empty_module, load_module
+from verl.rollout.routes import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS, check_finite, choose, uniform
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import ModuleReceiver

@@ -1,16 +1,29 @@
-"""The experts that a rollout engine has chosen for the tokens of a sequence: arrays (tokens, layers, k) int16.
+"""The experts that a rollout engine has chosen for the tokens of a sequence: arrays (tokens, layers, k) int16, from the
+first prompt token on.
 
 The last token of a response is never an input of the model, so it has no choices. Router replay lets training make the
 same choices.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+#: the key that turns `Completion.routed_experts` on, in messages
+RECORDING_KEY = "rollout.enable_rollout_routing_replay=true"
 #: the router of training decides; the same value as `verl.modeling.moe.NOT_RECORDED`
 NOT_RECORDED = -1
+
+
+def check_records(config: Any, name: str, supported: bool) -> None:
+    """Raise ValueError if the `rollout` section asks for choices that the engine of this name does not report."""
+    if getattr(config, "enable_rollout_routing_replay", False) and not supported:
+        raise ValueError(
+            f"{RECORDING_KEY}: the rollout engine {name!r} does not report the experts that it chooses: use "
+            "rollout.name=native or hf, or actor.router_replay.mode=R2, which records in training"
+        )
 
 
 def extended(known: np.ndarray | None, found: np.ndarray | None) -> np.ndarray | None:

@@ -109,11 +109,12 @@ def build_ppo_flow(
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     required = estimator_columns(algorithm)
     shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
+    gen = generate(roles, "train", uses_agent_loop(config))
     flow = DataFlow(
         [
             Operator("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model")),
             Operator("repeat", repeat(n), reads="uid"),
-            Operator("gen", generate(roles, "train", uses_agent_loop(config)), PROMPTS, generated(config), on="rollout"),
+            Operator("gen", gen, PROMPTS, generated(config), on="rollout"),
             *reward_operators(config, roles, Reward(manager, shuffle_seed)),
         ]
     )

@@ -51,7 +51,7 @@ class Layer:
     """One decoder layer. D head size, HQ query heads, HK key/value heads, H hidden size, I MLP size.
 
     Attributes:
-        qkv, out, gate_up, down: H -> (HQ + 2 HK) D, HQ D -> H, H -> 2 I, and I -> H. The last two are None with experts.
+        qkv, out, gate_up, down: H -> (HQ + 2 HK) D, HQ D -> H, H -> 2 I, and I -> H. The last two: None with experts.
         attention_norm, mlp_norm: (H,), before attention and MLP; None if folded: the following matrix contains the
             weight times sqrt(H) (`Decoder.folded`).
         attention_post_norm, mlp_post_norm: (H,), after attention and MLP, or None.
@@ -159,6 +159,11 @@ class Decoder:
     def mixtures(self) -> list["Experts"]:
         """The experts of the layers that have them, in order."""
         return [layer.experts for layer in self.layers if layer.experts is not None]
+
+    @property
+    def routes_shape(self) -> tuple[int, int]:
+        """Layers with experts, and experts per token."""
+        return len(self.mixtures), self.mixtures[0].top_k
 
     @property
     def mlp_width(self) -> int:

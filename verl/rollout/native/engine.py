@@ -6,6 +6,7 @@ random numbers are counter-based, so that a response depends on its request only
 """
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,15 +17,7 @@ import psutil
 import torch
 
 from verl.modeling.moe import routing_of
-from verl.rollout.base import (
-    RECORDING_KEY,
-    Completion,
-    Request,
-    RolloutEngine,
-    RolloutStats,
-    SamplingParams,
-    batches_of,
-)
+from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, SamplingParams, batches_of
 from verl.rollout.native.batch_invariant import BatchInvariantDecoder, ModelForward
 from verl.rollout.native.continuous import ContinuousBatch
 from verl.rollout.native.decoder import Decoder, Projection
@@ -33,6 +26,7 @@ from verl.rollout.native.model import check_supported, read_decoder
 from verl.rollout.native.requests import Row, admission_order
 from verl.rollout.native.scheduler import SlotScheduler
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
+from verl.rollout.routes import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
 from verl.rollout.weight_sync import ModuleReceiver
@@ -369,13 +363,13 @@ class NativeRollout(RolloutEngine):
             self._cuda_decoder = None  # freed before the new one is allocated
             block = cuda_decoder.block_bytes(decoder)
             budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, size.slots)
-            budget = self.tp.smallest(budget)
+            budget = self.tp.smallest(budget - self._routes_bytes(decoder, size.responses))
             if budget // block < one:
                 raise ValueError(
                     f"the KV cache has {max(0, budget):,} bytes, but one row of {longest} tokens needs "
                     f"{one * block:,}: increase the memory of the cache or decrease the sequence length"
                 )
-            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block))
+            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block), self.records)
             self._cuda_decoder = self._gpu_decoder(decoder, buffers)
         elif not self.tp.smallest(self._cuda_decoder.addresses == cuda_decoder.addresses(decoder)):
             self._cuda_decoder = self._gpu_decoder(decoder, self._cuda_decoder.buffers)
@@ -386,6 +380,10 @@ class NativeRollout(RolloutEngine):
         if self.forward is None:
             return cuda_decoder.CudaDecoder(decoder, buffers, self.graphs)
         return batch_invariant_cuda.BatchInvariantCudaDecoder(decoder, buffers, self.graphs, self.forward)
+
+    def _routes_bytes(self, decoder: Decoder, tokens: int) -> int:
+        """Bytes of the recorded choices of the routers for `tokens` tokens."""
+        return 2 * tokens * math.prod(decoder.routes_shape) if self.records else 0
 
     def _gpu_budget(self, decoder: Decoder, slots: int) -> int:
         """Bytes available for the KV cache, after the working memory of prefill and logits."""

@@ -51,7 +51,8 @@ class SlotScheduler:
         self.routes: torch.Tensor | None = None
         self.prompt_routes: dict[int, torch.Tensor] = {}
         if decoder.records:
-            self.routes = torch.zeros(lines * width, *decoder.routes_shape, dtype=torch.int16, device=self.device)
+            shape = (lines * width, *decoder.decoder.routes_shape)
+            self.routes = torch.zeros(shape, dtype=torch.int16, device=self.device)
         self.state = torch.zeros(_SEED + 1, slots, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(slots, _BLOCK_STEPS, dtype=torch.float64, device=self.device)
         self.column = 0  # column of `uniforms` for the next token

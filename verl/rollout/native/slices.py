@@ -1,8 +1,8 @@
 """The slices of a model's parameters that one rank of a tensor-parallel group has.
 
 Attention heads and the units of the MLP are split by the outputs of q, k, v, gate and up, and by the inputs of o and
-down; embedding and head by tokens; of the experts of a layer, a rank has some in full. With more ranks than key/value heads, several ranks have the same head. Every
-rank has all other parameters in full.
+down; embedding and head by tokens; of the experts of a layer, a rank has some, in full. With more ranks than key/value
+heads, several ranks have the same head. Every rank has all other parameters in full.
 """
 
 from collections.abc import Mapping, Sequence

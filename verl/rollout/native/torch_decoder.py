@@ -58,7 +58,8 @@ class Layers:
             qkv = self._qkv(layer, x, tables[layer.rope]).view(count, width, -1, decoder.head_dim)
             store(index, chosen, qkv[:, :, decoder.heads :])
             attended = self._attend_causally(qkv, layer.window)
-            if index == len(decoder.layers) - 1 and not self.records:  # only the last token of each prompt is needed from here on
+            # from here on, only the last token of each prompt is needed
+            if index == len(decoder.layers) - 1 and not self.records:
                 x, attended = x[last], attended[last]
             x = self._finish(layer, x, attended)
         if self.records:
@@ -67,12 +68,6 @@ class Layers:
             for i, prompt in enumerate(prompts):
                 self.prompt_routes[chosen[i]] = routes[i, : len(prompt)]
         return decoder.logits(x)
-
-    @property
-    def routes_shape(self) -> tuple[int, int]:
-        """Layers with experts, and experts per token."""
-        mixtures = self.decoder.mixtures
-        return len(mixtures), mixtures[0].top_k
 
     def collect_routes(self) -> torch.Tensor:
         """The choices of the routers since the last call, (N, layers, k) int16."""
