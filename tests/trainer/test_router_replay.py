@@ -34,7 +34,7 @@ def run(folder: Path, out: Path, *more: str) -> list[dict]:
 def test_a_run_replays_the_choices_of_its_rollout(mixture, tmp_path, monkeypatch, engine):
     monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
     name = f"{POLICY}rollout.name={engine}"
-    steps = run(mixture, tmp_path, name, RECORDS, R3)
+    steps = run(mixture, tmp_path, name, RECORDS, R3, "trainer.test_freq=2")
     for step in steps:
         assert step["rollout/logprob_gap_max"] < 1e-4  # float32: of two implementations of one model
         assert 1 <= step["moe/max_load"] <= 4 and 0 < step["moe/router_entropy"] <= 1.39  # log 4

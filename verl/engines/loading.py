@@ -275,6 +275,11 @@ class TokenModel(nn.Module):
         self.vocab_size = module.config.vocab_size
         self.batch_invariant = spec.kernels == "batch_invariant"
         self.routing = routing_of(module)
+        if self.batch_invariant and self.routing is not None:
+            raise ValueError(
+                f"rollout.deterministic=true: {type(module).__name__} is a mixture of experts, which has no "
+                "batch-invariant kernels: use false"
+            )
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """Each requested output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""

@@ -242,10 +242,11 @@ def check_writers(flow: DataFlow) -> None:
 
 def build_validation_flow(config: schema.Config, roles: Roles, manager: RewardManager) -> DataFlow:
     """repeat -> gen -> [free_rollout_cache] -> [rm] -> reward, sampled as rollout.val_kwargs says."""
+    gen = generate(roles, "validate", uses_agent_loop(config))
     flow = DataFlow(
         [
             Operator("repeat", repeat(config.actor_rollout_ref.rollout.val_kwargs.n), reads=("uid",)),
-            Operator("gen", generate(roles, "validate", uses_agent_loop(config)), PROMPTS, GENERATED, on="rollout"),
+            Operator("gen", gen, PROMPTS, generated(config), on="rollout"),
             *reward_operators(config, roles, Reward(manager)),
         ]
     )
