@@ -54,8 +54,10 @@ def home(tmp_path_factory) -> Path:
     """What the scripts ask for: a model, and rows as examples/data_preprocess writes them."""
     home = tmp_path_factory.mktemp("home")
     tiny_model("llama", home / "model", seed=0)
+    tiny_model("mixtral", home / "mixture", seed=0)
     template = "{{ tools or '' }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    (home / "model" / "chat_template.jinja").write_text(template)
+    for name in ("model", "mixture"):
+        (home / name / "chat_template.jinja").write_text(template)
     row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "1+1="}],
@@ -79,7 +81,7 @@ def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str
     """The module that a script runs, and the arguments that it gives to it. WARM: the model of the last of several."""
     if script.name == "run_qwen_05_sp2_liger.sh":
         further = (*further, "model.use_liger=false")  # its kernels need a GPU
-    model = str(home / "model")
+    model = str(home / ("mixture" if "moe" in script.name else "model"))
     places = {"MODEL": model, "WARM": model, "DATA": str(home), "PYTHON": str(home / "print_arguments"), **env}
     done = subprocess.run(
         ["bash", str(script), *further], env=os.environ | places, capture_output=True, text=True, check=True
