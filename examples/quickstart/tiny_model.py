@@ -98,8 +98,8 @@ def tiny_model(
     """Write a random model of the family `kind`, with tokenizer and generation config, in HuggingFace format.
 
     Args:
-        kind: "llama", "mistral" (char tokenizer, 103k parameters), "qwen2" or "qwen3" (bpe tokenizer, 0.43M); with
-            mixtures of experts "mixtral" (char tokenizer) or "qwen3_moe" (bpe tokenizer).
+        kind: "llama", "mistral" (char tokenizer, 103k parameters), "mixtral" (the same with four experts), "qwen2",
+            "qwen3" (bpe tokenizer, 0.43M) or "qwen3_moe" (eight experts).
         out_dir: folder to write; may exist.
         seed: seed of the weights. The random state of the caller is not changed.
         size: a name of `SIZES`; default: that of the family.
@@ -113,9 +113,8 @@ def tiny_model(
         ValueError: if a name is unknown, or `AutoTokenizer` does not reload the same tokenizer.
     """
     default_tokenizer, default_size, tied = _lookup(ARCHITECTURES, kind, "model family")
-    make_tokenizer = _lookup(
-        {"char": char_tokenizer, "bpe": bpe_tokenizer}, tokenizer or default_tokenizer, "tokenizer"
-    )
+    tokenizers = {"char": char_tokenizer, "bpe": bpe_tokenizer}
+    make_tokenizer = _lookup(tokenizers, tokenizer or default_tokenizer, "tokenizer")
     made = make_tokenizer() if texts is None else make_tokenizer(texts)
     shape = _lookup(SIZES, size or default_size, "size")
     special_ids = {

@@ -114,7 +114,9 @@ def test_the_first_choice_of_a_token_is_kept():
     whole = Completion([3], [0.0], "abort", [], routes(0, 1))
     extend(whole, Completion([4], [0.0], "stop", [], routes(7, 7, 2)), 0, Request([1, 2], SAMPLED, 0))
     assert whole.routed_experts.flatten().tolist() == [0, 1, 2]
-    assert extended(None, None) is None
+    assert extended(None, None, 0) is None
+    # the last choice is for a token that was cut off
+    assert extended(routes(0, 1, 2, 3), routes(7, 7, 7, 4), length=3).flatten().tolist() == [0, 1, 2, 4]
 
 
 def test_column_of_padded_samples():

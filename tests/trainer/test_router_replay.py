@@ -27,7 +27,8 @@ def run(folder: Path, out: Path, *more: str) -> list[dict]:
     """The metrics of two steps."""
     settings = [*run_settings(folder, out), "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2", *more]
     LocalPPOTrainer(overrides=settings).fit()
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "moe/max_load" in line]  # without validations
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
@@ -35,6 +36,7 @@ def test_a_run_replays_the_choices_of_its_rollout(mixture, tmp_path, monkeypatch
     monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
     name = f"{POLICY}rollout.name={engine}"
     steps = run(mixture, tmp_path, name, RECORDS, R3, "trainer.test_freq=2")
+    assert len(steps) == 2
     for step in steps:
         assert step["rollout/logprob_gap_max"] < 1e-4  # float32: of two implementations of one model
         assert 1 <= step["moe/max_load"] <= 4 and 0 < step["moe/router_entropy"] <= 1.39  # log 4

@@ -26,15 +26,17 @@ def check_records(config: Any, name: str, supported: bool) -> None:
         )
 
 
-def extended(known: np.ndarray | None, found: np.ndarray | None) -> np.ndarray | None:
+def extended(known: np.ndarray | None, found: np.ndarray | None, length: int) -> np.ndarray | None:
     """The choices of a sequence after another request that continued it.
 
     Args:
         known: of the first tokens, as they were chosen when these tokens were computed first; kept.
         found: of all tokens, with those that were computed again.
+        length: tokens of the sequence before the request; choices for tokens that were cut off are dropped.
     """
     if known is None or found is None:
         return found
+    known = known[:length]
     return np.concatenate([known, found[len(known) :]])
 
 

@@ -104,7 +104,7 @@ class Trajectory:
         """Append a completion of the policy."""
         start = len(self)
         self.weight_versions += [(start + first, version) for first, version in completion.weight_versions]
-        self.routed_experts = extended(self.routed_experts, completion.routed_experts)
+        self.routed_experts = extended(self.routed_experts, completion.routed_experts, len(self.prompt_ids) + start)
         self._add(Segment(list(completion.token_ids), POLICY, list(completion.log_probs)))
         self.finish_reason = completion.finish_reason
         self.turns += 1
