@@ -46,12 +46,17 @@ def good() -> DataProto:
         "loss_mask": chosen,
         "reward_baselines": torch.zeros(B),
         "weight_version": torch.zeros(B, dtype=torch.int64),
+        "routed_experts": torch.where(attention[..., None, None] > 0, torch.tensor([[3, 0], [1, 2]]), -1).short(),
     }
     floats = {k: torch.full((B, T), float("nan")) for k, c in COLUMNS.items() if (c.dims, c.dtype) == ("B T", "float")}
     for value in floats.values():
         value[chosen == 1] = 0.5
     objects = {k: [f"{k} of row {i}" for i in range(B)] for k, c in COLUMNS.items() if c.dtype == "object"}
     return DataProto.from_dict(tensors | floats, objects, {"vocab_size": B * (P + T)})
+
+
+#: columns of tensors whose shape is fixed by B, P and T
+OF_TENSORS = [k for k, c in COLUMNS.items() if c.dtype != "object" and k != "routed_experts"]
 
 
 @pytest.fixture
@@ -72,7 +77,7 @@ def test_the_good_batch_has_every_column_and_passes(strict):
 # ---- shapes and dtypes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [k for k, c in COLUMNS.items() if c.dtype != "object" and k != "responses"])
+@pytest.mark.parametrize("name", [k for k in OF_TENSORS if k != "responses"])
 def test_a_wrong_width_names_column_expected_and_found(name):
     """One position too many. `responses` itself defines T: it is the others that are wrong then."""
     column = COLUMNS[name]
@@ -90,14 +95,14 @@ def test_a_wrong_width_names_column_expected_and_found(name):
     refused(batch, rf"column '{name}': expected shape {re.escape(f'({shape})')}.*, found shape {re.escape(str(found))}")
 
 
-@pytest.mark.parametrize("name", [k for k, c in COLUMNS.items() if c.dtype != "object"])
+@pytest.mark.parametrize("name", OF_TENSORS)
 def test_a_wrong_number_of_dimensions(name):
     batch = good()
     batch.batch[name] = torch.zeros(B, 2, 2, 2, dtype=DTYPE[COLUMNS[name].dtype])
     refused(batch, rf"column '{name}': expected shape \(B=3.*found shape \(3, 2, 2, 2\)")
 
 
-@pytest.mark.parametrize("name", [k for k, c in COLUMNS.items() if c.dtype != "object"])
+@pytest.mark.parametrize("name", OF_TENSORS)
 def test_a_wrong_dtype(name):
     batch = good()
     wrong, allowed = {
@@ -387,3 +392,22 @@ def test_strict_contents_are_blamed_on_the_writer_too(strict):
         DataProtoValidationError, match=r"(?s)operator 'adv': column 'advantages'.*nan.*Source: adv\(\)"
     ):
         flow.run(good().drop(["advantages", "returns"]))
+
+
+def test_experts_that_no_router_can_choose(strict):
+    def refuses(routes: torch.Tensor, message: str) -> None:
+        batch = good()
+        batch.batch["routed_experts"] = routes
+        refused(batch, message)
+
+    routes = good().batch["routed_experts"]
+    refuses(routes[:, 1:], r"'routed_experts': expected shape \(B=3, P\+T=9, layers, k\)")
+    refuses(routes.long(), "expected dtype int16, found int64")
+    for at, values, message in (
+        ((1, 3), [[2, 2]], r"expected different experts.*found \[\[2, 2\]\] at row 1, position 3"),
+        ((0, 0), [[-1, 2]], "expected different experts, or -1 only"),
+        ((2, 1), [[0, 1]], "-1 where attention_mask is 0, found experts at row 2, position 1"),
+    ):
+        wrong = routes[:, :, :1].clone()
+        wrong[at] = torch.tensor(values, dtype=torch.int16)
+        refuses(wrong, message)

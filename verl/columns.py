@@ -29,7 +29,8 @@ class DataProtoValidationError(ValueError):
 class Column:
     """One row of the table.
 
-    dims: "B T", "B P", "B P+T" or "B". dtype: a key of `DTYPES`, or "object" for a column of Python objects.
+    dims: "B T", "B P", "B P+T", "B P+T layers k" or "B". dtype: a key of `DTYPES`, or "object" for a column of Python
+    objects.
     """
 
     dims: str
@@ -43,6 +44,7 @@ COLUMNS: dict[str, Column] = {
     "input_ids": Column("B P+T", "int64", "prompt then response"),
     "attention_mask": Column("B P+T", "mask", "1 where a token is there"),
     "position_ids": Column("B P+T", "int64", "position of each token in its row, from 0"),
+    "routed_experts": Column("B P+T layers k", "int16", "experts that routers chose; -1: not recorded, padding"),
     "response_mask": Column("B T", "mask", "1 where the policy sampled the token (tool output, padding: 0)"),
     "loss_mask": Column("B T", "mask", "the response_mask of the updates, where it is another one"),
     "rollout_log_probs": Column("B T", "float", "log-probs as reported by the engine that sampled"),
@@ -75,6 +77,7 @@ _DIMS = {column.dims for column in COLUMNS.values()}
 # float64 is for tests of the maths; half precision is rejected: it is too coarse for log-probs
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "int64": (torch.int64,),
+    "int16": (torch.int16,),
     "float": (torch.float32, torch.float64),
     "mask": (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64),
 }
@@ -211,6 +214,7 @@ def check_contents(batch: "DataProto") -> None:
     _check_finite(tensors)
     _check_positions(tensors)
     _check_ids(tensors, batch.meta_info.get("vocab_size"))
+    _check_routes(tensors)
 
 
 def _first(where: torch.Tensor) -> tuple[int, int] | None:
@@ -285,6 +289,24 @@ def _check_positions(tensors: dict[str, torch.Tensor]) -> None:
             f"{counted[at].item()} at row {at[0]}, position {at[1]} (the tokens before it)",
             f"{positions[at].item()}",
         )
+
+
+def _check_routes(tensors: dict[str, torch.Tensor]) -> None:
+    """Every token has k different experts in every layer, or none; padding has none."""
+    if "routed_experts" not in tensors:
+        return
+    routes = tensors["routed_experts"]
+    ordered = routes.sort(-1).values
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & (ordered[..., -1] >= 0)
+    some = (routes < 0).any(-1) & (routes >= 0).any(-1)
+    wrong = (repeated | some | (routes < -1).any(-1)).any(-1)
+    if at := _first(wrong):
+        found = f"{routes[at].tolist()} at row {at[0]}, position {at[1]}"
+        _fail("routed_experts", "different experts, or -1 only, in every layer", found)
+    if "attention_mask" in tensors:
+        padded = (routes >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
+        if at := _first(padded):
+            _fail("routed_experts", "-1 where attention_mask is 0", f"experts at row {at[0]}, position {at[1]}")
 
 
 def outside_vocabulary(ids: torch.Tensor, vocab_size: int | None) -> tuple[int, int] | None:

@@ -70,6 +70,19 @@ ARCHITECTURES = {
     "mistral": ("char", "tiny", False),
     "qwen2": ("bpe", "small", True),
     "qwen3": ("bpe", "small", True),
+    "mixtral": ("char", "tiny", False),
+    "qwen3_moe": ("bpe", "small", True),
+}
+
+# model type -> settings of its experts
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -85,7 +98,8 @@ def tiny_model(
     """Write a random model of the family `kind`, with tokenizer and generation config, in HuggingFace format.
 
     Args:
-        kind: "llama", "mistral" (char tokenizer, 103k parameters), "qwen2" or "qwen3" (bpe tokenizer, 0.43M).
+        kind: "llama", "mistral" (char tokenizer, 103k parameters), "mixtral" (the same with four experts), "qwen2",
+            "qwen3" (bpe tokenizer, 0.43M) or "qwen3_moe" (eight experts).
         out_dir: folder to write; may exist.
         seed: seed of the weights. The random state of the caller is not changed.
         size: a name of `SIZES`; default: that of the family.
@@ -99,9 +113,8 @@ def tiny_model(
         ValueError: if a name is unknown, or `AutoTokenizer` does not reload the same tokenizer.
     """
     default_tokenizer, default_size, tied = _lookup(ARCHITECTURES, kind, "model family")
-    make_tokenizer = _lookup(
-        {"char": char_tokenizer, "bpe": bpe_tokenizer}, tokenizer or default_tokenizer, "tokenizer"
-    )
+    tokenizers = {"char": char_tokenizer, "bpe": bpe_tokenizer}
+    make_tokenizer = _lookup(tokenizers, tokenizer or default_tokenizer, "tokenizer")
     made = make_tokenizer() if texts is None else make_tokenizer(texts)
     shape = _lookup(SIZES, size or default_size, "size")
     special_ids = {
@@ -112,6 +125,7 @@ def tiny_model(
     config = AutoConfig.for_model(
         kind,
         **shape,
+        **EXPERTS.get(kind, {}),
         # the default of Qwen3 is 128
         head_dim=shape["hidden_size"] // shape["num_attention_heads"],
         vocab_size=len(made),

@@ -73,7 +73,7 @@ VALUES = {
     "algorithm.name=gsp": "there is no algorithm 'gsp'",
     "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m verl.recipe.dpo.main_dpo",
     # not supported
-    f"{ROLLOUT}enable_rollout_routing_replay=true": "true is not supported: remove the key (accepted: false)",
+    "trainer.balance_keep_minibatch=true": "true is not supported: remove the key (accepted: false)",
     "data.image_key=pictures": "only text is supported",
     f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",
     f"{ARR}model.lora.rank=8": "use lora_rank, lora_alpha and target_modules of the model section",
@@ -172,11 +172,11 @@ def test_combinations_that_are_valid():
 def test_all_problems_come_at_once(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data:\n  train_batch_sise: 3\n  truncation: cut\nreward_function: [a, {b: 1}]\n")
-    found = problems("x", "trainer.nnodes=x", f"{ROLLOUT}enable_rollout_routing_replay=true", path=file)
+    found = problems("x", "trainer.nnodes=x", "trainer.balance_keep_minibatch=true", path=file)
     assert [problem.split(":")[0] for problem in found] == [
         "x (override 'x')",
         "data.train_batch_sise (run.yaml line 2)",
-        f"{ROLLOUT}enable_rollout_routing_replay (override '{ROLLOUT}enable_rollout_routing_replay=true')",
+        "trainer.balance_keep_minibatch (override 'trainer.balance_keep_minibatch=true')",
         "data.truncation (run.yaml line 3)",
         "reward_function (run.yaml line 4, alias of reward.reward_function)",
         "trainer.nnodes (override 'trainer.nnodes=x')",

@@ -354,7 +354,7 @@ def test_validation_generations_are_a_setting():
 
 
 def test_false_is_not_zero():
-    known = upstream_key("actor_rollout_ref.rollout.enable_rollout_routing_replay", "ppo")
+    known = upstream_key("trainer.balance_keep_minibatch", "ppo")
     assert known.accepts(False)
     assert not known.accepts(0)
 

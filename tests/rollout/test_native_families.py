@@ -16,12 +16,16 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from verl.rollout.base import SamplingParams, make_requests
@@ -68,6 +72,13 @@ CASES = {
         dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16)),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        # the second layer is dense
+        dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=3, sliding_window=6)),
     "phi3": (Phi3ForCausalLM, Phi3Config, dict(sliding_window=7)),
     "phi3-longrope": (
         Phi3ForCausalLM,

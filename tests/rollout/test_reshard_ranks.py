@@ -5,8 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
-from tests.engines.ranks import OPTIMIZER, make_batch, make_engine, qwen2, run_on_ranks, save_model, share_of, train
+from tests.engines.ranks import (
+    OPTIMIZER,
+    SIZES,
+    make_batch,
+    make_engine,
+    qwen2,
+    run_on_ranks,
+    save_model,
+    share_of,
+    train,
+)
 from verl.engines.base import MicroBatching
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
@@ -63,11 +74,18 @@ class Holder(torch.nn.Module):
         (4, 2, {"tensor_parallel_size": 2}),
         (4, 4, {"fsdp_size": 2}),
         (4, 2, {"offload_policy": True}),
+        (2, 2, {"experts": 4}),
+        (4, 2, {"experts": 4, "expert_parallel_size": 2}),
+        (4, 4, {"experts": 4, "expert_parallel_size": 2, "fsdp_size": 2}),
         (2, 2, {"lora_rank": 2, "target_modules": ["q_proj", "down_proj"]}),
     ],
 )
 def test_fsdp_reshards_to_slices(ranks, tp, keys, tmp_path: Path):
-    path = save_model(qwen2(), tmp_path / "model")
+    experts = keys.get("experts", 0)
+    sizes = {"head_dim": 8, "num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = Qwen3MoeConfig(**SIZES, **sizes) if experts else qwen2()
+    path = save_model(config, tmp_path / "model")
+    keys = {name: value for name, value in keys.items() if name != "experts"}
     found = run_on_ranks(ranks, on_rank, path, ranks, tp, **keys)
     for rank in found:
         report = rank["report"]
@@ -76,7 +94,9 @@ def test_fsdp_reshards_to_slices(ranks, tp, keys, tmp_path: Path):
         assert padding == 0 or (ranks == 3 and 0 < padding < 100)
         assert report.bytes + report.kept == rank["stored"]
         assert report.checksum == found[0]["report"].checksum
-    if ranks == tp == 2 and not keys:  # a half of the rows of q, k, v, gate, up and embedding is there already
+    if (
+        ranks == tp == 2 and not keys and not experts
+    ):  # a half of the rows of q, k, v, gate, up and embedding is there already
         hidden, mlp, layers = 32, 48, 2
         columns = layers * (hidden * hidden + hidden * mlp) * 4 // 4  # o and down: a quarter, in float32
         norms = (2 * layers + 1) * hidden * 4 // 2  # a half

@@ -167,7 +167,7 @@ def test_settings(complaint, overrides, message):
         ("engine.critic_type=megatron", "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
         ("trainer.backend=megatron", "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
         ("reward_model.enable=true", "reward.reward_model.model_path: null, but reward.reward_model.enable is true"),
-        (ROLLOUT + "enable_rollout_routing_replay=true", "true is not supported: remove the key"),
+        ("trainer.balance_keep_minibatch=true", "true is not supported: remove the key"),
         ("trainer.nnodes=2", "this trainer runs on one host: set trainer.nnodes=1"),
     ],
 )
@@ -335,7 +335,7 @@ def test_an_architecture_that_the_engine_of_generation_does_not_know(complaint, 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
     shown = complaint(f"actor_rollout_ref.model.path={folder}")
-    assert "Qwen3ForCausalLM; found OtherForCausalLM. Use rollout.name=hf" in shown
+    assert "Qwen3MoeForCausalLM; found OtherForCausalLM. Use rollout.name=hf" in shown
 
 
 def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import PurePath
 
+from verl.config.checks_moe import router_replay
 from verl.config.errors import Problem, format_value
 from verl.config.fields import Schema, flatten, not_saved, to_flat_dict
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
@@ -34,6 +35,7 @@ def check_combinations(config: Schema) -> list[Problem]:
                 _kernels,
                 _deterministic,
                 _asynchronous,
+                router_replay,
             )  # fmt: skip
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
             problems += [problem for check in checks for problem in check(config)]

@@ -79,7 +79,8 @@ def position_ids_of(attention_mask: Tensor) -> Tensor:
 def concat_sequences(batches: Sequence[DataProto], pad_token_id: int) -> DataProto:
     """Concatenate batches, padded to the widest prompt and response.
 
-    Columns of the table are padded as `build_sequences` pads: ids by `pad_token_id`, everything else by zeros. An
+    Columns of the table are padded as `build_sequences` pads: ids by `pad_token_id`, routed_experts by -1,
+    everything else by zeros. An
     object column that a batch lacks (a value that the reward function did not return) is None in its rows.
     `meta_info` is dropped: it describes one batch.
     """
@@ -104,7 +105,11 @@ def _widened(name: str, values: Tensor, left: int, right: int, pad_token_id: int
     """Pad a column by `left` prompt and `right` response positions, as far as it has them."""
     dims = COLUMNS[name].dims if name in COLUMNS else "B"
     sides = (left if "P" in dims else 0, right if "T" in dims else 0)
-    return pad(values, sides, value=pad_token_id if name in _IDS else 0) if any(sides) else values
+    if not any(sides):
+        return values
+    if name == "routed_experts":
+        return pad(values, (0, 0, 0, 0, *sides), value=-1)
+    return pad(values, sides, value=pad_token_id if name in _IDS else 0)
 
 
 def _check_masks(response_ids: Sequence[Sequence[int]], response_masks: Sequence[Sequence[int]]) -> None:

@@ -31,8 +31,14 @@ from verl.utils.shards import Shard
 
 Tensors = dict[str, torch.Tensor]
 
-#: model outputs that `infer` and an objective may request, each (B, T) at the positions of the response tokens
+#: model outputs that `infer` and an objective may request, each (B, T) at the positions of the response tokens; `infer`
+#: also has routed_experts (B, P + T, layers, k), the choices of the routers, in engines that support router replay
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
+
+
+#: entry of the meta_info of a batch with the column routed_experts: False to compare it with the choices of the routers
+#: instead of replaying it
+REPLAYS = "replays_routing"
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,8 @@ class TrainEngine(ABC):
 
         Returns:
             name -> (B, T) float32 on the CPU for each of `outputs`, 0 outside the response.
+
+        With a column routed_experts, the routers of a mixture of experts replay it, here and in `train_batch`.
         """
 
     @abstractmethod

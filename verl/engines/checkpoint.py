@@ -31,6 +31,8 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.checkpoints.shard_files import ShardPlanner, ShardReader
+from verl.modeling.huggingface import load_pretrained
+from verl.modeling.moe import expert_modules
 
 
 class ShardWriter:
@@ -100,6 +102,17 @@ def host_copy(state: Any) -> Any:
         layout = {"shape": state.shape, "stride": state.stride(), "run_check": False}
         return DTensor.from_local(local, state.device_mesh, state.placements, **layout)
     return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else state
+
+
+def on_host(state: Any) -> Any:
+    """Copy a full tensor to host memory. Shards are written from their device."""
+    return state.cpu() if isinstance(state, torch.Tensor) else state
+
+
+def persistent_buffers(module: nn.Module, keep: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+    """The buffers that are part of a saved model, each passed through `keep`."""
+    saved = module.state_dict().keys()
+    return {name: keep(buffer) for name, buffer in module.named_buffers() if name in saved}
 
 
 class CheckpointWriter:
@@ -239,6 +252,9 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     """Load the safetensors of a HuggingFace folder into `module`. Every parameter must occur exactly once."""
     from safetensors import safe_open
 
+    if expert_modules(module):
+        _load_mixture(module, folder)
+        return
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"the checkpoint has no weights: no *.safetensors in {folder}")
@@ -264,6 +280,15 @@ def load_weights(module: nn.Module, folder: Path) -> None:
                 for name in tensors.keys():  # noqa: SIM118
                     if name in present:
                         copy_into(present[name], tensors.get_tensor(name))
+
+
+@torch.no_grad()
+def _load_mixture(module: nn.Module, folder: Path) -> None:
+    """`load_weights` of a mixture of experts: a file has every expert by itself, and the module all of a layer."""
+    saved, _ = load_pretrained(type(module), str(folder), module.config, module.dtype)
+    source = dict(saved.named_parameters()) | dict(saved.named_buffers())
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        copy_into(tensor, source.pop(name).detach())
 
 
 def copy_into(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
+from verl.modeling.moe import routing_of
 from verl.modeling.packing import ModelInput
 from verl.utils.device import resolve_dtype
 
@@ -237,6 +238,7 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
             f"{type(module).__name__} is not a decoder with a head called `score`: it is not supported as a reward "
             "model"
         )
+    routing_of(module)  # its experts also compute in float64
     trunk, head = trunk_and_head(module, kind)
     ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
     implementation = module.config._attn_implementation
@@ -272,10 +274,18 @@ class TokenModel(nn.Module):
         self.trunk_of: Callable[[], nn.Module] = lambda: trunk  # not a second child with the same parameters
         self.vocab_size = module.config.vocab_size
         self.batch_invariant = spec.kernels == "batch_invariant"
+        self.routing = routing_of(module)
+        if self.batch_invariant and self.routing is not None:
+            raise ValueError(
+                f"rollout.deterministic=true: {type(module).__name__} is a mixture of experts, which has no "
+                "batch-invariant kernels: use false"
+            )
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """Each requested output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
         extra = {"packing": model_input.packing} if model_input.packing is not None else {}
+        if self.routing is not None:
+            self.routing.start(model_input.routed_experts)
         with torch.autocast(model_input.input_ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
             hidden = self.trunk_of()(
                 input_ids=model_input.input_ids,

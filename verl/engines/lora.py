@@ -17,6 +17,7 @@ from torch import nn
 
 from verl.config import schema
 from verl.engines.checkpoint import copy_into
+from verl.modeling.moe import expert_modules
 from verl.registry import did_you_mean
 
 #: peft's name of the trained adapter, and of the one that training started from, if it was given
@@ -68,7 +69,7 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
     head = ["score"] if not module.can_generate() else []  # a value head is trained in full
     if model.lora_adapter_path is None:
         _check_names(module, model)
-        targets = list(model.target_modules)
+        targets = _targets(module, model)
         alpha = model.lora_alpha
         return PeftLoraConfig(
             r=model.lora_rank,
@@ -96,6 +97,16 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
     settings.modules_to_save, settings.inference_mode, settings.lora_dropout = None, False, 0.0
     settings.base_model_name_or_path = model.path  # the base model may have moved since the adapter was trained
     return settings
+
+
+def _targets(module: nn.Module, model: schema.ModelConfig) -> list[str]:
+    """Names of the layers that get adapters. Experts and routers are not linear layers and stay frozen."""
+    targets = list(model.target_modules)
+    if targets != ["all-linear"] or not expert_modules(module):
+        return targets
+    head = module.get_output_embeddings() if module.can_generate() else None
+    names = (name for name, layer in module.named_modules() if type(layer) is nn.Linear and layer is not head)
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:

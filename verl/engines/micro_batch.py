@@ -3,6 +3,7 @@
 from verl.engines.base import MicroBatching, Tensors
 from verl.engines.token_budget import MAX_AUTO_TOKENS
 from verl.modeling.shared_prefix import plan_shared_prefixes
+from verl.protocol import DataProto
 from verl.utils.balance import token_budget_micro_batches
 
 
@@ -46,3 +47,13 @@ def split_to(chunks: list[list[int]], count: int) -> list[list[int]]:
             raise ValueError(f"{sum(map(len, chunks))} rows cannot be split into {count} micro-batches")
         chunks[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
     return chunks
+
+
+def columns_of(batch: DataProto, names: tuple[str, ...]) -> Tensors:
+    """Tensor columns on the host, where micro-batches are assembled."""
+    return {name: batch.column(name).cpu() for name in names}
+
+
+def take_rows(columns: Tensors, rows: list[int]) -> Tensors:
+    """The columns of some rows."""
+    return {name: values[rows] for name, values in columns.items()}

@@ -2,7 +2,7 @@
 
 With FSDP2, every rank has a shard of each parameter, gradient and optimizer state. Ranks compute different samples or,
 within a model-parallel group, different tokens of the same samples (sequence parallelism) or different shards of every
-layer (tensor parallelism).
+layer (tensor parallelism). Ranks with different samples may share the experts of a mixture (expert parallelism).
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from verl.engines.base import EngineSpec
 from verl.engines.checkpoint import copy_into
+from verl.engines.expert_parallel import EXPERT, check_ranks, shard_experts
 from verl.engines.loading import ModelSpec, TokenModel, checked, empty_module, load_module
 from verl.engines.memory import HOST
 from verl.engines.micro_batch import split_to
@@ -118,6 +119,7 @@ class FSDP2(Sharding):
         self.device = spec.device
         self.sp_size = spec.engine.ulysses_sequence_parallel_size
         self.tp_size = spec.engine.tensor_parallel_size
+        self.ep_size = spec.engine.expert_parallel_size
         self._first_copy: torch.nn.Module | None = None
         init_process_group(spec.device, spec.timeout)
         self.is_first_rank = dist.get_rank() == 0
@@ -189,6 +191,10 @@ class FSDP2(Sharding):
             tensor_parallel(module, mesh["tensor"])
             layer_mesh = mesh[names]
         options = self._options(spec)
+        if self.ep_size > 1:
+            check_ranks(self.ep_size, tensor, shard)
+            over = (*shape[:-1], shard // self.ep_size, self.ep_size)
+            shard_experts(module, device_mesh(device, over, (*names, EXPERT)), **options)
         layer_classes = set(module._no_split_modules or ())
         for layer in module.modules():
             if type(layer).__name__ in layer_classes:
@@ -262,7 +268,7 @@ def make_sharding(spec: EngineSpec) -> Sharding:
         return FSDP2(spec)
     if spec.engine.offload_policy:
         raise ValueError("offload_policy needs FSDP with several processes: use param_offload with one process")
-    for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
+    for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
         size = spec.engine.model_dump()[key]
         if size > 1:
             raise ValueError(f"{key} is {size}, but there is one process: use 1")

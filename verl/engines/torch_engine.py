@@ -24,15 +24,24 @@ from verl.engines.loading import ModelSpec, TokenModel, checked, resolve_model
 from verl.engines.lora import Adapters
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import plan_micro_batches
+from verl.engines.micro_batch import columns_of, plan_micro_batches, take_rows
 from verl.engines.optimizer import clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.parallel import full_tensor
+from verl.engines.routing import (
+    ROUTED_EXPERTS,
+    add_statistics,
+    check_routing,
+    recorded,
+    routing_metrics,
+    set_replay,
+)
 from verl.engines.sharding import Sharding, SingleDevice, make_sharding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling import attention
 from verl.modeling.batch_invariant.model import BatchInvariantForward
 from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
+from verl.modeling.moe import RoutingStatistics
 from verl.modeling.packing import build_input, row_lengths, to_device
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
@@ -85,6 +94,7 @@ class TorchEngine(TrainEngine):
         self._checkpoints_activations = False
         self._activation_bytes: memory.ActivationBytes | None = None  # measured at the first update
         self._logged_choice = ""
+        self._statistics: RoutingStatistics | None = None  # of the routers, during an update
         if trains:
             self._checkpoint_activations(spec.model.enable_gradient_checkpointing is True)
         self._weight_cache = WeightCache()
@@ -112,45 +122,61 @@ class TorchEngine(TrainEngine):
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
-        columns = _columns(batch, _INPUTS)
-        plan = self._plan(columns, micro)
-        found = {name: torch.zeros(columns["responses"].shape, dtype=torch.float32) for name in outputs}
+        columns = columns_of(batch, (*_INPUTS, *set_replay(self.model.routing, batch)))
+        plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
+        found: Tensors = {}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
-                given = self._forward(_take(columns, rows), plan.shared_prefix, outputs, temperature)
-                chunks.append((rows, {k: v.float().to("cpu", non_blocking=True) for k, v in given.items()}))
+                given = self._forward(take_rows(columns, rows), plan.shared_prefix, outputs, temperature)
+                given = {k: v.float() if v.is_floating_point() else v for k, v in given.items()}
+                chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in given.items()}))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once, not for every micro-batch
         for rows, given in chunks:
             for name, values in given.items():
+                if name not in found:
+                    found[name] = values.new_zeros(len(batch), *values.shape[1:])
                 found[name][rows] = values
         return found
 
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
-        columns = _columns(batch, tuple(batch.tensors))
+        set_replay(self.model.routing, batch)
+        columns = columns_of(batch, tuple(batch.tensors))
         sums = MetricSums()
+        routing = self.model.routing if self.spec.kind == "causal_lm" else None
+        self._statistics = RoutingStatistics(routing) if routing is not None else None
         with self.on_device(optimizer=True):
             self.optimizer.zero_grad(set_to_none=True)
             plan = self._plan(columns, micro, training=True)
             with self._fixed_weights(training=True):
                 for rows in plan.rows:
-                    share = _take(columns, rows)
+                    share = take_rows(columns, rows)
                     outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
                     self._backward(loss)
                     sums.add(metrics, rows=len(rows))
-            return sums.result(self.max_over_ranks) | self._step()
+            metrics = sums.result(self.max_over_ranks) | self._step()
+        statistics, self._statistics = self._statistics, None
+        if statistics is not None:
+            metrics |= routing_metrics(statistics, self.sharding.sequence_ranks, self.sum_over_ranks)
+        return metrics
 
     def _forward(self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
         model_input = build_input(columns, self.spec.model.use_remove_padding, shared_prefix)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
-        return self.model(model_input.to(self.device), outputs, temperature)
+        model_input = model_input.to(self.device)
+        found = self.model(model_input, tuple(name for name in outputs if name != ROUTED_EXPERTS), temperature)
+        if self._statistics is not None:
+            add_statistics(self._statistics, model_input)
+        if ROUTED_EXPERTS in outputs:
+            found[ROUTED_EXPERTS] = recorded(self.model.routing, model_input)
+        return found
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.sharding.scale_loss(loss).backward()
@@ -162,12 +188,17 @@ class TorchEngine(TrainEngine):
 
     # ---- micro-batches ------------------------------------------------------------------------------------------
 
-    def _plan(self, columns: Tensors, micro: MicroBatching, training: bool = False) -> _Plan:
+    def _plan(
+        self, columns: Tensors, micro: MicroBatching, training: bool = False, shares_prefix: bool = True
+    ) -> _Plan:
         """Split rows into micro-batches, the same number on every rank."""
+        if ROUTED_EXPERTS in columns or not shares_prefix:  # of every row, also those of its prompt
+            check_routing(self.model.routing)
+            shares_prefix = False
         lengths = row_lengths(columns["attention_mask"])
         if training:
             micro = self._choose_micro_batching(lengths, micro)
-        shared_prefix = self._shares_prefix(lengths)
+        shared_prefix = shares_prefix and self._shares_prefix(lengths)
         rows = plan_micro_batches(lengths, micro, columns if shared_prefix else None, self.sharding.sp_size)
         return _Plan(self.sharding.equalize(rows), shared_prefix)
 
@@ -371,7 +402,7 @@ class TorchEngine(TrainEngine):
         folder = Path(folder)
         self._writer.finish()
         with self.on_device(optimizer=True):
-            shards, known = self._state(contents, checkpoint.host_copy if background else _on_host)
+            shards, known = self._state(contents, checkpoint.host_copy if background else checkpoint.on_host)
         self._writer.start(folder, shards, partial(self._write_known, folder, known), background)
 
     def is_saved(self) -> bool:
@@ -385,7 +416,8 @@ class TorchEngine(TrainEngine):
         shards: dict[str, Any] = {}
         known: dict[str, Any] = {"huggingface": {}}
         if "hf_model" in contents or ("model" in contents and self.has_full_weights):
-            known["huggingface"] = self._collect(self.weights(), keep) | _persistent_buffers(self.module, keep)
+            known["huggingface"] = self._collect(self.weights(), keep)
+            known["huggingface"] |= checkpoint.persistent_buffers(self.module, keep)
         if "model" in contents and self.adapters is not None:
             known["lora_adapter"] = self._collect(self.adapter_weights(), keep)
         elif "model" in contents and not self.has_full_weights:
@@ -454,23 +486,3 @@ def make_torch_engine(spec: EngineSpec) -> TorchEngine:
 def _detached(named: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in named:
         yield name, parameter.detach()
-
-
-def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:
-    """Tensor columns on the host, where micro-batches are assembled."""
-    return {name: batch.column(name).cpu() for name in names}
-
-
-def _take(columns: Tensors, rows: list[int]) -> Tensors:
-    return {name: values[rows] for name, values in columns.items()}
-
-
-def _persistent_buffers(module: torch.nn.Module, keep: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-    """The buffers that are part of a saved model."""
-    saved = module.state_dict().keys()
-    return {name: keep(buffer) for name, buffer in module.named_buffers() if name in saved}
-
-
-def _on_host(state: Any) -> Any:
-    """Copy a full tensor to host memory. Shards are written from their device."""
-    return state.cpu() if isinstance(state, torch.Tensor) else state

@@ -95,6 +95,9 @@ class ModelInput:
         targets: (S,) the token that each of them predicts.
         slots: (S,) index of that token in (b * T).
         shape: (b, T).
+        tokens: (N,) index of each token in (b * (P + T)), without those that sequence parallelism appends.
+        width: P + T.
+        routed_experts: (N, layers, k) choices of the routers to replay (`modeling.moe`), or None.
     """
 
     input_ids: torch.Tensor
@@ -105,6 +108,9 @@ class ModelInput:
     targets: torch.Tensor
     slots: torch.Tensor
     shape: tuple[int, int]
+    tokens: torch.Tensor
+    width: int
+    routed_experts: torch.Tensor | None = None
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(S,) values of the selected states -> (b, T), 0 elsewhere."""
@@ -112,7 +118,7 @@ class ModelInput:
 
     def to(self, device: torch.device) -> "ModelInput":
         """A copy whose tensors are moved from the host to a device."""
-        mask, packing = self.attention_mask, self.packing
+        mask, packing, routes = self.attention_mask, self.packing, self.routed_experts
         return dataclasses.replace(
             self,
             input_ids=to_device(self.input_ids, device),
@@ -122,6 +128,8 @@ class ModelInput:
             states=to_device(self.states, device),
             targets=to_device(self.targets, device),
             slots=to_device(self.slots, device),
+            tokens=to_device(self.tokens, device),
+            routed_experts=None if routes is None else to_device(routes, device),
         )
 
     def share_of(self, ranks: SequenceRanks) -> "ModelInput":
@@ -129,6 +137,9 @@ class ModelInput:
         total = self.input_ids.shape[1]
         tokens = -(-total // ranks.size)
         fill, start = tokens * ranks.size - total, ranks.rank * tokens
+        routes = self.routed_experts
+        if routes is not None:
+            routes = pad(routes, (0, 0, 0, 0, 0, fill), value=-1)[start : start + tokens]
         own = (self.states >= start) & (self.states < start + tokens)
         return dataclasses.replace(
             self,
@@ -138,6 +149,8 @@ class ModelInput:
             states=self.states[own] - start,
             targets=self.targets[own],
             slots=self.slots[own],
+            tokens=self.tokens[start : start + tokens],
+            routed_experts=routes,
         )
 
 
@@ -157,8 +170,8 @@ def build_input(rows: Tensors, remove_padding: bool, shared_prefix: bool = False
     """The model input of a micro-batch.
 
     Args:
-        rows: the columns input_ids, attention_mask, position_ids and responses. The tokens of a row are contiguous
-            (left-padded prompt, right-padded response).
+        rows: the columns input_ids, attention_mask, position_ids and responses, and routed_experts for router replay.
+            The tokens of a row are contiguous (left-padded prompt, right-padded response).
         remove_padding: pack the rows.
         shared_prefix: compute the tokens of a prompt once for all rows that have it; for packed rows only.
     """
@@ -173,7 +186,8 @@ def build_input(rows: Tensors, remove_padding: bool, shared_prefix: bool = False
     if not remove_padding:
         states = row * total + (total - width) + t - 1
         return ModelInput(
-            rows["input_ids"], rows["position_ids"], attention.long(), None, states, targets, slots, shape
+            *(rows["input_ids"], rows["position_ids"], attention.long(), None, states, targets, slots, shape),
+            *_routes(rows, torch.arange(b * total)),
         )
     first = first_with_prompt(attention, rows["input_ids"], width) if shared_prefix else range(b)
     if len(set(first)) < b:
@@ -185,7 +199,13 @@ def build_input(rows: Tensors, remove_padding: bool, shared_prefix: bool = False
         prompt_lengths = lengths - responded.sum(1)
         states = packing.cu_seqlens.long()[row] + prompt_lengths[row] + t - 1
     ids, position_ids = (rows[name].flatten()[kept][None] for name in ("input_ids", "position_ids"))
-    return ModelInput(ids, position_ids, None, packing, states, targets, slots, shape)
+    return ModelInput(ids, position_ids, None, packing, states, targets, slots, shape, *_routes(rows, kept))
+
+
+def _routes(rows: Tensors, tokens: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+    """`ModelInput.tokens`, `ModelInput.width` and `ModelInput.routed_experts`."""
+    routes = rows.get("routed_experts")
+    return tokens, rows["input_ids"].shape[1], None if routes is None else routes.flatten(0, 1)[tokens]
 
 
 def _pack_shared(

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from verl.config.schema.rollout import SamplingConfig
 from verl.registry import Registry, load_object
 from verl.rollout.gathering import GatheredRequests
+from verl.rollout.routes import check_records
 from verl.rollout.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -160,12 +161,14 @@ class Completion:
         finish_reason: "stop" (a stop token or string), "length" (max_tokens), or "abort".
         weight_versions: spans (first token, weight version from that token on). May be empty: the whole response was
             then sampled with the last synchronized version.
+        routed_experts: the choices of the routers of a mixture of experts (`verl.rollout.routes`); None: not recorded.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    routed_experts: Any = None
 
 
 def batches_of(requests: Sequence[Request]) -> list[tuple[SamplingParams, list[int]]]:
@@ -241,6 +244,9 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
 
     #: whether several ranks can generate together (`RolloutEnv.tp_size`); it then defines `leading` and `follow`
     supports_tensor_parallel: bool = False
+
+    #: whether its completions have `routed_experts` with `rollout.enable_rollout_routing_replay`
+    records_routing: bool = False
 
     _gathering: GatheredRequests | None = None
 
@@ -469,6 +475,7 @@ def make_rollout_engine(
             f"rollout.tensor_model_parallel_size={env.tp_size}: the rollout engine {name!r} does not support it "
             f"({type(engine).__name__}.supports_tensor_parallel is False): leave it at 1, or use rollout.name=native"
         )
+    check_records(config, name, engine.records_routing)
     if engine.sampling_keys is not None:
         for key, default in _DEFAULTS.items():
             value = getattr(config, key, default)

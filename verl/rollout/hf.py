@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from transformers import (
@@ -13,6 +14,7 @@ from transformers import (
 )
 
 from verl.config import schema
+from verl.modeling.moe import routing_of
 from verl.rollout.base import (
     Completion,
     Request,
@@ -25,6 +27,7 @@ from verl.rollout.base import (
 )
 from verl.rollout.checks import check_request
 from verl.rollout.loading import empty_module, load_module
+from verl.rollout.routes import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS, check_finite, choose, uniform
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import ModuleReceiver
@@ -82,9 +85,14 @@ class HFRollout(RolloutEngine):
         max_rows: max rows per `generate` call of transformers; limits the memory of the KV cache.
         compute_dtype: dtype of the forward pass, if different from the parameters.
         weights: receiver of the module's weights, if they are not shared with the trainer.
+        records: report the experts that the routers choose (`Completion.routed_experts`).
+
+    Raises:
+        ValueError: there are no experts to record.
     """
 
     sampling_keys = SAMPLING_KEYS
+    records_routing = True
 
     def __init__(
         self,
@@ -93,8 +101,12 @@ class HFRollout(RolloutEngine):
         max_rows: int = 1024,
         compute_dtype: torch.dtype | None = None,
         weights: ModuleReceiver | None = None,
+        records: bool = False,
     ):
         self.module = module
+        self.routing = routing_of(module) if records else None
+        if records and self.routing is None:
+            raise ValueError(f"{RECORDING_KEY}: {type(module).__name__} is not a mixture of experts: use false")
         self.pad_token_id = pad_token_id
         self.max_rows = max_rows
         self.autocast_to = None if compute_dtype == module.dtype else compute_dtype
@@ -180,7 +192,9 @@ class HFRollout(RolloutEngine):
         )
         stops = [request.params.stop for request in requests]
         criteria = StoppingCriteriaList([_StopText(stops, width)]) if any(stops) else None
-        with torch.autocast(device.type, self.autocast_to, enabled=self.autocast_to is not None):
+        recording = nullcontext() if self.routing is None else self.routing.logging()
+        autocast = torch.autocast(device.type, self.autocast_to, enabled=self.autocast_to is not None)
+        with autocast, recording as calls:
             output = self.module.generate(
                 ids,
                 attention_mask=mask,
@@ -191,7 +205,19 @@ class HFRollout(RolloutEngine):
         log_probs = torch.stack(sampler.log_probs, 1).tolist()
         self.stats.steps += output.shape[1]
         every = zip(output.tolist(), log_probs, requests)
-        return [self._truncate(tokens, lps, request.params) for tokens, lps, request in every]
+        completions = [self._truncate(tokens, lps, request.params) for tokens, lps, request in every]
+        if calls is not None:
+            routes = self._routes(calls, len(prompts))  # (b, tokens - 1, layers, k)
+            for prompt, completion, found in zip(prompts, completions, routes):
+                first, end = width - len(prompt), width + len(completion.token_ids) - 1
+                completion.routed_experts = found[first:end].numpy()
+        return completions
+
+    def _routes(self, calls: list[torch.Tensor], rows: int) -> torch.Tensor:
+        """The choices of all forward passes of `generate`, in order of the tokens. calls: of every layer of each."""
+        layers = self.routing.layers
+        passes = [torch.stack(calls[at : at + layers], 1) for at in range(0, len(calls), layers)]
+        return torch.cat([found.unflatten(0, (rows, -1)) for found in passes], 1).to("cpu", torch.int16)
 
     def _truncate(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Completion:
         """The response up to and including its first stop token."""
@@ -223,4 +249,6 @@ def make_hf(
     elif shared is None:
         shared = empty_module(model, dtype, env.device, train_engine.buffers())
         weights = ModuleReceiver(shared)
-    return HFRollout(shared, env.pad_token_id, max_rows=config.max_num_seqs, compute_dtype=dtype, weights=weights)
+    records = isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay
+    options = {"max_rows": config.max_num_seqs, "compute_dtype": dtype, "weights": weights, "records": records}
+    return HFRollout(shared, env.pad_token_id, **options)

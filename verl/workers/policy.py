@@ -10,7 +10,7 @@ from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.masked import LossAggregation
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import schema
-from verl.engines.base import MicroBatching, Objective, TrainEngine
+from verl.engines.base import REPLAYS, MicroBatching, Objective, TrainEngine
 from verl.protocol import DataProto
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import CollectiveSync, DiskSync, SyncReport, TransferGroup, WeightSync
@@ -163,6 +163,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
         old_is_current = "old_log_probs" not in batch
+        batch.meta_info[REPLAYS] = actor.router_replay.mode != "disabled"
         with self.update_pass(batch, "actor") as update:
             only_one = len(update.mini_batches) == 1
             assert only_one or not old_is_current, "after the first update the current policy is not the old one"

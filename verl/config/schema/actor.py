@@ -35,6 +35,16 @@ class PolicyLossConfig(Section):
     loss_kwargs: dict[str, Any] = field({}, "further settings of a custom loss: its keyword-only parameters")
 
 
+class RouterReplayConfig(Section):
+    """`actor_rollout_ref.actor.router_replay`: repeat recorded choices of the routers of a mixture of experts."""
+
+    mode: Literal["disabled", "R2", "R3"] = field(
+        "disabled",
+        "R3: replay the choices of the rollout in old log-probs and updates "
+        "(needs rollout.enable_rollout_routing_replay); R2: replay those of the old log-probs in the updates",
+    )
+
+
 class ActorConfig(Section):
     """`actor_rollout_ref.actor`: the policy update."""
 
@@ -87,6 +97,7 @@ class ActorConfig(Section):
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
     megatron: MegatronConfig = section(MegatronConfig, "precision and parallelism of strategy=megatron")
+    router_replay: RouterReplayConfig = section(RouterReplayConfig, "router replay of a mixture of experts")
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "contents of a checkpoint")
 
     @property

@@ -85,6 +85,7 @@ class EngineConfig(Section):
     fsdp_size: int = field(-1, "ranks per shard group; -1: all", ge=-1)
     ulysses_sequence_parallel_size: int = field(1, "sequence-parallel size (Ulysses)", ge=1)
     tensor_parallel_size: int = field(1, "tensor-parallel size, for models with a plan in transformers", ge=1)
+    expert_parallel_size: int = field(1, "ranks that share the experts of a layer, for mixtures of experts", ge=1)
 
     @property
     def ranks_with_same_rows(self) -> int:

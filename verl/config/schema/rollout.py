@@ -155,6 +155,9 @@ class RolloutConfig(RolloutEngineConfig):
     )
     n_gpus_per_node: int | None = field(None, "its processes per host; null: trainer.n_gpus_per_node", ge=1)
     seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0)
+    enable_rollout_routing_replay: bool = field(
+        False, "record the experts that a mixture of experts chooses, for actor.router_replay.mode=R3"
+    )
     deterministic: bool = field(
         False, "batch-invariant kernels: rollout log-probs bit-identical to those of training, but slower"
     )

@@ -22,10 +22,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 from pydantic import BaseModel
 
 from verl.registry import Registry
 from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
+from verl.rollout.routes import extended
 from verl.utils.rng import fork_seed
 
 logger = logging.getLogger("verl.rollout")
@@ -89,6 +91,8 @@ class Trajectory:
         self.finish_reason: FinishReason = "length"
         #: spans (first token, version of the weights), over the response
         self.weight_versions: list[tuple[int, int]] = []
+        #: choices of the routers, from the first prompt token on (`Completion.routed_experts`)
+        self.routed_experts: np.ndarray | None = None
         #: completions of the policy, and messages of tools and users
         self.turns = self.user_turns = 0
         #: counts of the loop; the metric rollout/<name> is the mean over all trajectories
@@ -100,6 +104,7 @@ class Trajectory:
         """Append a completion of the policy."""
         start = len(self)
         self.weight_versions += [(start + first, version) for first, version in completion.weight_versions]
+        self.routed_experts = extended(self.routed_experts, completion.routed_experts, len(self.prompt_ids) + start)
         self._add(Segment(list(completion.token_ids), POLICY, list(completion.log_probs)))
         self.finish_reason = completion.finish_reason
         self.turns += 1

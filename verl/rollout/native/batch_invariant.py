@@ -47,6 +47,7 @@ class BatchInvariantDecoder:
         self.decoder = decoder
         self.cache = cache
         self.forward = forward
+        self.records = False  # see `NativeRollout`
         self.table_length = decoder.max_positions  # the model has its own rotary tables
         self.start_step_at(torch.zeros(0, dtype=torch.int64))
 

@@ -16,6 +16,7 @@ import triton
 from verl.rollout.base import SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.decoder import Decoder, Layer, Projection, RopeTable
+from verl.rollout.native.experts import Experts
 from verl.rollout.native.torch_decoder import Layers
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.sampling import choose
@@ -104,9 +105,10 @@ class StaticBuffers:
         decoder: sets shapes and dtypes.
         size: what the calls need.
         blocks: KV-cache blocks to allocate; fewer than `size.blocks` if memory is short.
+        records: also the choices of the routers for every response token.
     """
 
-    def __init__(self, decoder: Decoder, size: Size, blocks: int):
+    def __init__(self, decoder: Decoder, size: Size, blocks: int, records: bool = False):
         self.size = size
         slots, width = self.slots, self.width = size.slots, size.width
         device = decoder.embedding.device
@@ -119,6 +121,9 @@ class StaticBuffers:
         self.uniforms = torch.zeros(CHUNK, slots, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(size.responses, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(size.responses, dtype=torch.float32, device=device)
+        # the last row takes what rows that are not live write
+        shape = (size.responses + 1, *decoder.routes_shape) if records else (0,)
+        self.routes = torch.zeros(shape, dtype=torch.int16, device=device)
         self.is_stop = torch.zeros(decoder.vocab_size, dtype=torch.int8, device=device)
         self.vocab_blocks = triton.cdiv(decoder.vocab_size, triton_kernels.VOCABULARY_BLOCK)
         self.arrived = torch.zeros(slots, decoder.kv_heads, dtype=torch.int32, device=device)
@@ -133,7 +138,7 @@ class CudaDecoder(Layers):
     """Runs a `Decoder` over `StaticBuffers`: prefill in plain torch, decode steps as CUDA graphs if `graphs` is set."""
 
     def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool = True):
-        super().__init__(decoder, 0)
+        super().__init__(decoder, 0, records=len(buffers.routes) > 0)
         self.use_graphs = graphs
         self.tables = buffers.tables
         self.buffers = buffers
@@ -185,7 +190,10 @@ class CudaDecoder(Layers):
     def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         h = torch.empty_like(x, dtype=self.decoder.dtype)
         self._add_norm(x, self.decoder.reduced(layer.out, attended), layer.attention_post_norm, layer.mlp_norm, h)
-        y = self.decoder.reduced(layer.down, self._gate(layer.gate_up(h)))
+        if layer.experts is not None:
+            y = self._mixture(layer, h)
+        else:
+            y = self.decoder.reduced(layer.down, self._gate(layer.gate_up(h)))
         return self._add_norm(x, y, layer.mlp_post_norm, layer.mlp_norm, h)
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -243,12 +251,25 @@ class CudaDecoder(Layers):
             attended = self._paged_attention(layer, layer.qkv(h), kv_cache)
             y = decoder.reduced(layer.out, attended)
             self._add_norm(x, y, layer.attention_post_norm, layer.mlp_norm, h)
-            y = self._split_matmul(layer.down, self._gate(layer.gate_up(h)))
+            if layer.experts is not None:
+                y = self._mixture(layer, h, static=True)
+            else:
+                y = self._split_matmul(layer.down, self._gate(layer.gate_up(h)))
             self._add_norm(x, y, layer.mlp_post_norm, next_norm, h)
+        if self.records:
+            self._store_routes(rows)
         logits = decoder.project(h)
         if params is not None:
             self._sample(logits, 0, params, decoder.final_softcap)
         return logits
+
+    def _store_routes(self, rows: int) -> None:
+        """Write the choices of the routers for the input tokens of a step next to these tokens."""
+        buffers = self.buffers
+        fields = (triton_kernels.OUT, triton_kernels.STEP, triton_kernels.STATUS)
+        out, step, status = (buffers.state[i, :rows].long() for i in fields)
+        at = torch.where(status == triton_kernels.LIVE, out + step - 1, len(buffers.routes) - 1)
+        buffers.routes.index_copy_(0, at, self.collect_routes())
 
     def _paged_attention(self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         """Rotary embedding, KV-cache write and attention: qkv (B, (HQ + 2 HK) D) -> (B, HQ D)."""
@@ -364,7 +385,7 @@ def addresses(decoder: Decoder) -> tuple[int, ...]:
     def visit(value) -> None:
         if isinstance(value, torch.Tensor):
             found.append(value.data_ptr())
-        elif isinstance(value, Layer | Projection):
+        elif isinstance(value, Layer | Projection | Experts):
             for field in fields(value):
                 visit(vars(value)[field.name])
 

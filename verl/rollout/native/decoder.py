@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
 from verl.rollout.tensor_parallel import ALONE, TensorParallel
+
+if TYPE_CHECKING:
+    from verl.rollout.native.experts import Experts
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -47,19 +51,20 @@ class Layer:
     """One decoder layer. D head size, HQ query heads, HK key/value heads, H hidden size, I MLP size.
 
     Attributes:
-        qkv, out, gate_up, down: H -> (HQ + 2 HK) D, HQ D -> H, H -> 2 I, and I -> H.
+        qkv, out, gate_up, down: H -> (HQ + 2 HK) D, HQ D -> H, H -> 2 I, and I -> H. The last two: None with experts.
         attention_norm, mlp_norm: (H,), before attention and MLP; None if folded: the following matrix contains the
             weight times sqrt(H) (`Decoder.folded`).
         attention_post_norm, mlp_post_norm: (H,), after attention and MLP, or None.
         qk_norm: (HQ + HK, D) or None.
         window: size of the attention window, the query itself included; None for full attention.
         rope: index into Decoder.ropes.
+        experts: instead of gate_up and down; None for an MLP.
     """
 
     qkv: Projection
     out: Projection
-    gate_up: Projection
-    down: Projection
+    gate_up: Projection | None
+    down: Projection | None
     attention_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
     attention_post_norm: torch.Tensor | None
@@ -67,6 +72,7 @@ class Layer:
     qk_norm: torch.Tensor | None
     window: int | None
     rope: int
+    experts: "Experts | None" = None
 
 
 RopeTable = tuple[torch.Tensor, ...]
@@ -148,6 +154,22 @@ class Decoder:
     @property
     def hidden_size(self) -> int:
         return self.embedding.shape[1]
+
+    @property
+    def mixtures(self) -> list["Experts"]:
+        """The experts of the layers that have them, in order."""
+        return [layer.experts for layer in self.layers if layer.experts is not None]
+
+    @property
+    def routes_shape(self) -> tuple[int, int]:
+        """Layers with experts, and experts per token."""
+        return len(self.mixtures), self.mixtures[0].top_k
+
+    @property
+    def mlp_width(self) -> int:
+        """Widest intermediate result of an MLP per token."""
+        experts = [e.top_k * e.gate_up.shape[1] for e in self.mixtures]
+        return max([layer.gate_up.matrix.shape[1] for layer in self.layers if layer.gate_up is not None] + experts)
 
     def cache_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token."""

@@ -6,6 +6,7 @@ random numbers are counter-based, so that a response depends on its request only
 """
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from verl.modeling.moe import routing_of
 from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, SamplingParams, batches_of
 from verl.rollout.native.batch_invariant import BatchInvariantDecoder, ModelForward
 from verl.rollout.native.continuous import ContinuousBatch
@@ -24,6 +26,7 @@ from verl.rollout.native.model import check_supported, read_decoder
 from verl.rollout.native.requests import Row, admission_order
 from verl.rollout.native.scheduler import SlotScheduler
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
+from verl.rollout.routes import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
 from verl.rollout.weight_sync import ModuleReceiver
@@ -56,13 +59,15 @@ class NativeRollout(RolloutEngine):
             `dtype` is ignored.
         weights: receiver of the module's weights, if they are not shared with the trainer.
         tp: the ranks that hold the model, each with its slices (`native.slices`).
+        records: report the experts that the routers choose (`Completion.routed_experts`).
 
     Raises:
-        ValueError: the module is not supported.
+        ValueError: the module is not supported, or has no experts to record.
     """
 
     sampling_keys = SAMPLING_KEYS
     supports_tensor_parallel = True
+    records_routing = True
 
     def __init__(
         self,
@@ -78,8 +83,11 @@ class NativeRollout(RolloutEngine):
         forward: ModelForward | None = None,
         weights: ModuleReceiver | None = None,
         tp: TensorParallel = ALONE,
+        records: bool = False,
     ):
         check_supported(module)
+        if records and routing_of(module) is None:
+            raise ValueError(f"{RECORDING_KEY}: {type(module).__name__} is not a mixture of experts: use false")
         self.module = module
         self.dtype = dtype
         self.max_rows = max_rows if max_rows is not None else _MAX_ROWS.get(module.device.type, _MAX_ROWS["cpu"])
@@ -91,6 +99,7 @@ class NativeRollout(RolloutEngine):
         self.forward = forward
         self.weights = weights
         self.tp = tp
+        self.records = records
         self.stats = RolloutStats()
         #: guards the start of work: `generate` and `generate_one` share one cache, so only one of them runs at a time
         self.lock = threading.RLock()
@@ -261,7 +270,7 @@ class NativeRollout(RolloutEngine):
         if self.forward is not None:
             self._torch_decoder = BatchInvariantDecoder(self._decoder, self._cache, self.forward)
         else:
-            self._torch_decoder = TorchDecoder(self._decoder, self._cache, positions)
+            self._torch_decoder = TorchDecoder(self._decoder, self._cache, positions, self.records)
         return self._torch_decoder
 
     def _cache_budget(self) -> int:
@@ -354,13 +363,13 @@ class NativeRollout(RolloutEngine):
             self._cuda_decoder = None  # freed before the new one is allocated
             block = cuda_decoder.block_bytes(decoder)
             budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, size.slots)
-            budget = self.tp.smallest(budget)
+            budget = self.tp.smallest(budget - self._routes_bytes(decoder, size.responses))
             if budget // block < one:
                 raise ValueError(
                     f"the KV cache has {max(0, budget):,} bytes, but one row of {longest} tokens needs "
                     f"{one * block:,}: increase the memory of the cache or decrease the sequence length"
                 )
-            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block))
+            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block), self.records)
             self._cuda_decoder = self._gpu_decoder(decoder, buffers)
         elif not self.tp.smallest(self._cuda_decoder.addresses == cuda_decoder.addresses(decoder)):
             self._cuda_decoder = self._gpu_decoder(decoder, self._cuda_decoder.buffers)
@@ -372,12 +381,16 @@ class NativeRollout(RolloutEngine):
             return cuda_decoder.CudaDecoder(decoder, buffers, self.graphs)
         return batch_invariant_cuda.BatchInvariantCudaDecoder(decoder, buffers, self.graphs, self.forward)
 
+    def _routes_bytes(self, decoder: Decoder, tokens: int) -> int:
+        """Bytes of the recorded choices of the routers for `tokens` tokens."""
+        return 2 * tokens * math.prod(decoder.routes_shape) if self.records else 0
+
     def _gpu_budget(self, decoder: Decoder, slots: int) -> int:
         """Bytes available for the KV cache, after the working memory of prefill and logits."""
         device = decoder.embedding.device
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        wide = decoder.hidden_size + decoder.layers[0].gate_up.matrix.shape[1]
+        wide = decoder.hidden_size + decoder.mlp_width
         work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide
         return int(min(0.9 * free, self.memory_share * total)) - work
 

@@ -40,6 +40,7 @@ def make_native(
         "max_length": config.prompt_length + config.response_length,
         "max_response": config.response_length,
         "graphs": not config.enforce_eager,
+        "records": isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay,
     }
     dtype = engine_dtype(config, env)
     if env.tp_size > 1:

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from verl.modeling.moe import keeps_float_weights, normalizes_weights
 from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, Rope, padded_width
+from verl.rollout.native.experts import Experts, is_mixture
 from verl.rollout.native.fused_parameters import fuse_parameters_in_place
 from verl.rollout.tensor_parallel import ALONE, TensorParallel
 
@@ -55,6 +57,8 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(window="all"),
     "Qwen2ForCausalLM": Family(window="layer_types"),
     "Qwen3ForCausalLM": Family(window="layer_types", qk_norm=True),
+    "Qwen3MoeForCausalLM": Family(window="all", qk_norm=True),
+    "MixtralForCausalLM": Family(window="all"),
     "Phi3ForCausalLM": Family(window="all", fused=True),
     "GemmaForCausalLM": Family(gemma=True),
     "Gemma2ForCausalLM": Family(
@@ -71,6 +75,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_SHARDED = "rollout.name=native needs unsharded parameters; {} is sharded: gather it before generating"
 #: bytes of parameters up to which a CPU gets transposed copies of the matrices
 TRANSPOSE_LIMIT = 1 << 30
 
@@ -130,7 +135,7 @@ def read_decoder(
     pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if folded else None
     heads = config.num_attention_heads // tp.size, max(1, config.num_key_value_heads // tp.size)
     old = reuse.copies if reuse is not None else ()
-    reader = _Reader(family, dtype, stream_dtype, transposed, heads, pairs, old)
+    reader = _Reader(family, dtype, stream_dtype, transposed, heads, pairs, old, tp)
     rope_of = {kind: rope_types.index(kind) if family.rope_per_type else 0 for kind in types}
     norm, factor = reader.norm_before(trunk.norm.weight)
     return Decoder(
@@ -175,17 +180,18 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
         after_attention, before_mlp = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
         after_mlp = layer.post_feedforward_layernorm
     attention_norm, attention_factor = reader.norm_before(layer.input_layernorm.weight)
-    mlp_norm, mlp_factor = reader.norm_before(before_mlp.weight)
-    if family.fused:
-        gate_up = reader.projection(mlp_factor, gate_up_proj=mlp.gate_up_proj)
+    experts, gate_up, down = None, None, None
+    if is_mixture(mlp):
+        mlp_norm, experts = reader.norm(before_mlp.weight), reader.experts(mlp)
     else:
-        gate_up = reader.projection(mlp_factor, gate_proj=mlp.gate_proj, up_proj=mlp.up_proj)
+        mlp_norm, mlp_factor = reader.norm_before(before_mlp.weight)
+        gate_up, down = reader.mlp(mlp, mlp_factor)
     slides = family.window == "all" or kind == "sliding_attention"
     return Layer(
         qkv=reader.qkv(attention, attention_factor),
         out=reader.projection(o_proj=attention.o_proj),
         gate_up=gate_up,
-        down=reader.projection(down_proj=mlp.down_proj),
+        down=down,
         attention_norm=attention_norm,
         mlp_norm=mlp_norm,
         attention_post_norm=None if after_attention is None else reader.norm(after_attention.weight),
@@ -193,6 +199,7 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
         qk_norm=reader.qk_norm(attention) if family.qk_norm else None,
         window=config.sliding_window if slides else None,
         rope=rope,
+        experts=experts,
     )
 
 
@@ -203,6 +210,7 @@ class _Reader:
         heads: query heads, and key/value heads.
         pairs: (D,) order in which to read the dimensions of a query or key head; None if nothing is folded.
         old: tensors of an earlier reading, whose memory is reused where shapes match.
+        tp: the ranks that hold the model.
     """
 
     def __init__(
@@ -214,8 +222,10 @@ class _Reader:
         heads: tuple[int, int],
         pairs: torch.Tensor | None,
         old: Sequence[torch.Tensor],
+        tp: TensorParallel = ALONE,
     ):
         self.family = family
+        self.tp = tp
         self.dtype = dtype
         self.stream_dtype = stream_dtype
         self.transposed = transposed
@@ -297,6 +307,34 @@ class _Reader:
             matrix *= factor[:, None]
         return Projection(matrix, bias)
 
+    def mlp(self, mlp: nn.Module, factor: torch.Tensor | None) -> tuple[Projection, Projection]:
+        """The projections of an MLP. factor: see `norm_before`."""
+        if self.family.fused:
+            gate_up = self.projection(factor, gate_up_proj=mlp.gate_up_proj)
+        else:
+            gate_up = self.projection(factor, gate_proj=mlp.gate_proj, up_proj=mlp.up_proj)
+        return gate_up, self.projection(down_proj=mlp.down_proj)
+
+    def experts(self, mlp: nn.Module) -> Experts:
+        """The router and the experts of this rank. The norm before them is not folded."""
+        router, experts = mlp.gate, mlp.experts
+        gate_up, down = (self._plain(name, p) for name, p in experts.named_parameters())
+        return Experts(
+            router=Projection(self._plain("gate", router.weight).t()),
+            gate_up=gate_up,
+            down=down,
+            first=self.tp.rank * len(gate_up) if self.tp.size > 1 else 0,
+            top_k=router.top_k,
+            normalized=normalizes_weights(router),
+            keeps_float=keeps_float_weights(router),
+        )
+
+    def _plain(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter in `dtype`, without a copy where that is its dtype."""
+        if isinstance(parameter, DTensor):
+            raise ValueError(_SHARDED.format(name))
+        return parameter.detach() if parameter.dtype == self.dtype else self._copy([parameter], self.dtype)
+
     def _joint(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         if self.dtype == parameters[0].dtype:
             return fuse_parameters_in_place(parameters)
@@ -310,9 +348,7 @@ def _linear(name: str, linear: nn.Module) -> nn.Linear:
             "Merge adapters and do not quantize, or use rollout.name=hf"
         )
     if isinstance(linear.weight, DTensor):
-        raise ValueError(
-            f"rollout.name=native needs unsharded parameters; {name} is sharded: gather it before generating"
-        )
+        raise ValueError(_SHARDED.format(name))
     return linear
 
 

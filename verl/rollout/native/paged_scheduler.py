@@ -30,6 +30,7 @@ class Group:
     shared_blocks: list[int] = field(default_factory=list)
     tail_blocks: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None  # after the prompt, (V,) float32
+    routes: torch.Tensor | None = None  # choices of the routers for the prompt, with decoder.records
 
     @property
     def num_full_blocks(self) -> int:
@@ -366,6 +367,8 @@ class PagedScheduler:
             logits = self.decoder.prefill([g.prompt for g in fresh], [g.shared_blocks + g.tail_blocks for g in fresh])
             for group, row in zip(fresh, logits):
                 group.logits = row
+            for group, routes in zip(fresh, self.decoder.prompt_routes):
+                group.routes = routes
         self._copy_tails(chosen)
         self._fill_slots(chosen)
         for group in {id(s.group): s.group for s in chosen}.values():
@@ -431,4 +434,8 @@ class PagedScheduler:
         if not np.isfinite(log_probs[:end].sum()):
             check_finite(torch.tensor([torch.nan]), [row.index], [row.sample_id])
         cut = "length" if end == row.limit else "abort"
-        return Completion(tokens[:end].tolist(), log_probs[:end].tolist(), "stop" if stopped else cut)
+        completion = Completion(tokens[:end].tolist(), log_probs[:end].tolist(), "stop" if stopped else cut)
+        if self.decoder.records:
+            own = self.buffers.routes[sample.out : sample.out + max(0, end - 1)]
+            completion.routed_experts = torch.cat((sample.group.routes, own)).cpu().numpy()
+        return completion

@@ -7,6 +7,7 @@ requests that arrive over time (`advance` and `take_finished`).
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from verl.rollout.base import Completion, SamplingParams
@@ -46,6 +47,12 @@ class SlotScheduler:
         self.tokens = torch.zeros(lines * width, dtype=torch.int64, device=self.device)
         self.log_probs = torch.zeros(lines * width, dtype=torch.float32, device=self.device)
         self.lengths = [0] * lines
+        #: choices of the routers per output token, and of the prompt of each line (with decoder.records)
+        self.routes: torch.Tensor | None = None
+        self.prompt_routes: dict[int, torch.Tensor] = {}
+        if decoder.records:
+            shape = (lines * width, *decoder.decoder.routes_shape)
+            self.routes = torch.zeros(shape, dtype=torch.int16, device=self.device)
         self.state = torch.zeros(_SEED + 1, slots, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(slots, _BLOCK_STEPS, dtype=torch.float64, device=self.device)
         self.column = 0  # column of `uniforms` for the next token
@@ -120,9 +127,18 @@ class SlotScheduler:
         check_finite(log_probs.sum(-1), [row.index for row in rows], [row.sample_id for row in rows])
         for line, row, ids, lps in zip(lines, rows, tokens.tolist(), log_probs.tolist()):
             length = self.lengths[line]
-            found.append((row, Completion(ids[:length], lps[:length], self._reason(line, ids[length - 1]))))
+            completion = Completion(ids[:length], lps[:length], self._reason(line, ids[length - 1]))
+            completion.routed_experts = self._routes_of(line, length)
+            found.append((row, completion))
             self._free_line(line)
         return found
+
+    def _routes_of(self, line: int, length: int) -> np.ndarray | None:
+        """The choices for a prompt and all but the last of `length` response tokens."""
+        if self.routes is None:
+            return None
+        start = line * self.width
+        return torch.cat((self.prompt_routes[line], self.routes[start : start + length - 1])).cpu().numpy()
 
     def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
         """New tokens of active rows and their log-probs. since: Row.index -> tokens that the caller already has."""
@@ -141,11 +157,12 @@ class SlotScheduler:
         lines, before, width = max(slots, len(self.rows)), len(self.rows), max(width, self.width)
 
         def widened(old: torch.Tensor) -> torch.Tensor:
-            new = old.new_zeros(lines, width)
-            new[:before, : self.width] = old.view(before, self.width)
-            return new.view(-1)
+            new = old.new_zeros(lines, width, *old.shape[1:])
+            new[:before, : self.width] = old.unflatten(0, (before, self.width))
+            return new.flatten(0, 1)
 
         self.tokens, self.log_probs = widened(self.tokens), widened(self.log_probs)
+        self.routes = None if self.routes is None else widened(self.routes)
         shift = self.state[_LINE] * (width - self.width)
         self.state[_OUT] += shift
         self.state[_LAST] += shift
@@ -172,6 +189,10 @@ class SlotScheduler:
         for slot, row in enumerate(rows, self.active):
             groups.setdefault(tuple(row.prompt), []).append(slot)
         logits = self.decoder.prefill([list(p) for p in groups], list(groups.values()))
+        if self.routes is not None:
+            by_prompt = zip(groups.values(), self.decoder.prompt_routes)
+            of_slot = {slot: routes for members, routes in by_prompt for slot in members}
+            self.prompt_routes |= {line: of_slot[slot] for slot, line in enumerate(lines, self.active)}
         group_of = {slot: g for g, members in enumerate(groups.values()) for slot in members}
         self.state[:, slots] = torch.tensor(
             [
@@ -202,6 +223,8 @@ class SlotScheduler:
                 self.uniforms[live] = self._random(live, self.state[_STEP, live] + 1)
             self._check()
         logits = self.decoder.step(self.state[_TOKEN, live])
+        if self.routes is not None:
+            self.routes.index_copy_(0, self.state[_OUT, live], self.decoder.step_routes)
         self.due -= 1
         self.steps += 1
         tokens = self._sample(logits, live)
@@ -270,6 +293,7 @@ class SlotScheduler:
     def _free_line(self, line: int) -> None:
         self.rows[line], self.searched[line] = None, 0
         self.text_ends.pop(line, None)
+        self.prompt_routes.pop(line, None)
         self.aborted.discard(line)
         self.free_lines.append(line)
 

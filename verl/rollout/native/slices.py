@@ -1,8 +1,8 @@
 """The slices of a model's parameters that one rank of a tensor-parallel group has.
 
 Attention heads and the units of the MLP are split by the outputs of q, k, v, gate and up, and by the inputs of o and
-down; embedding and head by tokens. With more ranks than key/value heads, several ranks have the same head. Every
-rank has all other parameters in full.
+down; embedding and head by tokens; of the experts of a layer, a rank has some, in full. With more ranks than key/value
+heads, several ranks have the same head. Every rank has all other parameters in full.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,17 @@ KEY = "rollout.tensor_model_parallel_size"
 #: settings of a model's config that the number of ranks must divide, or be a multiple of in the case of _HEADS
 _HEADS = "num_key_value_heads"
 SIZES = ("num_attention_heads", _HEADS, "intermediate_size", "vocab_size")
+#: of a mixture of experts; every rank has some of them
+_EXPERTS = ("num_experts", "num_local_experts")
 
 
 def check_sizes(sizes: Mapping[str, Any], ranks: int) -> None:
     """Raise ValueError if a model cannot be split over `ranks`. sizes: has the keys of SIZES."""
-    for name in SIZES:
+    names = (*SIZES, *(name for name in _EXPERTS if name in sizes))
+    for name in names:
         size = sizes[name]
         if size % ranks and not (name == _HEADS and ranks % size == 0):
-            fitting = [n for n in range(1, ranks) if all(sizes[key] % n == 0 for key in SIZES)]
+            fitting = [n for n in range(1, ranks) if all(sizes[key] % n == 0 for key in names)]
             raise ValueError(
                 f"{KEY}={ranks} does not divide the model's {name}={size}: use {' or '.join(map(str, fitting))}"
             )
@@ -63,6 +66,7 @@ class Slices:
             "gate_up_proj": (0, 2 * ranks, [(rank, rank + 1), (ranks + rank, ranks + rank + 1)]),
             "o_proj": (1, ranks, own),
             "down_proj": (1, ranks, own),
+            "experts": (0, ranks, own),  # gate_up_proj and down_proj of all experts
             **{name: (*one, own) for name in ("gate_proj", "up_proj", "embed_tokens", "lm_head")},
         }
 

@@ -23,8 +23,12 @@ Store = Callable[[int, list[int], torch.Tensor], None]
 class Layers:
     """The layers of a `Decoder` in plain torch, with rotary tables of `length` positions. N tokens."""
 
-    def __init__(self, decoder: Decoder, length: int):
+    def __init__(self, decoder: Decoder, length: int, records: bool = False):
+        """records: keep the choices of the routers."""
         self.decoder = decoder
+        self.records = records
+        self.chosen: list[torch.Tensor] = []  # of the layers with experts since they were last collected
+        self.prompt_routes: list[torch.Tensor] = []  # of the last prefill: per prompt (tokens, layers, k)
         self.tp = decoder.tp
         self.activation = ACTIVATIONS[decoder.activation]
         self.tables = [rope.table(length, decoder.stream_dtype, decoder.folded) for rope in decoder.ropes]
@@ -35,6 +39,7 @@ class Layers:
         """Prefill: pass keys and values of `prompts` to `store`. Returns logits (len(prompts), V) float32."""
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.embedding.device)
+        self.prompt_routes = [logits] * len(prompts) if self.records else []
         while order:
             count = _prefill_batch_size([len(prompts[i]) for i in order])
             chosen, order = order[:count], order[count:]
@@ -53,10 +58,21 @@ class Layers:
             qkv = self._qkv(layer, x, tables[layer.rope]).view(count, width, -1, decoder.head_dim)
             store(index, chosen, qkv[:, :, decoder.heads :])
             attended = self._attend_causally(qkv, layer.window)
-            if index == len(decoder.layers) - 1:  # only the last token of each prompt is needed from here on
+            # from here on, only the last token of each prompt is needed
+            if index == len(decoder.layers) - 1 and not self.records:
                 x, attended = x[last], attended[last]
             x = self._finish(layer, x, attended)
+        if self.records:
+            x = x[last]
+            routes = self.collect_routes().unflatten(0, (count, width))
+            for i, prompt in enumerate(prompts):
+                self.prompt_routes[chosen[i]] = routes[i, : len(prompt)]
         return decoder.logits(x)
+
+    def collect_routes(self) -> torch.Tensor:
+        """The choices of the routers since the last call, (N, layers, k) int16."""
+        routes, self.chosen = torch.stack(self.chosen, 1).to(torch.int16), []
+        return routes
 
     def _upload(self, values: list) -> torch.Tensor:
         """Integers (nested lists) as a tensor on the decoder's device."""
@@ -94,8 +110,17 @@ class Layers:
         """The rest of a layer: x (N, H), attention output (N, HQ D) -> (N, H). Overwrites x."""
         decoder = self.decoder
         x = _add(decoder, x, attended, layer.out, layer.attention_post_norm)
+        if layer.experts is not None:
+            return x.add_(self._mixture(layer, decoder.normed(x, layer.mlp_norm)))
         gate, up = layer.gate_up(decoder.normed(x, layer.mlp_norm)).chunk(2, -1)
         return _add(decoder, x, self.activation(gate).mul_(up), layer.down, layer.mlp_post_norm)
+
+    def _mixture(self, layer: Layer, x: torch.Tensor, static: bool = False) -> torch.Tensor:
+        """The routed experts of a layer: normed (N, H) -> (N, H). static: as in `Experts.outputs`."""
+        chosen, weights = layer.experts.route(x)
+        if self.records:
+            self.chosen.append(chosen)
+        return self.tp.all_reduce(layer.experts.outputs(x, chosen, weights, self.activation, static))
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """q (B HK, G, D), scaled; k (B HK, D, L); v (B HK, L, D) -> (B HK, G, D). mask: additive, (B, HK, G, L)."""
@@ -132,9 +157,10 @@ class TorchDecoder(Layers):
 
     choose = staticmethod(choose)
 
-    def __init__(self, decoder: Decoder, cache: SlotCache, positions: int):
-        """positions: max sequence length."""
-        super().__init__(decoder, positions)
+    def __init__(self, decoder: Decoder, cache: SlotCache, positions: int, records: bool = False):
+        """positions: max sequence length. records: keep the choices of the routers."""
+        super().__init__(decoder, positions, records)
+        self.step_routes: torch.Tensor | None = None  # of the last step: (B, layers, k)
         self.table_length = positions
         self.cache = cache
 
@@ -180,6 +206,8 @@ class TorchDecoder(Layers):
             views.new_values[index].copy_(qkv[:, -decoder.kv_heads :])
             attended = self._attend(layer.window, qkv[:, : decoder.heads], index, views)
             x = self._finish(layer, x, attended)
+        if self.records:
+            self.step_routes = self.collect_routes()
         cache.extend()
         return decoder.logits(x)
 

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 #: what generation reads
 PROMPTS = ("prompt_ids", "uid")
+#: the experts that the routers of a mixture of experts chose
+ROUTES = ("routed_experts",)
 
 
 def estimator_columns(algorithm: schema.AlgorithmConfig) -> tuple[str, ...]:
@@ -79,6 +81,11 @@ def loss_columns(config: schema.Config) -> tuple[str, ...]:
     return (*required, "ref_log_prob") if actor.use_kl_loss else required
 
 
+def generated(config: schema.Config) -> tuple[str, ...]:
+    """The columns that generation writes."""
+    return GENERATED + (ROUTES if config.actor_rollout_ref.rollout.enable_rollout_routing_replay else ())
+
+
 def reward_operators(config: schema.Config, roles: Roles, reward: Reward) -> list[Operator]:
     """From responses to rewards: the scores of the reward model, if there is one, and the reward manager."""
     writes = ("token_level_scores", "token_level_rewards")
@@ -102,11 +109,12 @@ def build_ppo_flow(
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     required = estimator_columns(algorithm)
     shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
+    gen = generate(roles, "train", uses_agent_loop(config))
     flow = DataFlow(
         [
             Operator("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model")),
             Operator("repeat", repeat(n), reads="uid"),
-            Operator("gen", generate(roles, "train", uses_agent_loop(config)), PROMPTS, GENERATED, on="rollout"),
+            Operator("gen", gen, PROMPTS, generated(config), on="rollout"),
             *reward_operators(config, roles, Reward(manager, shuffle_seed)),
         ]
     )
@@ -115,9 +123,12 @@ def build_ppo_flow(
         flow.insert_after("gen", Operator("gen_baseline", greedy.generate, PROMPTS, on="rollout"))
         flow.add_operator(Operator("reward_baseline", greedy.score, "uid", "reward_baselines"))
     extra = tuple(name for name in ("sum_pi_squared",) if name in required)
-    reads = (*SEQUENCES, "response_mask", "rollout_log_probs")
+    replay = config.actor_rollout_ref.actor.router_replay.mode
+    extra += ROUTES if replay == "R2" else ()
+    replayed = ROUTES if replay == "R3" else ()
+    reads = (*SEQUENCES, "response_mask", "rollout_log_probs", *replayed)
     writes = ("old_log_probs", "entropys", *extra)
-    flow.add_operator(Operator("old_log_prob", old_log_prob(roles, extra), reads, writes, on="actor"))
+    flow.add_operator(Operator("old_log_prob", old_log_prob(roles, extra, replayed), reads, writes, on="actor"))
     if needs_reference(config):
         flow.add_operator(Operator("ref", ref_log_prob(roles), SEQUENCES, "ref_log_prob", on="ref"))
     if "values" in required:
@@ -152,7 +163,8 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
         flow.add_operator(Operator("update_critic", update, reads, on="critic"))
     warmup = config.trainer.critic_warmup
     plan = UpdatePlan(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup)
-    required = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config))
+    routes = ROUTES if actor.router_replay.mode == "R2" or "routed_experts" in generated(config) else ()
+    required = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config), *routes)
     reads, on = _reads(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), required, "actor")
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
@@ -230,10 +242,11 @@ def check_writers(flow: DataFlow) -> None:
 
 def build_validation_flow(config: schema.Config, roles: Roles, manager: RewardManager) -> DataFlow:
     """repeat -> gen -> [free_rollout_cache] -> [rm] -> reward, sampled as rollout.val_kwargs says."""
+    gen = generate(roles, "validate", uses_agent_loop(config))
     flow = DataFlow(
         [
             Operator("repeat", repeat(config.actor_rollout_ref.rollout.val_kwargs.n), reads=("uid",)),
-            Operator("gen", generate(roles, "validate", uses_agent_loop(config)), PROMPTS, GENERATED, on="rollout"),
+            Operator("gen", gen, PROMPTS, generated(config), on="rollout"),
             *reward_operators(config, roles, Reward(manager)),
         ]
     )

@@ -310,11 +310,18 @@ def uses_agent_loop(config: schema.Config) -> bool:
     return config.actor_rollout_ref.rollout.agent.default_agent_loop not in SINGLE_TURN
 
 
-def old_log_prob(roles: Roles, extra: tuple[str, ...]) -> Callable[[DataProto], DataProto]:
-    """Log-probs of the policy before the update, and its entropy."""
+def old_log_prob(
+    roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = ()
+) -> Callable[[DataProto], DataProto]:
+    """Log-probs of the policy before the update, and its entropy.
+
+    Args:
+        extra: further outputs.
+        reads: further columns for the workers.
+    """
 
     def recompute(batch: DataProto) -> DataProto:
-        inputs = batch.select(list(SEQUENCES), [], [])
+        inputs = batch.select([*SEQUENCES, *reads], [], [])
         inputs.meta_info["outputs"] = ("entropys", *extra)
         found = roles["actor"].compute_log_prob(inputs)
         mask = batch.batch["response_mask"].bool()

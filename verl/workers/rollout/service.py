@@ -22,6 +22,7 @@ import torch
 
 from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
 from verl.rollout.base import Completion, Request, RolloutEngine, gather_coroutines
+from verl.rollout.routes import extended
 from verl.utils.rng import fork_seed
 
 #: runs the trajectory of one prompt with the given function as its engine
@@ -234,6 +235,7 @@ def extend(whole: Completion, found: Completion, version: int, request: Request)
     for first, span_version in spans:
         if not whole.weight_versions or whole.weight_versions[-1][1] != span_version:
             whole.weight_versions.append((start + first, span_version))
+    whole.routed_experts = extended(whole.routed_experts, found.routed_experts, len(request.prompt_ids) + start)
     whole.token_ids += found.token_ids
     whole.log_probs += found.log_probs
     whole.finish_reason = found.finish_reason

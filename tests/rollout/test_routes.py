@@ -1,0 +1,127 @@
+"""The experts that rollout engines report are those that the model chooses for the same tokens."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rollout.test_native_families import PROMPTS, model
+from verl.config import schema
+from verl.modeling.moe import routing_of
+from verl.rollout.agent_loop import Prompt, Trajectory
+from verl.rollout.base import (
+    ROLLOUT_ENGINES,
+    Completion,
+    Request,
+    RolloutEngine,
+    RolloutEnv,
+    SamplingParams,
+    gather_coroutines,
+    make_requests,
+    make_rollout_engine,
+    run_coroutine,
+)
+from verl.rollout.hf import HFRollout
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.model import read_decoder
+from verl.rollout.routes import extended, routes_column
+from verl.workers.rollout.service import extend
+
+LIMITS = [12, 3, 9, 12, 5]
+SAMPLED = SamplingParams(12, (3, 50), seed=5)
+CASES = pytest.mark.parametrize("case", ["qwen3-moe", "mixtral"])
+
+
+def expected_routes(module: torch.nn.Module, tokens: list[int]) -> np.ndarray:
+    """Of all tokens but the last, from one forward pass."""
+    routing = routing_of(module)
+    routing.start(None)
+    with torch.no_grad():
+        module(torch.tensor([tokens[:-1]]))
+    return routing.recorded().numpy()
+
+
+def assert_routes(module: torch.nn.Module, requests: list[Request], completions: list[Completion]) -> None:
+    for request, completion in zip(requests, completions, strict=True):
+        expected = expected_routes(module, [*request.prompt_ids, *completion.token_ids])
+        found = completion.routed_experts
+        assert found.dtype == np.int16 and found.shape == expected.shape
+        assert np.array_equal(np.sort(found, -1), np.sort(expected, -1))
+
+
+@CASES
+def test_engines_report_the_choices_of_the_model(case):
+    module = model(case)
+    requests = make_requests(PROMPTS, SAMPLED, limits=LIMITS)
+    longest = max(len(prompt) + limit - 1 for prompt, limit in zip(PROMPTS, LIMITS))
+    room = 2 * longest * read_decoder(module).cache_bytes_per_token()  # two rows at a time
+    for engine in (
+        HFRollout(module, 0, records=True),
+        NativeRollout(module, records=True),
+        NativeRollout(module, records=True, cache_bytes=room),
+    ):
+        assert_routes(module, requests, engine.generate(requests))
+    assert all(c.routed_experts is None for c in NativeRollout(module).generate(requests))
+
+
+def test_requests_that_arrive_over_time():
+    module = model("mixtral")
+    engine = NativeRollout(module, records=True)
+    requests = make_requests(PROMPTS, SAMPLED, limits=LIMITS)
+
+    async def later(i: int) -> Completion:
+        await asyncio.sleep(0.003 * i)
+        return await engine.generate_one(requests[i])
+
+    assert_routes(module, requests, run_coroutine(gather_coroutines([later(i) for i in range(5)])))
+
+
+def test_a_dense_model_has_nothing_to_record():
+    module = model("qwen3")
+    for make in (lambda: NativeRollout(module, records=True), lambda: HFRollout(module, 0, records=True)):
+        with pytest.raises(ValueError, match="enable_rollout_routing_replay=true: Qwen3ForCausalLM is not a mixture"):
+            make()
+
+
+def test_an_engine_that_does_not_report_them_is_refused():
+    class Silent(RolloutEngine):
+        def generate(self, requests):
+            return []
+
+    ROLLOUT_ENGINES.register("silent")(lambda config, model, env, train_engine=None: Silent())
+    section = schema.RolloutConfig(enable_rollout_routing_replay=True)
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0)
+    with pytest.raises(ValueError, match="the rollout engine 'silent' does not report the experts"):
+        make_rollout_engine("silent", section, schema.ModelConfig(), env)
+
+
+# ---- from completions to the column ---------------------------------------------------------------------------------
+
+
+def routes(*tokens: int) -> np.ndarray:
+    """One layer and one expert per token."""
+    return np.array(tokens, dtype=np.int16).reshape(-1, 1, 1)
+
+
+def test_the_first_choice_of_a_token_is_kept():
+    # the second request computes the tokens of the first again, with other choices
+    trajectory = Trajectory(Prompt([1, 2], SAMPLED, 0))
+    trajectory.add_completion(Completion([3, 4], [0.0, 0.0], "stop", [], routes(0, 1, 2)))
+    trajectory.add_tokens([5])
+    trajectory.add_completion(Completion([6], [0.0], "stop", [], routes(7, 7, 7, 3, 4)))
+    assert trajectory.routed_experts.flatten().tolist() == [0, 1, 2, 3, 4]
+    whole = Completion([3], [0.0], "abort", [], routes(0, 1))
+    extend(whole, Completion([4], [0.0], "stop", [], routes(7, 7, 2)), 0, Request([1, 2], SAMPLED, 0))
+    assert whole.routed_experts.flatten().tolist() == [0, 1, 2]
+    assert extended(None, None, 0) is None
+    # the last choice is for a token that was cut off
+    assert extended(routes(0, 1, 2, 3), routes(7, 7, 7, 4), length=3).flatten().tolist() == [0, 1, 2, 4]
+
+
+def test_column_of_padded_samples():
+    found = routes_column([routes(4, 5, 6), routes(7)], [2, 1], prompt_width=3, response_width=2)
+    assert found.shape == (2, 5, 1, 1) and found.dtype == torch.int16
+    assert found.flatten(1).tolist() == [[-1, 4, 5, 6, -1], [-1, -1, 7, -1, -1]]
+    with pytest.raises(ValueError, match=r"does not pass Completion\.routed_experts on"):
+        routes_column([routes(4), None], [1, 1], 1, 1)

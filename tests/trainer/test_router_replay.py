@@ -1,0 +1,76 @@
+"""Runs with a mixture of experts: native and hf generate what training computes, and routers replay their choices."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.conftest import make_tiny, run_settings
+from verl.config import ConfigError, load_config
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+POLICY = "actor_rollout_ref."
+RECORDS = f"{POLICY}rollout.enable_rollout_routing_replay=true"
+R2, R3 = (f"{POLICY}actor.router_replay.mode={mode}" for mode in ("R2", "R3"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    """As the fixture `tiny`, with a Mixtral of four experts."""
+    folder = make_tiny(tmp_path_factory.mktemp("mixture"))
+    tiny_model("mixtral", folder / "model")
+    return folder
+
+
+def run(folder: Path, out: Path, *more: str) -> list[dict]:
+    """The metrics of two steps."""
+    settings = [*run_settings(folder, out), "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2", *more]
+    LocalPPOTrainer(overrides=settings).fit()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "moe/max_load" in line]  # without validations
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_a_run_replays_the_choices_of_its_rollout(mixture, tmp_path, monkeypatch, engine):
+    monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
+    name = f"{POLICY}rollout.name={engine}"
+    steps = run(mixture, tmp_path, name, RECORDS, R3, "trainer.test_freq=2")
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rollout/logprob_gap_max"] < 1e-4  # float32: of two implementations of one model
+        assert 1 <= step["moe/max_load"] <= 4 and 0 < step["moe/router_entropy"] <= 1.39  # log 4
+        assert 0 <= step["moe/routing_mismatch"] < 0.5
+
+
+def test_one_update_per_step_compares_the_same_weights(mixture, tmp_path):
+    """Rollout and training are both float32, so their routers agree; the choices are only compared."""
+    (first, _) = run(mixture, tmp_path, f"{POLICY}actor.ppo_mini_batch_size=4", RECORDS)
+    assert first["moe/routing_mismatch"] == 0
+
+
+def test_updates_replay_what_old_log_probs_recorded(mixture, tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
+    steps = run(mixture, tmp_path, R2)
+    assert all(step["moe/routing_mismatch"] > 0 for step in steps)  # the second update of a step has other weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([R3], "'R3' replays the experts that the rollout has recorded: set .*enable_rollout_routing_replay=true"),
+        ([R2, RECORDS], "replays what training records: use false, or R3"),
+        ([R3, RECORDS, f"{POLICY}rollout.deterministic=true"], "no batch-invariant kernels"),
+        ([R3, RECORDS, f"{POLICY}actor.strategy=megatron"], "strategy=megatron does not support router replay"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides=settings)
+
+
+def test_a_dense_model_has_no_choices(tiny, tmp_path):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not a mixture of experts"):
+        run(tiny, tmp_path, RECORDS, R3)
+    with pytest.raises(ValueError, match="router replay needs a mixture of experts"):
+        run(tiny, tmp_path / "r2", R2)

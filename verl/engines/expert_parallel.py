@@ -1,0 +1,58 @@
+"""Shards the experts of a model over the ranks of a group, and each rank's share of them by FSDP2."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from verl.modeling.expert_parallel import ExpertRanks
+from verl.modeling.moe import exchange_tokens, expert_modules, routing_of
+
+KEY = "expert_parallel_size"
+#: the dimension of the mesh over which experts are distributed
+EXPERT = "expert"
+
+
+def check_ranks(size: int, tensor: int, shard: int) -> None:
+    """Raise ValueError if ranks cannot share experts.
+
+    Args:
+        size: ranks that share the experts of a layer.
+        tensor: `tensor_parallel_size`.
+        shard: ranks over which FSDP shards a parameter.
+    """
+    if tensor > 1:
+        raise ValueError(f"{KEY}={size} is not supported with tensor_parallel_size={tensor}: set one of them to 1")
+    if shard % size:
+        raise ValueError(f"{KEY}={size} does not divide the {shard} ranks that FSDP shards over (fsdp_size)")
+
+
+def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Distribute the experts, in place. The module may be on "meta".
+
+    Args:
+        module: a HuggingFace model.
+        mesh: its last dimension, EXPERT, has the ranks that share the experts; FSDP uses the others.
+        options: of `fully_shard`.
+
+    Raises:
+        ValueError: the model has no experts, or the ranks do not divide them.
+    """
+    experts, size = expert_modules(module), mesh[EXPERT].size()
+    if routing_of(module) is None or not experts:
+        raise ValueError(
+            f"{KEY}={size}: {type(module).__name__} has no experts that are supported (Qwen3-MoE, Qwen2-MoE, OLMoE, "
+            f"Mixtral): use {KEY}=1"
+        )
+    if experts[0].num_experts % size:
+        raise ValueError(f"{KEY}={size} does not divide the model's {experts[0].num_experts} experts")
+    for layer in experts:
+        for name, parameter in list(layer.named_parameters()):
+            share = distribute_tensor(parameter.detach(), mesh[EXPERT], [Shard(0)], src_data_rank=None)
+            layer.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
+        fully_shard(layer, mesh=mesh[mesh.mesh_dim_names[:-1]], **options)
+    group: dist.ProcessGroup = mesh.get_group(EXPERT)
+    exchange_tokens(module, ExpertRanks(group, size))

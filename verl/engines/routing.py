@@ -1,0 +1,73 @@
+"""Router replay and routing statistics of `TorchEngine`: what a forward pass of a mixture of experts adds to it."""
+
+from collections.abc import Callable
+
+import torch
+
+from verl.engines.base import REPLAYS
+from verl.modeling.moe import NOT_RECORDED, Routing, RoutingStatistics
+from verl.modeling.packing import ModelInput
+from verl.modeling.sequence_parallel import SequenceRanks
+from verl.protocol import DataProto
+
+#: the column (B, P + T, L, k) of recorded choices, and the name of the output that records them
+ROUTED_EXPERTS = "routed_experts"
+
+
+def set_replay(routing: Routing | None, batch: DataProto) -> tuple[str, ...]:
+    """Prepare the routers for a batch. Returns the column to read, if the batch has it."""
+    if ROUTED_EXPERTS not in batch:
+        return ()
+    check_routing(routing).replays = batch.meta_info.get(REPLAYS, True)
+    return (ROUTED_EXPERTS,)
+
+
+def check_routing(routing: Routing | None) -> Routing:
+    """Raise ValueError if the model has no router whose choices can be recorded and replayed."""
+    if routing is None:
+        raise ValueError(
+            "router replay needs a mixture of experts with softmax routers (Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral), "
+            "which this model is not: set actor.router_replay.mode=disabled"
+        )
+    return routing
+
+
+def recorded(routing: Routing, model_input: ModelInput) -> torch.Tensor:
+    """The choices of the last forward pass: (b, P + T, L, k) int16, NOT_RECORDED at padding."""
+    b, _ = model_input.shape
+    own, mask = routing.recorded()[: len(model_input.tokens)], model_input.attention_mask
+    # shifted by one, so that the shares of the ranks of a sequence can be summed
+    shifted = own.new_zeros(b * model_input.width, *own.shape[1:])
+    shifted[model_input.tokens] = own - NOT_RECORDED
+    if mask is not None:
+        shifted *= mask.view(-1, 1, 1)
+    ranks = _ranks(model_input)
+    shifted = shifted if ranks is None else ranks.sum_of_shares(shifted)
+    return (shifted + NOT_RECORDED).to(torch.int16).unflatten(0, (b, model_input.width))
+
+
+def add_statistics(statistics: RoutingStatistics, model_input: ModelInput) -> None:
+    """Add the last forward pass, without padding."""
+    mask, real = model_input.attention_mask, len(model_input.tokens)
+    if mask is not None:
+        statistics.add(mask.flatten().bool())
+    elif real < model_input.input_ids.numel():
+        statistics.add(torch.arange(model_input.input_ids.numel(), device=model_input.tokens.device) < real)
+    else:
+        statistics.add()
+
+
+def routing_metrics(
+    statistics: RoutingStatistics,
+    sequence_ranks: SequenceRanks | None,
+    sum_over_ranks: Callable[[list[float]], list[float]],
+) -> dict[str, float]:
+    """The metrics moe/* of a mini-batch, over all ranks. Collective."""
+    sums = statistics.sums()
+    if sequence_ranks is not None:
+        sums = sequence_ranks.sum_of_shares(torch.tensor(sums, device=statistics.device)).tolist()
+    return statistics.metrics(sum_over_ranks(sums))
+
+
+def _ranks(model_input: ModelInput) -> SequenceRanks | None:
+    return model_input.packing.ranks if model_input.packing is not None else None

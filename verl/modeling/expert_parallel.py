@@ -1,0 +1,70 @@
+"""Expert parallelism: every rank of a group holds some of the experts of each layer and computes its own tokens.
+
+A token is sent to the ranks of its experts by an all-to-all and its outputs are sent back by another one (Lepikhin et
+al. 2020, arXiv 2006.16668). No token is dropped. Gradients take the same way, so the gradient of an expert is the sum
+over the tokens of all ranks.
+
+N tokens of this rank, E experts, e = E / size of them on every rank, k per token, H hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.modeling.linear import compute_dtype
+from verl.modeling.moe import by_expert, expert_outputs, weighted_sum
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send sent[i] rows of x to rank i and receive received[i] rows from it. The gradient takes the way back."""
+
+    @staticmethod
+    def forward(
+        ctx, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        found = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _AllToAll.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that share the experts of a model; see `moe.Exchange`.
+
+    Attributes:
+        group: their process group. Rank i of it holds the experts i e to (i + 1) e - 1.
+        size: number of ranks.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+
+    def __call__(
+        self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of the chosen experts: x (N, H), chosen and weights (N, k) -> (N, H)."""
+        order, counts = by_expert(chosen, module.num_experts)
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(incoming, counts, group=self.group)
+        incoming = incoming.view(self.size, -1)  # (rank, e)
+        both = torch.stack([counts.view(self.size, -1).sum(1), incoming.sum(1)]).tolist()
+        sent, received = both
+        rows = x.to(compute_dtype(x, module.gate_up_proj))[order // chosen.shape[1]]
+        rows = _AllToAll.apply(rows, sent, received, self.group)
+        # received by rank and expert; the experts need them by expert
+        held = incoming.shape[1]
+        expert = torch.arange(held, device=x.device).repeat(self.size)
+        sort = expert.repeat_interleave(incoming.flatten(), output_size=sum(received)).argsort(stable=True)
+        back = torch.empty_like(sort)
+        back[sort] = torch.arange(len(sort), device=x.device)
+        # FSDP averages over the ranks with the same experts only, which are `size` times fewer than all ranks
+        outputs = expert_outputs(module, rows[sort], incoming.sum(0), gradient_scale=1 / self.size)
+        outputs = _AllToAll.apply(outputs[back], received, sent, self.group)
+        return weighted_sum(outputs, order, weights, x.dtype)

@@ -1,0 +1,330 @@
+"""Mixtures of experts of transformers: routing that can be recorded and replayed, and the matmuls of the experts.
+
+A router scores E experts for every token and sends it to k of them; the output is the sum of their outputs, weighted by
+the softmax of the scores. The choice is discrete: a rounding difference between rollout and training can send a token
+to another expert, which changes its log-prob by much more than rounding does. Router replay (Ma et al. 2025, arXiv
+2510.11370) repeats recorded choices. The weights are still computed from the router's own scores, so its gradient
+flows through the softmax.
+
+N tokens, L layers with experts, E experts, k experts per token, H hidden size, I width of an expert.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from verl.modeling.linear import compute_dtype
+
+#: routers of transformers that are a softmax over all experts followed by a top-k -> whether the weights stay float32
+_ROUTERS = {
+    "Qwen3MoeTopKRouter": False,
+    "Qwen2MoeTopKRouter": False,
+    "OlmoeTopKRouter": False,
+    "MixtralTopKRouter": True,
+}
+#: classes of experts with the parameters gate_up_proj (E, 2 I, H) and down_proj (E, H, I)
+_EXPERTS = ("Qwen3MoeExperts", "Qwen2MoeExperts", "OlmoeExperts", "MixtralExperts")
+#: no recorded choice: the router's own one is used
+NOT_RECORDED = -1
+
+
+class Exchange(Protocol):
+    """Sends tokens to the ranks of their experts and back (`expert_parallel.ExpertRanks`)."""
+
+    def __call__(
+        self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+@dataclass(eq=False)
+class Routing:
+    """The routers of one model: what they choose, and what they are told to choose.
+
+    Attributes:
+        routers: in the order of the layers.
+        given: (N, L, k) recorded choices of the tokens of a forward pass, NOT_RECORDED where there are none; None: no
+            choices were recorded.
+        replays: whether the recorded choices are repeated; otherwise they are only compared.
+        chosen: per layer (N, k), of the last forward pass.
+        own: per layer (N, k), what the router would have chosen; equal to `chosen` without replay.
+        entropies: per layer (N,), of the router's distribution in nats, without gradient.
+        log: if not None, the choices of every call of a router are appended, layer by layer.
+    """
+
+    routers: list[nn.Module]
+    given: torch.Tensor | None = None
+    replays: bool = True
+    chosen: list[torch.Tensor] = field(default_factory=list)
+    own: list[torch.Tensor] = field(default_factory=list)
+    entropies: list[torch.Tensor] = field(default_factory=list)
+    log: list[torch.Tensor] | None = None
+
+    @property
+    def layers(self) -> int:
+        return len(self.routers)
+
+    @property
+    def experts(self) -> int:
+        return self.routers[0].num_experts
+
+    @property
+    def top_k(self) -> int:
+        return self.routers[0].top_k
+
+    def start(self, given: torch.Tensor | None) -> None:
+        """Begin a forward pass; recomputation in its backward pass replays the same choices.
+
+        Raises:
+            ValueError: the choices are not those of this model.
+        """
+        if given is not None and given.shape[1:] != (self.layers, self.top_k):
+            raise ValueError(
+                f"column 'routed_experts': expected {self.layers} layers with {self.top_k} experts per token, found "
+                f"{tuple(given.shape[1:])}: the rollout engine records another model"
+            )
+        self.given = given
+        nothing = torch.empty(0)
+        self.chosen, self.own, self.entropies = ([nothing] * self.layers for _ in range(3))
+
+    def recorded(self) -> torch.Tensor:
+        """The choices of the last forward pass, (N, L, k)."""
+        return torch.stack(self.chosen, 1)
+
+    @contextmanager
+    def logging(self) -> Iterator[list[torch.Tensor]]:
+        """Context in which the choices of every call are appended to the list that it returns."""
+        self.given, self.log = None, []
+        try:
+            yield self.log
+        finally:
+            self.log = None
+
+
+def routing_of(module: nn.Module) -> Routing | None:
+    """The routing of a HuggingFace model, whose routers and experts are replaced by those of this module, in place.
+
+    A second call returns the same object. None: the model has no router that is supported here.
+    """
+    routers = [child for child in module.modules() if type(child).__name__ in _ROUTERS]
+    if not routers:
+        return None
+    installed = routers[0].forward
+    if isinstance(installed, partial) and installed.func is _route:
+        return installed.args[1]
+    routing = Routing(routers)
+    routing.start(None)
+    for index, router in enumerate(routers):
+        router.forward = partial(_route, router, routing, index)
+    for experts in expert_modules(module):
+        experts.forward = partial(_experts, experts, None)
+    return routing
+
+
+def expert_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules with the parameters of the experts, in the order of the layers."""
+    # FSDP2 replaces a class by a subclass
+    return [child for child in module.modules() if any(base.__name__ in _EXPERTS for base in type(child).__mro__)]
+
+
+def exchange_tokens(module: nn.Module, exchange: Exchange) -> None:
+    """Let the experts of a model be computed by the ranks that hold them."""
+    for experts in expert_modules(module):
+        experts.forward = partial(_experts, experts, exchange)
+
+
+# ---- routers --------------------------------------------------------------------------------------------------------
+
+
+def _route(
+    module: nn.Module, routing: Routing, layer: int, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores (N, E), weights (N, k) and choices (N, k) of a router."""
+    logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight)
+    probabilities = torch.softmax(logits, -1, dtype=torch.promote_types(torch.float32, logits.dtype))
+    own = probabilities.topk(module.top_k, -1).indices
+    chosen = own
+    if routing.given is not None and routing.replays:
+        given = routing.given[:, layer].long()
+        chosen = torch.where(given == NOT_RECORDED, own, given)
+    weights = gate_weights(probabilities, chosen, normalizes_weights(module))
+    if routing.log is not None:
+        routing.log.append(chosen)
+    else:
+        routing.chosen[layer], routing.own[layer] = chosen, own
+        routing.entropies[layer] = torch.special.entr(probabilities.detach()).sum(-1)
+    return logits, weights if keeps_float_weights(module) else weights.to(logits.dtype), chosen
+
+
+def keeps_float_weights(router: nn.Module) -> bool:
+    """Whether the weights of a router stay float32 in 16 bits."""
+    return _ROUTERS[type(router).__name__]
+
+
+def normalizes_weights(router: nn.Module) -> bool:
+    """Whether a router divides the weights of a token by their sum."""
+    return keeps_float_weights(router) or router.norm_topk_prob
+
+
+def gate_weights(probabilities: torch.Tensor, chosen: torch.Tensor, normalized: bool) -> torch.Tensor:
+    """The weights (N, k) of the chosen experts: their probabilities, divided by their sum if `normalized`."""
+    weights = probabilities.gather(-1, chosen)
+    return weights / weights.sum(-1, keepdim=True) if normalized else weights
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+def _experts(
+    module: nn.Module,
+    exchange: Exchange | None,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """(N, H) -> (N, H): the weighted sum of the chosen experts."""
+    if exchange is not None:
+        return exchange(module, hidden_states, top_k_index, top_k_weights)
+    order, counts = by_expert(top_k_index, module.num_experts)
+    k = top_k_index.shape[1]
+    outputs = expert_outputs(module, hidden_states[order // k], counts)
+    return weighted_sum(outputs, order, top_k_weights, hidden_states.dtype)
+
+
+def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort the N k pairs of a token and an expert by expert.
+
+    Returns:
+        order: (N k,), index of each pair in chosen.view(-1).
+        counts: (E,) pairs of each expert.
+    """
+    flat = chosen.reshape(-1)
+    return flat.argsort(stable=True), count(flat, experts)
+
+
+def count(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    """How often each expert occurs: (M,) -> (E,) int64. Does not synchronize with a GPU, unlike `bincount`."""
+    return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by `scale`."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+def expert_outputs(
+    module: nn.Module, x: torch.Tensor, counts: torch.Tensor, gradient_scale: float = 1.0
+) -> torch.Tensor:
+    """Outputs of the experts that this rank holds.
+
+    Args:
+        module: the experts.
+        x: (S, H), sorted by expert.
+        counts: rows of each of these experts.
+        gradient_scale: factor on the gradients of the parameters.
+
+    Returns:
+        (S, H).
+    """
+    gate_up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (module.gate_up_proj, module.down_proj))
+    if gradient_scale != 1:
+        gate_up, down = _ScaledGradient.apply(gate_up, gradient_scale), _ScaledGradient.apply(down, gradient_scale)
+    dtype = compute_dtype(x, gate_up)
+    x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    if x.is_cuda and dtype == torch.bfloat16:  # one kernel for all experts
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+        return F.grouped_mm(module.act_fn(gate) * up, down.transpose(1, 2), offs=ends)
+    outputs = []
+    # every expert takes part, those without tokens too: all ranks of FSDP need a gradient
+    for rows, to_width, to_hidden in zip(x.split(counts.tolist()), gate_up.unbind(), down.unbind()):
+        gate, up = F.linear(rows, to_width).chunk(2, -1)
+        outputs.append(F.linear(module.act_fn(gate) * up, to_hidden))
+    return torch.cat(outputs)
+
+
+def weighted_sum(
+    outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Sum the k outputs of each token. outputs: (N k, H), sorted as `by_expert`; weights: (N, k). Returns (N, H)."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    each = outputs[back].view(*weights.shape, -1)
+    return (each * weights[..., None]).sum(1).to(dtype)
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+class RoutingStatistics:
+    """Sums over forward passes, from which the metrics moe/* of an update are computed.
+
+    Args:
+        routing: of the model.
+    """
+
+    def __init__(self, routing: Routing):
+        self.routing = routing
+        self._sums: torch.Tensor | None = None  # on the device, so that the host does not wait for it
+
+    @torch.no_grad()
+    def add(self, valid: torch.Tensor | None = None) -> None:
+        """Add the last forward pass. valid: (N,) bool, which tokens count; None: all."""
+        routing = self.routing
+        chosen, own, given = routing.recorded(), torch.stack(routing.own, 1), routing.given
+        if valid is not None:
+            chosen, own = chosen[valid], own[valid]
+            given = None if given is None else given[valid]
+        load = torch.cat([count(layer.flatten(), routing.experts) for layer in chosen.unbind(1)])
+        entropies = torch.stack(routing.entropies, 1)
+        entropy = (entropies if valid is None else entropies[valid]).sum()
+        tokens = torch.full_like(entropy, len(chosen))
+        compared = changed = torch.zeros_like(entropy)
+        if given is not None:
+            recorded = (given != NOT_RECORDED).all(-1).all(-1)
+            differs = (own.sort(-1).values != given.sort(-1).values).any(-1).any(-1)
+            compared, changed = recorded.sum(), (differs & recorded).sum()
+        found = torch.cat([load.double(), torch.stack([x.double() for x in (entropy, tokens, compared, changed)])])
+        self._sums = found if self._sums is None else self._sums + found
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self._sums.device
+
+    def sums(self) -> list[float]:
+        """All sums, to be added up over ranks."""
+        return self._sums.tolist()
+
+    def metrics(self, sums: list[float]) -> dict[str, float]:
+        """The metrics of the sums of all ranks.
+
+        Returns:
+            moe/max_load: tokens of the busiest expert of a layer over the mean of its experts, mean over layers.
+            moe/unused_experts: share of the experts without a token, mean over layers.
+            moe/router_entropy: entropy of the router's distribution in nats, mean over tokens and layers.
+            moe/routing_mismatch: share of the tokens for which the router of training chooses other experts
+                than those that were recorded, in any layer. Only with recorded choices.
+        """
+        *load, entropy, tokens, compared, changed = sums
+        layers = torch.tensor(load, dtype=torch.float64).view(self.routing.layers, -1)
+        found = {
+            "moe/max_load": float((layers.amax(1) / layers.mean(1).clamp_min(1e-9)).mean()),
+            "moe/unused_experts": float((layers == 0).double().mean()),
+            "moe/router_entropy": entropy / max(1.0, tokens * len(layers)),
+        }
+        return found | ({"moe/routing_mismatch": changed / compared} if compared else {})
