@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, megatron_engine
 from tests.engines.ranks import make_batch, make_engine, save_model, train
 from verl.engines.base import MicroBatching
-from verl.engines.megatron.weights import conversions
+from verl.engines.megatron.layout import Place, conversions
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"])
 def test_five_steps_are_those_of_the_fsdp_engine(name, tmp_path):
     path = save_model(MODELS[name], tmp_path)
     found, expected, batch = megatron_engine(path), make_engine(path, OPTIMIZER), make_batch()
@@ -77,16 +77,22 @@ def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_conversions_are_inverse(name, size, tmp_path):
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_conversions_are_inverse(name, size):
     """qwen3: 33 entries of the vocabulary, which two ranks do not divide."""
     config = MODELS[name]
-    shapes = {key: p.shape for key, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    shapes = {key: tuple(p.shape) for key, p in AutoModelForCausalLM.from_config(config).named_parameters()}
     for conversion in conversions(config, "causal_lm"):
-        tensors = [torch.randn(shapes.pop(source)) for source in conversion.sources]
-        shards = [conversion.shard(tensors, rank, size) for rank in range(size)]
-        assert len({shard.shape for shard in shards}) == 1
-        assert all(torch.equal(a, b) for a, b in zip(conversion.merge(shards), tensors))
+        full = {source: torch.randn(shapes.pop(source)) for source in conversion.sources}
+        assert tuple(tuple(x.shape) for x in full.values()) == conversion.shapes
+        found = {source: torch.full_like(x, float("nan")) for source, x in full.items()}
+        places = [Place(t, size, e, size) for t in range(size) for e in range(size if conversion.is_expert else 1)]
+        for place in places:
+            pieces = conversion.pieces(place)
+            local = conversion.join([full[piece.source][piece.slices] for piece in pieces], place)
+            for piece, values in conversion.boxes(local, place):
+                found[piece.source][piece.slices] = values
+        assert all(torch.equal(found[source], x) for source, x in full.items())
     assert not shapes
 
 

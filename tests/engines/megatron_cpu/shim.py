@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from verl.engines.megatron import runtime
@@ -51,7 +52,7 @@ class _Nothing:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: _Nothing()  # a stream's record_event returns an event
 
 
 def install() -> None:
@@ -59,6 +60,7 @@ def install() -> None:
     if "cpu" in runtime.DEVICE_TYPES:
         return
     runtime.DEVICE_TYPES.add("cpu")
+    torch.compiler.set_stance("force_eager")  # megatron-core compiles small functions; that fails after what follows
     _device_constructors()  # cached: `with torch.device("meta")` must know the functions by their own identity
     for name in _FACTORIES:
         setattr(torch, name, _without_cuda(getattr(torch, name)))
@@ -81,6 +83,10 @@ def install() -> None:
     type_of = torch.Tensor.type  # the distributed optimizer compares names of types
     torch.Tensor.type = lambda self, *args, **kw: (
         type_of(self, *args, **kw) if args or kw else type_of(self).replace("torch.", "torch.cuda.", 1)
+    )
+    exchange = dist.all_to_all_single  # megatron-core makes lists of sizes only when it copies them from a GPU
+    dist.all_to_all_single = lambda *args, **kw: exchange(
+        *args, **{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
     )
     from megatron.core.tensor_parallel import random
 

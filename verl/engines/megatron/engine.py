@@ -31,16 +31,11 @@ from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, Tra
 from verl.engines.checkpoint import load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module
 from verl.engines.megatron import checkpoint, convert
+from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.runtime import check_device, join_groups
-from verl.engines.megatron.weights import (
-    WeightFiles,
-    WeightGatherer,
-    conversions,
-    global_names,
-    load_weights,
-    mark_shards,
-)
+from verl.engines.megatron.weight_files import WeightFiles
+from verl.engines.megatron.weights import WeightGatherer, global_names, load_weights, mark_shards
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import plan_micro_batches, split_to
 from verl.engines.optimizer import clip_gradients, lr_multiplier
@@ -195,6 +190,7 @@ class MegatronEngine(TrainEngine):
         for stage in self._stages:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._set_router_losses(micro_batches)
         self._run(micro_batches, objective.needs, temperature, loss_of, forward_only=False)
         return self._shared_metrics(sums) | self._step()
 
@@ -211,7 +207,8 @@ class MegatronEngine(TrainEngine):
         def forward_step(iterator: Iterator[_MicroBatch], stage: Any) -> tuple[Any, Callable]:
             one = next(iterator)
             given = stage(one.model_input, outputs, temperature)
-            return given, partial(consume(given, one))
+            # the schedule asks the output for its device
+            return given if isinstance(given, torch.Tensor) else given[outputs[0]], partial(consume(given, one))
 
         schedule = get_forward_backward_func()
         iterators = [iter(micro_batches) for _ in self._stages]
@@ -226,6 +223,21 @@ class MegatronEngine(TrainEngine):
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _set_router_losses(self, micro_batches: list[_MicroBatch]) -> None:
+        """Set the coefficients of the experts' auxiliary losses, of which the mini-batch gets the mean over tokens.
+
+        megatron-core multiplies the loss of a micro-batch by the tokens of a rank.
+        """
+        section = self.section.override_transformer_config
+        if self.config.num_moe_experts is None or not (section.moe_aux_loss_coeff or section.moe_z_loss_coeff):
+            return
+        own = sum(one.model_input.input_ids.shape[1] for one in micro_batches)
+        (total,) = self.sum_over_ranks([own])  # over data-parallel ranks, of the share of a context-parallel rank
+        share = self.ranks.t_size / total
+        self.config.moe_aux_loss_coeff = section.moe_aux_loss_coeff * share
+        if section.moe_z_loss_coeff is not None:
+            self.config.moe_z_loss_coeff = section.moe_z_loss_coeff * share
 
     def _micro_batches(self, columns: Tensors, micro: MicroBatching) -> list[_MicroBatch]:
         """Split rows into micro-batches; interleaved stages need a multiple of the number of stages."""
@@ -262,7 +274,8 @@ class MegatronEngine(TrainEngine):
         if not math.isfinite(norm):
             logger.warning("the gradient norm is %s: skipping this update", norm)
             return {"grad_norm": norm, "grad_skipped": 1.0}
-        gradients = [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
+        optimizers = self.optimizer.chained_optimizers  # experts that have ranks of their own have another one
+        gradients = [p.grad for one in optimizers for p in one.get_parameters() if p.grad is not None]
         if gradients:
             clip_gradients(gradients, torch.tensor(norm, device=self.device), self.spec.optimizer.clip_grad)
         self.optimizer.step_with_ready_grads()
