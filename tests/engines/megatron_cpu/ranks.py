@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from transformers import (
     LlamaConfig,
     MistralConfig,
@@ -89,6 +90,15 @@ def save_and_resume(path: str, folder: Path, resume: Path | None, steps: int = 1
     if resume is not None:
         engine.load(resume, contents[:3])
     found = results(engine, make_batch(), MicroBatching(rows=2), steps)
+    found["weights"] = {name: tensor.clone() for name, tensor in found["weights"].items()}
     engine.save(folder, contents)
     engine.finish_save()
     return found
+
+
+def read_shards(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of sharded files, whole."""
+    described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in described.items()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return state

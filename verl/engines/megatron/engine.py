@@ -28,9 +28,11 @@ from torch.nn.functional import pad
 
 from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
-from verl.engines.checkpoint import load_extra, save_description
+from verl.engines.checkpoint import CheckpointWriter, load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module
-from verl.engines.megatron import checkpoint, convert
+from verl.engines.megatron import convert
+from verl.engines.megatron.boxes import Boxes, BoxSavePlanner
+from verl.engines.megatron.checkpoint import EngineState
 from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.runtime import check_device, join_groups
@@ -91,7 +93,9 @@ class MegatronEngine(TrainEngine):
         load_weights(self.chunks, self._table, WeightFiles(spec.model.path), ranks)
         self._gatherer = WeightGatherer(self.chunks, self._table, ranks)
         self._stages: list[Any] = list(self.chunks)
+        self._writer = CheckpointWriter()
         self.steps = 0  # of the schedule
+        self.optimizer: Any = None
         if spec.optimizer is not None:
             self._prepare_training(spec.optimizer)
         self._sequence_ranks = (
@@ -321,49 +325,48 @@ class MegatronEngine(TrainEngine):
         return [name for name, is_broken in zip(names, self.max_over_ranks(broken)) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
-        folder = Path(folder)
-        state: dict[str, Any] = {"sizes": checkpoint.sizes_of(self.ranks)}
+        folder, state = Path(folder), self._state()
+        shards: Boxes = {}
         if "model" in contents:
-            state["model"] = checkpoint.model_state(self.chunks)
+            shards |= state.weights()
         if "optimizer" in contents:
-            state["optimizer"] = checkpoint.optimizer_state(self.optimizer)
-        checkpoint.write_rank(folder, dist.get_rank(), state)
+            shards |= state.optimizer_state()
         full: Tensors = {}
         for name, tensor in self.weights() if "hf_model" in contents else ():
             if self.ranks.is_first_rank:
                 full[name] = tensor.cpu()
-        if self.ranks.is_first_rank:
+        steps = self.steps
+
+        def write_rest() -> None:
+            if not self.ranks.is_first_rank:
+                return
             module = empty_module(ModelSpec(self.spec.model, self.spec.kind, model_dtype=self.dtype))
             if full:
                 module.save_pretrained(folder / "huggingface", state_dict=full)
             else:
                 save_description(module, folder / "huggingface")
             if "extra" in contents:
-                torch.save({"steps": self.steps}, folder / "extra.pt")
-        dist.barrier()
+                torch.save({"steps": steps}, folder / "extra.pt")
+
+        self._writer.start(folder, shards, write_rest, background, BoxSavePlanner())
+        if not background:
+            dist.barrier()
+
+    def _state(self) -> EngineState:
+        return EngineState(self.chunks, self._table, self.ranks, self.optimizer)
 
     def is_saved(self) -> bool:
-        return True
+        return self._writer.is_done()
 
     def finish_save(self) -> None:
-        """`save` writes in the foreground."""
+        self._writer.finish()
 
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
         if "model" not in contents:
             raise ValueError(f"checkpoint.load_contents is {list(contents)}: strategy=megatron needs model in it")
-        state = checkpoint.read_rank(folder, dist.get_rank(), self.ranks)
-        for name in {"model", "optimizer"} & set(contents):
-            if name not in state:
-                raise ValueError(f"{folder} was saved without {name}: remove it from checkpoint.load_contents")
-        checkpoint.load_model_state(self.chunks, state["model"], folder)
-        if self.spec.optimizer is None:
-            return
-        if "optimizer" in contents:
-            checkpoint.load_optimizer_state(self.optimizer, state["optimizer"])
-        else:
-            self.optimizer.reload_model_params()
-        if "extra" in contents:
+        self._state().load(folder, with_optimizer="optimizer" in contents and self.optimizer is not None)
+        if self.optimizer is not None and "extra" in contents:
             self.steps = load_extra(folder)["steps"]
             self._set_lr()
 
