@@ -26,8 +26,15 @@ _DESCRIPTION = (
     filesystem._StorageInfo,
     torch.Size,
 )
+
+
+class _MegatronMetadata(metadata.Metadata):
+    """What megatron-core wrote instead of torch's class before 0.16; what it adds describes optimizer state."""
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in _DESCRIPTION},
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _MegatronMetadata,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # the folder that it was written to, which is not used
     **{(m, name): PurePath for m in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from verl.checkpoints.boxes import Boxes, BoxLoadPlanner, Piece
 from verl.checkpoints.shard_files import ShardReader
 from verl.engines.checkpoint import load_shards
-from verl.engines.megatron.boxes import Boxes, BoxLoadPlanner
-from verl.engines.megatron.layout import Conversion, Piece
+from verl.engines.megatron.layout import Conversion
 from verl.engines.megatron.runtime import ParallelRanks
 from verl.engines.megatron.weights import own_parameters, place_of
 

@@ -7,21 +7,11 @@ import torch
 from torch.nn.functional import silu
 
 from verl.config import schema
-from verl.engines.megatron.layout import expert_size, head_size, sparse_layers
+from verl.engines.megatron.layout import ARCHITECTURES, expert_size, head_size, sparse_layers
 from verl.engines.megatron.model import DecoderConfig
 from verl.engines.megatron.runtime import ParallelRanks
 
 logger = logging.getLogger("verl.engines")
-
-#: model_type -> whether queries, keys and values have biases; heads of Qwen3 have norms
-ARCHITECTURES = {
-    "llama": False,
-    "mistral": False,
-    "mixtral": False,
-    "qwen2": True,
-    "qwen3": False,
-    "qwen3_moe": False,
-}
 
 
 def check_supported(hf: Any, path: str) -> None:

@@ -26,12 +26,12 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.nn.functional import pad
 
+from verl.checkpoints.boxes import Boxes, BoxSavePlanner
 from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.checkpoint import CheckpointWriter, load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module
 from verl.engines.megatron import convert
-from verl.engines.megatron.boxes import Boxes, BoxSavePlanner
 from verl.engines.megatron.checkpoint import EngineState
 from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.model import TokenGPT

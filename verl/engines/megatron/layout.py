@@ -23,6 +23,18 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import pad
 
+from verl.checkpoints.boxes import Piece
+
+#: model_type -> whether queries, keys and values have biases; heads of Qwen3 have norms
+ARCHITECTURES = {
+    "llama": False,
+    "mistral": False,
+    "mixtral": False,
+    "qwen2": True,
+    "qwen3": False,
+    "qwen3_moe": False,
+}
+
 Layout = Literal["replicated", "rows", "columns", "qkv", "gated", "experts_gated", "experts_columns"]
 
 #: layout -> the dimension that tensor-parallel ranks shard
@@ -37,20 +49,6 @@ class Place:
     size: int = 1
     e: int = 0
     e_size: int = 1
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a HuggingFace tensor: `offset` and `shape`, of a full tensor of `full`."""
-
-    source: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    full: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape))
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def _attention(hf: Any, ours: str, theirs: str) -> Iterator[Conversion]:
     hidden, size = hf.hidden_size, head_size(hf)
     heads, groups = hf.num_attention_heads, hf.num_key_value_heads
     rows = (heads * size, groups * size, groups * size)
-    for suffix in ("weight", "bias") if hf.model_type == "qwen2" else ("weight",):
+    for suffix in ("weight", "bias") if ARCHITECTURES[hf.model_type] else ("weight",):
         names = tuple(f"{theirs}self_attn.{x}_proj.{suffix}" for x in "qkv")
         shapes = tuple((n, hidden) if suffix == "weight" else (n,) for n in rows)
         name = f"{ours}self_attention.linear_qkv.{suffix}"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from verl.engines.megatron.layout import Conversion, Piece
+from verl.checkpoints.boxes import Piece
+from verl.engines.megatron.layout import Conversion
 from verl.modeling.huggingface import model_source
 
 #: heads of another kind of the same model

@@ -4,6 +4,7 @@ A state maps a key to (box, values) of the rank. Ranks may have the same box; on
 depend on the parallel sizes: any layout reads the boxes that it needs.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from verl.checkpoints.shard_files import ShardPlanner
-from verl.engines.megatron.layout import Piece
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor: `offset` and `shape`, of a full tensor of `full`."""
+
+    source: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    full: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape))
+
 
 Boxes = dict[str, list[tuple[Piece, torch.Tensor]]]
 
