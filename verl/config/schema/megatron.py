@@ -42,6 +42,9 @@ class MegatronConfig(Section):
     )
     sequence_parallel: bool = field(True, "shard activations between layers over the tensor-parallel ranks")
     use_distributed_optimizer: bool = field(True, "shard the optimizer state over the data-parallel ranks")
+    param_offload: bool = field(False, "keep the weights in host memory between phases")
+    grad_offload: bool = field(False, "free the gradients between phases")
+    optimizer_offload: bool = field(False, "keep the optimizer state in host memory between phases")
     seed: int = field(42, "seed of megatron-core's random state, which recomputation restores", ge=0)
     dtype: Precision = field("auto", "dtype of weights and computation; auto: fp32 on a CPU, bf16 on a GPU")
     override_transformer_config: MegatronTransformerConfig = section(

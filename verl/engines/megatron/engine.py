@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,11 @@ from verl.engines.megatron import convert
 from verl.engines.megatron.checkpoint import EngineState
 from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.model import TokenGPT
+from verl.engines.megatron.offload import Storages, optimizer_tensors
 from verl.engines.megatron.runtime import check_device, join_groups
 from verl.engines.megatron.weight_files import WeightFiles
 from verl.engines.megatron.weights import WeightGatherer, global_names, load_weights, mark_shards
+from verl.engines.memory import OnDevice
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import plan_micro_batches, split_to
 from verl.engines.optimizer import clip_gradients, lr_multiplier
@@ -98,6 +100,7 @@ class MegatronEngine(TrainEngine):
         self.optimizer: Any = None
         if spec.optimizer is not None:
             self._prepare_training(spec.optimizer)
+        self._prepare_offload()
         self._sequence_ranks = (
             SequenceRanks(ranks.groups.get_context_parallel_group(), ranks.c, ranks.c_size)
             if ranks.c_size > 1
@@ -153,6 +156,42 @@ class MegatronEngine(TrainEngine):
         self._lr_factor = lr_multiplier(optim, self.spec.total_training_steps)
         self._set_lr()
 
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def _prepare_offload(self) -> None:
+        """Move to the host what is there between phases."""
+        self._onloaded: list[AbstractContextManager[None]] = []
+        weights = [p for chunk in self.chunks for p in chunk.parameters()]
+        self._weights_used: AbstractContextManager[None] = nullcontext()
+        self._optimizer_used: AbstractContextManager[None] = nullcontext()
+        self._gradients_used: AbstractContextManager[None] = nullcontext()
+        if self.optimizer is not None and self.section.optimizer_offload:
+            storages = Storages(lambda: optimizer_tensors(self.optimizer, weights))
+            self._optimizer_used = OnDevice(storages.move, self.device)
+        if self.optimizer is not None and self.section.grad_offload:
+            buffers = [x for stage in self._stages for x in (*stage.buffers, *stage.expert_parallel_buffers)]
+            storages = Storages(lambda: [buffer.grad_data for buffer in buffers], keep=False)
+            self._gradients_used = OnDevice(storages.move, self.device)
+        if self.section.param_offload:
+            self._weights_used = OnDevice(Storages(lambda: weights).move, self.device)
+
+    @contextmanager
+    def on_device(self, optimizer: bool = False) -> Iterator[None]:
+        with ExitStack() as used:
+            used.enter_context(self._weights_used)
+            if optimizer:
+                used.enter_context(self._optimizer_used)
+                used.enter_context(self._gradients_used)
+            yield
+
+    def onload(self, optimizer: bool = False) -> None:
+        phase = self.on_device(optimizer)
+        phase.__enter__()
+        self._onloaded.append(phase)
+
+    def offload(self) -> None:
+        self._onloaded.pop().__exit__(None, None, None)
+
     # ---- computing ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -170,7 +209,8 @@ class MegatronEngine(TrainEngine):
 
             return store
 
-        self._run(micro_batches, outputs, temperature, keep, forward_only=True)
+        with self.on_device():
+            self._run(micro_batches, outputs, temperature, keep, forward_only=True)
         if self.ranks.p_size > 1:
             pipeline = self.ranks.groups.get_pipeline_model_parallel_group()
             dist.broadcast(found, self.ranks.last_stage(), group=pipeline)
@@ -191,12 +231,13 @@ class MegatronEngine(TrainEngine):
 
             return compute
 
-        for stage in self._stages:
-            stage.zero_grad_buffer()
-        self.optimizer.zero_grad()
         self._set_router_losses(micro_batches)
-        self._run(micro_batches, objective.needs, temperature, loss_of, forward_only=False)
-        return self._shared_metrics(sums) | self._step()
+        with self.on_device(optimizer=True):
+            for stage in self._stages:
+                stage.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self._run(micro_batches, objective.needs, temperature, loss_of, forward_only=False)
+            return self._shared_metrics(sums) | self._step()
 
     def _run(
         self,
@@ -304,10 +345,12 @@ class MegatronEngine(TrainEngine):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._gatherer.gather()
+        with self.on_device():
+            yield from self._gatherer.gather()
 
     def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._gatherer.gather(dtype=dtype)
+        with self.on_device():
+            yield from self._gatherer.gather(dtype=dtype)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in self.chunks[0].rotary.named_buffers():
@@ -321,16 +364,18 @@ class MegatronEngine(TrainEngine):
     def non_finite_state(self) -> list[str]:
         own = global_names(self.chunks)
         names = [conversion.name for conversion in self._table]
-        broken = [float(name in own and not own[name].isfinite().all()) for name in names]
+        with self.on_device():
+            broken = [float(name in own and not own[name].isfinite().all()) for name in names]
         return [name for name, is_broken in zip(names, self.max_over_ranks(broken)) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
         folder, state = Path(folder), self._state()
         shards: Boxes = {}
-        if "model" in contents:
-            shards |= state.weights()
-        if "optimizer" in contents:
-            shards |= state.optimizer_state()
+        with self.on_device(optimizer="optimizer" in contents):
+            if "model" in contents:
+                shards |= state.weights()
+            if "optimizer" in contents:
+                shards |= state.optimizer_state()
         full: Tensors = {}
         for name, tensor in self.weights() if "hf_model" in contents else ():
             if self.ranks.is_first_rank:
@@ -365,7 +410,8 @@ class MegatronEngine(TrainEngine):
         folder = Path(folder)
         if "model" not in contents:
             raise ValueError(f"checkpoint.load_contents is {list(contents)}: strategy=megatron needs model in it")
-        self._state().load(folder, with_optimizer="optimizer" in contents and self.optimizer is not None)
+        with self.on_device(optimizer=True):
+            self._state().load(folder, with_optimizer="optimizer" in contents and self.optimizer is not None)
         if self.optimizer is not None and "extra" in contents:
             self.steps = load_extra(folder)["steps"]
             self._set_lr()
@@ -379,12 +425,32 @@ def _check_settings(spec: EngineSpec) -> None:
         "model.use_liger": spec.model.use_liger,
         "rollout.deterministic": spec.deterministic,
         "a reward model": spec.kind == "reward",
-        "optim.override_optimizer_config": spec.optimizer is not None and spec.optimizer.override_optimizer_config,
+        "optim.override_optimizer_config": bool(_optimizer_keys(spec)),
         f"megatron.dtype={spec.engine.dtype}": spec.engine.dtype in ("fp64", "float64", "fp16", "float16"),
     }
     for name, is_set in unsupported.items():
         if is_set:
             raise ValueError(f"strategy=megatron does not support {name}: remove it, or use strategy=fsdp")
+
+
+#: keys of public verl's scripts that say where the optimizer computes, which changes no result
+_OPTIMIZER_PLACEMENT = {
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+}
+
+
+def _optimizer_keys(spec: EngineSpec) -> set[str]:
+    """Keys of `optim.override_optimizer_config` that change results; the others are named in the log."""
+    given = set(spec.optimizer.override_optimizer_config or ()) if spec.optimizer is not None else set()
+    if without_effect := sorted(given & _OPTIMIZER_PLACEMENT):
+        logger.info(
+            "optim.override_optimizer_config: %s: no effect with strategy=megatron (use megatron.optimizer_offload)",
+            ", ".join(without_effect),
+        )
+    return given - _OPTIMIZER_PLACEMENT
 
 
 def _pad_tokens(model_input: ModelInput, multiple: int) -> ModelInput:
