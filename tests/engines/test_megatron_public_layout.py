@@ -33,7 +33,7 @@ def test_a_checkpoint_of_megatron_core_is_merged(name, singleton, tmp_path):
     spec = get_gpt_layer_local_spec(num_experts=engine.config.num_moe_experts, normalization="RMSNorm")
     engine.config.moe_layer_freq = 1  # as public verl: the layers are the same
     tied = hf.tie_word_embeddings
-    model = GPTModel(engine.config, spec, 40, 64, share_embeddings_and_output_weights=tied)
+    model = GPTModel(engine.config, spec, 40, 64, share_embeddings_and_output_weights=tied, position_embedding_type="none")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
