@@ -32,8 +32,8 @@ def test_a_checkpoint_of_megatron_core_is_merged(name, singleton, tmp_path):
     hf = engine.hf
     spec = get_gpt_layer_local_spec(num_experts=engine.config.num_moe_experts, normalization="RMSNorm")
     engine.config.moe_layer_freq = 1  # as public verl: the layers are the same
-    tied = hf.tie_word_embeddings
-    model = GPTModel(engine.config, spec, 40, 64, share_embeddings_and_output_weights=tied, position_embedding_type="none")
+    settings = {"share_embeddings_and_output_weights": hf.tie_word_embeddings, "position_embedding_type": "none"}
+    model = GPTModel(engine.config, spec, 40, 64, **settings)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
