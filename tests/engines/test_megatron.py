@@ -7,7 +7,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: mak
 
 from transformers import AutoModelForCausalLM
 
-from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, megatron_engine
+from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, megatron_engine, read_shards
 from tests.engines.ranks import make_batch, make_engine, save_model, train
 from verl.engines.base import MicroBatching
 from verl.engines.megatron.layout import Place, conversions
@@ -72,6 +72,25 @@ def test_a_checkpoint_resumes_exactly_and_exports(keys, tmp_path):
     train(straight, batch, MicroBatching(rows=3))
     outputs = [each.infer(batch, ("log_probs",), MicroBatching())["log_probs"] for each in (exported, straight)]
     assert torch.allclose(*outputs, atol=1e-5)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_float32_weights_of_a_bf16_model_are_restored(distributed, tmp_path):
+    """A learning rate below the resolution of bf16: the weights change only through their float32 copies."""
+    path, batch = save_model(MODELS["qwen2"], tmp_path / "model"), make_batch()
+    keys = {"dtype": "bf16", "use_distributed_optimizer": distributed} | OFFLOAD
+    small = OPTIMIZER.model_copy(update={"lr": 1e-4})
+    engine = megatron_engine(path, small, **keys)
+    train(engine, batch, MicroBatching(), steps=3)
+    engine.save(tmp_path / "saved", CONTENTS[:3])
+    resumed = megatron_engine(path, small, **keys)
+    resumed.load(tmp_path / "saved", CONTENTS[:3])
+    for each in (engine, resumed):
+        train(each, batch, MicroBatching(), steps=3)
+        each.save(tmp_path / f"{each is engine}", CONTENTS[:2])
+    one, two = (read_shards(tmp_path / f"{flag}" / "shards") for flag in (True, False))
+    assert one.keys() == two.keys() and any(key.endswith(".main") for key in one)
+    assert all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_offloaded_state_has_no_memory_between_phases(tmp_path):
