@@ -175,6 +175,11 @@ def test_conversions_are_inverse(name, size):
         ({"p": 4}, "4 pipeline chunks do not divide the 2 layers"),
         ({"lora_rank": 2}, "does not support LoRA"),
         ({"use_remove_padding": False}, "does not support model.use_remove_padding=false"),
+        (
+            {"override_transformer_config": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}},
+            "expected some of .'core_attn', 'layernorm', 'mlp', 'moe'., found .'moe_act'.",
+        ),
+        ({"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}, "need more pipeline stages"),
         ({"dtype": "fp16"}, "does not support megatron.dtype=fp16"),
     ],
 )

@@ -11,6 +11,13 @@ from verl.engines.base import MicroBatching
 
 pytestmark = pytest.mark.slow
 
+OFFLOAD = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+RECOMPUTED = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "layernorm", "moe"],
+    "moe_router_dtype": "fp32",
+}
+
 
 @pytest.mark.parametrize(
     ("model", "kind", "world", "keys"),
@@ -31,6 +38,10 @@ pytestmark = pytest.mark.slow
         ("llama", "causal_lm", 4, {"t": 2, "c": 2}),
         ("llama", "causal_lm", 4, {"p": 2, "c": 2}),
         ("qwen2", "causal_lm", 4, {"p": 2}),
+        ("deep", "causal_lm", 2, {"p": 2, "override_transformer_config": {"num_layers_in_last_pipeline_stage": 1}}),
+        ("qwen3_moe", "causal_lm", 2, {"e": 2, "enable_gradient_checkpointing": True} | OFFLOAD),
+        ("qwen3_moe", "causal_lm", 4, {"t": 2, "p": 2, "e": 2, "et": 1, "override_transformer_config": RECOMPUTED}),
+        ("qwen3_moe", "causal_lm", 4, {"p": 2, "v": 2, "e": 2}),
         ("qwen3_moe", "causal_lm", 2, {"e": 2}),
         ("qwen3_moe", "causal_lm", 2, {"p": 2}),
         ("mixtral", "causal_lm", 2, {"t": 2, "e": 2, "et": 1}),
