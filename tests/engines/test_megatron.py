@@ -159,10 +159,10 @@ def test_conversions_are_inverse(name, size):
         found = {source: torch.full_like(x, float("nan")) for source, x in full.items()}
         places = [Place(t, size, e, size) for t in range(size) for e in range(size if conversion.is_expert else 1)]
         for place in places:
-            pieces = conversion.pieces(place)
-            local = conversion.join([full[piece.source][piece.slices] for piece in pieces], place)
-            for piece, values in conversion.boxes(local, place):
-                found[piece.source][piece.slices] = values
+            regions = conversion.regions(place)
+            local = conversion.join([full[region.source][region.slices] for region in regions], place)
+            for region, values in conversion.boxes(local, place):
+                found[region.source][region.slices] = values
         assert all(torch.equal(found[source], x) for source, x in full.items())
     assert not shapes
 
@@ -177,7 +177,7 @@ def test_conversions_are_inverse(name, size):
         ({"use_remove_padding": False}, "does not support model.use_remove_padding=false"),
         (
             {"override_transformer_config": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}},
-            "expected some of .'core_attn', 'layernorm', 'mlp', 'moe'., found .'moe_act'.",
+            "expected some of .'core_attn', 'mlp', 'moe'., found .'moe_act'.",
         ),
         ({"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}, "need more pipeline stages"),
         ({"dtype": "fp16"}, "does not support megatron.dtype=fp16"),

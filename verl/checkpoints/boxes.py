@@ -22,7 +22,7 @@ from verl.checkpoints.shard_files import ShardPlanner
 
 
 @dataclass(frozen=True)
-class Piece:
+class Region:
     """A box of a tensor: `offset` and `shape`, of a full tensor of `full`."""
 
     source: str
@@ -35,11 +35,11 @@ class Piece:
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape))
 
 
-Boxes = dict[str, list[tuple[Piece, torch.Tensor]]]
+Boxes = dict[str, list[tuple[Region, torch.Tensor]]]
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
+def _chunk(region: Region) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
 
 
 class BoxSavePlanner(dcp.DefaultSavePlanner):
@@ -52,12 +52,12 @@ class BoxSavePlanner(dcp.DefaultSavePlanner):
         items = []
         self._values: dict[MetadataIndex, torch.Tensor] = {}
         for key, boxes in self.state_dict.items():
-            for piece, values in boxes:
+            for region, values in boxes:
                 if not values.numel():
                     continue
-                chunk = _chunk(piece)
+                chunk = _chunk(region)
                 index = MetadataIndex(key, chunk.offsets)
-                described = TensorWriteData(chunk, TensorProperties.create_from_tensor(values), torch.Size(piece.full))
+                described = TensorWriteData(chunk, TensorProperties.create_from_tensor(values), torch.Size(region.full))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=described))
                 self._values[index] = values
         self.plan = SavePlan(items)
@@ -78,13 +78,13 @@ class BoxLoadPlanner(ShardPlanner):
         self._values: dict[MetadataIndex, torch.Tensor] = {}
         for key, boxes in self.state_dict.items():
             stored = self.metadata.state_dict_metadata.get(key)
-            wanted = [(piece, values) for piece, values in boxes if values.numel()]
-            for piece, values in wanted:
-                if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != piece.full:
+            wanted = [(region, values) for region, values in boxes if values.numel()]
+            for region, values in wanted:
+                if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != region.full:
                     found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
-                    raise ValueError(f"{key}: expected the shape {list(piece.full)}, found {found}")
-                self._values[MetadataIndex(key, torch.Size(piece.offset))] = values
-            items += create_read_items_for_chunk_list(key, stored, [_chunk(piece) for piece, _ in wanted])
+                    raise ValueError(f"{key}: expected the shape {list(region.full)}, found {found}")
+                self._values[MetadataIndex(key, torch.Size(region.offset))] = values
+            items += create_read_items_for_chunk_list(key, stored, [_chunk(region) for region, _ in wanted])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

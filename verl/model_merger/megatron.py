@@ -109,13 +109,13 @@ class MegatronCheckpoint(WeightSource):
         full = stacked[0] if not conversion.is_expert or stacked[0].dim() == 3 else torch.stack(stacked)
         place = Place()
         found = {s: full.new_empty(shape) for s, shape in zip(conversion.sources, conversion.shapes)}
-        for piece, values in conversion.boxes(full, place):
-            if values.shape != piece.shape:
+        for region, values in conversion.boxes(full, place):
+            if values.shape != region.shape:
                 raise ValueError(
-                    f"{self.folder}: {piece.source} has the shape {list(values.shape)}, expected {list(piece.shape)} "
+                    f"{self.folder}: {region.source} has the shape {list(values.shape)}, expected {list(region.shape)} "
                     "as in config.json"
                 )
-            found[piece.source][piece.slices] = values
+            found[region.source][region.slices] = values
         return found[name]
 
     def _stored(self, conversion: Conversion) -> list[list[tuple[str, tuple[int, ...]]]]:

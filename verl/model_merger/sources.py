@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from verl.checkpoints.boxes import BoxLoadPlanner, Piece
+from verl.checkpoints.boxes import BoxLoadPlanner, Region
 from verl.checkpoints.shard_files import ShardReader
 
 Shape = tuple[int, ...]
@@ -276,11 +276,11 @@ class ShardFiles:
         """Read a tensor, or its slice at `index` of the first dimensions."""
         entry, depth = self.tensors[key], len(index)
         full = torch.empty(entry.size[depth:], dtype=entry.properties.dtype)
-        piece = Piece(key, (*index, *[0] * full.dim()), (*[1] * depth, *full.shape), tuple(entry.size))
+        region = Region(key, (*index, *[0] * full.dim()), (*[1] * depth, *full.shape), tuple(entry.size))
         try:
             with warnings.catch_warnings():  # reading in a single process is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                boxes = {key: [(piece, full.view(piece.shape))]}
+                boxes = {key: [(region, full.view(region.shape))]}
                 dcp.load(boxes, storage_reader=self._reader, planner=BoxLoadPlanner(), no_dist=True)
         except CheckpointException as error:
             raise ValueError(f"{self.folder}: cannot read {key}, a file is damaged: {error}") from error

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from verl.checkpoints.boxes import Boxes, BoxLoadPlanner, Piece
+from verl.checkpoints.boxes import Boxes, BoxLoadPlanner, Region
 from verl.checkpoints.shard_files import ShardReader
 from verl.engines.checkpoint import load_shards
 from verl.engines.megatron.layout import Conversion
@@ -59,7 +59,7 @@ class EngineState:
     def optimizer_state(self) -> Boxes:
         """Copies of the optimizer state on the host; data-parallel ranks share the parameters. Collective."""
         step = max((_step_of(one) for one in self._optimizers), default=0)
-        found: Boxes = {_STEP: [(Piece(_STEP, (0,), (1,), (1,)), torch.tensor([step]))]}
+        found: Boxes = {_STEP: [(Region(_STEP, (0,), (1,), (1,)), torch.tensor([step]))]}
         for one in self._optimizers:
             names = (*_MOMENTS, _MAIN) if step else (_MAIN,)
             for parameter, tensors in _full_state(one, self._parameters, names):
@@ -69,9 +69,9 @@ class EngineState:
         return found
 
     def _add(self, found: Boxes, conversion: Conversion, local: torch.Tensor, key: str) -> None:
-        for piece, values in conversion.boxes(local, place_of(conversion, self._ranks)):
+        for region, values in conversion.boxes(local, place_of(conversion, self._ranks)):
             copied = values.contiguous().to("cpu", copy=True)
-            found.setdefault(key.format(piece.source), []).append((piece, copied))
+            found.setdefault(key.format(region.source), []).append((region, copied))
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class EngineState:
             if _STEP not in stored:
                 raise ValueError(f"{folder} was saved without optimizer: remove it from checkpoint.load_contents")
             step = torch.zeros(1, dtype=torch.int64)
-            wanted[_STEP] = [(Piece(_STEP, (0,), (1,), (1,)), step)]
+            wanted[_STEP] = [(Region(_STEP, (0,), (1,), (1,)), step)]
             names = [name for name in (*_MOMENTS, _MAIN) if any(key.endswith(f".{name}") for key in stored)]
             for one in self._optimizers:
                 for slot in _slots(one, self._parameters):
@@ -108,9 +108,9 @@ class EngineState:
     def _request(self, wanted: Boxes, conversion: Conversion, key: str, dtype: torch.dtype) -> list[torch.Tensor]:
         """Ask for the parts of a parameter; they are filled by reading."""
         parts = []
-        for piece in conversion.pieces(place_of(conversion, self._ranks)):
-            parts.append(torch.zeros(piece.shape, dtype=dtype))
-            wanted.setdefault(key.format(piece.source), []).append((piece, parts[-1]))
+        for region in conversion.regions(place_of(conversion, self._ranks)):
+            parts.append(torch.zeros(region.shape, dtype=dtype))
+            wanted.setdefault(key.format(region.source), []).append((region, parts[-1]))
         return parts
 
     def _join(self, conversion: Conversion, parts: list[torch.Tensor]) -> torch.Tensor:

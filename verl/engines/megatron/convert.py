@@ -11,8 +11,8 @@ from verl.engines.megatron.layout import ARCHITECTURES, expert_size, head_size, 
 from verl.engines.megatron.model import DecoderConfig
 from verl.engines.megatron.runtime import ParallelRanks
 
-#: modules that selective recomputation supports
-_RECOMPUTED = {"core_attn", "layernorm", "mlp", "moe"}
+#: modules that selective recomputation supports; others need Transformer Engine
+_RECOMPUTED = {"core_attn", "mlp", "moe"}
 
 logger = logging.getLogger("verl.engines")
 

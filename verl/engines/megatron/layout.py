@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import pad
 
-from verl.checkpoints.boxes import Piece
+from verl.checkpoints.boxes import Region
 
 #: model_type -> whether queries, keys and values have biases; heads of Qwen3 have norms
 ARCHITECTURES = {
@@ -73,7 +73,7 @@ class Conversion:
     def is_expert(self) -> bool:
         return self.layout.startswith("experts")
 
-    def pieces(self, place: Place) -> list[Piece]:
+    def regions(self, place: Place) -> list[Region]:
         """The boxes that the parameter of a rank consists of, in the order of `split`. One may be empty."""
         found = []
         for source, full in zip(self.sources, self.shapes):
@@ -88,14 +88,14 @@ class Conversion:
                 size = -(-length // place.size)  # the last ranks of "rows" may have fewer, or none
                 start = min(place.rank * size, length)
                 offset[dimension], shape[dimension] = start, min(size, length - start)
-            found.append(Piece(source, tuple(offset), tuple(shape), full))
+            found.append(Region(source, tuple(offset), tuple(shape), full))
             if halves == 2:
                 offset[1] += length
-                found.append(Piece(source, tuple(offset), tuple(shape), full))
+                found.append(Region(source, tuple(offset), tuple(shape), full))
         return found
 
     def split(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a rank's parameter, one for each of `pieces`; of "rows", with the padding."""
+        """The parts of a rank's parameter, one for each of `regions`; of "rows", with the padding."""
         if self.layout == "gated":
             return list(local.chunk(2))
         if self.layout == "experts_gated":
@@ -118,10 +118,10 @@ class Conversion:
         fill = -(-self.shapes[0][0] // place.size) - len(joined) if self.layout == "rows" else 0
         return pad(joined, (0, 0, 0, fill)) if fill else joined
 
-    def boxes(self, local: torch.Tensor, place: Place) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def boxes(self, local: torch.Tensor, place: Place) -> Iterator[tuple[Region, torch.Tensor]]:
         """(box, values) of a rank's parameter."""
-        for piece, part in zip(self.pieces(place), self.split(local)):
-            yield piece, part[: piece.shape[0]] if self.layout == "rows" else part
+        for region, part in zip(self.regions(place), self.split(local)):
+            yield region, part[: region.shape[0]] if self.layout == "rows" else part
 
 
 def head_size(hf: Any) -> int:

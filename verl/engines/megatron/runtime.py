@@ -72,14 +72,8 @@ class ParallelRanks:
         return dist.get_process_group_ranks(self.groups.get_pipeline_model_parallel_group())[-1]
 
 
-def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRanks:
-    """Create the process groups of megatron-core, or check that those of another engine have the same sizes.
-
-    Raises:
-        ValueError: the sizes do not divide the ranks, or an engine of this process has others.
-    """
-    from megatron.core import parallel_state, tensor_parallel
-
+def _sizes(spec: EngineSpec, megatron: schema.MegatronConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Parallel sizes, and those of experts. Raises ValueError if they do not divide the ranks."""
     sizes = {
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
@@ -96,6 +90,18 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
                 f"megatron: {' x '.join(f'{name} {size}' for name, size in named.items())} = "
                 f"{math.prod(named.values())} does not divide the {spec.world_size} ranks"
             )
+    return sizes, experts
+
+
+def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRanks:
+    """Create the process groups of megatron-core, or check that those of another engine have the same sizes.
+
+    Raises:
+        ValueError: the sizes do not divide the ranks, or an engine of this process has others.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    sizes, experts = _sizes(spec, megatron)
     if spec.world_size == 1 and not dist.is_initialized():  # megatron-core needs a group of one rank, too
         backend = "nccl" if spec.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from verl.checkpoints.boxes import Piece
+from verl.checkpoints.boxes import Region
 from verl.engines.megatron.layout import Conversion
 from verl.modeling.huggingface import model_source
 
@@ -71,17 +71,17 @@ class WeightFiles:
             return True
         return bool(stored) and set(stored) == {(part, i) for part in _parts(source) for i in range(shape[0])}
 
-    def read(self, piece: Piece) -> torch.Tensor:
+    def read(self, region: Region) -> torch.Tensor:
         """Values of a box. Raises ValueError if the tensor has another shape."""
-        stored = self._stored[piece.source]
+        stored = self._stored[region.source]
         if ("", 0) in stored:
-            return self._slice(stored["", 0], piece.full, piece.slices)
-        parts, experts = _parts(piece.source), range(piece.full[0])[piece.slices[0]]
-        length = piece.full[1] // len(parts)
-        part, start = divmod(piece.offset[1], length)
-        within = (slice(start, start + piece.shape[1]), piece.slices[2])
+            return self._slice(stored["", 0], region.full, region.slices)
+        parts, experts = _parts(region.source), range(region.full[0])[region.slices[0]]
+        length = region.full[1] // len(parts)
+        part, start = divmod(region.offset[1], length)
+        within = (slice(start, start + region.shape[1]), region.slices[2])
         names = [stored[parts[part], i] for i in experts]
-        return torch.stack([self._slice(name, (length, piece.full[2]), within) for name in names])
+        return torch.stack([self._slice(name, (length, region.full[2]), within) for name in names])
 
     def _slice(self, name: str, full: tuple[int, ...], slices: tuple[slice, ...]) -> torch.Tensor:
         found = self._file_of[name].get_slice(name)

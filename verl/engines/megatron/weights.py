@@ -49,7 +49,7 @@ def load_weights(
             parameter.zero_()  # the first advantages are then the returns themselves
             continue
         place = place_of(conversion, ranks)
-        value = conversion.join([files.read(piece) for piece in conversion.pieces(place)], place)
+        value = conversion.join([files.read(region) for region in conversion.regions(place)], place)
         if not value.isfinite().all():
             raise ValueError(f"{files.path!r}: expected finite weights, found NaN or infinite values in {name}")
         parameter.copy_(value)
@@ -147,6 +147,6 @@ class WeightGatherer:
             dist.all_gather(shards, local, group=group)
         full = {name: local.new_empty(shape) for name, shape in zip(conversion.sources, conversion.shapes)}
         for i, shard in enumerate(shards):
-            for piece, values in conversion.boxes(shard, Place(i % size, size, i // size, count)):
-                full[piece.source][piece.slices] = values
+            for region, values in conversion.boxes(shard, Place(i % size, size, i // size, count)):
+                full[region.source][region.slices] = values
         return list(full.values())
