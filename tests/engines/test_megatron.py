@@ -7,16 +7,18 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: mak
 
 from transformers import AutoModelForCausalLM
 
-from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, megatron_engine
+from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, megatron_engine, read_shards
 from tests.engines.ranks import make_batch, make_engine, save_model, train
 from verl.engines.base import MicroBatching
-from verl.engines.megatron.weights import conversions
+from verl.engines.megatron.layout import Place, conversions
+from verl.engines.megatron.offload import optimizer_tensors
+from verl.model_merger.__main__ import main as merger
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"])
 def test_five_steps_are_those_of_the_fsdp_engine(name, tmp_path):
     path = save_model(MODELS[name], tmp_path)
     found, expected, batch = megatron_engine(path), make_engine(path, OPTIMIZER), make_batch()
@@ -47,7 +49,14 @@ def test_a_sampled_padding_token_gets_the_gradient_of_transformers(tmp_path):
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("keys", [{}, {"use_distributed_optimizer": False}, {"enable_gradient_checkpointing": True}])
+OFFLOAD = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+SELECTIVE = {"override_transformer_config": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [SELECTIVE, OFFLOAD, {"use_distributed_optimizer": False} | OFFLOAD, {"enable_gradient_checkpointing": True}],
+)
 def test_a_checkpoint_resumes_exactly_and_exports(keys, tmp_path):
     path, batch = save_model(MODELS["qwen3"], tmp_path / "model"), make_batch()
     engine = megatron_engine(path, **keys)
@@ -65,6 +74,68 @@ def test_a_checkpoint_resumes_exactly_and_exports(keys, tmp_path):
     assert torch.allclose(*outputs, atol=1e-5)
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_float32_weights_of_a_bf16_model_are_restored(distributed, tmp_path):
+    """A learning rate below the resolution of bf16: the weights change only through their float32 copies."""
+    path, batch = save_model(MODELS["qwen2"], tmp_path / "model"), make_batch()
+    keys = {"dtype": "bf16", "use_distributed_optimizer": distributed} | OFFLOAD
+    small = OPTIMIZER.model_copy(update={"lr": 1e-4})
+    engine = megatron_engine(path, small, **keys)
+    train(engine, batch, MicroBatching(), steps=3)
+    engine.save(tmp_path / "saved", CONTENTS[:3])
+    resumed = megatron_engine(path, small, **keys)
+    resumed.load(tmp_path / "saved", CONTENTS[:3])
+    for each in (engine, resumed):
+        train(each, batch, MicroBatching(), steps=3)
+        each.save(tmp_path / f"{each is engine}", CONTENTS[:2])
+    one, two = (read_shards(tmp_path / f"{flag}" / "shards") for flag in (True, False))
+    assert one.keys() == two.keys() and any(key.endswith(".main") for key in one)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_offloaded_state_has_no_memory_between_phases(tmp_path):
+    engine, batch = megatron_engine(save_model(MODELS["qwen3_moe"], tmp_path), **OFFLOAD), make_batch()
+    train(engine, batch, MicroBatching(rows=3), steps=1)
+    weights = [p for chunk in engine.chunks for p in chunk.parameters()]
+    gradients = [p.main_grad for p in weights]
+    state = optimizer_tensors(engine.optimizer, weights)
+    assert len(state) == 2 * len(weights)
+    assert {x.untyped_storage().nbytes() for x in (*weights, *gradients, *state)} == {0}
+    with engine.on_device():
+        assert min(x.untyped_storage().nbytes() for x in weights) > 0 == state[0].untyped_storage().nbytes()
+
+
+def test_a_checkpoint_is_merged(tmp_path):
+    engine = megatron_engine(save_model(MODELS["mixtral"], tmp_path / "model"))
+    engine.save(tmp_path / "actor", ("model", "optimizer"))
+    words = ["merge", "--backend", "megatron", "--allow_unchanged", "--local_dir", str(tmp_path / "actor")]
+    assert merger([*words, "--target_dir", str(tmp_path / "merged")]) == 0
+    merged = dict(make_engine(str(tmp_path / "merged")).weights())
+    assert all(torch.equal(merged[name], tensor) for name, tensor in engine.weights())
+
+
+def test_the_auxiliary_losses_have_the_gradient_of_their_formula(tmp_path):
+    """One micro-batch, one layer with experts: E / (k T^2) sum_e count_e P_e, and the mean of logsumexp^2."""
+    settings = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
+    config = MODELS["mixtral"].__class__.from_dict(MODELS["mixtral"].to_dict() | {"num_hidden_layers": 1})
+    path, batch = save_model(config, tmp_path), make_batch()
+    gradients, unclipped = [], OPTIMIZER.model_copy(update={"clip_grad": 1e9})
+    for section in ({}, settings):
+        engine = megatron_engine(path, unclipped, override_transformer_config=section)
+        kept = {}
+        router = engine.chunks[0].decoder.layers[0].mlp.router
+        router.register_forward_pre_hook(lambda _, args, kept=kept: kept.update(states=args[0].detach()))
+        train(engine, batch, MicroBatching(), steps=1)
+        gradients.append(router.weight.main_grad.clone())
+    weight = make_engine(path).module.model.layers[0].mlp.gate.weight.detach().requires_grad_()
+    logits = kept["states"].flatten(0, -2) @ weight.T
+    tokens, probs = len(logits), logits.softmax(-1)
+    counts = torch.zeros(4).index_add_(0, logits.topk(2).indices.flatten(), torch.ones(2 * tokens))
+    aux = 4 / (2 * tokens**2) * (counts * probs.sum(0)).sum()
+    (0.3 * aux + 0.2 * logits.logsumexp(-1).square().mean()).backward()
+    assert torch.allclose(gradients[1] - gradients[0], weight.grad, atol=1e-6) and weight.grad.abs().max() > 1e-3
+
+
 def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
     engine, batch = megatron_engine(save_model(MODELS["llama"], tmp_path)), make_batch()
     before = {name: tensor.clone() for name, tensor in engine.weights()}
@@ -77,16 +148,22 @@ def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_conversions_are_inverse(name, size, tmp_path):
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_conversions_are_inverse(name, size):
     """qwen3: 33 entries of the vocabulary, which two ranks do not divide."""
     config = MODELS[name]
-    shapes = {key: p.shape for key, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    shapes = {key: tuple(p.shape) for key, p in AutoModelForCausalLM.from_config(config).named_parameters()}
     for conversion in conversions(config, "causal_lm"):
-        tensors = [torch.randn(shapes.pop(source)) for source in conversion.sources]
-        shards = [conversion.shard(tensors, rank, size) for rank in range(size)]
-        assert len({shard.shape for shard in shards}) == 1
-        assert all(torch.equal(a, b) for a, b in zip(conversion.merge(shards), tensors))
+        full = {source: torch.randn(shapes.pop(source)) for source in conversion.sources}
+        assert tuple(tuple(x.shape) for x in full.values()) == conversion.shapes
+        found = {source: torch.full_like(x, float("nan")) for source, x in full.items()}
+        places = [Place(t, size, e, size) for t in range(size) for e in range(size if conversion.is_expert else 1)]
+        for place in places:
+            regions = conversion.regions(place)
+            local = conversion.join([full[region.source][region.slices] for region in regions], place)
+            for region, values in conversion.boxes(local, place):
+                found[region.source][region.slices] = values
+        assert all(torch.equal(found[source], x) for source, x in full.items())
     assert not shapes
 
 
@@ -98,6 +175,11 @@ def test_conversions_are_inverse(name, size, tmp_path):
         ({"p": 4}, "4 pipeline chunks do not divide the 2 layers"),
         ({"lora_rank": 2}, "does not support LoRA"),
         ({"use_remove_padding": False}, "does not support model.use_remove_padding=false"),
+        (
+            {"override_transformer_config": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}},
+            "expected some of .'core_attn', 'mlp', 'moe'., found .'moe_act'.",
+        ),
+        ({"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}, "need more pipeline stages"),
         ({"dtype": "fp16"}, "does not support megatron.dtype=fp16"),
     ],
 )

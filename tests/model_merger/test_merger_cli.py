@@ -27,9 +27,10 @@ def test_merge_and_test(made, tmp_path, capsys):
 
 
 def test_a_refusal_is_one_line_and_a_status(made, tmp_path, capsys):
-    status = main(["merge", "--backend", "megatron", "--local_dir", str(made), "--target_dir", str(tmp_path / "x")])
+    actor = str(made / "hsdp" / "actor")
+    status = main(["merge", "--backend", "megatron", "--local_dir", actor, "--target_dir", str(tmp_path / "x")])
     assert status == 1
-    assert capsys.readouterr().err.startswith("error: --backend megatron is not supported")
+    assert capsys.readouterr().err == f"error: {actor} contains rank files of FSDP: use --backend fsdp\n"
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("200", 200)])

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
 
+from verl import SFTTrainer
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ACTOR, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
@@ -37,3 +38,28 @@ def test_ppo_gives_the_metrics_of_the_fsdp_engine(megatron, fsdp, settings, tmp_
         for name in COMPARED:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
         assert ours["rollout/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_sft_gives_the_losses_of_the_fsdp_engine_and_resumes(tiny, tmp_path):
+    """Three steps in one run, and two then one in another layout."""
+
+    lines = [json.loads(line) for line in (tiny / "train.jsonl").read_text().splitlines()]
+    rows = [{"prompt": row["prompt"], "response": row["answer"]} for row in lines]
+
+    def losses(name: str, steps: int, **keys: object) -> list[float]:
+        config = {"model.path": str(tiny / "model"), "trainer.device": "cpu", "trainer.n_gpus_per_node": 2}
+        config |= {"data.train_batch_size": 4, "data.max_length": 16}
+        config |= {"trainer.logger": ["jsonl"], "trainer.default_local_dir": str(tmp_path / name), "imports": [SHIM]}
+        config |= {"trainer.total_training_steps": steps, "trainer.save_freq": 2, "engine.dtype": "fp32"}
+        SFTTrainer(config | keys, train_dataset=rows, val_dataset=rows[:4]).fit()
+        (file,) = (tmp_path / name).rglob("metrics.jsonl")
+        metrics = [json.loads(line) for line in file.read_text().splitlines()]
+        return [each["train/nll"] for each in metrics if "train/nll" in each]
+
+    expected = losses("fsdp", 3)
+    megatron = {"engine.strategy": "megatron", "engine.param_offload": True, "engine.optimizer_offload": True}
+    assert losses("straight", 3, **megatron | {"engine.tensor_model_parallel_size": 2}) == pytest.approx(expected, 1e-4)
+    losses("resumed", 2, **megatron | {"engine.tensor_model_parallel_size": 2})
+    resumed = losses("resumed", 3, **megatron | {"engine.pipeline_model_parallel_size": 2})
+    assert resumed[-1] == pytest.approx(expected[-1], 1e-4)

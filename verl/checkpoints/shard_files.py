@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -24,10 +24,24 @@ _DESCRIPTION = (
     metadata.StorageMeta,
     metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
+    *(planner.SavePlan, planner.WriteItem, planner.WriteItemType),
+    *(planner.TensorWriteData, planner.BytesIOWriteData),
     torch.Size,
 )
+
+
+class _MegatronMetadata(metadata.Metadata):
+    """What megatron-core wrote instead of torch's class before 0.16; what it adds describes optimizer state."""
+
+
+class _MegatronPlan(planner.SavePlan):
+    """The same for plans, which megatron-core adds to the metadata."""
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in _DESCRIPTION},
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _MegatronMetadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _MegatronPlan,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # the folder that it was written to, which is not used
     **{(m, name): PurePath for m in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},

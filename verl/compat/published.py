@@ -20,7 +20,7 @@ _CONFIG = "the sections of the configuration are typed objects already: use conf
 _FSDP = "sharding and offloading are settings of actor_rollout_ref.actor.fsdp_config"
 _SEQUENCE_PARALLEL = "sequence parallelism is the setting actor.ulysses_sequence_parallel_size"
 _PROFILER = "profilers are not supported: trainer.logger records the seconds of every operator as timing_s/*"
-_MEGATRON = "the Megatron engine is not supported: use actor.strategy=fsdp"
+_MEGATRON = "the Megatron engine is chosen by actor.strategy=megatron, and its settings are those of actor.megatron"
 
 _TRAINER = "verl.trainer.ppo.batch_functions:"
 _FUNCTIONAL = "verl.utils.py_functional:"

@@ -243,7 +243,15 @@ def _cpu_offload(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {"engine.offload_policy" if _world_size(lookup) > 1 else "engine.param_offload": True} if value else {}
 
 
+#: keys of public verl's `engine=megatron`, which replaces the section `engine`
+_OF_MEGATRON_SFT = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+    *("use_distributed_optimizer", "grad_offload", "seed", "override_transformer_config.*"),
+)
+
 SFT = Aliases(
+    short={f"engine.{key}": f"engine.megatron.{key}" for key in _OF_MEGATRON_SFT},
     deprecated={
         "model.partial_pretrain": "model.path",
         "model.strategy": "engine.strategy",

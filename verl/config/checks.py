@@ -167,14 +167,12 @@ def _tensor_parallel_rollout(prefix: str, rollout: RolloutEngineConfig, ranks: i
 
 def _sft_ranks(config: SFTConfig) -> Iterator[Problem]:
     """The same for an SFT batch."""
-    batch, engine, ranks = config.data.train_batch_size, config.engine, config.trainer.n_gpus_per_node
-    if engine.strategy == "megatron":
-        yield Problem("engine.strategy", "'megatron' is not supported for SFT: use fsdp")
+    batch, engine, ranks = config.data.train_batch_size, config.engine.selected, config.trainer.n_gpus_per_node
+    sizes = " x ".join(f"engine.{key}" for key in _MODEL_PARALLEL_SIZES if key in engine)
     if ranks % engine.ranks_with_same_rows:
         yield Problem(
             "trainer.n_gpus_per_node",
-            f"{ranks} ranks are not divisible by the model-parallel size {engine.ranks_with_same_rows} (engine."
-            "ulysses_sequence_parallel_size x engine.tensor_parallel_size)",
+            f"{ranks} ranks are not divisible by the model-parallel size {engine.ranks_with_same_rows} ({sizes})",
         )
     elif batch % (ranks := ranks // engine.ranks_with_same_rows):
         fitting = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)

@@ -94,12 +94,19 @@ _OTHER_REGISTERED_KINDS = (
 _OF_MEGATRON = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "sequence_parallel", "use_distributed_optimizer", "seed", "dtype"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("param_offload", "grad_offload", "optimizer_offload"),
     *(f"override_transformer_config.recompute_{name}" for name in ("granularity", "modules", "method", "num_layers")),
+    *(f"override_transformer_config.moe_{name}" for name in ("router_dtype", "aux_loss_coeff", "z_loss_coeff")),
+    *(f"override_transformer_config.num_layers_in_{name}_pipeline_stage" for name in ("first", "last")),
 )
 _OF_FSDP = (
     *("model_dtype", "dtype", "use_torch_compile", "param_offload", "optimizer_offload", "offload_policy"),
     *("reshard_after_forward", "fsdp_size", "ulysses_sequence_parallel_size", "tensor_parallel_size"),
 )
+
+_SHARED = ("dtype", "param_offload", "optimizer_offload")
+"""Keys of `engine` that `engine.megatron` inherits."""
 
 NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
     **{
@@ -107,6 +114,10 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
         for role in ("actor", "ref", "critic")
         for name in ("fsdp", "fsdp2")
     },
+    **{
+        ("engine.strategy", name): tuple(f"engine.megatron.{key}" for key in _OF_MEGATRON) for name in ("fsdp", "fsdp2")
+    },
+    ("engine.strategy", "megatron"): tuple(f"engine.{key}" for key in _OF_FSDP if key not in _SHARED),
     ("actor.strategy", "megatron"): tuple(f"actor.fsdp_config.{key}" for key in _OF_FSDP),
     ("ref.strategy", "megatron"): tuple(f"ref.fsdp_config.{key}" for key in _OF_FSDP),
     ("critic.strategy", "megatron"): tuple(f"critic.fsdp.{key}" for key in _OF_FSDP),

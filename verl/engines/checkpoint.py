@@ -43,17 +43,18 @@ class ShardWriter:
 
     Args:
         folder: where to write.
-        state: nested dictionary of tensors.
+        state: nested dictionary of tensors; what the planner understands, if there is one.
+        planner: which values this rank writes; default: those of torch.
 
     Raises:
         OSError: on every rank, if one of them cannot start the write.
     """
 
-    def __init__(self, folder: Path, state: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, state: dict[str, Any], planner: dcp.SavePlanner | None = None) -> None:
         self._folder = folder
         self._ranks = _DistWrapper(None, dist.is_initialized(), 0)
         self._files = dcp.FileSystemWriter(folder)
-        self._planner = dcp.DefaultSavePlanner()
+        self._planner = planner or dcp.DefaultSavePlanner()
         self._metadata: Metadata | None = None  # on the first rank
         with self._named_errors():
             self._plan = self._ranks.reduce_scatter("plan", lambda: self._plan_own(state), self._plan_all)
@@ -126,7 +127,14 @@ class CheckpointWriter:
         self._shards: ShardWriter | None = None
         self._write: Future[list[WriteResult]] | None = None
 
-    def start(self, folder: Path, shards: dict[str, Any], write_rest: Callable[[], None], background: bool) -> None:
+    def start(
+        self,
+        folder: Path,
+        shards: dict[str, Any],
+        write_rest: Callable[[], None],
+        background: bool,
+        planner: dcp.SavePlanner | None = None,
+    ) -> None:
         """Write the shards and then the rest. The previous write must be finished.
 
         Args:
@@ -134,11 +142,12 @@ class CheckpointWriter:
             shards: nested state for `folder / "shards"`; may be empty.
             write_rest: writes the other files of this rank.
             background: return immediately; `finish` waits for the write. The state must not change until then.
+            planner: as of `ShardWriter`.
 
         Raises:
             OSError: the checkpoint cannot be written; raised on every rank if shards cannot be written.
         """
-        self._shards = ShardWriter(folder / "shards", shards) if shards else None
+        self._shards = ShardWriter(folder / "shards", shards, planner) if shards else None
         if background:
             self._write = self._threads.submit(self._run, self._shards, write_rest)
             return
@@ -171,8 +180,12 @@ class CheckpointWriter:
             shards.finish(write.result)
 
 
-def load_shards(folder: Path, state: dict[str, Any]) -> None:
-    """Load nested state in place. Raises ValueError if the contents of the folder differ."""
+def load_shards(folder: Path, state: dict[str, Any], planner: dcp.LoadPlanner | None = None) -> None:
+    """Load nested state, or what the planner understands, in place.
+
+    Raises:
+        ValueError: the contents of the folder differ.
+    """
     if not (folder / "shards").is_dir():
         raise ValueError(f"the checkpoint has no shards (expected {folder / 'shards'}): was it saved without them?")
     reader = ShardReader(folder / "shards")
@@ -180,7 +193,8 @@ def load_shards(folder: Path, state: dict[str, Any]) -> None:
         reader.read_metadata()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(state, storage_reader=reader, planner=ShardPlanner(), no_dist=not dist.is_initialized())
+            planner = planner or ShardPlanner()
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{folder / 'shards'}: the file .metadata cannot be read: {error}") from error
     except (RuntimeError, ValueError, dcp.api.CheckpointException) as error:

@@ -7,6 +7,13 @@ from pathlib import Path
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
+#: options of public scripts
+_WITHOUT_EFFECT = {
+    "tie_word_embedding": "read from the config",
+    "is_value_model": "read from the checkpoint",
+    "use_cpu_initialization": "no GPU is used",
+}
+
 _EPILOG = """\
 examples:
   {program} merge --backend fsdp \\
@@ -21,6 +28,12 @@ def _bytes(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"expected a size like 5GB or 500MB, found {text!r}")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _underscores(word: str) -> str:
+    """Accept hyphens in option names: `--local-dir=x` is `--local_dir=x`."""
+    name, equals, value = word.partition("=")
+    return (f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name) + equals + value
 
 
 def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentParser:
@@ -45,6 +58,8 @@ def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentPar
         help="the base model: required for adapters, and a merged model must differ from it; "
         "default: the one recorded in the checkpoint",
     )
+    for name, why in _WITHOUT_EFFECT.items():
+        common.add_argument(f"--{name}", action="store_true", help=f"no effect: {why}")
     common.add_argument("--trust_remote_code", action="store_true", help="allow custom code of the model")
 
     merge = commands.add_parser(
@@ -67,12 +82,6 @@ def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentPar
     test = commands.add_parser("test", parents=[common], help="compare a checkpoint with a HuggingFace folder")
     test.add_argument("--test_hf_dir", type=Path, required=True, help="the folder to compare with")
     return top
-
-
-def _underscores(word: str) -> str:
-    """Accept hyphens in option names: `--local-dir=x` is `--local_dir=x`."""
-    name, equals, value = word.partition("=")
-    return (f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name) + equals + value
 
 
 def main(arguments: list[str] | None = None, program: str = "python -m verl.model_merger") -> int:
@@ -101,7 +110,7 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.mode
             )
             print("\n".join(faults) if faults else f"{given.local_dir} and {given.test_hf_dir} contain the same model")
             return 1 if faults else 0
-        options = {name: value for name, value in vars(given).items() if name != "command"}
+        options = {name: value for name, value in vars(given).items() if name not in ("command", *_WITHOUT_EFFECT)}
         merge(MergeOptions(max_shard_bytes=options.pop("max_shard_size"), **options))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

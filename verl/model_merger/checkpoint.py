@@ -12,10 +12,12 @@ import yaml
 from verl.checkpoints.store import MANIFEST
 from verl.model_merger.fsdp import RankFiles, is_rank_file
 from verl.model_merger.lora import AdaptersOverBase, MergedAdapters, find_settings, has_adapters, recorded_base
+from verl.model_merger.megatron import FOLDER as DIST_CKPT
+from verl.model_merger.megatron import MegatronCheckpoint
 from verl.model_merger.sources import DistributedCheckpoint, SafetensorsFolder, WeightSource, has_weights, local_folder
 
 _EXPECTED = (
-    "expected model_world_size_W_rank_R.pt files, shards/, lora_adapter/, or huggingface/*.safetensors, "
+    "expected model_world_size_W_rank_R.pt files, shards/, dist_ckpt/, lora_adapter/, or huggingface/*.safetensors, "
     "next to huggingface/ with the config; --local_dir is .../global_step_N/actor (or .../critic)"
 )
 
@@ -66,16 +68,11 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
     Args:
         folder: `.../global_step_N/actor` or `.../critic`.
         base: The base model of adapters; by default, the one the checkpoint names.
-        backend: The engine that wrote it: "fsdp", or "megatron", which is not supported.
+        backend: The engine that wrote it: "fsdp" or "megatron"; the format is detected.
 
     Raises:
         ValueError: If a file is missing or damaged, or the folder is not a checkpoint; with what was found instead.
     """
-    if backend == "megatron":
-        raise ValueError(
-            f"--backend megatron is not supported ({folder}): this release has no Megatron engine. "
-            "Checkpoints of FSDP and of single-device training merge with --backend fsdp"
-        )
     folder = folder.resolve()
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}: {_EXPECTED}")
@@ -83,11 +80,13 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
     ranks, shards = any(is_rank_file(path) for path in folder.iterdir()), (folder / "shards").is_dir()
     if ranks and shards:
         raise ValueError(f"{folder} contains both rank files and shards/: expected one format; move the other away")
+    config = folder / "huggingface" / "config.json"
     source, kind = _full_weights(folder, ranks, shards)
     adapters = source is None and has_adapters(folder / "lora_adapter")
     if source is None and not adapters:
         raise ValueError(_describe_folder(folder))
-    config = folder / "huggingface" / "config.json"
+    if backend == "megatron" and ranks:
+        raise ValueError(f"{folder} contains rank files of FSDP: use --backend fsdp")
     if not config.is_file():
         raise ValueError(
             f"{config} is missing: copy the config and the tokenizer of the model there "
@@ -117,6 +116,10 @@ def _full_weights(folder: Path, ranks: bool, shards: bool) -> tuple[WeightSource
         source = DistributedCheckpoint(folder / "shards")
         if source.names():
             return source, "shards of torch.distributed.checkpoint"
+    if (folder / DIST_CKPT / ".metadata").is_file() and (folder / "huggingface" / "config.json").is_file():
+        megatron = MegatronCheckpoint(folder / DIST_CKPT, folder / "huggingface")
+        if megatron.has_model:
+            return megatron, "a checkpoint of Megatron-Core"
     if has_weights(folder / "huggingface"):
         return SafetensorsFolder(folder / "huggingface"), "already a HuggingFace model"
     return None, ""
@@ -144,8 +147,11 @@ def _describe_folder(folder: Path) -> str:
         return f"{folder} is a checkpoint of all roles: give one role, {' or '.join(str(folder / r) for r in roles)}"
     if steps:
         return f"{folder} is a run: give the role of one checkpoint, for example {folder / steps[-1] / 'actor'}"
-    if (folder / "dist_ckpt").is_dir():
-        return f"{folder} is a Megatron checkpoint (dist_ckpt/), which is not supported"
+    if (folder / DIST_CKPT).is_dir():
+        return (
+            f"{folder} is a checkpoint of Megatron-Core without weights: expected {DIST_CKPT}/.metadata with the model "
+            "and huggingface/config.json (from the base model), or huggingface/*.safetensors"
+        )
     if has_weights(folder):
         return f"{folder} is already a HuggingFace model: nothing to merge"
     if (folder / "huggingface" / "config.json").is_file():
@@ -163,7 +169,7 @@ def _verify_manifest(folder: Path) -> dict[str, dict[str, Any]]:
         recorded = json.loads((root / MANIFEST).read_text())["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
         raise ValueError(f"cannot read {root / MANIFEST}: {error}") from error
-    folders = tuple(f"{role}/{name}/" for name in ("shards", "lora_adapter", "huggingface"))
+    folders = tuple(f"{role}/{name}/" for name in ("shards", "lora_adapter", "huggingface", DIST_CKPT))
     used = [name for name in recorded if name.startswith(folders)]
     with ThreadPoolExecutor(8) as pool:  # hashing releases the GIL
         faults = [fault for fault in pool.map(lambda name: _fault(root / name, recorded[name]), used) if fault]

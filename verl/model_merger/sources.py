@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from verl.checkpoints.boxes import BoxLoadPlanner, Region
 from verl.checkpoints.shard_files import ShardReader
 
 Shape = tuple[int, ...]
@@ -232,16 +233,17 @@ class _CachingReader(ShardReader):
         return self._metadata
 
 
-class DistributedCheckpoint(WeightSource):
-    """A checkpoint of the sharded engine, written by torch.distributed.checkpoint.
+class ShardFiles:
+    """The tensors in a folder of torch.distributed.checkpoint.
 
-    actor/
-      shards/.metadata, __0_0.distcp, ...   weights; the optimizer state is not read
-      huggingface/                          config and tokenizer
+    Attributes:
+        tensors: key -> shape, dtype and chunks.
+
+    Raises:
+        ValueError: a file is missing or truncated.
     """
 
     def __init__(self, folder: Path):
-        """Open the folder `shards/`. Raises ValueError if a file is missing or truncated."""
         self.folder = folder
         try:
             self._reader = _CachingReader(folder)
@@ -251,11 +253,9 @@ class DistributedCheckpoint(WeightSource):
             ) from error
         metadata = self._reader.read_metadata()
         self._check_files(metadata)
-        self._tensors: dict[str, TensorStorageMetadata] = {
-            key.removeprefix(_PREFIX): entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
-        }
+        self._storage = metadata.storage_data
+        entries = metadata.state_dict_metadata.items()
+        self.tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
     def _check_files(self, metadata: Metadata) -> None:
         ends: dict[str, int] = {}
@@ -272,6 +272,50 @@ class DistributedCheckpoint(WeightSource):
             if size < end:
                 raise ValueError(f"{self.folder / name} is truncated: expected at least {end} bytes, found {size}")
 
+    def read_box(self, key: str, index: Shape = ()) -> torch.Tensor:
+        """Read a tensor, or its slice at `index` of the first dimensions."""
+        entry, depth = self.tensors[key], len(index)
+        full = torch.empty(entry.size[depth:], dtype=entry.properties.dtype)
+        region = Region(key, (*index, *[0] * full.dim()), (*[1] * depth, *full.shape), tuple(entry.size))
+        try:
+            with warnings.catch_warnings():  # reading in a single process is intended
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                boxes = {key: [(region, full.view(region.shape))]}
+                dcp.load(boxes, storage_reader=self._reader, planner=BoxLoadPlanner(), no_dist=True)
+        except CheckpointException as error:
+            raise ValueError(f"{self.folder}: cannot read {key}, a file is damaged: {error}") from error
+        return full
+
+    def read_chunks(self, key: str, index: Shape = ()) -> torch.Tensor:
+        """The same, by concatenating the chunks as they are stored, in the order of their offsets."""
+        shards, depth = [], len(index)
+        for chunk in self.tensors[key].chunks:
+            within = [i - first for i, first in zip(index, chunk.offsets)]
+            if not all(0 <= i < size for i, size in zip(within, chunk.sizes)):
+                continue
+            stored = self._storage[MetadataIndex(key, chunk.offsets)]
+            with (self.folder / stored.relative_path).open("rb") as file:
+                file.seek(stored.offset)
+                content = io.BytesIO(file.read(stored.length))
+            values = torch.load(content, map_location="cpu", weights_only=True)
+            shards.append((tuple(chunk.offsets[depth:]), values[tuple(within)]))
+        return concatenate([shard for shard in shards if shard[1].numel()] or shards)
+
+
+class DistributedCheckpoint(WeightSource):
+    """A checkpoint of the sharded engine or of strategy=megatron, written by torch.distributed.checkpoint.
+
+    actor/
+      shards/.metadata, __0_0.distcp, ...   weights; the optimizer state is not read
+      huggingface/                          config and tokenizer
+    """
+
+    def __init__(self, folder: Path):
+        """Open the folder `shards/`. Raises ValueError if a file is missing or truncated."""
+        self._files = ShardFiles(folder)
+        stored = self._files.tensors.items()
+        self._tensors = {key.removeprefix(_PREFIX): entry for key, entry in stored if key.startswith(_PREFIX)}
+
     def names(self) -> list[str]:
         return list(self._tensors)
 
@@ -279,24 +323,8 @@ class DistributedCheckpoint(WeightSource):
         return {name: TensorInfo(tuple(entry.size), entry.properties.dtype) for name, entry in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        entry = self._tensors[name]
-        full = torch.empty(entry.size, dtype=entry.properties.dtype)
-        try:
-            with warnings.catch_warnings():  # reading in a single process is intended
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load({_PREFIX + name: full}, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:
-            raise ValueError(f"{self.folder}: cannot read {name}, a file is damaged: {error}") from error
-        return full
+        return self._files.read_box(_PREFIX + name)
 
     def read_again(self, name: str) -> torch.Tensor:
         """Concatenate the chunks as they are stored, in the order of their offsets."""
-        storage = self._reader.read_metadata().storage_data
-        shards = []
-        for chunk in self._tensors[name].chunks:
-            stored = storage[MetadataIndex(_PREFIX + name, chunk.offsets)]
-            with (self.folder / stored.relative_path).open("rb") as file:
-                file.seek(stored.offset)
-                content = io.BytesIO(file.read(stored.length))
-            shards.append((tuple(chunk.offsets), torch.load(content, map_location="cpu", weights_only=True)))
-        return concatenate([shard for shard in shards if shard[1].numel()] or shards)
+        return self._files.read_chunks(_PREFIX + name)

@@ -26,7 +26,7 @@ class SFTWorker(EngineWorker):
         self.engine = self.build_engine(
             config.engine.strategy,
             config.model,
-            config.engine,
+            config.engine.selected,
             config.optim,
             device=config.trainer.device,
             total_training_steps=total_training_steps,

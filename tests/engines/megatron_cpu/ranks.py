@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+import torch.distributed.checkpoint as dcp
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.engines.ranks import OPTIMIZER as COSINE
 from tests.engines.ranks import SIZES, make_batch, make_spec, qwen2, results
@@ -23,6 +31,17 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen2": qwen2(),
     "qwen3": Qwen3Config(**SIZES | {"vocab_size": 33}, head_dim=16, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=4),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False),
+    # the first layer is dense; the probabilities of the chosen experts do not sum to 1
+    "qwen3_moe": Qwen3MoeConfig(
+        **FOUR_LAYERS,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        mlp_only_layers=[0],
+    ),
     "deep": Qwen3Config(**FOUR_LAYERS, head_dim=8, tie_word_embeddings=True),
 }
 
@@ -30,7 +49,7 @@ MODELS: dict[str, PretrainedConfig] = {
 def megatron_engine(
     path: str, optimizer: schema.OptimConfig | None = OPTIMIZER, *, kind: str = "causal_lm", **keys: Any
 ) -> TrainEngine:
-    """An engine in float32. keys: of the sections `model` and `megatron`; t, p, c, v: parallel sizes."""
+    """An engine in float32. keys: of the sections `model` and `megatron`; t, p, c, e, et, v: parallel sizes."""
     from tests.engines.megatron_cpu import shim
 
     shim.install()
@@ -38,6 +57,8 @@ def megatron_engine(
         "t": "tensor_model_parallel_size",
         "p": "pipeline_model_parallel_size",
         "c": "context_parallel_size",
+        "e": "expert_model_parallel_size",
+        "et": "expert_tensor_parallel_size",
         "v": "virtual_pipeline_model_parallel_size",
     }
     keys = {names.get(name, name): value for name, value in keys.items()}
@@ -69,6 +90,15 @@ def save_and_resume(path: str, folder: Path, resume: Path | None, steps: int = 1
     if resume is not None:
         engine.load(resume, contents[:3])
     found = results(engine, make_batch(), MicroBatching(rows=2), steps)
+    found["weights"] = {name: tensor.clone() for name, tensor in found["weights"].items()}
     engine.save(folder, contents)
     engine.finish_save()
     return found
+
+
+def read_shards(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of sharded files, whole."""
+    described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in described.items()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return state

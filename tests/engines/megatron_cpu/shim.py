@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from verl.engines.megatron import runtime
@@ -51,7 +52,32 @@ class _Nothing:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: _Nothing()  # a stream's record_event returns an event
+
+
+def _allow_uneven_sizes() -> None:
+    """Gather and scatter tensors of different lengths, as NCCL does and gloo does not."""
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        longest = max(len(each) for each in outputs)
+        if all(len(each) == longest for each in outputs):
+            return gather(outputs, tensor, *args, **kwargs)
+        padded = [each.new_empty(longest, *each.shape[1:]) for each in outputs]
+        own = tensor.new_empty(longest, *tensor.shape[1:])
+        own[: len(tensor)] = tensor
+        gather(padded, own, *args, **kwargs)
+        for output, each in zip(outputs, padded):
+            output.copy_(each[: len(output)])
+
+    def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if len({len(each) for each in inputs}) == 1:
+            return scatter(output, inputs, *args, **kwargs)
+        joined = torch.cat(inputs)
+        dist.all_reduce(joined, **kwargs)
+        output.copy_(joined.split([len(each) for each in inputs])[dist.get_rank(kwargs["group"])])
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def install() -> None:
@@ -59,6 +85,7 @@ def install() -> None:
     if "cpu" in runtime.DEVICE_TYPES:
         return
     runtime.DEVICE_TYPES.add("cpu")
+    torch.compiler.set_stance("force_eager")  # megatron-core compiles small functions; that fails after what follows
     _device_constructors()  # cached: `with torch.device("meta")` must know the functions by their own identity
     for name in _FACTORIES:
         setattr(torch, name, _without_cuda(getattr(torch, name)))
@@ -82,6 +109,11 @@ def install() -> None:
     torch.Tensor.type = lambda self, *args, **kw: (
         type_of(self, *args, **kw) if args or kw else type_of(self).replace("torch.", "torch.cuda.", 1)
     )
+    exchange = dist.all_to_all_single  # megatron-core makes lists of sizes only when it copies them from a GPU
+    dist.all_to_all_single = lambda *args, **kw: exchange(
+        *args, **{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
+    )
+    _allow_uneven_sizes()
     from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

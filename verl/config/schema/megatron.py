@@ -8,7 +8,7 @@ _ACTOR = "${actor_rollout_ref.actor.megatron."
 
 
 class MegatronTransformerConfig(Section):
-    """`megatron.override_transformer_config`: activation recomputation."""
+    """`megatron.override_transformer_config`: activation recomputation, experts, layers of the pipeline stages."""
 
     recompute_granularity: Literal["full", "selective"] | None = field(
         None, "recompute whole layers or some modules in the backward pass; null: as enable_gradient_checkpointing says"
@@ -16,6 +16,15 @@ class MegatronTransformerConfig(Section):
     recompute_modules: StrList = field(["core_attn"], "modules that selective recomputes")
     recompute_method: Literal["uniform", "block"] | None = field(None, "which layers full recomputes; null: uniform")
     recompute_num_layers: int | None = field(None, "layers per recomputed unit (uniform) or stage (block)", ge=1)
+    moe_router_dtype: Literal["fp32", "fp64"] | None = field(None, "dtype of the router; null: that of the model")
+    moe_aux_loss_coeff: float = field(0.0, "coefficient of the load-balancing loss of the experts; 0: none", ge=0)
+    moe_z_loss_coeff: float | None = field(None, "coefficient of the router's z-loss (ST-MoE); null: none", ge=0)
+    num_layers_in_first_pipeline_stage: int | None = field(
+        None, "layers of the first stage; null: as many as the others", ge=1
+    )
+    num_layers_in_last_pipeline_stage: int | None = field(
+        None, "layers of the last stage; null: as many as the others", ge=1
+    )
 
 
 class MegatronConfig(Section):
@@ -27,12 +36,19 @@ class MegatronConfig(Section):
         None, "chunks of layers per pipeline stage (interleaved schedule); null: one", ge=2
     )
     context_parallel_size: int = field(1, "ranks that share the tokens of the same sequences", ge=1)
+    expert_model_parallel_size: int = field(1, "ranks that share the experts of a layer", ge=1)
+    expert_tensor_parallel_size: int | None = field(
+        None, "ranks that share every expert; null: tensor_model_parallel_size", ge=1
+    )
     sequence_parallel: bool = field(True, "shard activations between layers over the tensor-parallel ranks")
     use_distributed_optimizer: bool = field(True, "shard the optimizer state over the data-parallel ranks")
+    param_offload: bool = field(False, "keep the weights in host memory between phases")
+    grad_offload: bool = field(False, "free the gradients between phases")
+    optimizer_offload: bool = field(False, "keep the optimizer state in host memory between phases")
     seed: int = field(42, "seed of megatron-core's random state, which recomputation restores", ge=0)
     dtype: Precision = field("auto", "dtype of weights and computation; auto: fp32 on a CPU, bf16 on a GPU")
     override_transformer_config: MegatronTransformerConfig = section(
-        MegatronTransformerConfig, "activation recomputation"
+        MegatronTransformerConfig, "activation recomputation, experts, layers of the pipeline stages"
     )
 
     @property
@@ -60,6 +76,15 @@ class RefMegatronConfig(MegatronConfig):
         1,
         "ranks that share the tokens of the same sequences",
         default_from=_ACTOR + "context_parallel_size}",
+        ge=1,
+    )
+    expert_model_parallel_size: int = field(
+        1, "ranks that share the experts of a layer", default_from=_ACTOR + "expert_model_parallel_size}", ge=1
+    )
+    expert_tensor_parallel_size: int | None = field(
+        None,
+        "ranks that share every expert; null: tensor_model_parallel_size",
+        default_from=_ACTOR + "expert_tensor_parallel_size}",
         ge=1,
     )
     sequence_parallel: bool = field(

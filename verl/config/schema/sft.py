@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from verl.config.aliases import SFT
-from verl.config.fields import FilePaths, Schema, Section, StrList, field, section
+from verl.config.fields import FilePaths, Precision, Schema, Section, StrList, field, section
 from verl.config.naming import default_names
 from verl.config.schema.data import DatasetClassConfig, PromptFormat
+from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.model import CheckpointConfig, CheckpointContents, EngineConfig, ModelConfig, OptimConfig
 from verl.config.schema.trainer import RunConfig
 
@@ -44,10 +45,32 @@ class SFTOptimConfig(OptimConfig):
     lr: float = field(1e-5, "peak learning rate", ge=0)
 
 
+class SFTMegatronConfig(MegatronConfig):
+    """`engine.megatron`."""
+
+    param_offload: bool = field(
+        False, "keep the weights in host memory between phases", default_from="${engine.param_offload}"
+    )
+    optimizer_offload: bool = field(
+        False, "keep the optimizer state in host memory between phases", default_from="${engine.optimizer_offload}"
+    )
+    dtype: Precision = field(
+        "auto",
+        "dtype of weights and computation; auto: fp32 on a CPU, bf16 on a GPU",
+        default_from="${engine.dtype}",
+    )
+
+
 class SFTEngineConfig(EngineConfig):
     """`engine`: precision, sharding and offloading."""
 
-    strategy: str = field("fsdp", "registered name of the training engine: fsdp, fsdp2, or a custom one")
+    strategy: str = field("fsdp", "registered name of the training engine: fsdp, fsdp2, megatron, or a custom one")
+    megatron: SFTMegatronConfig = section(SFTMegatronConfig, "precision and parallelism of strategy=megatron")
+
+    @property
+    def selected(self) -> EngineConfig | MegatronConfig:
+        """The section of the training engine."""
+        return self.megatron if self.strategy == "megatron" else self
 
 
 class SFTCheckpointConfig(CheckpointConfig):

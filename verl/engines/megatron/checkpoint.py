@@ -1,83 +1,207 @@
-"""The checkpoint of a `MegatronEngine`.
+"""The checkpoint of a `MegatronEngine`. Any parallel sizes load it.
 
-huggingface/      config, and the weights if `hf_model` is in save_contents
-megatron/N.pt     the weights and optimizer state of rank N, with the parallel sizes they belong to
-extra.pt          the learning-rate schedule
+huggingface/    config, and the weights if `hf_model` is in save_contents
+shards/         weights and optimizer state with HuggingFace names and shapes; every rank writes its own
+extra.pt        the learning-rate schedule
+
+A weight W has the keys `model.module.W`, `optimizer.state.module.W.exp_avg`, `....exp_avg_sq` and, if the model is not
+float32, `....main`: the float32 weight of the optimizer.
 """
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from verl.checkpoints.boxes import Boxes, BoxLoadPlanner, Region
+from verl.checkpoints.shard_files import ShardReader
+from verl.engines.checkpoint import load_shards
+from verl.engines.megatron.layout import Conversion
 from verl.engines.megatron.runtime import ParallelRanks
+from verl.engines.megatron.weights import own_parameters, place_of
+
+_STEP = "optimizer.step"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MAIN = "main"
 
 
-def sizes_of(ranks: ParallelRanks) -> dict[str, int]:
-    """The layout that the file of a rank belongs to."""
-    return {"tensor": ranks.t_size, "pipeline": ranks.p_size, "context": ranks.c_size, "data": ranks.d_size}
+class EngineState:
+    """The weights and the optimizer state of a rank as boxes of HuggingFace tensors.
+
+    Args:
+        chunks: of the model.
+        table: its conversions.
+        ranks: the position of this rank.
+        optimizer: of megatron-core; None for a model without one.
+    """
+
+    def __init__(
+        self, chunks: list[torch.nn.Module], table: list[Conversion], ranks: ParallelRanks, optimizer: Any | None
+    ):
+        self._ranks = ranks
+        self._optimizers = [] if optimizer is None else [x for x in optimizer.chained_optimizers if x.optimizer]
+        self._parameters = {p: conversion for _, p, conversion in own_parameters(chunks, table)}
+
+    # ---- saving -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def weights(self) -> Boxes:
+        """Copies of the weights on the host."""
+        found: Boxes = {}
+        for parameter, conversion in self._parameters.items():
+            self._add(found, conversion, parameter, "model.module.{}")
+        return found
+
+    @torch.no_grad()
+    def optimizer_state(self) -> Boxes:
+        """Copies of the optimizer state on the host; data-parallel ranks share the parameters. Collective."""
+        step = max((_step_of(one) for one in self._optimizers), default=0)
+        found: Boxes = {_STEP: [(Region(_STEP, (0,), (1,), (1,)), torch.tensor([step]))]}
+        for one in self._optimizers:
+            names = (*_MOMENTS, _MAIN) if step else (_MAIN,)
+            for parameter, tensors in _full_state(one, self._parameters, names):
+                for name, values in tensors.items():
+                    key = f"optimizer.state.module.{{}}.{name}"
+                    self._add(found, self._parameters[parameter], values, key)
+        return found
+
+    def _add(self, found: Boxes, conversion: Conversion, local: torch.Tensor, key: str) -> None:
+        for region, values in conversion.boxes(local, place_of(conversion, self._ranks)):
+            copied = values.contiguous().to("cpu", copy=True)
+            found.setdefault(key.format(region.source), []).append((region, copied))
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, folder: Path, with_optimizer: bool) -> None:
+        """Restore weights, and the optimizer state. Raises ValueError if the files are of a different model."""
+        stored = _stored_keys(folder)
+        wanted: Boxes = {}
+        fills = [
+            (parameter, self._request(wanted, conversion, "model.module.{}", parameter.dtype))
+            for parameter, conversion in self._parameters.items()
+        ]
+        moments = []
+        if with_optimizer:
+            if _STEP not in stored:
+                raise ValueError(f"{folder} was saved without optimizer: remove it from checkpoint.load_contents")
+            step = torch.zeros(1, dtype=torch.int64)
+            wanted[_STEP] = [(Region(_STEP, (0,), (1,), (1,)), step)]
+            names = [name for name in (*_MOMENTS, _MAIN) if any(key.endswith(f".{name}") for key in stored)]
+            for one in self._optimizers:
+                for slot in _slots(one, self._parameters):
+                    conversion = self._parameters[slot.parameter]
+                    keys = {name: f"optimizer.state.module.{{}}.{name}" for name in names}
+                    boxes = {n: self._request(wanted, conversion, key, torch.float32) for n, key in keys.items()}
+                    moments.append((one, slot, conversion, boxes))
+        load_shards(folder, wanted, BoxLoadPlanner())
+        for parameter, boxes in fills:
+            parameter.copy_(self._join(self._parameters[parameter], boxes))
+        for one in self._optimizers:
+            one.reload_model_params()
+        for one, slot, conversion, boxes in moments:
+            slot.fill(one, {name: self._join(conversion, given) for name, given in boxes.items()}, int(step))
+
+    def _request(self, wanted: Boxes, conversion: Conversion, key: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Ask for the parts of a parameter; they are filled by reading."""
+        parts = []
+        for region in conversion.regions(place_of(conversion, self._ranks)):
+            parts.append(torch.zeros(region.shape, dtype=dtype))
+            wanted.setdefault(key.format(region.source), []).append((region, parts[-1]))
+        return parts
+
+    def _join(self, conversion: Conversion, parts: list[torch.Tensor]) -> torch.Tensor:
+        return conversion.join(parts, place_of(conversion, self._ranks))
 
 
-def model_state(chunks: list[torch.nn.Module]) -> list[dict[str, torch.Tensor]]:
-    """The parameters of this rank."""
-    return [{name: p.detach().cpu() for name, p in chunk.named_parameters()} for chunk in chunks]
+def _stored_keys(folder: Path) -> set[str]:
+    if not (folder / "shards").is_dir():
+        raise ValueError(f"the checkpoint has no shards (expected {folder / 'shards'}): was it saved without them?")
+    return set(ShardReader(folder / "shards").read_metadata().state_dict_metadata)
 
 
-def optimizer_state(optimizer: Any) -> list[dict[str, Any]]:
-    """State and master weights of each optimizer of this rank."""
-    return [
-        {"state": one.state_dict()["state"], "main": [p.detach().cpu() for p in _parameters(one)]}
-        for one in _optimizers(optimizer)
-    ]
+# ---- megatron-core's optimizers -------------------------------------------------------------------------------------
 
 
-def write_rank(folder: Path, rank: int, state: dict[str, Any]) -> None:
-    """Write the file of one rank."""
-    (folder / "megatron").mkdir(parents=True, exist_ok=True)
-    torch.save(state, folder / "megatron" / f"{rank}.pt")
+class _Slot:
+    """The state of one parameter in an optimizer.
+
+    Attributes:
+        parameter: of the model.
+        main: what the optimizer updates: the parameter, a float32 copy, or a run of its elements.
+        run: which elements; None for all.
+        group: the parameter group.
+    """
+
+    def __init__(self, parameter: torch.Tensor, main: torch.Tensor, run: slice | None, group: dict[str, Any]):
+        self.parameter, self.main, self.run, self.group = parameter, main, run, group
+
+    def fill(self, optimizer: Any, tensors: dict[str, torch.Tensor], step: int) -> None:
+        """Set the state from tensors shaped like the parameter."""
+        flat = {name: values.flatten() for name, values in tensors.items()}
+        own = {name: (x if self.run is None else x[self.run]).to(self.main.device) for name, x in flat.items()}
+        if _MAIN in own and self.main is not self.parameter and self.parameter.dtype != torch.float32:
+            self.main.copy_(own[_MAIN].view_as(self.main))
+        if not step:
+            return
+        state = optimizer.optimizer.state[self.main]
+        for name in _MOMENTS:
+            state[name] = own[name].view_as(self.main).clone()
+        if isinstance(optimizer.optimizer, torch.optim.Adam):
+            state["step"] = torch.tensor(float(step))
+        else:  # the fused optimizers count in the group
+            self.group["step"] = step
 
 
-def read_rank(folder: Path, rank: int, ranks: ParallelRanks) -> dict[str, Any]:
-    """Read the file of one rank. Raises ValueError if there is none, or the parallel sizes differ."""
-    path, sizes = folder / "megatron" / f"{rank}.pt", sizes_of(ranks)
-    if not path.is_file():
-        raise ValueError(
-            f"the checkpoint has no file {path}: expected a checkpoint of strategy=megatron with parallel sizes {sizes}"
-        )
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["sizes"] != sizes:
-        raise ValueError(
-            f"{path} was saved with parallel sizes {state['sizes']}, this run has {sizes}: resume with the sizes of "
-            "the checkpoint, or start a new run from its huggingface folder (checkpoint.save_contents with hf_model)"
-        )
-    return state
+def _slots(optimizer: Any, parameters: Iterable[torch.Tensor]) -> Iterator[_Slot]:
+    """The parameters of the model of which this rank has some state in an optimizer."""
+    groups = optimizer.optimizer.param_groups
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, (group, i) in optimizer.model_param_group_index_map.items():
+            run = optimizer._get_model_param_range_map(parameter)["param"]
+            yield _Slot(parameter, groups[group]["params"][i], slice(run.start, run.end), groups[group])
+        return
+    models = {vars(p).get("main_param", p): p for p in parameters}
+    for group in groups:
+        for main in group["params"]:
+            yield _Slot(models[main], main, None, group)
 
 
-@torch.no_grad()
-def load_model_state(chunks: list[torch.nn.Module], state: list[dict[str, torch.Tensor]], folder: Path) -> None:
-    """Restore the parameters of this rank."""
-    for chunk, saved in zip(chunks, state, strict=True):
-        own = dict(chunk.named_parameters())
-        wrong = [name for name, p in own.items() if name not in saved or saved[name].shape != p.shape]
-        if wrong or len(saved) != len(own):
-            raise ValueError(f"{folder} is of a different model: {wrong[:3] or sorted(set(saved) - set(own))[:3]}")
-        for name, parameter in own.items():
-            parameter.copy_(saved[name])
+def _full_state(
+    optimizer: Any, parameters: Iterable[torch.Tensor], names: tuple[str, ...]
+) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """(parameter, its optimizer state, shaped like it) of the parameters that this rank writes. Collective."""
+    slots = {slot.parameter: slot for slot in _slots(optimizer, parameters)}
+    if not isinstance(optimizer, DistributedOptimizer):
+        for parameter, slot in slots.items():
+            yield parameter, _tensors(optimizer, slot, names)
+        return
+    group = optimizer.data_parallel_group
+    for i, parameter in enumerate(p for buffer in optimizer.buffers for p in buffer.params):
+        slot, found = slots.get(parameter), {}
+        own = _tensors(optimizer, slot, names) if slot is not None else {}
+        for name in names:
+            if name == _MAIN and parameter.dtype == torch.float32:
+                continue
+            full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            if slot is not None:
+                full[slot.run] = own[name].flatten()
+            dist.all_reduce(full, group=group)
+            found[name] = full.view_as(parameter)
+        if i % group.size() == group.rank():
+            yield parameter, found
 
 
-@torch.no_grad()
-def load_optimizer_state(optimizer: Any, state: list[dict[str, Any]]) -> None:
-    """Restore state and master weights; learning rate and weight decay stay those of this run."""
-    for one, saved in zip(_optimizers(optimizer), state, strict=True):
-        one.load_state_dict({"state": saved["state"], "param_groups": one.state_dict()["param_groups"]})
-        for parameter, value in zip(_parameters(one), saved["main"], strict=True):
-            parameter.copy_(value)
+def _tensors(optimizer: Any, slot: _Slot, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    state = optimizer.optimizer.state.get(slot.main, {}) | {_MAIN: slot.main}
+    return {name: state[name] for name in names if name != _MAIN or slot.parameter.dtype != torch.float32}
 
 
-def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers of torch inside megatron-core's; a rank may have none."""
-    return [one.optimizer for one in optimizer.chained_optimizers if one.optimizer is not None]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _step_of(optimizer: Any) -> int:
+    """Updates so far."""
+    counts = [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
+    counts += [group["step"] for group in optimizer.optimizer.param_groups if "step" in group]
+    return int(max(counts, default=0))

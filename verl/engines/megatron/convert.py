@@ -1,16 +1,20 @@
 """HuggingFace configs as megatron-core configs. Architectures that would be computed differently are refused."""
 
+import logging
 from typing import Any
 
 import torch
 from torch.nn.functional import silu
 
 from verl.config import schema
+from verl.engines.megatron.layout import ARCHITECTURES, expert_size, head_size, sparse_layers
 from verl.engines.megatron.model import DecoderConfig
 from verl.engines.megatron.runtime import ParallelRanks
 
-#: model_type -> whether queries, keys and values have biases; heads of Qwen3 have norms
-ARCHITECTURES = {"llama": False, "mistral": False, "qwen2": True, "qwen3": False}
+#: modules that selective recomputation supports; others need Transformer Engine
+_RECOMPUTED = {"core_attn", "mlp", "moe"}
+
+logger = logging.getLogger("verl.engines")
 
 
 def check_supported(hf: Any, path: str) -> None:
@@ -24,6 +28,8 @@ def check_supported(hf: Any, path: str) -> None:
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
             raise ValueError(f"strategy=megatron: {path!r} has {name}=true, which is not supported: use strategy=fsdp")
+    if values.get("router_jitter_noise"):
+        raise ValueError(f"strategy=megatron: {path!r} has router_jitter_noise, which is not supported: set it to 0")
     if hf.hidden_act != "silu":
         raise ValueError(f"strategy=megatron: expected hidden_act 'silu', found {hf.hidden_act!r} at {path!r}")
 
@@ -35,16 +41,47 @@ def check_sizes(hf: Any, megatron: schema.MegatronConfig) -> None:
         megatron.pipeline_model_parallel_size,
         megatron.context_parallel_size,
     )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    sparse = sparse_layers(hf)
+    dense = () if all(sparse) else ("intermediate_size",)
+    for name in ("num_attention_heads", "num_key_value_heads", *dense):
         if getattr(hf, name) % t:
             raise ValueError(f"megatron.tensor_model_parallel_size {t} does not divide {name} {getattr(hf, name)}")
     if hf.num_attention_heads // t % c:
         raise ValueError(
             f"megatron.context_parallel_size {c} does not divide the {hf.num_attention_heads // t} heads of a rank"
         )
-    chunks = p * (megatron.virtual_pipeline_model_parallel_size or 1)
-    if hf.num_hidden_layers % chunks:
-        raise ValueError(f"megatron: {chunks} pipeline chunks do not divide the {hf.num_hidden_layers} layers")
+    _check_experts(hf, megatron, any(sparse))
+    section = megatron.override_transformer_config
+    ends = [section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage]
+    given = [count for count in ends if count is not None]
+    virtual = megatron.virtual_pipeline_model_parallel_size or 1
+    if given and (virtual > 1 or p <= len(given)):
+        raise ValueError(
+            "megatron: num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need more pipeline "
+            f"stages than they set, and no virtual_pipeline_model_parallel_size; found {p} stages"
+        )
+    chunks, layers = (p - len(given)) * virtual, hf.num_hidden_layers - sum(given)
+    if layers <= 0 or layers % chunks:
+        raise ValueError(f"megatron: {chunks} pipeline chunks do not divide the {layers} layers")
+
+
+def _check_experts(hf: Any, megatron: schema.MegatronConfig, is_sparse: bool) -> None:
+    """Raise ValueError if the sizes of expert parallelism do not divide the model."""
+    e, t = megatron.expert_model_parallel_size, megatron.tensor_model_parallel_size
+    if not is_sparse:
+        if e > 1:
+            logger.warning("megatron.expert_model_parallel_size=%d has no effect: the model has no experts", e)
+        return
+    if hf.num_local_experts % e:
+        raise ValueError(f"megatron.expert_model_parallel_size {e} does not divide the {hf.num_local_experts} experts")
+    inner = megatron.expert_tensor_parallel_size or t
+    if expert_size(hf) % inner:
+        raise ValueError(f"megatron: {inner} expert-tensor-parallel ranks do not divide the size {expert_size(hf)}")
+    if t > 1 and not megatron.sequence_parallel:
+        raise ValueError(
+            "megatron.sequence_parallel=false is not supported for a model with experts and "
+            "tensor_model_parallel_size > 1: remove it"
+        )
 
 
 def decoder_config(
@@ -73,7 +110,7 @@ def decoder_config(
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=ARCHITECTURES[hf.model_type],
-        qk_layernorm=hf.model_type == "qwen3",
+        qk_layernorm=hf.model_type.startswith("qwen3"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         sliding_windows=_windows(hf),
@@ -85,6 +122,8 @@ def decoder_config(
         virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
         context_parallel_size=ranks.c_size,
         sequence_parallel=megatron.sequence_parallel and ranks.t_size > 1,
+        num_layers_in_first_pipeline_stage=megatron.override_transformer_config.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=megatron.override_transformer_config.num_layers_in_last_pipeline_stage,
         # weights are read from files
         perform_initialization=False,
         use_cpu_initialization=True,
@@ -101,12 +140,28 @@ def decoder_config(
         persist_layer_norm=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
+        **_experts(hf, megatron, ranks),
         **_recompute(megatron.override_transformer_config, recompute),
     )
 
 
-def head_size(hf: Any) -> int:
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+def _experts(hf: Any, megatron: schema.MegatronConfig, ranks: ParallelRanks) -> dict[str, Any]:
+    """The keys of a model with experts. The coefficients of auxiliary losses are set for each update."""
+    sparse = sparse_layers(hf)
+    if not any(sparse):
+        return {}
+    return {
+        "num_moe_experts": hf.num_local_experts,
+        "moe_ffn_hidden_size": expert_size(hf),
+        "moe_layer_freq": [int(each) for each in sparse],
+        "moe_router_topk": hf.num_experts_per_tok,
+        # the probabilities of the chosen experts: of all experts, or, as a softmax over the chosen, summing to 1
+        "moe_router_pre_softmax": hf.model_type == "qwen3_moe" and not hf.norm_topk_prob,
+        "moe_router_dtype": megatron.override_transformer_config.moe_router_dtype,
+        "moe_router_load_balancing_type": "aux_loss",
+        "expert_model_parallel_size": ranks.e_size,
+        "expert_tensor_parallel_size": ranks.et_size,
+    }
 
 
 def _windows(hf: Any) -> tuple[int | None, ...]:
@@ -125,6 +180,11 @@ def _recompute(section: schema.MegatronTransformerConfig, everything: bool) -> d
             return {}
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if section.recompute_granularity == "selective":
+        if unknown := set(section.recompute_modules) - _RECOMPUTED:
+            raise ValueError(
+                f"megatron.override_transformer_config.recompute_modules: expected some of {sorted(_RECOMPUTED)}, "
+                f"found {sorted(unknown)}"
+            )
         return {"recompute_granularity": "selective", "recompute_modules": list(section.recompute_modules)}
     return {
         "recompute_granularity": "full",

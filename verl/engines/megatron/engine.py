@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,21 +26,20 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.nn.functional import pad
 
+from verl.checkpoints.boxes import Boxes, BoxSavePlanner
 from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
-from verl.engines.checkpoint import load_extra, save_description
+from verl.engines.checkpoint import CheckpointWriter, load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module
-from verl.engines.megatron import checkpoint, convert
+from verl.engines.megatron import convert
+from verl.engines.megatron.checkpoint import EngineState
+from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.model import TokenGPT
+from verl.engines.megatron.offload import Storages, optimizer_tensors
 from verl.engines.megatron.runtime import check_device, join_groups
-from verl.engines.megatron.weights import (
-    WeightFiles,
-    WeightGatherer,
-    conversions,
-    global_names,
-    load_weights,
-    mark_shards,
-)
+from verl.engines.megatron.weight_files import WeightFiles
+from verl.engines.megatron.weights import WeightGatherer, global_names, load_weights, mark_shards
+from verl.engines.memory import OnDevice
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import plan_micro_batches, split_to
 from verl.engines.optimizer import clip_gradients, lr_multiplier
@@ -96,9 +95,12 @@ class MegatronEngine(TrainEngine):
         load_weights(self.chunks, self._table, WeightFiles(spec.model.path), ranks)
         self._gatherer = WeightGatherer(self.chunks, self._table, ranks)
         self._stages: list[Any] = list(self.chunks)
+        self._writer = CheckpointWriter()
         self.steps = 0  # of the schedule
+        self.optimizer: Any = None
         if spec.optimizer is not None:
             self._prepare_training(spec.optimizer)
+        self._prepare_offload()
         self._sequence_ranks = (
             SequenceRanks(ranks.groups.get_context_parallel_group(), ranks.c, ranks.c_size)
             if ranks.c_size > 1
@@ -154,6 +156,42 @@ class MegatronEngine(TrainEngine):
         self._lr_factor = lr_multiplier(optim, self.spec.total_training_steps)
         self._set_lr()
 
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def _prepare_offload(self) -> None:
+        """Move to the host what is there between phases."""
+        self._onloaded: list[AbstractContextManager[None]] = []
+        weights = [p for chunk in self.chunks for p in chunk.parameters()]
+        self._weights_used: AbstractContextManager[None] = nullcontext()
+        self._optimizer_used: AbstractContextManager[None] = nullcontext()
+        self._gradients_used: AbstractContextManager[None] = nullcontext()
+        if self.optimizer is not None and self.section.optimizer_offload:
+            storages = Storages(lambda: optimizer_tensors(self.optimizer, weights))
+            self._optimizer_used = OnDevice(storages.move, self.device)
+        if self.optimizer is not None and self.section.grad_offload:
+            buffers = [x for stage in self._stages for x in (*stage.buffers, *stage.expert_parallel_buffers)]
+            storages = Storages(lambda: [buffer.grad_data for buffer in buffers], keep=False)
+            self._gradients_used = OnDevice(storages.move, self.device)
+        if self.section.param_offload:
+            self._weights_used = OnDevice(Storages(lambda: weights).move, self.device)
+
+    @contextmanager
+    def on_device(self, optimizer: bool = False) -> Iterator[None]:
+        with ExitStack() as used:
+            used.enter_context(self._weights_used)
+            if optimizer:
+                used.enter_context(self._optimizer_used)
+                used.enter_context(self._gradients_used)
+            yield
+
+    def onload(self, optimizer: bool = False) -> None:
+        phase = self.on_device(optimizer)
+        phase.__enter__()
+        self._onloaded.append(phase)
+
+    def offload(self) -> None:
+        self._onloaded.pop().__exit__(None, None, None)
+
     # ---- computing ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -171,7 +209,8 @@ class MegatronEngine(TrainEngine):
 
             return store
 
-        self._run(micro_batches, outputs, temperature, keep, forward_only=True)
+        with self.on_device():
+            self._run(micro_batches, outputs, temperature, keep, forward_only=True)
         if self.ranks.p_size > 1:
             pipeline = self.ranks.groups.get_pipeline_model_parallel_group()
             dist.broadcast(found, self.ranks.last_stage(), group=pipeline)
@@ -192,11 +231,13 @@ class MegatronEngine(TrainEngine):
 
             return compute
 
-        for stage in self._stages:
-            stage.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._run(micro_batches, objective.needs, temperature, loss_of, forward_only=False)
-        return self._shared_metrics(sums) | self._step()
+        self._set_router_losses(micro_batches)
+        with self.on_device(optimizer=True):
+            for stage in self._stages:
+                stage.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self._run(micro_batches, objective.needs, temperature, loss_of, forward_only=False)
+            return self._shared_metrics(sums) | self._step()
 
     def _run(
         self,
@@ -211,7 +252,8 @@ class MegatronEngine(TrainEngine):
         def forward_step(iterator: Iterator[_MicroBatch], stage: Any) -> tuple[Any, Callable]:
             one = next(iterator)
             given = stage(one.model_input, outputs, temperature)
-            return given, partial(consume(given, one))
+            # the schedule asks the output for its device
+            return given if isinstance(given, torch.Tensor) else given[outputs[0]], partial(consume(given, one))
 
         schedule = get_forward_backward_func()
         iterators = [iter(micro_batches) for _ in self._stages]
@@ -226,6 +268,21 @@ class MegatronEngine(TrainEngine):
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _set_router_losses(self, micro_batches: list[_MicroBatch]) -> None:
+        """Set the coefficients of the experts' auxiliary losses, of which the mini-batch gets the mean over tokens.
+
+        megatron-core multiplies the loss of a micro-batch by the tokens of a rank.
+        """
+        section = self.section.override_transformer_config
+        if self.config.num_moe_experts is None or not (section.moe_aux_loss_coeff or section.moe_z_loss_coeff):
+            return
+        own = sum(one.model_input.input_ids.shape[1] for one in micro_batches)
+        (total,) = self.sum_over_ranks([own])  # over data-parallel ranks, of the share of a context-parallel rank
+        share = self.ranks.t_size / total
+        self.config.moe_aux_loss_coeff = section.moe_aux_loss_coeff * share
+        if section.moe_z_loss_coeff is not None:
+            self.config.moe_z_loss_coeff = section.moe_z_loss_coeff * share
 
     def _micro_batches(self, columns: Tensors, micro: MicroBatching) -> list[_MicroBatch]:
         """Split rows into micro-batches; interleaved stages need a multiple of the number of stages."""
@@ -262,7 +319,8 @@ class MegatronEngine(TrainEngine):
         if not math.isfinite(norm):
             logger.warning("the gradient norm is %s: skipping this update", norm)
             return {"grad_norm": norm, "grad_skipped": 1.0}
-        gradients = [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
+        optimizers = self.optimizer.chained_optimizers  # experts that have ranks of their own have another one
+        gradients = [p.grad for one in optimizers for p in one.get_parameters() if p.grad is not None]
         if gradients:
             clip_gradients(gradients, torch.tensor(norm, device=self.device), self.spec.optimizer.clip_grad)
         self.optimizer.step_with_ready_grads()
@@ -287,10 +345,12 @@ class MegatronEngine(TrainEngine):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._gatherer.gather()
+        with self.on_device():
+            yield from self._gatherer.gather()
 
     def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._gatherer.gather(dtype=dtype)
+        with self.on_device():
+            yield from self._gatherer.gather(dtype=dtype)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in self.chunks[0].rotary.named_buffers():
@@ -304,53 +364,55 @@ class MegatronEngine(TrainEngine):
     def non_finite_state(self) -> list[str]:
         own = global_names(self.chunks)
         names = [conversion.name for conversion in self._table]
-        broken = [float(name in own and not own[name].isfinite().all()) for name in names]
+        with self.on_device():
+            broken = [float(name in own and not own[name].isfinite().all()) for name in names]
         return [name for name, is_broken in zip(names, self.max_over_ranks(broken)) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
-        folder = Path(folder)
-        state: dict[str, Any] = {"sizes": checkpoint.sizes_of(self.ranks)}
-        if "model" in contents:
-            state["model"] = checkpoint.model_state(self.chunks)
-        if "optimizer" in contents:
-            state["optimizer"] = checkpoint.optimizer_state(self.optimizer)
-        checkpoint.write_rank(folder, dist.get_rank(), state)
+        folder, state = Path(folder), self._state()
+        shards: Boxes = {}
+        with self.on_device(optimizer="optimizer" in contents):
+            if "model" in contents:
+                shards |= state.weights()
+            if "optimizer" in contents:
+                shards |= state.optimizer_state()
         full: Tensors = {}
         for name, tensor in self.weights() if "hf_model" in contents else ():
             if self.ranks.is_first_rank:
                 full[name] = tensor.cpu()
-        if self.ranks.is_first_rank:
+        steps = self.steps
+
+        def write_rest() -> None:
+            if not self.ranks.is_first_rank:
+                return
             module = empty_module(ModelSpec(self.spec.model, self.spec.kind, model_dtype=self.dtype))
             if full:
                 module.save_pretrained(folder / "huggingface", state_dict=full)
             else:
                 save_description(module, folder / "huggingface")
             if "extra" in contents:
-                torch.save({"steps": self.steps}, folder / "extra.pt")
-        dist.barrier()
+                torch.save({"steps": steps}, folder / "extra.pt")
+
+        self._writer.start(folder, shards, write_rest, background, BoxSavePlanner())
+        if not background:
+            dist.barrier()
+
+    def _state(self) -> EngineState:
+        return EngineState(self.chunks, self._table, self.ranks, self.optimizer)
 
     def is_saved(self) -> bool:
-        return True
+        return self._writer.is_done()
 
     def finish_save(self) -> None:
-        """`save` writes in the foreground."""
+        self._writer.finish()
 
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
         if "model" not in contents:
             raise ValueError(f"checkpoint.load_contents is {list(contents)}: strategy=megatron needs model in it")
-        state = checkpoint.read_rank(folder, dist.get_rank(), self.ranks)
-        for name in {"model", "optimizer"} & set(contents):
-            if name not in state:
-                raise ValueError(f"{folder} was saved without {name}: remove it from checkpoint.load_contents")
-        checkpoint.load_model_state(self.chunks, state["model"], folder)
-        if self.spec.optimizer is None:
-            return
-        if "optimizer" in contents:
-            checkpoint.load_optimizer_state(self.optimizer, state["optimizer"])
-        else:
-            self.optimizer.reload_model_params()
-        if "extra" in contents:
+        with self.on_device(optimizer=True):
+            self._state().load(folder, with_optimizer="optimizer" in contents and self.optimizer is not None)
+        if self.optimizer is not None and "extra" in contents:
             self.steps = load_extra(folder)["steps"]
             self._set_lr()
 
@@ -363,12 +425,32 @@ def _check_settings(spec: EngineSpec) -> None:
         "model.use_liger": spec.model.use_liger,
         "rollout.deterministic": spec.deterministic,
         "a reward model": spec.kind == "reward",
-        "optim.override_optimizer_config": spec.optimizer is not None and spec.optimizer.override_optimizer_config,
+        "optim.override_optimizer_config": bool(_optimizer_keys(spec)),
         f"megatron.dtype={spec.engine.dtype}": spec.engine.dtype in ("fp64", "float64", "fp16", "float16"),
     }
     for name, is_set in unsupported.items():
         if is_set:
             raise ValueError(f"strategy=megatron does not support {name}: remove it, or use strategy=fsdp")
+
+
+#: keys of public verl's scripts that say where the optimizer computes, which changes no result
+_OPTIMIZER_PLACEMENT = {
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+}
+
+
+def _optimizer_keys(spec: EngineSpec) -> set[str]:
+    """Keys of `optim.override_optimizer_config` that change results; the others are named in the log."""
+    given = set(spec.optimizer.override_optimizer_config or ()) if spec.optimizer is not None else set()
+    if without_effect := sorted(given & _OPTIMIZER_PLACEMENT):
+        logger.info(
+            "optim.override_optimizer_config: %s: no effect with strategy=megatron (use megatron.optimizer_offload)",
+            ", ".join(without_effect),
+        )
+    return given - _OPTIMIZER_PLACEMENT
 
 
 def _pad_tokens(model_input: ModelInput, multiple: int) -> ModelInput:

@@ -16,10 +16,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.utils import VocabUtility
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from torch import nn
 from torch.nn.functional import linear, pad
 
 from verl.engines.base import Tensors
+from verl.engines.megatron.experts import GroupedExperts, Router
 from verl.engines.megatron.log_probs import ShardedStatistics
 from verl.modeling.attention import packed_attention
 from verl.modeling.log_probs import token_statistics
@@ -96,7 +98,7 @@ class DecoderConfig(TransformerConfig):
     sliding_windows: tuple[int | None, ...] = ()
 
 
-def layer_spec(config: DecoderConfig) -> ModuleSpec:
+def layer_spec(config: DecoderConfig, is_sparse: bool) -> ModuleSpec:
     """megatron-core's local layer with packed attention and a norm that supports sequence parallelism."""
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
@@ -104,15 +106,20 @@ def layer_spec(config: DecoderConfig) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if is_sparse:
+        layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts, router=Router))
     return spec
 
 
 def decoder_spec(config: DecoderConfig, vp_stage: int | None) -> Any:
     """The layers of this stage and the final norm."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(config)] * count, layer_norm=RMSNorm)
+    first, count = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
+    sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    specs = [layer_spec(config, bool(each)) for each in sparse[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 class TokenGPT(GPTModel):

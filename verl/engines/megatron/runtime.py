@@ -1,6 +1,7 @@
 """Availability of megatron-core, and its process groups."""
 
 import importlib.metadata
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ def check_device(device: torch.device) -> None:
 class ParallelRanks:
     """The position of this rank in the tensor (t), context (c), pipeline (p) and data (d) dimensions.
 
+    The experts of a layer have dimensions of their own: expert tensor (et), expert (e), and data for the rest.
+
     Attributes:
         groups: megatron-core's module `parallel_state`.
     """
@@ -49,6 +52,10 @@ class ParallelRanks:
     p_size: int
     d: int
     d_size: int
+    et: int
+    et_size: int
+    e: int
+    e_size: int
     groups: Any
 
     @property
@@ -65,6 +72,27 @@ class ParallelRanks:
         return dist.get_process_group_ranks(self.groups.get_pipeline_model_parallel_group())[-1]
 
 
+def _sizes(spec: EngineSpec, megatron: schema.MegatronConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Parallel sizes, and those of experts. Raises ValueError if they do not divide the ranks."""
+    sizes = {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "context_parallel_size": megatron.context_parallel_size,
+    }
+    experts = {
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size or sizes["tensor_model_parallel_size"],
+    }
+    of_experts = experts | {"pipeline_model_parallel_size": sizes["pipeline_model_parallel_size"]}
+    for named in (sizes, of_experts):
+        if spec.world_size % math.prod(named.values()):
+            raise ValueError(
+                f"megatron: {' x '.join(f'{name} {size}' for name, size in named.items())} = "
+                f"{math.prod(named.values())} does not divide the {spec.world_size} ranks"
+            )
+    return sizes, experts
+
+
 def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRanks:
     """Create the process groups of megatron-core, or check that those of another engine have the same sizes.
 
@@ -73,17 +101,7 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    sizes = {
-        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
-        "context_parallel_size": megatron.context_parallel_size,
-    }
-    ranks = megatron.ranks_with_same_rows
-    if spec.world_size % ranks:
-        raise ValueError(
-            f"megatron: {' x '.join(f'{name} {size}' for name, size in sizes.items())} = {ranks} does not divide the "
-            f"{spec.world_size} ranks"
-        )
+    sizes, experts = _sizes(spec, megatron)
     if spec.world_size == 1 and not dist.is_initialized():  # megatron-core needs a group of one rank, too
         backend = "nccl" if spec.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -93,6 +111,7 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
         minutes = max(1, int(timeout_of(dist.group.WORLD).total_seconds() // 60))
         parallel_state.initialize_model_parallel(
             **sizes,
+            **experts,
             virtual_pipeline_model_parallel_size=virtual,
             distributed_timeout_minutes=minutes,
             create_gloo_process_groups=False,
@@ -101,9 +120,13 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
-    if found != sizes:
-        raise ValueError(f"megatron: all engines of a process need the same parallel sizes, found {found} and {sizes}")
+    if found != sizes | experts:
+        raise ValueError(
+            f"megatron: all engines of a process need the same parallel sizes, found {found} and {sizes | experts}"
+        )
     # not used for initialization, which reads the weights from files; recomputation saves and restores its state
     tensor_parallel.model_parallel_cuda_manual_seed(megatron.seed)
     return ParallelRanks(
@@ -115,5 +138,9 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
         p_size=sizes["pipeline_model_parallel_size"],
         d=parallel_state.get_data_parallel_rank(),
         d_size=parallel_state.get_data_parallel_world_size(),
+        et=parallel_state.get_expert_tensor_parallel_rank(),
+        et_size=experts["expert_tensor_parallel_size"],
+        e=parallel_state.get_expert_model_parallel_rank(),
+        e_size=experts["expert_model_parallel_size"],
         groups=parallel_state,
     )

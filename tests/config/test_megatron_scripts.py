@@ -1,0 +1,108 @@
+"""Command lines in the form of public verl's scripts for Megatron: they load, and what has no effect is named."""
+
+import logging
+import shlex
+
+import pytest
+
+from verl.config import ConfigError, check_supported, load_config
+from verl.config.presets import PRESETS
+from verl.config.schema import Config, SFTConfig
+from verl.trainer.command_line import split_arguments
+
+ACTOR, REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
+TRANSFORMER = f"+{ACTOR}override_transformer_config."
+COMMON = """
+    --config-path=config --config-name='ppo_megatron_trainer.yaml'
+    data.train_files=$HOME/data/math/train.parquet data.val_files=$HOME/data/math/test.parquet
+    data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=1024
+    data.filter_overlong_prompts=True data.truncation='error' actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.name=native
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.gpu_memory_utilization=0.6
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 trainer.logger='["console","tensorboard"]'
+    trainer.critic_warmup=0 trainer.project_name='verl_megatron_math_examples' trainer.experiment_name='qwen2_7b'
+    trainer.n_gpus_per_node=8 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
+"""
+KL_LOSS = """
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 algorithm.use_kl_in_reward=False
+"""
+DENSE = f"""
+    {ACTOR}pipeline_model_parallel_size=2 {ACTOR}virtual_pipeline_model_parallel_size=2
+    {ACTOR}tensor_model_parallel_size=4 {REF}pipeline_model_parallel_size=2
+    {REF}virtual_pipeline_model_parallel_size=2 {REF}tensor_model_parallel_size=4
+"""
+SCRIPTS = {
+    "qwen2-7b math grpo": (f"algorithm.adv_estimator=grpo {KL_LOSS} {DENSE} actor_rollout_ref.rollout.n=5", ()),
+    "deepseek7b math ppo": (
+        f"""algorithm.adv_estimator=gae {DENSE} actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4
+        critic.optim.lr=1e-5 critic.model.path=deepseek-ai/deepseek-llm-7b-chat critic.ppo_micro_batch_size_per_gpu=4
+        critic.megatron.pipeline_model_parallel_size=2 critic.megatron.virtual_pipeline_model_parallel_size=2
+        critic.megatron.tensor_model_parallel_size=4 algorithm.use_kl_in_reward=False {ACTOR}seed=42""",
+        (),
+    ),
+    "qwen3-30b moe grpo": (
+        f"""algorithm.adv_estimator=grpo {KL_LOSS} trainer.nnodes=4 actor_rollout_ref.rollout.n=5
+        {ACTOR}pipeline_model_parallel_size=2 {ACTOR}tensor_model_parallel_size=4 {ACTOR}expert_model_parallel_size=4
+        {ACTOR}expert_tensor_parallel_size=1 {ACTOR}context_parallel_size=1 {ACTOR}use_dist_checkpointing=True
+        {ACTOR}dist_checkpointing_path=/ckpt/qwen3-30b {ACTOR}param_offload=True {ACTOR}optimizer_offload=True
+        {ACTOR}grad_offload=True {ACTOR}use_mbridge=True {REF}param_offload=True {REF}use_dist_checkpointing=True
+        {REF}dist_checkpointing_path=/ckpt/qwen3-30b {REF}expert_tensor_parallel_size=1
+        {TRANSFORMER}recompute_method=uniform {TRANSFORMER}recompute_granularity=full
+        {TRANSFORMER}recompute_num_layers=1
+        {TRANSFORMER}moe_router_dtype=fp32 {TRANSFORMER}moe_permute_fusion=True {TRANSFORMER}moe_grouped_gemm=True
+        {TRANSFORMER}moe_token_dispatcher_type=flex {TRANSFORMER}moe_enable_deepep=True
+        {TRANSFORMER}moe_router_load_balancing_type=none {TRANSFORMER}apply_rope_fusion=True
+        {TRANSFORMER}moe_aux_loss_coeff=0.01 {TRANSFORMER}gradient_accumulation_fusion=True
+        {TRANSFORMER}num_layers_in_last_pipeline_stage=20 {TRANSFORMER}moe_shared_expert_overlap=False
+        +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=1
+        +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True""",
+        ("use_dist_checkpointing", "dist_checkpointing_path", "override_transformer_config.* (6 keys)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_public_script_loads(name, caplog):
+    further, ignored = SCRIPTS[name]
+    path, overrides, _ = split_arguments(shlex.split(COMMON + further))
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        config: Config = load_config(path, overrides, presets=PRESETS)
+        check_supported(config)
+    policy = config.actor_rollout_ref
+    assert (policy.actor.strategy, policy.ref.strategy, config.critic.strategy) == ("megatron",) * 3
+    assert policy.actor.megatron.tensor_model_parallel_size == policy.ref.megatron.tensor_model_parallel_size == 4
+    assert policy.ref.megatron.expert_model_parallel_size == policy.actor.megatron.expert_model_parallel_size
+    notes = "".join(caplog.messages)
+    assert all(key in notes for key in ignored)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("override_transformer_config.moe_router_load_balancing_type=seq_aux_loss", "use none or aux_loss"),
+        ("override_transformer_config.moe_expert_capacity_factor=1.0", "not supported by strategy=megatron"),
+        ("override_transformer_config.moe_router_topk=4", "use model.path"),
+        ("override_transformer_config.account_for_loss_in_pipeline_split=true", "num_layers_in_last_pipeline_stage"),
+        ("router_replay.mode=R3", "not replayed by strategy=megatron"),
+        ("use_megatron_fsdp=true", "use strategy=fsdp"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_a_reason(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [f"{ACTOR}{override}"])
+
+
+def test_supervised_fine_tuning_has_the_keys_of_the_engine():
+    keys = """engine=megatron engine.tensor_model_parallel_size=2 engine.pipeline_model_parallel_size=2
+        engine.param_offload=true engine.override_transformer_config.recompute_granularity=full model.path=x
+        data.train_files=a.parquet data.train_batch_size=4 trainer.n_gpus_per_node=4"""
+    path, overrides, _ = split_arguments(shlex.split(keys))
+    engine = load_config(path, overrides, schema=SFTConfig).engine
+    assert engine.selected is engine.megatron and engine.strategy == "megatron"
+    assert engine.selected.ranks_with_same_rows == 4 and engine.selected.param_offload
+    assert engine.selected.override_transformer_config.recompute_granularity == "full"
+    with pytest.raises(ConfigError, match="not divisible by the model-parallel size 4"):
+        load_config(path, [*overrides, "trainer.n_gpus_per_node=2"], schema=SFTConfig)
