@@ -62,6 +62,20 @@ def check_request(
     return prompt
 
 
+def unexpanded_prompt(name: str, request: Request) -> list[int]:
+    """The prompt for an engine that processes images itself: one placeholder token per image.
+
+    Raises:
+        ValueError: the request lacks `multi_modal_data` or `raw_prompt_ids`.
+    """
+    if request.multi_modal_data is None or request.raw_prompt_ids is None:
+        raise ValueError(
+            f"{name}: expected the columns multi_modal_data (images) and raw_prompt_ids (the prompt before its "
+            "placeholders were expanded), found a prompt with multi_modal_inputs only: use rollout.name=native or hf"
+        )
+    return list(request.raw_prompt_ids)
+
+
 def check_finite(request: Request, log_probs: Sequence[float]) -> None:
     """Raise ValueError if a log-prob of a response is not finite."""
     wrong = next((t for t, value in enumerate(log_probs) if not math.isfinite(value)), None)
