@@ -113,9 +113,9 @@ async def _concurrently(rollout: Any, every: list[Request]) -> list[Any]:
 
 def test_engines_refuse_models_and_images_by_name(trainers, tmp_path):
     engine = trainers("gemma3")
-    with pytest.raises(ValueError, match="rollout.name=native generates with .*found Gemma3ForConditionalGeneration"):
+    with pytest.raises(ValueError, match=r"rollout.name=native generates with .*found Gemma3ForConditionalGeneration"):
         make_rollout("native", engine)
-    with pytest.raises(ValueError, match="native.*found Gemma3ForConditionalGeneration"):
+    with pytest.raises(ValueError, match=r"native.*found Gemma3ForConditionalGeneration"):
         ModelLimits.of(engine.spec.model).check_engine(schema.RolloutConfig(name="native"))
     text = make_engine(save_model(qwen2(), tmp_path))
     request = Request([1], SamplingParams(2, ()), 0, multi_modal_inputs={"pixel_values": torch.zeros(1)})
