@@ -18,6 +18,7 @@ from torch import nn
 from verl.config import schema
 from verl.engines.checkpoint import copy_into
 from verl.modeling.moe import expert_modules
+from verl.modeling.vision import is_vision_config, outside_language_model
 from verl.registry import did_you_mean
 
 #: peft's name of the trained adapter, and of the one that training started from, if it was given
@@ -75,7 +76,7 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
             r=model.lora_rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
             target_modules="all-linear" if targets == ["all-linear"] else targets,
-            exclude_modules=[*(model.exclude_modules or ()), *head] or None,
+            exclude_modules=[*_excluded(module, model), *head] or None,
             base_model_name_or_path=model.path,
             task_type="TOKEN_CLS" if head else "CAUSAL_LM",
         )
@@ -107,6 +108,13 @@ def _targets(module: nn.Module, model: schema.ModelConfig) -> list[str]:
     head = module.get_output_embeddings() if module.can_generate() else None
     names = (name for name, layer in module.named_modules() if type(layer) is nn.Linear and layer is not head)
     return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _excluded(module: nn.Module, model: schema.ModelConfig) -> list[str]:
+    """Names of modules without adapters: the configured ones; by default those outside the language model."""
+    if model.exclude_modules is None and is_vision_config(module.config):
+        return outside_language_model(module)
+    return list(model.exclude_modules or ())
 
 
 def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:

@@ -43,6 +43,7 @@ from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
 from verl.modeling.packing import build_input, row_lengths, to_device
+from verl.modeling.vision import INDEX, Media, tower_of
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
 
@@ -91,6 +92,8 @@ class TorchEngine(TrainEngine):
         self.adapters = Adapters(self.module) if self.model_spec.section.has_adapters else None
         if self.adapters is None:
             self.module.requires_grad_(trains)
+        if trains and spec.model.freeze_vision_tower:
+            tower_of(self.module)[1].requires_grad_(False)
         self._checkpoints_activations = False
         self._activation_bytes: memory.ActivationBytes | None = None  # measured at the first update
         self._logged_choice = ""
@@ -100,6 +103,8 @@ class TorchEngine(TrainEngine):
         self._weight_cache = WeightCache()
         use_kernels(self.module, self.model_spec.kernels, self._weight_cache)
         self.sharding.shard(self.model, self.model_spec)
+        if self.model.vision is not None:
+            self.model.vision.always = not self.sharding.is_unsharded
         self._writer = checkpoint.CheckpointWriter()
         self._weights_used: AbstractContextManager[None] = nullcontext()
         self._optimizer_used: AbstractContextManager[None] = nullcontext()
@@ -122,13 +127,13 @@ class TorchEngine(TrainEngine):
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
-        columns = columns_of(batch, (*_INPUTS, *set_replay(self.model.routing, batch)))
+        columns, media = self._columns(batch, (*_INPUTS, *set_replay(self.model.routing, batch)))
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
         found: Tensors = {}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
-                given = self._forward(take_rows(columns, rows), plan.shared_prefix, outputs, temperature)
+                given = self._forward(take_rows(columns, rows), plan.shared_prefix, outputs, temperature, media)
                 given = {k: v.float() if v.is_floating_point() else v for k, v in given.items()}
                 chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in given.items()}))
         if self.device.type == "cuda":
@@ -144,7 +149,7 @@ class TorchEngine(TrainEngine):
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
         set_replay(self.model.routing, batch)
-        columns = columns_of(batch, tuple(batch.tensors))
+        columns, media = self._columns(batch, tuple(batch.tensors))
         sums = MetricSums()
         routing = self.model.routing if self.spec.kind == "causal_lm" else None
         self._statistics = RoutingStatistics(routing) if routing is not None else None
@@ -154,7 +159,7 @@ class TorchEngine(TrainEngine):
             with self._fixed_weights(training=True):
                 for rows in plan.rows:
                     share = take_rows(columns, rows)
-                    outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature)
+                    outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature, media)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
                     self._backward(loss)
@@ -165,9 +170,16 @@ class TorchEngine(TrainEngine):
             metrics |= routing_metrics(statistics, self.sharding.sequence_ranks, self.sum_over_ranks)
         return metrics
 
-    def _forward(self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float) -> Tensors:
+    def _forward(
+        self,
+        columns: Tensors,
+        shared_prefix: bool,
+        outputs: tuple[str, ...],
+        temperature: float,
+        media: Media | None = None,
+    ) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
-        model_input = build_input(columns, self.spec.model.use_remove_padding, shared_prefix)
+        model_input = build_input(columns, self.model_spec.packs, shared_prefix, media)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
         model_input = model_input.to(self.device)
@@ -177,6 +189,15 @@ class TorchEngine(TrainEngine):
         if ROUTED_EXPERTS in outputs:
             found[ROUTED_EXPERTS] = recorded(self.model.routing, model_input)
         return found
+
+    def _columns(self, batch: DataProto, names: tuple[str, ...]) -> tuple[Tensors, Media | None]:
+        """Tensor columns on the host, where micro-batches are assembled, and the images of the rows, if any."""
+        columns = columns_of(batch, names)
+        rows = batch.non_tensor_batch.get("multi_modal_inputs")
+        if rows is None or all(row is None for row in rows):
+            return columns, None
+        media = Media(self.module.config, rows)
+        return columns | {"position_ids": media.positions(columns), INDEX: media.index}, media
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.sharding.scale_loss(loss).backward()
@@ -204,7 +225,7 @@ class TorchEngine(TrainEngine):
 
     def _shares_prefix(self, lengths: list[int]) -> bool:
         """Whether to compute a prompt once for all its rows: if attention processes all rows in one call."""
-        if not self.spec.model.use_remove_padding or self.sharding.sp_size > 1:
+        if not self.model_spec.packs or self.sharding.sp_size > 1:
             return False
         narrow = self.model_spec.compute_dtype.itemsize == 2
         one_call = narrow and sum(lengths) < attention.LONG_ROWS * len(lengths)
@@ -440,7 +461,9 @@ class TorchEngine(TrainEngine):
         if not self.sharding.is_first_rank:
             return
         if known["huggingface"]:
-            self.module.save_pretrained(folder / "huggingface", state_dict=known["huggingface"])
+            # the names of the module, which `load` reads; transformers reads them too
+            names = {"save_original_format": False} if self.model.vision is not None else {}
+            self.module.save_pretrained(folder / "huggingface", state_dict=known["huggingface"], **names)
         else:
             checkpoint.save_description(self.module, folder / "huggingface")
         if "lora_adapter" in known:

@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from verl.registry import Registry
-from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
+from verl.rollout.base import Completion, FinishReason, Request, SamplingParams, media_of
 from verl.rollout.routes import extended
 from verl.utils.rng import fork_seed
 
@@ -132,7 +132,9 @@ class Trajectory:
         sample_id = self.prompt.sample_id
         turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
         params = replace(self.prompt.params, max_tokens=left)
-        return Request(self.prompt_ids + self.token_ids, params, turn_id, f"{sample_id}:{self.turns}")
+        sampled = self.token_ids
+        images = media_of(self.prompt.columns, sampled)
+        return Request(self.prompt_ids + sampled, params, turn_id, f"{sample_id}:{self.turns}", **images)
 
     @property
     def agent_facts(self) -> dict[str, Any]:

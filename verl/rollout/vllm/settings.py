@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config import schema
+from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
 from verl.rollout.vllm.capabilities import Capabilities
@@ -104,6 +105,8 @@ def engine_args(
         "disable_log_stats": True,
         "seed": config.seed if isinstance(config, schema.RolloutConfig) else 0,
     }
+    if is_vision_config(hf_config):
+        args |= _vision_args(capabilities)
     if model.override_config:
         args["hf_overrides"] = dict(model.override_config)
     if on_gpu:
@@ -113,6 +116,19 @@ def engine_args(
     if env.tp_size > 1:
         args |= _tensor_parallel_args(capabilities, given)
     return args | given
+
+
+def _vision_args(capabilities: Capabilities) -> dict[str, Any]:
+    """Arguments for a vision-language model. Raises ValueError if vLLM would keep features of old weights."""
+    if not capabilities.reset_encoder_cache:
+        raise ValueError(
+            f"rollout.name=vllm: vLLM {capabilities.version} lacks LLMEngine.reset_encoder_cache, so images would keep "
+            "the features of old weights: install a newer vLLM, or use rollout.name=native"
+        )
+    # the processor of images needs the tokenizer. Constants of a normalization in the model would be random: they are
+    # neither in the files nor pushed
+    normalize = {"mm_device_do_normalize": False} if capabilities.device_normalize else {}
+    return {"skip_tokenizer_init": False} | normalize
 
 
 def _tensor_parallel_args(capabilities: Capabilities, given: dict[str, Any]) -> dict[str, Any]:
