@@ -131,7 +131,7 @@ class TorchEngine(TrainEngine):
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
         columns = _columns(batch, tuple(batch.tensors))
-        sums = MetricSums()
+        sums, losses = MetricSums(), []
         with self.on_device(optimizer=True):
             self.optimizer.zero_grad(set_to_none=True)
             plan = self._plan(columns, micro, training=True)
@@ -142,8 +142,9 @@ class TorchEngine(TrainEngine):
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
                     self._backward(loss)
+                    losses.append(loss.detach())
                     sums.add(metrics, rows=len(rows))
-            return sums.result(self.max_over_ranks) | self._step()
+            return sums.result(self.max_over_ranks) | self._step(torch.stack(losses).sum())
 
     def _forward(self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
@@ -242,13 +243,17 @@ class TorchEngine(TrainEngine):
 
     # ---- optimizer ----------------------------------------------------------------------------------------------
 
-    def _step(self) -> dict[str, float]:
-        """Clip the gradient and take an optimizer step; skip it if the gradient is not finite."""
+    def _step(self, loss: torch.Tensor) -> dict[str, float]:
+        """Clip the gradient and take an optimizer step; skip it if the gradient or the loss is not finite.
+
+        loss: this rank's share.
+        """
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         assert parameters, "no parameter got a gradient: the loss does not depend on the model"
         norm = gradient_norm([p.grad for p in parameters])
-        if not torch.isfinite(norm):
-            logger.warning("the gradient norm is %s: skipping this update", norm.item())
+        (is_bad,) = self.max_over_ranks([float(~(norm.isfinite() & loss.isfinite()))])
+        if is_bad:
+            logger.warning("the gradient norm is %s, the loss %s: skipping this update", norm.item(), loss.item())
             self.optimizer.zero_grad(set_to_none=True)
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
         clip_gradients([p.grad for p in parameters], norm, self.spec.optimizer.clip_grad)
@@ -363,8 +368,9 @@ class TorchEngine(TrainEngine):
         # maximum norm: the sum of squares of finite values could overflow
         shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
         shards = [t if t.numel() else t.new_zeros(1) for t in shards]
-        largest = torch.stack([x.float() for x in torch._foreach_norm(shards, float("inf"))])
-        broken = self.max_over_ranks([float(not x) for x in largest.isfinite().tolist()])
+        largest = torch.stack([x.float() for x in torch._foreach_norm(shards, float("inf"))]).tolist()
+        limits = [checkpoint.largest_plausible(name) for name in tensors]
+        broken = self.max_over_ranks([float(not x <= limit) for x, limit in zip(largest, limits)])
         return [name for name, is_broken in zip(tensors, broken) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:

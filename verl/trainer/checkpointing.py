@@ -48,6 +48,10 @@ _WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
 _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}
 
 
+class BadStepsError(FloatingPointError):
+    """Weights or too many updates are broken: the run stops or rolls back."""
+
+
 @dataclass(frozen=True)
 class _Pending:
     """A checkpoint that is being written.
@@ -89,6 +93,8 @@ class Checkpointer:
 
     Attributes:
         saved_step: step of the last checkpoint that was saved or loaded; None before.
+        saved_path: its folder.
+        rollbacks: how often the run has returned to a checkpoint because of bad steps.
     """
 
     def __init__(
@@ -114,6 +120,8 @@ class Checkpointer:
         self.watch = watch
         self.train_dataset = train_dataset
         self.saved_step: int | None = None
+        self.saved_path: Path | None = None
+        self.rollbacks = 0
         self._pending: _Pending | None = None
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -125,11 +133,11 @@ class Checkpointer:
         (it is renamed to its final name, and older ones are deleted) once everything is written.
 
         Raises:
-            FloatingPointError: weights or optimizer state contain NaN or infinity; earlier checkpoints are unchanged.
+            BadStepsError: weights or optimizer state are broken; earlier checkpoints are unchanged.
         """
         self.wait()
         for role in self._present_roles():
-            self._require_finite(role, step)
+            self.require_finite(role, step)
         start, path = time.perf_counter(), self.store.path(step)
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.writing(step))
@@ -138,10 +146,11 @@ class Checkpointer:
                 self.tokenizer.save_pretrained(folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
             state |= {"validations": self.watch.state_dict(), "data": self._fingerprint}
+            state["rollbacks"] = self.rollbacks
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
             self._pending = _Pending(path, start, stack.pop_all(), self._best_record(step, is_due))
-        self.saved_step = step
+        self.saved_step, self.saved_path = step, path
         self.poll()
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
@@ -151,15 +160,16 @@ class Checkpointer:
         best = self.watch.best
         return asdict(best) | {"saved_as_best": not is_due} if best is not None and best.step == step else None
 
-    def _require_finite(self, role: str, step: int) -> None:
-        """Raise FloatingPointError if weights or optimizer state of a role are not finite."""
+    def require_finite(self, role: str, step: int) -> None:
+        """Raise BadStepsError if weights or optimizer state of a role are not finite, or weights have diverged."""
         (broken, *_) = self.roles[role].non_finite_state()
         if broken:
             others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-            raise FloatingPointError(
-                f"step {step} is not saved: the {role} contains NaN or infinity in {broken[0]}{others}, so it can no "
-                "longer be trained. Check the learning rate, the gradient norm and the KL of the previous steps; lower "
-                f"optim.lr or optim.clip_grad of the {role}, or use more warm-up steps; {self.how_to_resume()}"
+            raise BadStepsError(
+                f"step {step} is not saved: the {role} contains NaN, infinity or weights beyond 1e6 in "
+                f"{broken[0]}{others}, so it can no longer be trained. Check the learning rate, the gradient norm and "
+                f"the KL of the previous steps; lower optim.lr or optim.clip_grad of the {role}, or use more warm-up "
+                f"steps; {self.how_to_resume()}"
             )
 
     def poll(self) -> None:
@@ -220,8 +230,10 @@ class Checkpointer:
             The step; 0 if there is no checkpoint to resume from.
         """
         folder = self._folder_to_load()
-        if folder is None:
-            return 0
+        return 0 if folder is None else self.restore(folder)
+
+    def restore(self, folder: Path) -> int:
+        """Restore the checkpoint in a verified folder. Returns its step."""
         state = load_state(folder, "trainer")
         self._report_changed_settings(state["config"])
         self._check_data(state.get("data"), folder)
@@ -238,7 +250,8 @@ class Checkpointer:
         set_rng_state(state["rng"])
         if "validations" in state:
             self._restore_best(state["validations"])
-        self.saved_step = state["global_step"]
+        self.saved_step, self.saved_path = state["global_step"], folder
+        self.rollbacks = state.get("rollbacks", 0)
         logger.info("resumed from %s: %d steps are done", folder, state["global_step"])
         return state["global_step"]
 
