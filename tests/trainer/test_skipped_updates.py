@@ -98,7 +98,7 @@ def test_a_broken_step_leaves_the_checkpoint_that_it_would_have_replaced(setting
             state["exp_avg"][3, 5] = float("nan")
 
     trainer.on_step.append(break_a_moment)
-    message = r"step 3 is not saved: the actor contains NaN .* in .*; the same command resumes from .*global_step_2$"
+    message = r"step 3 is not saved: the actor contains NaN, .* in .*; the same command resumes from .*global_step_2$"
     with pytest.raises(FloatingPointError, match=message):
         trainer.fit()
     assert [folder.name for folder in tmp_path.glob("run/global_step_*")] == ["global_step_2"]
@@ -166,7 +166,6 @@ def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path):
 
 def test_a_second_rollback_is_refused(settings, tmp_path):
     rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=2"]
-    with pytest.raises(FloatingPointError, match="2 steps in a row") as caught:
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
         run(settings, tmp_path, range(9, 100), *rollback)
-    assert caught.value.__notes__ == ["trainer.on_bad_steps=rollback: the run has rolled back once already"]
     assert max(tmp_path.glob("run/global_step_*")).name == "global_step_4"
