@@ -28,7 +28,7 @@ def dump(settings, tmp_path):
     overrides = [f"imports=[{tmp_path / 'loss.py'}]", "actor_rollout_ref.actor.policy_loss.loss_mode=breaks_low_scores"]
     trainer = LocalPPOTrainer(overrides=[*settings, *CHOSEN, *overrides])
     trainer.fit()
-    assert trainer.batch.meta_info["metrics"]["actor/grad_skipped"] == 1  # both updates: the weights are the initial ones
+    assert trainer.batch.meta_info["metrics"]["actor/grad_skipped"] == 1  # both updates
     return tmp_path / "run/bad_steps/step_1", trainer.batch
 
 

@@ -143,6 +143,7 @@ class Trainer(ABC):
             keep=self.checkpoints_to_keep,
             watch=self.watch,
             train_dataset=run.inputs.train_dataset,
+            working_dir=run.working_dir,
         )
 
     # ---- what a subclass defines ------------------------------------------------------------------------------------

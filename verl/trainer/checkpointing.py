@@ -26,6 +26,7 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.dataflow import Pipeline
 from verl.single_controller import WorkerGroup
+from verl.trainer.identity import Identity
 from verl.trainer.interruption import Stopped
 from verl.trainer.saved_state import load_state, save_state
 from verl.trainer.validation_watch import ValidationWatch
@@ -33,15 +34,6 @@ from verl.utils.rng import rng_state, set_rng_state
 
 logger = logging.getLogger("verl.trainer")
 
-#: settings that may differ between a run and its resumption without a warning
-_FREE_TO_CHANGE = (
-    "trainer.resume_mode",
-    "trainer.resume_from_path",
-    "trainer.total_training_steps",
-    "trainer.total_epochs",
-    "trainer.logger",
-    "trainer.save_at_end",
-)
 _POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being written
 _WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
 
@@ -90,6 +82,7 @@ class Checkpointer:
         keep: role -> number of newest checkpoints to keep; None: all.
         watch: its state is saved; it names the best checkpoint.
         train_dataset: its fingerprint is saved, if it is a dataset of this package.
+        working_dir: relative paths of the configuration refer to it.
 
     Attributes:
         saved_step: step of the last checkpoint that was saved or loaded; None before.
@@ -109,6 +102,7 @@ class Checkpointer:
         keep: Callable[[], Mapping[str, int | None]],
         watch: ValidationWatch,
         train_dataset: Any,
+        working_dir: Path,
     ):
         self.store = store
         self.config = config
@@ -119,6 +113,7 @@ class Checkpointer:
         self.keep = keep
         self.watch = watch
         self.train_dataset = train_dataset
+        self.identity = Identity(config, working_dir)
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0
@@ -146,7 +141,7 @@ class Checkpointer:
                 self.tokenizer.save_pretrained(folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
             state |= {"validations": self.watch.state_dict(), "data": self._fingerprint}
-            state["rollbacks"] = self.rollbacks
+            state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
             self._pending = _Pending(path, start, stack.pop_all(), self._best_record(step, is_due))
@@ -235,8 +230,8 @@ class Checkpointer:
     def restore(self, folder: Path) -> int:
         """Restore the checkpoint in a verified folder. Returns its step."""
         state = load_state(folder, "trainer")
-        self._report_changed_settings(state["config"])
-        self._check_data(state.get("data"), folder)
+        self._check_rows(state.get("data"), folder)
+        self.identity.check(state.get("identity", {}), state["config"], folder)
         for role in self._present_roles():
             if not (folder / role).is_dir():
                 raise ValueError(
@@ -288,26 +283,14 @@ class Checkpointer:
                 _RESTARTS[content],
             )
 
-    def _report_changed_settings(self, saved: Mapping[str, Any]) -> None:
-        """Warn of every setting that differs from the config of the checkpoint."""
-        now = redacted(to_flat_dict(self.config))
-        changed = [k for k in sorted(saved.keys() | now.keys()) if saved.get(k) != now.get(k)]
-        words = [f"{k}: {saved.get(k)} -> {now.get(k)}" for k in changed if k not in _FREE_TO_CHANGE]
-        if words:
-            logger.warning(
-                "config differs from the checkpoint, new values are used: %s. To start from scratch, set a new "
-                "trainer.experiment_name",
-                ", ".join(words),
-            )
-
     @cached_property
     def _fingerprint(self) -> str | None:
         """What tells the training data from others; None for a custom dataset."""
         known = isinstance(self.train_dataset, RLHFDataset | SFTDataset)
         return self.train_dataset.fingerprint if known else None
 
-    def _check_data(self, saved: str | None, folder: Path) -> None:
-        """Warn of files that have changed since the checkpoint. Raises ValueError for other rows in memory."""
+    def _check_rows(self, saved: str | None, folder: Path) -> None:
+        """Raise ValueError if the rows in memory are not those of the checkpoint. `Identity` compares files."""
         now = self._fingerprint
         if saved is None or now is None or saved == now:
             return
@@ -316,7 +299,6 @@ class Checkpointer:
                 f"{folder} was written by a run with other training rows. To start another run, set a new "
                 "trainer.experiment_name or trainer.default_local_dir; to resume, give the rows of that run"
             )
-        logger.warning("the training data has changed since the checkpoint (%s -> %s)", saved, now)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,11 @@ class RunConfig(Section):
     resume_mode: Literal["auto", "disable", "resume_path"] = field(
         "auto", "resume from the newest checkpoint, not at all, or from resume_from_path"
     )
+    allow_change: StrList = field(
+        [],
+        "differences from the checkpoint that a resumed run accepts: model, data, reward, code, or settings such as "
+        "algorithm.adv_estimator (docs/checkpoints.md)",
+    )
     resume_from_path: FilePath | None = field(None, "the global_step_N folder to resume from (resume_path)")
 
 
