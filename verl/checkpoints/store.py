@@ -132,7 +132,7 @@ class CheckpointStore:
         Raises:
             DiskFullError: if the disk is full, whatever the block raised.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        _make_folder(self.root)
         self._remove_leftovers()
         serial = 1 + max((saved.serial for saved in self._scan()[0]), default=0)
         folder = self.root / f"{_WRITING}global_step_{step}"
@@ -393,7 +393,7 @@ def _read(folder: Path) -> _Saved:
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
     if fault := _manifest_fault(manifest):
-        raise CheckpointError(f"{folder} is damaged: {MANIFEST}: {fault}")
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({fault})")
     return _Saved(folder, manifest["serial"], manifest["files"], tuple(manifest["dropped"]))
 
 
@@ -435,6 +435,14 @@ def _write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     draft.replace(path)
     _fsync_folder(path.parent)
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder and its parents; new entries are durable when it returns."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        _fsync_folder(path.parent)
 
 
 def _fsync_folder(folder: Path) -> None:
