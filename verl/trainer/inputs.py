@@ -235,7 +235,7 @@ def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardMa
 
 
 def _limits_of(reward: schema.RewardConfig) -> dict[str, Any]:
-    names = ("on_error", "failure_score", "timeout", "isolation", "memory_limit_mb")
+    names = ("on_error", "failure_score", "timeout", "isolation", "memory_limit_mb", "retries", "max_failure_rate")
     return {name: reward[name] for name in names}
 
 
