@@ -18,7 +18,7 @@ BAD_LINES = [
     ('{"prompt": "a", "answer": Infinity}', r"the ground truth \(column 'answer'\) is inf"),
     ('{"prompt": "\\ud83d", "answer": "b"}', "half of a surrogate pair"),
     ('{"prompt": "a", "answer": null}', "is missing"),
-    ('{"prompt": 5, "answer": "b"}', "prompt"),
+    ('{"prompt": 5, "answer": "b"}', "expected a list of chat messages, found 5"),
 ]
 
 
