@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from verl.cli.app import app
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.replay import replay
+from verl.trainer.state.replay import replay
 
 LOSS = """
 from verl.algorithms.masked import agg_loss

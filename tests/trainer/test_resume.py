@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl.trainer import identity
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.state import identity
 
 
 def metrics_of(folder: Path) -> dict[int, dict[str, float]]:

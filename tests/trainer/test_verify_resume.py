@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl.cli.verify_resume import main
-from verl.trainer.verify_resume import compare
+from verl.trainer.state.verify_resume import compare
 
 SETTINGS = ["algorithm.adv_estimator=grpo", "--steps", "2"]
 

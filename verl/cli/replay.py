@@ -13,8 +13,8 @@ def replay(
 
     Exits with status 1 if no cause is found.
     """
-    from verl.trainer.command_line import print_error
-    from verl.trainer.replay import replay as run
+    from verl.trainer.startup.command_line import print_error
+    from verl.trainer.state.replay import replay as run
     from verl.utils.log import setup_logging
 
     setup_logging("error")

@@ -16,8 +16,8 @@ def main(arguments: list[str] | None = None, program: str = "verl verify-resume"
     if not arguments or {"--help", "-h"} & set(arguments):
         print(HELP)
         return 0
-    from verl.trainer.command_line import USER_ERRORS, print_error, split_arguments
-    from verl.trainer.verify_resume import verify
+    from verl.trainer.startup.command_line import USER_ERRORS, print_error, split_arguments
+    from verl.trainer.state.verify_resume import verify
 
     try:
         steps, rest = _steps(arguments)

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import safe_open
 
 from verl.checkpoints.store import MANIFEST
-from verl.trainer.saved_state import load_state
+from verl.trainer.state.saved_state import load_state
 
 #: metrics that a clock or the machine decides
 _MEASURED = ("time", "timing_s/", "perf/", "rollout/tokens_per_second", "weight_sync/seconds", "weight_sync/gb_per")

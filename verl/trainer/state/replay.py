@@ -23,7 +23,7 @@ from verl.config.schema import Config
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.single_controller.worker import Worker
-from verl.trainer.saved_state import load_state
+from verl.trainer.state.saved_state import load_state
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker
 
@@ -95,7 +95,7 @@ def replay(dump: Path) -> Replay:
         if role not in _UPDATES or weights["path"] is None:
             result.notes.append(f"the update of the role {role!r} is not replayed: only its columns were searched")
             continue
-        if not weights["exact"]:
+        if not weights["unchanged"]:
             result.notes.append(f"the weights of the {role} are not exactly those of the bad update")
         worker = _worker(role, dump, weights["path"], state["total_steps"])
         if role == "actor" and "old_log_probs" in batch:
@@ -132,8 +132,8 @@ def _compare(worker: Any, batch: DataProto) -> str:
     inputs.meta_info["outputs"] = ()
     mask = batch.batch["response_mask"].bool()
     found = worker.compute_log_prob(inputs).batch["old_log_probs"]
-    gap = (found - batch.batch["old_log_probs"]).abs()[mask].max().item()
-    return f"log-probs of the replay and of the run differ by at most {gap:.3g}"
+    difference = (found - batch.batch["old_log_probs"]).abs()[mask].max().item()
+    return f"log-probs of the replay and of the run differ by at most {difference:.3g}"
 
 
 def _bad_samples(worker: Any, role: str, batch: DataProto) -> Iterator[BadSample]:

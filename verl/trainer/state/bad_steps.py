@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from verl.config import dump_config
 from verl.config.schema.trainer import RunConfig
 from verl.single_controller import WorkerGroup
-from verl.trainer.checkpointing import BadStepsError
-from verl.trainer.saved_state import save_state
+from verl.trainer.state.checkpointing import BadStepsError
+from verl.trainer.state.saved_state import save_state
 
 if TYPE_CHECKING:
     from verl.trainer.base import StepReport, Trainer
@@ -119,12 +119,12 @@ class StepGuard:
         prefixes = [name.partition("/")[0] for name in bad if _role(name) == role]
         if any(f"{prefix}/{BROKEN}" in bad for prefix in prefixes):
             saved, step = self._trainer.checkpointer.saved_path, self._trainer.checkpointer.saved_step
-            exact = step == self._trainer.global_step - 1
-            return {"path": None if saved is None else str(saved.resolve() / role), "exact": exact}
+            unchanged = step == self._trainer.global_step - 1
+            return {"path": None if saved is None else str(saved.resolve() / role), "unchanged": unchanged}
         group: WorkerGroup = self._trainer.roles[role]
         group.save_weights(folder / role)
         self._trainer.tokenizer.save_pretrained(folder / role / "huggingface")
-        return {"path": role, "exact": all(bad[f"{prefix}/{SKIPPED}"] == 1 for prefix in prefixes)}
+        return {"path": role, "unchanged": all(bad[f"{prefix}/{SKIPPED}"] == 1 for prefix in prefixes)}
 
 
 def _role(metric: str) -> str:
