@@ -10,7 +10,7 @@ else is checked.
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -260,22 +260,51 @@ def _response_part(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     return attention[:, attention.shape[1] - tensors[name].shape[1] :]
 
 
-def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise for NaN or infinity at valid positions; padding may have any value."""
+#: magnitudes beyond which a value cannot be a correct result: the log-prob of a token, and any other column
+LARGEST_LOG_PROB, LARGEST_VALUE = 1e4, 1e10
+
+
+@dataclass(frozen=True)
+class BadValues:
+    """The values of a column that are NaN, infinite or too large. positions: (n, 1) rows, or (n, 2) rows and tokens."""
+
+    column: str
+    positions: torch.Tensor
+    first: float
+
+    def __str__(self) -> str:
+        at = self.positions[0].tolist()
+        where = f"row {at[0]}" + (f", token {at[1]}" if len(at) > 1 else "")
+        more = f" and {len(self.positions) - 1} more" if len(self.positions) > 1 else ""
+        return f"{self.first} at {where}{more}"
+
+
+def find_bad_values(tensors: Mapping[str, torch.Tensor], bounded: bool = True) -> list[BadValues]:
+    """The values of known float columns that are NaN or infinite at valid positions; padding may have any value.
+
+    Args:
+        tensors: the tensor columns of a batch.
+        bounded: also those beyond LARGEST_LOG_PROB and LARGEST_VALUE.
+    """
     counts = tensors["response_mask"].bool() if "response_mask" in tensors else _response_part(tensors)
+    found = []
     for name, value in tensors.items():
         column = COLUMNS.get(name)
         if column is None or column.dtype != "float":
             continue
-        bad = ~value.isfinite()
-        if column.dims == "B T" and counts is not None:
-            bad = bad & counts
-        positions = bad.nonzero()
-        if len(positions):
-            at = tuple(positions[0].tolist())
-            where = f"row {at[0]}" + (f", token {at[1]}" if len(at) > 1 else "")
-            more = f" and {len(positions) - 1} more" if len(positions) > 1 else ""
-            _fail(name, "finite values", f"{value[at].item()} at {where}{more}")
+        limit = LARGEST_LOG_PROB if "log_prob" in name else LARGEST_VALUE
+        good = value.abs() <= limit if bounded else value.isfinite()  # NaN is not below any limit
+        bad = ~good & counts if column.dims == "B T" and counts is not None else ~good
+        if bad.any():
+            positions = bad.nonzero()
+            found.append(BadValues(name, positions, value[tuple(positions[0].tolist())].item()))
+    return found
+
+
+def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise for NaN or infinity at valid positions."""
+    for found in find_bad_values(tensors, bounded=False):
+        _fail(found.column, "finite values", str(found))
 
 
 def _check_positions(tensors: dict[str, torch.Tensor]) -> None:

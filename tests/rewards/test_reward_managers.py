@@ -19,6 +19,7 @@ from verl.rewards import (
     RewardManager,
     load_reward_manager,
 )
+from verl.rewards.managers import NaiveRewardManager
 
 SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
 LETTERS = {letter: i for i, letter in enumerate("?$.abcdef0123456789 #")}  # ? unknown, $ padding, . end
@@ -205,6 +206,45 @@ def test_a_failure_score_above_the_score_of_a_wrong_response_is_logged(tokenizer
     assert scored(make_batch(["a", "b"])).sum(1).tolist() == [-1.0, 0.0]
     assert "reward.failure_score=0 is above the lowest score of this batch" in caplog.text
     assert "set reward.failure_score=-1" in caplog.text
+
+
+def test_too_many_failures_stop_with_the_most_frequent_errors(tokenizer):
+    """1 failing sample is always tolerated; of 10, 2 are more than 10 %."""
+    limits = {"on_error": "count", "max_failure_rate": 0.1}
+    scored = manager_for(tokenizer, "raises_on_b", **limits)
+    assert scored(make_batch(["a", "b"])).sum(1).tolist() == [1.0, 0.0]
+    expected = (
+        r"2 of 10 samples of a step failed to score, more than reward.max_failure_rate=0.1:\n  2 x reward function "
+        r"raises_on_b\(\) .*no such thing as b"
+    )
+    with pytest.raises(RewardError, match=expected):
+        scored(make_batch(["a"] * 8 + ["b"] * 2))
+    assert scored(make_batch(["a"] * 18 + ["b"] * 2)).sum().item() == 18
+
+
+class Flaky:
+    """Fails at its first `failing` calls with "b"."""
+
+    def __init__(self, failing):
+        self.failing, self.calls = failing, []
+
+    def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        self.calls.append(solution_str)
+        if "b" in solution_str and self.calls.count(solution_str) <= self.failing:
+            raise ConnectionError("service is down")
+        return 1.0
+
+
+def test_failed_samples_are_scored_again(tokenizer, monkeypatch, caplog):
+    waits = []
+    monkeypatch.setattr("verl.rewards.managers.time.sleep", waits.append)
+    function = Flaky(failing=2)
+    scored = NaiveRewardManager(tokenizer, function, retries=2)
+    assert scored(make_batch(["a", "b", "c"])).sum(1).tolist() == [1.0, 1.0, 1.0]
+    assert function.calls == ["a", "b", "c", "b", "b"] and waits == [1.0, 2.0]
+    assert "1 of 3 samples failed to score; retry 1 of 2; the first: reward function" in caplog.text
+    with pytest.raises(RewardError, match="ConnectionError: service is down"):
+        NaiveRewardManager(tokenizer, Flaky(failing=3), retries=2)(make_batch(["b"]))
 
 
 @pytest.mark.parametrize(

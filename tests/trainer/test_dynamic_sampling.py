@@ -222,7 +222,7 @@ def test_metrics_of_a_step_are_those_of_every_sample_that_was_generated(settings
     chosen = [s for s in settings if not s.startswith("reward.custom_reward_function")]
     chosen += ["algorithm.name=dapo", "reward.reward_manager.name=naive", "data.gen_batch_size=2"]
     chosen += [f"reward.custom_reward_function.path={reward}", "trainer.total_training_steps=1"]
-    chosen += ["algorithm.filter_groups.metric=reward", "reward.on_error=count"]
+    chosen += ["algorithm.filter_groups.metric=reward", "reward.on_error=count", "reward.max_failure_rate=1"]
     trainer, generated, reports = LocalPPOTrainer(overrides=chosen), [], []
     trainer.pipeline.observer = lambda name, _, batch: generated.append(batch) if name == "reward" else None
     trainer.on_step.append(reports.append)

@@ -110,7 +110,7 @@ def test_a_reward_that_ends_its_process_is_an_error_of_the_run(settings, tmp_pat
 
 
 def test_a_run_goes_on_where_failed_rewards_are_counted(settings, tmp_path, monkeypatch):
-    found = run_with(settings, tmp_path, monkeypatch, 12, "reward.on_error=count")
+    found = run_with(settings, tmp_path, monkeypatch, 12, "reward.on_error=count", "reward.max_failure_rate=1")
     assert [step["reward/failed_rows"] for step in found] == [0.0, 1.0]  # 2 calls of the trial, 8 in the first step
     assert (tmp_path / "out" / "global_step_2" / "actor").is_dir()
 

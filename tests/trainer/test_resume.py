@@ -2,14 +2,16 @@
 
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.state import identity
 
 
 def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
@@ -102,7 +104,12 @@ def test_resuming_with_another_model_is_refused(settings, tiny, tmp_path):
     before = sorted(p.name for p in (tmp_path / "run").iterdir())
     with pytest.raises(ValueError, match="a different model"):
         LocalPPOTrainer(
-            overrides=[*chosen, "trainer.total_training_steps=2", f"actor_rollout_ref.model.path={other}"]
+            overrides=[
+                *chosen,
+                "trainer.total_training_steps=2",
+                f"actor_rollout_ref.model.path={other}",
+                "trainer.allow_change=[model]",
+            ]
         ).fit()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
 
@@ -128,7 +135,8 @@ def test_a_role_that_the_checkpoint_does_not_have(settings):
     chosen = [*settings, "trainer.save_freq=1"]
     LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"]).fit()
     with pytest.raises(ValueError, match="global_step_1 has no critic: it was written by a run without one"):
-        LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=gae", "trainer.total_training_steps=2"]).fit()
+        allowed = ["trainer.allow_change=[algorithm.*]", "trainer.total_training_steps=2"]
+        LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=gae", *allowed]).fit()
 
 
 KL = ["actor_rollout_ref.actor.use_kl_loss=true"]  # as with algorithm.name=grpo
@@ -150,15 +158,64 @@ def test_a_run_without_a_name_resumes_itself_and_no_other_experiment(settings, t
     assert (grpo.folder / "global_step_2").is_dir() and not (other.folder / "global_step_2").is_dir()
 
 
-def test_a_training_file_that_has_changed_is_named(settings, tiny, tmp_path, caplog):
-    file = tmp_path / "train.jsonl"
+def refused(chosen: list[str], step: int, *changes: str) -> str:
+    """The error of resuming with these changes to step `step`; empty: it resumes."""
+    try:
+        LocalPPOTrainer(overrides=[*chosen, f"trainer.total_training_steps={step}", *changes]).fit()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_another_experiment_is_refused_with_the_differences(settings, tiny, tmp_path, caplog):
+    model, file, reward = tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "own.py"
+    shutil.copytree(tiny / "model", model)
     file.write_text((tiny / "train.jsonl").read_text())
-    chosen = [*settings, f"data.train_files={file}", "algorithm.name=grpo", "trainer.save_freq=1"]
-    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
-    before = file.stat().st_size
-    file.write_text(file.read_text().replace('"answer": ', '"answer":  ', 1))
-    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2"]).fit()
-    assert (
-        f"the training data has changed since the checkpoint (bytes of the files: {before} -> bytes of the files: "
-        f"{before + 1})"
-    ) in caplog.text
+    reward.write_text((tiny / "reward.py").read_text())
+    chosen = [*settings, f"data.train_files={file}", "algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
+    chosen += [f"actor_rollout_ref.model.path={model}", f"reward.custom_reward_function.path={reward}"]
+    assert refused(chosen, 1) == ""
+    assert "\n  algorithm.adv_estimator: grpo -> rloo\n" in refused(chosen, 2, "algorithm.adv_estimator=rloo")
+    error = refused(chosen, 2, "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg")
+    assert "rollout.n: 2 -> 4\n" in error and "policy_loss.loss_mode: vanilla -> gpg\n" in error
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor + 0.001 for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    file.write_text(file.read_text().replace('"answer": "', '"answer": "x', 1))
+    reward.write_text(reward.read_text() + "# edited\n")
+    error = refused(chosen, 2)
+    assert "\n  model: model.safetensors has other contents\n" in error
+    assert "\n  data: train.jsonl has other contents\n" in error
+    assert "\n  reward: own.py has other contents\n" in error
+    assert error.endswith("set trainer.allow_change=[model,data,reward]")
+    assert "found 'modl': did you mean 'model'?" in refused(chosen, 2, "trainer.allow_change=[modl]")
+    assert sorted(path.name for path in (tmp_path / "run").glob("global_step_*")) == ["global_step_1"]
+    caplog.clear()
+    assert refused(chosen, 2, "trainer.allow_change=[model,data,reward]") == ""
+    assert "allowed change of the experiment: model: model.safetensors has other contents; the KL ref" in caplog.text
+
+
+def test_the_same_files_elsewhere_and_tuned_settings_are_the_same_experiment(settings, tiny, tmp_path, caplog):
+    chosen = [*settings, "algorithm.name=grpo", "trainer.save_freq=1"]
+    assert refused(chosen, 1) == ""
+    shutil.copytree(tiny / "model", tmp_path / "copy")
+    shutil.copy(tiny / "train.jsonl", tmp_path / "renamed.jsonl")
+    moved = [f"actor_rollout_ref.model.path={tmp_path / 'copy'}", f"data.train_files={tmp_path / 'renamed.jsonl'}"]
+    assert refused(chosen, 2, *moved, "actor_rollout_ref.actor.optim.lr=2e-3") == ""
+    assert "actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002" in caplog.text
+
+
+def test_large_files_are_read_in_blocks_and_not_at_all_if_size_and_time_agree(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(identity, "_BLOCK_BYTES", 10)
+    file = tmp_path / "weights.safetensors"
+    contents = bytearray(range(250)) * 20  # 5,000 bytes: the blocks start at (5000 - 10) * i // 63
+    file.write_bytes(contents)
+    first = identity.fingerprint(file)
+    known = {tuple(first[:3]): [*first[:3], "known"]}
+    assert identity.fingerprint(file, known)[3] == "known"
+    for position, is_seen in ((0, True), (4999, True), (79, True), (20, False)):
+        changed = bytearray(contents)
+        changed[position] ^= 1
+        file.write_bytes(changed)
+        os.utime(file, ns=(0, first[2] + 1))
+        assert (identity.fingerprint(file, known)[3] != first[3]) == is_seen, position

@@ -1,7 +1,13 @@
 """A run whose gradients are not finite: single updates are skipped, and a run that can make none ends."""
 
-import pytest
+import json
+from collections.abc import Collection
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl.data.order import ResumableSampler
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 LOSS = """
@@ -21,8 +27,8 @@ def sometimes_broken(old_log_prob, log_prob, advantages, response_mask, loss_agg
 """
 
 
-def run(settings: list[str], folder, broken: range, *overrides: str) -> list[float]:
-    """The share of updates that each step skipped; two updates a step, numbered from 1."""
+def run(settings: list[str], folder, broken: Collection[int], *overrides: str, seen: list | None = None) -> list[float]:
+    """The share of updates that each step skipped; two updates a step, numbered from 1. seen: gets their prompts."""
     (folder / "loss.py").write_text(LOSS.replace("{BROKEN}", repr(broken)))
     trainer = LocalPPOTrainer(
         overrides=[
@@ -37,30 +43,32 @@ def run(settings: list[str], folder, broken: range, *overrides: str) -> list[flo
     )
     found = []
     trainer.on_step.append(lambda report: found.append(report.metrics["actor/grad_skipped"]))
+    if seen is not None:
+        trainer.on_step.append(lambda report: seen.append(sorted(set(report.batch.non_tensor_batch["uid"]))))
     trainer.fit()
     return found
 
 
 def test_a_run_that_cannot_update_ends(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"actor/grad_skipped was 1 for 5 steps .*; no checkpoint was saved"):
+    with pytest.raises(FloatingPointError, match=r"5 steps in a row had skipped updates .*; no checkpoint was saved"):
         run(settings, tmp_path, range(100))
 
 
 def test_what_was_saved_is_named(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"for 2 steps in a row.* newest checkpoint is .*run/global_step_3$"):
+    with pytest.raises(FloatingPointError, match=r"2 steps in a row.* newest checkpoint is .*run/global_step_3$"):
         run(settings, tmp_path, range(7, 100), "trainer.max_skipped_steps=2", "trainer.save_freq=3")
 
 
 def test_resuming_starts_before_the_steps_that_changed_nothing(settings, tmp_path):
-    often = ["trainer.max_skipped_steps=3", "trainer.save_freq=1"]
+    often = ["trainer.max_skipped_steps=3", "trainer.save_freq=1", "trainer.allow_change=[code]"]
     for broken in (range(5, 100), range(100)):  # the second run is of updates that are all broken
         with pytest.raises(FloatingPointError, match=r"3 steps in a row.* newest checkpoint is .*global_step_2$"):
             run(settings, tmp_path, broken, *often)
         assert max(tmp_path.glob("run/global_step_*")).name == "global_step_2"
 
 
-@pytest.mark.parametrize(("broken", "limit"), [(range(2, 6), 2), (range(1, 7), 0)])
-def test_a_run_continues_if_some_updates_succeed(broken, limit, settings, tmp_path):
+@pytest.mark.parametrize(("broken", "limit"), [(range(2, 6), 4), (range(1, 7), 0)])
+def test_a_run_continues_after_fewer_bad_steps_than_the_limit(broken, limit, settings, tmp_path):
     found = run(settings, tmp_path, broken, f"trainer.max_skipped_steps={limit}")
     updates = [float(number in broken) for number in range(1, 17)]
     assert found == [sum(pair) / 2 for pair in zip(updates[::2], updates[1::2])]
@@ -72,7 +80,7 @@ def diverge(settings, steps: int, lr: str, *overrides: str) -> LocalPPOTrainer:
 
 
 def test_weights_that_are_not_finite_are_never_saved(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"step 1 is not saved: the actor contains NaN or infinity in .* more"):
+    with pytest.raises(FloatingPointError, match=r"step 1 is not saved: the actor contains NaN, .* in .* more"):
         diverge(settings, 1, "1e39").fit()  # beyond float32
     assert not list(tmp_path.glob("run/global_step_*"))
 
@@ -90,10 +98,74 @@ def test_a_broken_step_leaves_the_checkpoint_that_it_would_have_replaced(setting
             state["exp_avg"][3, 5] = float("nan")
 
     trainer.on_step.append(break_a_moment)
-    message = r"step 3 is not saved: the actor contains NaN .* in .*; the same command resumes from .*global_step_2$"
+    message = r"step 3 is not saved: the actor contains NaN, .* in .*; the same command resumes from .*global_step_2$"
     with pytest.raises(FloatingPointError, match=message):
         trainer.fit()
     assert [folder.name for folder in tmp_path.glob("run/global_step_*")] == ["global_step_2"]
     resumed = diverge(settings, 3, "1e-3", *keep_one)
     resumed.fit()
     assert resumed.global_step == 3 and (tmp_path / "run/global_step_3").is_dir()
+
+
+def test_a_step_with_one_skipped_update_of_two_is_bad(settings, tmp_path):
+    """It is neither saved nor forgotten: the checkpoint that was due follows at the next good step."""
+    run(settings, tmp_path, range(4, 5), "trainer.save_freq=2", "trainer.total_training_steps=5")
+    assert sorted(path.name for path in tmp_path.glob("run/global_step_*")) == ["global_step_3", "global_step_4"]
+
+
+def test_steps_with_one_skipped_update_of_two_end_the_run(settings, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"2 steps in a row had skipped updates \(actor/grad_skipped 0.5 in"):
+        run(settings, tmp_path, (1, 4), "trainer.max_skipped_steps=2")
+
+
+def test_weights_that_explode_end_the_run_in_their_step(settings, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"step 1 is not saved: the actor contains .*weights beyond 1e6"):
+        diverge(settings, 3, "1e8").fit()
+    assert not list(tmp_path.glob("run/global_step_*"))
+
+
+COLUMN = """
+from verl.algorithms.advantages import register_adv_est
+
+@register_adv_est("sometimes_bad")
+def sometimes_bad(token_level_rewards, response_mask, global_step=None):
+    advantages = token_level_rewards.sum(1, keepdim=True) * response_mask
+    advantages[3] = {VALUE}
+    return advantages, advantages
+"""
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('-inf')", "1e30"])
+def test_a_bad_column_never_reaches_the_weights(value, settings, tmp_path, caplog):
+    (tmp_path / "bad.py").write_text(COLUMN.replace("{VALUE}", value))
+    chosen = [*settings, f"imports=[{tmp_path / 'bad.py'}]", "algorithm.adv_estimator=sometimes_bad"]
+    trainer = LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2", "trainer.max_skipped_steps=3"])
+    weights, rates = [], []
+    trainer.on_step.append(lambda report: rates.append((report["actor/grad_skipped"], report["actor/lr"])))
+    trainer.on_step.append(lambda _: weights.append(trainer.roles["actor"].worker.engine.module.lm_head.weight.clone()))
+    trainer.fit()
+    start = trainer.config.actor_rollout_ref.model.path
+    assert rates == [(1.0, 1e-3)] * 2  # the learning-rate schedule advances as in any other step
+    initial = load_file(f"{start}/model.safetensors")["lm_head.weight"]
+    assert all(torch.equal(found, initial) for found in weights)
+    assert "actor: column 'advantages' has" in caplog.text and "at row 3, token 0" in caplog.text
+
+
+def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path):
+    """Updates 9 to 12 (steps 5 and 6) are broken: the run returns to step 4 and reads the prompts after step 6."""
+    seen = []
+    rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=2"]
+    found = run(settings, tmp_path, range(9, 13), *rollback, seen=seen)
+    assert found == [0, 0, 0, 0, 1, 0, 0, 0, 0]  # steps 1 to 5, the error of step 6, and steps 5 to 8
+    sampler = ResumableSampler(24, 4, seed=42)
+    drawn = [sorted({f"{epoch}:{row}" for epoch, row in sampler.next_items()}) for _ in range(10)]
+    assert seen == drawn[:5] + drawn[6:]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9))
+
+
+def test_a_second_rollback_is_refused(settings, tmp_path):
+    rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=2"]
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+        run(settings, tmp_path, range(9, 100), *rollback)
+    assert max(tmp_path.glob("run/global_step_*")).name == "global_step_4"

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from verl.utils.disk import DiskFullError, disk_full, disk_full_reason, folder_size, format_bytes
@@ -28,6 +28,7 @@ from verl.utils.disk import DiskFullError, disk_full, disk_full_reason, folder_s
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+FORMAT = 1
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpoint.json"
 BEST_LINK = "best"
@@ -131,7 +132,7 @@ class CheckpointStore:
         Raises:
             DiskFullError: if the disk is full, whatever the block raised.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        _make_folder(self.root)
         self._remove_leftovers()
         serial = 1 + max((saved.serial for saved in self._scan()[0]), default=0)
         folder = self.root / f"{_WRITING}global_step_{step}"
@@ -214,7 +215,17 @@ class CheckpointStore:
     def best(self) -> dict[str, Any] | None:
         """Return the contents of `best_checkpoint.json`, which has `step`; None if there is no such file."""
         path = self.root / BEST
-        return json.loads(path.read_text()) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            best = json.loads(path.read_text())
+        except (ValueError, RecursionError) as error:
+            logger.error("%s cannot be read and is ignored: %s", path, error)
+            return None
+        if not isinstance(best, dict) or not _is_count(best.get("step")):
+            logger.error("%s has no step and is ignored", path)
+            return None
+        return best
 
     def mark_best(self, record: Mapping[str, Any]) -> None:
         """Make the checkpoint of `record["step"]` the best one: it is not deleted, and the link `best` leads to it.
@@ -366,7 +377,7 @@ def _seal(folder: Path, serial: int) -> None:
 
 
 def _manifest(serial: int, files: dict[str, dict[str, Any]], dropped: list[str]) -> str:
-    return json.dumps({"format": 1, "serial": serial, "dropped": dropped, "files": files}, indent=1)
+    return json.dumps({"format": FORMAT, "serial": serial, "dropped": dropped, "files": files}, indent=1)
 
 
 def _read(folder: Path) -> _Saved:
@@ -379,9 +390,40 @@ def _read(folder: Path) -> _Saved:
         raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written by this library, or is incomplete")
     try:
         manifest = json.loads(path.read_text())
-        return _Saved(folder, manifest["serial"], manifest["files"], tuple(manifest["dropped"]))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
+    if fault := _manifest_fault(manifest):
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({fault})")
+    return _Saved(folder, manifest["serial"], manifest["files"], tuple(manifest["dropped"]))
+
+
+def _manifest_fault(manifest: Any) -> str | None:
+    """Return what is wrong with the contents of a manifest, or None."""
+    if not isinstance(manifest, dict):
+        return f"expected an object, found {type(manifest).__name__}"
+    if manifest.get("format") != FORMAT or isinstance(manifest.get("format"), bool):
+        return f"expected format {FORMAT}, found {manifest.get('format')!r}: it was written by another version"
+    if not _is_count(manifest.get("serial")):
+        return f"serial: expected int >= 0, found {manifest.get('serial')!r}"
+    dropped, files = manifest.get("dropped"), manifest.get("files")
+    if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
+        return f"dropped: expected a list of names, found {dropped!r}"
+    if not isinstance(files, dict) or not files:
+        return "files: expected an object with an entry per file, found " + ("none" if files == {} else repr(files))
+    for name, entry in files.items():
+        if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return f"files: expected a path inside the checkpoint, found {name!r}"
+        if not isinstance(entry, dict) or not _is_count(entry.get("bytes")) or not _is_digest(entry.get("sha256")):
+            return f"files: {name!r}: expected bytes and sha256, found {entry!r}"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -393,6 +435,14 @@ def _write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     draft.replace(path)
     _fsync_folder(path.parent)
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder and its parents; new entries are durable when it returns."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        _fsync_folder(path.parent)
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ import typer
 from verl.cli.config.commands import config
 from verl.cli.examples import examples
 from verl.cli.programs import PROGRAMS
+from verl.cli.replay import replay
 from verl.cli.report import report
 from verl.cli.runs import runs
 from verl.cli.serve import serve
@@ -48,6 +49,7 @@ app.add_typer(examples, name="examples")
 app.command("serve")(serve)
 app.add_typer(runs, name="runs")
 app.command("report")(report)
+app.command("replay")(replay)
 
 if __name__ == "__main__":
     app()

@@ -57,6 +57,7 @@ PROGRAMS = (
     Program("generate", "verl.trainer.main_generation", "Generate responses to the prompts of a file.", "generation"),
     Program("eval", "verl.trainer.main_eval", "Score responses; pass@k; compare two models.", "evaluation"),
     Program("merge", "verl.cli.merge", "Merge a checkpoint into a Hugging Face model."),
+    Program("verify-resume", "verl.cli.verify_resume", "Check that a resumed run equals an uninterrupted one.", "ppo"),
     Program("check", "verl.cli.check", "Check packages and devices, and print the fixes."),
     Program("quickstart", "verl.cli.quickstart", "Train a tiny model with GRPO and watch its reward rise."),
 )

@@ -339,6 +339,8 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
         "another agent loop": rollout.mode == "server",
         "rollout.tensor_model_parallel_size must be 1": rollout.tensor_model_parallel_size > 1,
         "algorithm.shuffle_rewards permutes the rewards of a whole batch: use false": config.algorithm.shuffle_rewards,
+        "trainer.on_bad_steps=rollback would lose the prompts in the queue: use stop": config.trainer.on_bad_steps
+        == "rollback",
         "algorithm.filter_groups.at_limit=fill fills one batch at a time: use error": groups.enable
         and groups.at_limit == "fill",
     }

@@ -85,6 +85,8 @@ def reward_model(row: Mapping[str, Any], where: str, ground_truth_key: str) -> d
     truth = found["ground_truth"]
     if isinstance(truth, str):
         check_encodable(truth, f"{where}: the ground truth (column {column!r})")
+    if isinstance(given, float) and given in (float("inf"), float("-inf")):
+        raise ValueError(f"{where}: the ground truth (column {column!r}) is {given}: expected a finite number or text")
     missing = truth is None or truth != truth or (isinstance(truth, str | list) and len(truth) == 0)
     if isinstance(truth, str) and not truth.strip():
         missing = True

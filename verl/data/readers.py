@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.data.quarantine import parse_json
 from verl.utils.data_names import source_name
 
 logger = logging.getLogger("verl.data")
@@ -99,12 +100,10 @@ class JsonLines(_File):
         line = os.pread(self._file.fileno(), self._sizes[row], self._starts[row])
         line = line.removeprefix(_BOM) if row == 0 else line
         try:
-            found = json.loads(line.decode())
+            text = line.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.where(row)}: expected UTF-8 text: {error}") from error
-        except json.JSONDecodeError as error:
-            what = f"expected one JSON object per line: {error.msg} at character {error.pos + 1}"
-            raise ValueError(f"{self.where(row)}: {what}") from error
+        found = parse_json(text, self.where(row), "one JSON object per line")
         return _check_object(found, self.where(row))
 
     def __len__(self) -> int:
@@ -132,11 +131,10 @@ class JsonList(_File):
     def __init__(self, path: Path):
         super().__init__(path)
         try:
-            rows = json.loads(path.read_text(encoding="utf-8-sig"))
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: expected a JSON list of objects: {error}") from error
+        rows = parse_json(text, str(path), "a JSON list of objects")
         for index, row in enumerate(rows):
             _check_object(row, self.where(index))
         self.columns = tuple(dict.fromkeys(key for row in rows for key in row))

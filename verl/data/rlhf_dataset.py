@@ -6,6 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from verl.data.dataset import (
 )
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
+from verl.data.quarantine import check_values, usable_rows
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
     TokenTable,
@@ -75,6 +77,9 @@ class RLHFDataset(Dataset):
     Raises:
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
     """
+
+    #: place and reason of rows that were dropped (data.max_bad_rows)
+    bad_rows: Sequence[Mapping[str, Any]] = ()
 
     def __init__(
         self,
@@ -142,7 +147,7 @@ class RLHFDataset(Dataset):
         """
         self._prompt_ids = LazyPrompts(rows, self._ids_of, self.config.max_prompt_length)
         count = rows_to_use(rows, self.max_samples)
-        if self.config.filter_overlong_prompts or strict_check_enabled():
+        if self.config.filter_overlong_prompts or self.config.max_bad_rows or strict_check_enabled():
             kept = self._tokenize(rows)
         else:
             kept = range(count)
@@ -223,6 +228,9 @@ class RLHFDataset(Dataset):
         """Check the rows, or `only` some, and tokenize their prompts. Returns the indices of those that fit."""
         config, overlong, kept = self.config, {}, array.array("q")  # overlong: row -> tokens
         count = rows_to_use(rows, self.max_samples)
+        if config.max_bad_rows:
+            checked = range(count) if only is None else sorted(only)
+            only, self.bad_rows = usable_rows(rows, checked, partial(self._check_whole, rows), config.max_bad_rows)
         tokenized = tokenize_rows(
             self.tokenizer,
             rows,
@@ -243,9 +251,15 @@ class RLHFDataset(Dataset):
         self._report_overlong(overlong, rows, count if only is None else len(only), bool(kept))
         return kept
 
+    def _check_whole(self, rows: Rows, row: Mapping[str, Any], index: int) -> None:
+        """Check a row, and render its prompt. Raises ValueError if the row cannot be used."""
+        prompt = self._check_row(row, rows, index)
+        self._encode([prompt], lambda i: rows.where(index))
+
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
         """The prompt of a row. Raises ValueError if the row cannot be used."""
         where = rows.where(index)
+        check_values(row, where)
         refuse_media(row, _MEDIA_COLUMNS, where)
         reward_model(row, where, self.config.ground_truth_key)
         self._data_source(row, rows, index)

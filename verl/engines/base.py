@@ -31,6 +31,9 @@ from verl.utils.shards import Shard
 
 Tensors = dict[str, torch.Tensor]
 
+#: magnitude beyond which a weight has diverged; those of pretrained models are below 1e3
+LARGEST_WEIGHT = 1e6
+
 #: model outputs that `infer` and an objective may request, each (B, T) at the positions of the response tokens; `infer`
 #: also has routed_experts (B, P + T, layers, k), the choices of the routers, in engines that support router replay
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
@@ -147,7 +150,7 @@ class TrainEngine(ABC):
 
         Returns:
             The metrics of the objective as pairs (sum, count), `grad_norm`, and `grad_skipped`, which is 1 if the
-            gradient was not finite and the step was skipped.
+            gradient or the loss was not finite and the step was skipped.
         """
 
     @abstractmethod
@@ -254,9 +257,10 @@ class TrainEngine(ABC):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def non_finite_state(self) -> list[str]:
-        """Names of the trained weights and optimizer state that contain NaN or infinity, the same on every rank.
+        """Names of the trained weights and optimizer state that are broken, the same on every rank.
 
-        Called before each checkpoint, by all ranks; a checkpoint with such state is not written.
+        Broken: NaN or infinity; for weights also magnitudes beyond LARGEST_WEIGHT. Called by all ranks after the
+        updates of a step and before each checkpoint; such state is not saved.
         """
         return []
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.checkpoints.shard_files import ShardPlanner, ShardReader
+from verl.engines.base import LARGEST_WEIGHT
 from verl.modeling.huggingface import load_pretrained
 from verl.modeling.moe import expert_modules
 
@@ -238,6 +239,11 @@ def trained_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
             state = optimizer.state.get(parameter, {})
             tensors |= {f"{name} ({key})": value for key, value in state.items() if key != "step"}
     return tensors
+
+
+def largest_plausible(name: str) -> float:
+    """The magnitude beyond which a tensor of `trained_state` is broken: finite for optimizer state, 1e6 for weights."""
+    return torch.finfo(torch.float32).max if name.endswith(")") else LARGEST_WEIGHT
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

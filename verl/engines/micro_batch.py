@@ -1,8 +1,11 @@
 """Splits a mini-batch into micro-batches, by a number of sequences or by a token budget."""
 
+from transformers import PretrainedConfig
+
 from verl.engines.base import MicroBatching, Tensors
 from verl.engines.token_budget import MAX_AUTO_TOKENS
 from verl.modeling.shared_prefix import plan_shared_prefixes
+from verl.modeling.vision import INDEX, Media
 from verl.protocol import DataProto
 from verl.utils.balance import token_budget_micro_batches
 
@@ -49,9 +52,17 @@ def split_to(chunks: list[list[int]], count: int) -> list[list[int]]:
     return chunks
 
 
-def columns_of(batch: DataProto, names: tuple[str, ...]) -> Tensors:
-    """Tensor columns on the host, where micro-batches are assembled."""
-    return {name: batch.column(name).cpu() for name in names}
+def columns_of(batch: DataProto, names: tuple[str, ...], config: PretrainedConfig) -> tuple[Tensors, Media | None]:
+    """Tensor columns on the host, where micro-batches are assembled, and the images of the rows, if any.
+
+    config: of the model.
+    """
+    columns = {name: batch.column(name).cpu() for name in names}
+    rows = batch.non_tensor_batch.get("multi_modal_inputs")
+    if rows is None or all(row is None for row in rows):
+        return columns, None
+    media = Media(config, rows)
+    return columns | {"position_ids": media.positions(columns), INDEX: media.index}, media
 
 
 def take_rows(columns: Tensors, rows: list[int]) -> Tensors:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl.config import schema
+from verl.engines.parallel import full_tensor
 
 
 def make_optimizer(optim: schema.OptimConfig, module: torch.nn.Module, device: torch.device) -> torch.optim.AdamW:
@@ -90,3 +91,9 @@ def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: 
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     torch._foreach_mul_(local, scale.to(local[0].device))
+
+
+def check_change(parameters: list[torch.nn.Parameter], before: list[torch.Tensor]) -> None:
+    """Raise RuntimeError if an update changed no parameter; a run that trains nothing would look normal otherwise."""
+    if all(torch.equal(full_tensor(p.detach()), full_tensor(old)) for p, old in zip(parameters, before)):
+        raise RuntimeError("an update with a gradient changed none of the trained parameters")

@@ -25,8 +25,7 @@ from verl.engines.lora import Adapters
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import columns_of, plan_micro_batches, take_rows
-from verl.engines.optimizer import clip_gradients, gradient_norm, lr_multiplier, make_optimizer
-from verl.engines.parallel import full_tensor
+from verl.engines.optimizer import check_change, clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.routing import (
     ROUTED_EXPERTS,
     add_statistics,
@@ -43,7 +42,7 @@ from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
 from verl.modeling.packing import build_input, row_lengths, to_device
-from verl.modeling.vision import INDEX, Media, tower_of
+from verl.modeling.vision import Media, tower_of
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
 
@@ -127,7 +126,8 @@ class TorchEngine(TrainEngine):
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
-        columns, media = self._columns(batch, (*_INPUTS, *set_replay(self.model.routing, batch)))
+        names = (*_INPUTS, *set_replay(self.model.routing, batch))
+        columns, media = columns_of(batch, names, self.module.config)
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
         found: Tensors = {}
         chunks = []
@@ -149,8 +149,8 @@ class TorchEngine(TrainEngine):
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
         set_replay(self.model.routing, batch)
-        columns, media = self._columns(batch, tuple(batch.tensors))
-        sums = MetricSums()
+        columns, media = columns_of(batch, tuple(batch.tensors), self.module.config)
+        sums, losses = MetricSums(), []
         routing = self.model.routing if self.spec.kind == "causal_lm" else None
         self._statistics = RoutingStatistics(routing) if routing is not None else None
         with self.on_device(optimizer=True):
@@ -163,20 +163,16 @@ class TorchEngine(TrainEngine):
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
                     self._backward(loss)
+                    losses.append(loss.detach())
                     sums.add(metrics, rows=len(rows))
-            metrics = sums.result(self.max_over_ranks) | self._step()
+            metrics = sums.result(self.max_over_ranks) | self._step(torch.stack(losses).sum())
         statistics, self._statistics = self._statistics, None
         if statistics is not None:
             metrics |= routing_metrics(statistics, self.sharding.sequence_ranks, self.sum_over_ranks)
         return metrics
 
     def _forward(
-        self,
-        columns: Tensors,
-        shared_prefix: bool,
-        outputs: tuple[str, ...],
-        temperature: float,
-        media: Media | None = None,
+        self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float, media: Media | None
     ) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
         model_input = build_input(columns, self.model_spec.packs, shared_prefix, media)
@@ -189,15 +185,6 @@ class TorchEngine(TrainEngine):
         if ROUTED_EXPERTS in outputs:
             found[ROUTED_EXPERTS] = recorded(self.model.routing, model_input)
         return found
-
-    def _columns(self, batch: DataProto, names: tuple[str, ...]) -> tuple[Tensors, Media | None]:
-        """Tensor columns on the host, where micro-batches are assembled, and the images of the rows, if any."""
-        columns = columns_of(batch, names)
-        rows = batch.non_tensor_batch.get("multi_modal_inputs")
-        if rows is None or all(row is None for row in rows):
-            return columns, None
-        media = Media(self.module.config, rows)
-        return columns | {"position_ids": media.positions(columns), INDEX: media.index}, media
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.sharding.scale_loss(loss).backward()
@@ -294,13 +281,17 @@ class TorchEngine(TrainEngine):
 
     # ---- optimizer ----------------------------------------------------------------------------------------------
 
-    def _step(self) -> dict[str, float]:
-        """Clip the gradient and take an optimizer step; skip it if the gradient is not finite."""
+    def _step(self, loss: torch.Tensor) -> dict[str, float]:
+        """Clip the gradient and take an optimizer step; skip it if the gradient or the loss is not finite.
+
+        loss: this rank's share.
+        """
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         assert parameters, "no parameter got a gradient: the loss does not depend on the model"
         norm = gradient_norm([p.grad for p in parameters])
-        if not torch.isfinite(norm):
-            logger.warning("the gradient norm is %s: skipping this update", norm.item())
+        (is_bad,) = self.max_over_ranks([float(~(norm.isfinite() & loss.isfinite()))])
+        if is_bad:
+            logger.warning("the gradient norm is %s, the loss %s: skipping this update", norm.item(), loss.item())
             self.optimizer.zero_grad(set_to_none=True)
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
         clip_gradients([p.grad for p in parameters], norm, self.spec.optimizer.clip_grad)
@@ -308,15 +299,9 @@ class TorchEngine(TrainEngine):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if before and norm > 0 and self.schedule.get_last_lr()[0] > 0:
-            self._verify_change(parameters, before)
+            check_change(parameters, before)
+            self._unverified = False
         return {"grad_norm": norm.item(), "grad_skipped": 0.0}
-
-    def _verify_change(self, parameters: list[torch.nn.Parameter], before: list[torch.Tensor]) -> None:
-        """Check that the first update changes the adapters; a run that trains nothing would look normal otherwise."""
-        changed = any(not torch.equal(full_tensor(p.detach()), full_tensor(old)) for p, old in zip(parameters, before))
-        if not changed:
-            raise RuntimeError("an update with a gradient changed none of the trained parameters")
-        self._unverified = False
 
     def lr_step(self) -> float:
         rate = self.schedule.get_last_lr()[0]
@@ -415,8 +400,9 @@ class TorchEngine(TrainEngine):
         # maximum norm: the sum of squares of finite values could overflow
         shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
         shards = [t if t.numel() else t.new_zeros(1) for t in shards]
-        largest = torch.stack([x.float() for x in torch._foreach_norm(shards, float("inf"))])
-        broken = self.max_over_ranks([float(not x) for x in largest.isfinite().tolist()])
+        largest = torch.stack([x.float() for x in torch._foreach_norm(shards, float("inf"))]).tolist()
+        limits = [checkpoint.largest_plausible(name) for name in tensors]
+        broken = self.max_over_ranks([float(not x <= limit) for x, limit in zip(largest, limits)])
         return [name for name, is_broken in zip(tensors, broken) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:

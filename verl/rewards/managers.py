@@ -13,9 +13,10 @@ import inspect
 import logging
 import math
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -30,6 +31,8 @@ from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
 logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS, _LONGEST_RETRY = 1.0, 30.0  # before the first retry, doubled for each further one
 
 REWARD_MANAGER_REGISTRY: Registry[type] = Registry("reward manager", builtins_replaceable=True)
 
@@ -75,6 +78,18 @@ def is_public_manager(found: Any) -> bool:
     return inspect.isfunction(call) and "data" in inspect.signature(call).parameters
 
 
+def check_failure_rate(failures: Collection[RewardError], total: int, limit: float) -> None:
+    """Raise RewardError with the most frequent errors if more than one sample and a share above `limit` failed."""
+    if len(failures) <= max(1, limit * total):
+        return
+    counts = Counter(str(error).splitlines()[0] for error in failures)
+    lines = "".join(f"\n  {count} x {text}" for text, count in counts.most_common(3))
+    raise RewardError(
+        f"{len(failures)} of {total} samples of a step failed to score, more than reward.max_failure_rate={limit:g}:"
+        f"{lines}\nFix the function, or raise reward.max_failure_rate (1: no limit)"
+    )
+
+
 class RewardManager(ABC):
     """Computes the reward of every sample of a batch. Base class of custom reward managers.
 
@@ -93,6 +108,8 @@ class RewardManager(ABC):
             It is killed and restarted if a call exceeds its timeout or the memory limit. "none": they are called in
             this process, where breakpoints work.
         memory_limit_mb: Memory limit of the worker process in MiB; None: half of the memory of the host.
+        retries: How often the failed samples of a batch are scored again before they count as failed.
+        max_failure_rate: With on_error="count", the largest share of a batch that may fail; a single sample always may.
 
     Raises:
         ValueError: For an invalid argument, or a function whose form the manager does not support.
@@ -114,6 +131,8 @@ class RewardManager(ABC):
         max_concurrency: int = 64,
         isolation: str = "none",
         memory_limit_mb: int | None = None,
+        retries: int = 0,
+        max_failure_rate: float = 1.0,
     ):
         if on_error not in ("raise", "count"):
             raise ValueError(f"reward manager: on_error: expected 'raise' or 'count', found {on_error!r}")
@@ -135,6 +154,7 @@ class RewardManager(ABC):
         self.timeout, self.max_concurrency = timeout, max_concurrency
         self.on_error, self.failure_score = on_error, float(failure_score)
         self.isolation = Isolation(isolation, memory_limit_mb)
+        self.retries, self.max_failure_rate = retries, max_failure_rate
 
     @abstractmethod
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
@@ -202,20 +222,23 @@ class NaiveRewardManager(RewardManager):
 
     def _score(self, samples: Sequence[Sample]) -> tuple[list[float], list[dict[str, Any]], int]:
         """Return scores, extra values and the number of failed samples."""
-        scores, extras, failed = [self.failure_score] * len(samples), [{"acc": 0.0} for _ in samples], 0
-        # Closed explicitly, so that busy workers are stopped if a sample raises.
-        with closing(self.outcomes(samples)) as outcomes:
-            for i, function, outcome in outcomes:
-                try:
-                    scores[i], extra = read_outcome(outcome)
-                    extras[i] = {**({"acc": scores[i]} if function.is_accuracy else {}), **extra}
-                except BadOutcome as bad:
-                    error = RewardError(f"reward function {function.where} {bad}\n{samples[i].describe()}")
-                    if self.on_error == "raise":
-                        raise error from bad.__cause__
-                    failed += 1
-                    if failed == 1:
-                        logger.error("%s", error, exc_info=bad.__cause__)
+        scores, extras = [self.failure_score] * len(samples), [{"acc": 0.0} for _ in samples]
+        todo, failures = list(range(len(samples))), {}
+        for attempt in range(1 + self.retries):
+            if attempt:
+                logger.warning(
+                    "%d of %d samples failed to score; retry %d of %d; the first: %s",
+                    *(len(todo), len(samples), attempt, self.retries, failures[todo[0]]),
+                )
+                time.sleep(min(_RETRY_SECONDS * 2 ** (attempt - 1), _LONGEST_RETRY))
+            failures = self._score_once(samples, todo, scores, extras, is_last=attempt == self.retries)
+            todo = sorted(failures)
+            if not todo:
+                break
+        failed = len(failures)
+        if failed:
+            logger.error("%s", failures[todo[0]], exc_info=failures[todo[0]].__cause__)
+        check_failure_rate(failures.values(), len(samples), self.max_failure_rate)
         if failed:
             logger.error("%d of %d samples failed to score; assigned %g", failed, len(samples), self.failure_score)
             if (lowest := min(scores)) < self.failure_score:
@@ -226,6 +249,34 @@ class NaiveRewardManager(RewardManager):
                     lowest,
                 )
         return scores, extras, failed
+
+    def _score_once(
+        self,
+        samples: Sequence[Sample],
+        todo: Sequence[int],
+        scores: list[float],
+        extras: list[dict[str, Any]],
+        is_last: bool,
+    ) -> dict[int, RewardError]:
+        """Score the samples `todo`; fills `scores` and `extras`. Returns the errors of those that failed.
+
+        With on_error="raise", the first error of the last attempt is raised.
+        """
+        failures: dict[int, RewardError] = {}
+        # Closed explicitly, so that busy workers are stopped if a sample raises.
+        with closing(self.outcomes([samples[i] for i in todo])) as outcomes:
+            for k, function, outcome in outcomes:
+                i = todo[k]
+                try:
+                    scores[i], extra = read_outcome(outcome)
+                    extras[i] = {**({"acc": scores[i]} if function.is_accuracy else {}), **extra}
+                except BadOutcome as bad:
+                    error = RewardError(f"reward function {function.where} {bad}\n{samples[i].describe()}")
+                    if self.on_error == "raise" and is_last:
+                        raise error from bad.__cause__
+                    error.__cause__ = bad.__cause__
+                    failures[i] = error
+        return failures
 
     def _print_examples(self, data: DataProto, samples: Sequence[Sample], scores: Sequence[float]) -> None:
         seen: Counter[str] = Counter()

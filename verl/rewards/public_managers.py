@@ -30,6 +30,7 @@ from verl.rewards.functions import COLUMN_FORMS, ScoreFunction
 from verl.rewards.managers import (
     REWARD_MANAGER_REGISTRY,
     RewardManager,
+    check_failure_rate,
     register,  # noqa: F401 (a name of public verl)
     scores_single_samples,
 )
@@ -156,7 +157,7 @@ class SingleRewardManager(RewardManager):
         self.manager = manager
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        rewards, extras, failed = torch.zeros(data.column("responses").shape), [], 0
+        rewards, extras, failures = torch.zeros(data.column("responses").shape), [], []
         positions, lengths = reward_positions(data)
         for i, outcome in enumerate(self._outcomes(data)):
             try:
@@ -166,19 +167,23 @@ class SingleRewardManager(RewardManager):
                 error = RewardError(f"reward manager {where} {bad}\n  sample {i} of {len(data)}")
                 if self.on_error == "raise":
                     raise error from bad.__cause__
-                failed += 1
-                if failed == 1:
+                failures.append(error)
+                if len(failures) == 1:
                     logger.error("%s", error, exc_info=bad.__cause__)
                 score, extra = self.failure_score, {"acc": 0.0}
             rewards[i, positions[i]] = score
             extras.append(extra)
+        check_failure_rate(failures, len(data), self.max_failure_rate)
         if not return_dict:
             return rewards
         names = dict.fromkeys(name for extra in extras for name in extra)
         return {
             "reward_tensor": rewards,
             "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
-            "metrics": {"reward/failed_rows": float(failed), "reward/empty_responses": float((lengths == 0).sum())},
+            "metrics": {
+                "reward/failed_rows": float(len(failures)),
+                "reward/empty_responses": float((lengths == 0).sum()),
+            },
         }
 
     def _outcomes(self, data: DataProto) -> list[Outcome]:
@@ -254,6 +259,7 @@ def get_reward_manager_cls(name: str) -> type:
 
 # Arguments of RewardManager that come from the settings.
 _SHARED = ("timeout", "on_error", "failure_score", "max_concurrency", "isolation", "memory_limit_mb")
+_SHARED += ("retries", "max_failure_rate")
 
 
 def create_public_manager(

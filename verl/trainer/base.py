@@ -22,7 +22,8 @@ from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog
-from verl.trainer.state.checkpointing import Checkpointer
+from verl.trainer.state.bad_steps import StepGuard, roll_back
+from verl.trainer.state.checkpointing import BadStepsError, Checkpointer
 from verl.trainer.state.interruption import Interruption, Stopped
 from verl.trainer.state.validation_watch import ValidationWatch
 from verl.utils.device import frozen_heap, process_rss
@@ -94,6 +95,7 @@ class Trainer(ABC):
         on_step: functions called with a StepReport after each step.
         watch: the best validation so far, for trainer.save_best and trainer.early_stopping.
         interruption: whether SIGINT or SIGTERM was received.
+        guard: counts bad steps.
         ready: whether workers are started and the checkpoint is loaded; later errors are not setup errors.
     """
 
@@ -122,7 +124,7 @@ class Trainer(ABC):
         self.batch: DataProto | None = None
         self._started = False
         self.on_step: list[Callable[[StepReport], None]] = []
-        self._skipped: dict[str, int] = {}  # metric of a role -> consecutive steps without a single update
+        self.guard = StepGuard(self)
         flow = self._checked_flow("build_flow", self.build_flow())
         self.pipeline: Pipeline = self._checked_flow("finish_flow", self.finish_flow(flow)).compile()
         self.pipeline.log_level = self.operator_level
@@ -140,6 +142,7 @@ class Trainer(ABC):
             keep=self.checkpoints_to_keep,
             watch=self.watch,
             train_dataset=run.inputs.train_dataset,
+            working_dir=run.working_dir,
         )
 
     # ---- what a subclass defines ------------------------------------------------------------------------------------
@@ -202,6 +205,9 @@ class Trainer(ABC):
     def before_first_step(self) -> None:  # noqa: B027 (optional hook)
         """Called after `init_workers` and `load`, before the first step or validation."""
 
+    def after_restore(self) -> None:  # noqa: B027 (optional hook)
+        """Called after the run has rolled back to a checkpoint."""
+
     def checkpoints_to_keep(self) -> dict[str, int | None]:
         """Role -> how many of its newest checkpoints are kept; None keeps all."""
         return dict.fromkeys(self.saved_roles)
@@ -255,28 +261,38 @@ class Trainer(ABC):
         """
         self.check_steps(steps)
         was_started = self._started
-        with lock_folder(self.checkpoints.root), RunLog(self) as log:
+        with lock_folder(self.checkpoints.root):
             try:
-                self.start()
-                if steps is not None:
-                    self.total_steps = self.global_step + steps
-                elif was_started and self.global_step >= self.total_steps:
-                    logger.warning("nothing to train: the run ended at step %d; see fit(steps=...)", self.global_step)
-                with frozen_heap():  # what exists now lives to the end
+                with RunLog(self) as log:
+                    self.start()
+                    if steps is not None:
+                        self.total_steps = self.global_step + steps
+                    elif was_started and self.global_step >= self.total_steps:
+                        logger.warning("nothing to train: the run ended at step %d; see fit(steps)", self.global_step)
                     metrics = self._train(log)
             except BaseException as error:
-                self.checkpointer.finish_pending_save(error)
-                self.shutdown()
-                raise
+                metrics = self._train_again(error)
             if not was_started and not self.can_stay_loaded:
                 self.shutdown()
         return metrics
+
+    def _train_again(self, error: BaseException) -> dict[str, float]:
+        """After an error: roll back and train to the end if it allows that, otherwise end the workers and raise it."""
+        try:
+            if not (isinstance(error, BadStepsError) and roll_back(self, error)):
+                raise error
+            with RunLog(self) as log:
+                return self._train(log)
+        except BaseException as last:
+            self.checkpointer.finish_pending_save(last)
+            self.shutdown()
+            raise
 
     def _train(self, log: RunLog) -> dict[str, float]:
         """The loop of `fit`: steps with logging, validation and saving."""
         trainer = self.config.trainer
         metrics: dict[str, float] = {}
-        with log.steps():
+        with frozen_heap(), log.steps():  # what exists now lives to the end
             if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
                 metrics = self._validate(log)
             elif self.watch.skipped:
@@ -340,7 +356,7 @@ class Trainer(ABC):
         trainer, report = self.config.trainer, self.step()
         metrics = report.metrics
         log.step(report)
-        self._check_skipped(metrics)
+        self.guard.check(report)
         self.watch.improved = False
         is_last = trainer.test_freq not in (-1, 0) and self.global_step == self.total_steps
         if self._is_due(trainer.test_freq) or is_last:
@@ -356,12 +372,13 @@ class Trainer(ABC):
     def _save_if_due(self) -> None:
         trainer = self.config.trainer
         ends = self.end_reason is not None or self.interruption.requested is not None
-        is_due = self._is_due(trainer.save_freq) or (ends and trainer.save_at_end)
+        is_due = self._is_due(trainer.save_freq) or (ends and trainer.save_at_end) or self.guard.owes_save
         if not (is_due or self.watch.improved) or self.checkpointer.saved_step == self.global_step:
             return
-        if self._has_skipped_updates() and self.global_step < self.total_steps:
-            # a run that is about to end for skipped updates must resume from before them
-            logger.warning("step %d is not saved: all its updates were skipped", self.global_step)
+        self.guard.owes_save = self.guard.is_bad and self.global_step < self.total_steps
+        if self.guard.owes_save:
+            # a run that ends for bad steps must resume from before them
+            logger.warning("step %d is not saved, since updates were skipped: the next good one is", self.global_step)
         else:
             self.checkpointer.save(self.global_step, is_due)
 
@@ -370,25 +387,6 @@ class Trainer(ABC):
         if freq == "after_each_epoch":
             freq = self.source.steps_per_epoch
         return isinstance(freq, int) and freq > 0 and self.global_step % freq == 0
-
-    def _has_skipped_updates(self) -> bool:
-        """Whether all updates of a role were skipped in this step, and the run may end for it."""
-        return any(self._skipped.values()) and self.config.trainer.max_skipped_steps > 0
-
-    def _check_skipped(self, metrics: dict[str, float]) -> None:
-        """End a run that can no longer update a role. Raises FloatingPointError."""
-        limit = self.config.trainer.max_skipped_steps
-        for name, share in metrics.items():
-            if not name.endswith("grad_skipped"):
-                continue
-            self._skipped[name] = self._skipped.get(name, 0) + 1 if share == 1 else 0
-            if 0 < limit <= self._skipped[name]:
-                self.checkpointer.wait()
-                raise FloatingPointError(
-                    f"{name} was 1 for {limit} steps in a row: no gradient was finite, so nothing was learned. Look at "
-                    "the metrics of the steps before (learning rate, KL, lengths). trainer.max_skipped_steps sets the "
-                    f"limit (0: no limit); {self.checkpointer.newest()}"
-                )
 
     def _validate(self, log: RunLog) -> dict[str, float]:
         start = time.perf_counter()
@@ -399,7 +397,7 @@ class Trainer(ABC):
             logger.log(self.operator_level, "[validate] %.2fs", metrics["timing_s/testing"])
         if self.global_step == 0 or self.config.trainer.val_only:
             self.watch.check(metrics)
-        elif not self._has_skipped_updates():
+        elif not self.guard.is_bad:
             self.watch.observe(self.global_step, metrics)
         return metrics
 

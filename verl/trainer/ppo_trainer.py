@@ -239,6 +239,10 @@ class PPOTrainer(Trainer):
         if "sync_weights" in (op.name for op in self.pipeline.operators):
             self.sync_weights()
 
+    def after_restore(self) -> None:
+        self.rollout_weights.version = None
+        self.before_first_step()
+
     def sync_weights(self) -> None:
         """Push the current weights to the rollout unless it already has them. The version is the number of completed
         steps."""

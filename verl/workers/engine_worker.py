@@ -1,5 +1,6 @@
 """Base class of workers with a training engine: construction, update loop and checkpoints."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from verl.algorithms.masked import LossAggregation
+from verl.columns import find_bad_values
 from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
 from verl.engines.metrics import MetricSums
@@ -15,6 +17,8 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.utils.device import resolve_device
+
+logger = logging.getLogger("verl.workers")
 
 
 class EngineWorker(Worker):
@@ -74,7 +78,8 @@ class EngineWorker(Worker):
                     update.add(self.engine.train_batch(mini, objective, micro))
             return update.finish()
 
-        The weights and the optimizer state stay on the device in between.
+        The weights and the optimizer state stay on the device in between. There are no mini-batches if a column of the
+        batch has values that are not finite or too large (`find_bad_values`).
 
         Args:
             batch: reads meta_info["mini_batch_rows"], the rows of one optimizer step over all ranks, and
@@ -87,14 +92,20 @@ class EngineWorker(Worker):
         else:
             minis = batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
             update = UpdatePass(self.engine, minis, prefix, last_pass=batch.meta_info["last_pass"])
+        bad = find_bad_values(batch.tensors)
+        if any(self.engine.max_over_ranks([float(bool(bad))])):
+            for found in bad:
+                logger.error("%s: column %r has %s: the updates are skipped", prefix, found.column, found)
+            update.skip()
         with self.engine.on_device(optimizer=True):
             yield update
+            update.check_weights()
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def non_finite_state(self) -> list[str]:
-        """Names of the trained weights and optimizer state that contain NaN or infinity."""
+        """Names of the trained weights and optimizer state that are broken (`TrainEngine.non_finite_state`)."""
         return self.engine.non_finite_state()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -104,6 +115,12 @@ class EngineWorker(Worker):
         With checkpoint.async_save the write continues in the background until `finish_checkpoint`.
         """
         self.engine.save(Path(folder), tuple(self.checkpoint.save_contents), self.checkpoint.async_save)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_weights(self, folder: str | Path) -> None:
+        """Write the full weights as a Hugging Face model to `folder/huggingface`."""
+        self.engine.save(Path(folder), ("hf_model",))
+        self.engine.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def is_checkpoint_written(self) -> bool:
@@ -140,6 +157,18 @@ class UpdatePass:
         self._prefix = prefix
         self._last_pass = last_pass
         self._sums = MetricSums()
+        self._broken: list[str] = []
+
+    def skip(self) -> None:
+        """Skip all updates of this pass, which are counted in `grad_skipped`."""
+        for _ in self.mini_batches:
+            self.add({"grad_skipped": 1.0})
+        self.mini_batches = []
+
+    def check_weights(self) -> None:
+        """After the last pass, look for weights and optimizer state that are broken; reported by `finish`."""
+        if self._last_pass:
+            self._broken = self._engine.non_finite_state()
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Add the metrics of a mini-batch."""
@@ -149,10 +178,11 @@ class UpdatePass:
         """Advance the learning-rate schedule after the last pass of a training step.
 
         Returns:
-            Metric name -> (sum, count), and "<prefix>/lr" after the last pass.
+            Metric name -> (sum, count), and "<prefix>/lr" after the last pass; "<prefix>/broken_tensors" if there are.
         """
         lr = {f"{self._prefix}/lr": self._engine.lr_step()} if self._last_pass else {}
-        return {**self._sums.result(), **lr}
+        broken = {f"{self._prefix}/broken_tensors": (float(len(self._broken)), 1.0)} if self._broken else {}
+        return {**self._sums.result(), **lr, **broken}
 
 
 def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> MicroBatching:

@@ -165,7 +165,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         old_is_current = "old_log_probs" not in batch
         batch.meta_info[REPLAYS] = actor.router_replay.mode != "disabled"
         with self.update_pass(batch, "actor") as update:
-            only_one = len(update.mini_batches) == 1
+            only_one = len(update.mini_batches) <= 1
             assert only_one or not old_is_current, "after the first update the current policy is not the old one"
             for mini in update.mini_batches:
                 mask = mini.batch["response_mask"]

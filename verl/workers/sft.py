@@ -36,8 +36,9 @@ class SFTWorker(EngineWorker):
     def update(self, batch: DataProto) -> dict[str, Any]:
         """One optimizer step on the batch."""
         with self.update_pass(batch, "train", one_step=True) as update:
-            agg = aggregation("token-mean", batch.batch["response_mask"], self.engine)
-            update.add(self.engine.train_batch(batch, sft_objective(agg), self.micro))
+            for mini in update.mini_batches:
+                agg = aggregation("token-mean", mini.batch["response_mask"], self.engine)
+                update.add(self.engine.train_batch(mini, sft_objective(agg), self.micro))
         return update.finish()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

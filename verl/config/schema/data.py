@@ -40,6 +40,9 @@ class DataConfig(Section):
     reward_fn_key: str = field("data_source", "column that selects the reward function")
     max_prompt_length: int = field(512, "maximum prompt length in tokens", ge=1)
     max_response_length: int = field(512, "maximum response length in tokens", ge=1)
+    max_bad_rows: int = field(
+        0, "training rows that may be dropped because they cannot be used; they are listed in bad_rows.jsonl", ge=0
+    )
     filter_overlong_prompts: bool = field(False, "drop prompts longer than max_prompt_length")
     truncation: Literal["error", "left", "right", "middle"] = field("error", "how to truncate overlong prompts")
     shuffle: bool = field(True, "shuffle the training rows in every epoch")

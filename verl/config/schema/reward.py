@@ -72,3 +72,7 @@ class RewardConfig(Section):
         "raise", "when a response cannot be scored: stop the run, or count it and use failure_score"
     )
     failure_score: float = field(0.0, "score of a response that cannot be scored, with on_error=count")
+    max_failure_rate: float = field(
+        0.1, "with on_error=count, stop if more than one response and this share of a step cannot be scored", ge=0, le=1
+    )
+    retries: int = field(0, "how often responses that could not be scored are scored again, after 1, 2, 4 ... s", ge=0)

@@ -72,10 +72,19 @@ class RunConfig(Section):
     )
     early_stopping: EarlyStoppingConfig = section(EarlyStoppingConfig, "end the run when validation stops improving")
     max_skipped_steps: int = field(
-        5, "stop after this many steps without an update because of non-finite gradients; 0: never", ge=0
+        5, "bad steps in a row after which on_bad_steps applies (docs/trust.md); 0: never", ge=0
     )
+    on_bad_steps: Literal["stop", "rollback"] = field(
+        "stop", "after max_skipped_steps: stop, or return once to the last checkpoint and skip the prompts since then"
+    )
+    max_step_dumps: int = field(3, "bad steps that are dumped for `verl replay`; 0: none", ge=0)
     resume_mode: Literal["auto", "disable", "resume_path"] = field(
         "auto", "resume from the newest checkpoint, not at all, or from resume_from_path"
+    )
+    allow_change: StrList = field(
+        [],
+        "differences from the checkpoint that a resumed run accepts: model, data, reward, code, or settings such as "
+        "algorithm.adv_estimator (docs/checkpoints.md)",
     )
     resume_from_path: FilePath | None = field(None, "the global_step_N folder to resume from (resume_path)")
 

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from verl.checkpoints.boxes import Boxes, BoxSavePlanner
 from verl.config import schema
-from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
+from verl.engines.base import LARGEST_WEIGHT, EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.checkpoint import CheckpointWriter, load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module
 from verl.engines.megatron import convert
@@ -368,7 +368,7 @@ class MegatronEngine(TrainEngine):
         own = global_names(self.chunks)
         names = [conversion.name for conversion in self._table]
         with self.on_device():
-            broken = [float(name in own and not own[name].isfinite().all()) for name in names]
+            broken = [float(name in own and not own[name].abs().max() <= LARGEST_WEIGHT) for name in names]
         return [name for name, is_broken in zip(names, self.max_over_ranks(broken)) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:

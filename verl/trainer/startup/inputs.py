@@ -17,6 +17,7 @@ from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.files import row_count
 from verl.data.mixture import Mixture
 from verl.data.order import ResumableSampler, check_batch_size
+from verl.data.quarantine import BadRowsError, write_bad_rows
 from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset
@@ -74,7 +75,7 @@ def load_inputs(
     rewards = given_rewards(config, tokenizer, reward_manager) if given else load_rewards(config, tokenizer)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples)
     val = as_dataset(config, tokenizer, val_dataset, config.data.val_max_samples)
-    train = train if train is not None else load_dataset(config, tokenizer)
+    train = train if train is not None else _listing_bad_rows(config, tokenizer)
     val = val if val is not None else load_val_dataset(config, tokenizer)
     return Inputs(model, tokenizer, train, val, rewards, PromptCollator(tokenizer, config.data))
 
@@ -141,6 +142,18 @@ def dataset_class(config: schema.Config | schema.SFTConfig, default: type[Datase
     return load_dataset_class(custom.path, custom.name) if custom.path else default
 
 
+def _listing_bad_rows(config: schema.Config, tokenizer: Any) -> Dataset:
+    """`load_dataset`; bad rows are listed in the folder of the run."""
+    folder = Path(config.trainer.default_local_dir)
+    try:
+        train = load_dataset(config, tokenizer)
+    except BadRowsError as error:
+        raise ValueError(f"{error}\nAll of them are listed in {write_bad_rows(folder, error.rows)}") from None
+    datasets = train.datasets if isinstance(train, Mixture) else [train]
+    write_bad_rows(folder, [row for each in datasets if isinstance(each, RLHFDataset) for row in each.bad_rows])
+    return train
+
+
 def load_dataset(config: schema.Config, tokenizer: Any) -> Dataset:
     """The training prompts. Raises ValueError before they are tokenized if they do not fill a batch."""
     if not config.data.custom_cls.path:
@@ -160,6 +173,8 @@ def load_dataset(config: schema.Config, tokenizer: Any) -> Dataset:
 def load_val_dataset(config: schema.Config, tokenizer: Any) -> Dataset | None:
     """The validation prompts; None without `data.val_files`."""
     files = [with_split(file, "test") for file in config.data.val_files]
+    data = config.data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
+    config = config.model_copy(update={"data": data})
     return _dataset(config, tokenizer, files, config.data.val_max_samples) if files else None
 
 
@@ -235,7 +250,7 @@ def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardMa
 
 
 def _limits_of(reward: schema.RewardConfig) -> dict[str, Any]:
-    names = ("on_error", "failure_score", "timeout", "isolation", "memory_limit_mb")
+    names = ("on_error", "failure_score", "timeout", "isolation", "memory_limit_mb", "retries", "max_failure_rate")
     return {name: reward[name] for name in names}
 
 

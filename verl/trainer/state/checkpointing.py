@@ -26,6 +26,7 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.dataflow import Pipeline
 from verl.single_controller import WorkerGroup
+from verl.trainer.state.identity import Identity
 from verl.trainer.state.interruption import Stopped
 from verl.trainer.state.saved_state import load_state, save_state
 from verl.trainer.state.validation_watch import ValidationWatch
@@ -33,19 +34,14 @@ from verl.utils.rng import rng_state, set_rng_state
 
 logger = logging.getLogger("verl.trainer")
 
-#: settings that may differ between a run and its resumption without a warning
-_FREE_TO_CHANGE = (
-    "trainer.resume_mode",
-    "trainer.resume_from_path",
-    "trainer.total_training_steps",
-    "trainer.total_epochs",
-    "trainer.logger",
-    "trainer.save_at_end",
-)
 _POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being written
 _WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
 
 _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}
+
+
+class BadStepsError(FloatingPointError):
+    """Weights or too many updates are broken: the run stops or rolls back."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +82,12 @@ class Checkpointer:
         keep: role -> number of newest checkpoints to keep; None: all.
         watch: its state is saved; it names the best checkpoint.
         train_dataset: its fingerprint is saved, if it is a dataset of this package.
+        working_dir: relative paths of the configuration refer to it.
 
     Attributes:
         saved_step: step of the last checkpoint that was saved or loaded; None before.
+        saved_path: its folder.
+        rollbacks: how often the run has returned to a checkpoint because of bad steps.
     """
 
     def __init__(
@@ -103,6 +102,7 @@ class Checkpointer:
         keep: Callable[[], Mapping[str, int | None]],
         watch: ValidationWatch,
         train_dataset: Any,
+        working_dir: Path,
     ):
         self.store = store
         self.config = config
@@ -113,7 +113,10 @@ class Checkpointer:
         self.keep = keep
         self.watch = watch
         self.train_dataset = train_dataset
+        self.identity = Identity(config, working_dir)
         self.saved_step: int | None = None
+        self.saved_path: Path | None = None
+        self.rollbacks = 0
         self._pending: _Pending | None = None
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -125,11 +128,11 @@ class Checkpointer:
         (it is renamed to its final name, and older ones are deleted) once everything is written.
 
         Raises:
-            FloatingPointError: weights or optimizer state contain NaN or infinity; earlier checkpoints are unchanged.
+            BadStepsError: weights or optimizer state are broken; earlier checkpoints are unchanged.
         """
         self.wait()
         for role in self._present_roles():
-            self._require_finite(role, step)
+            self.require_finite(role, step)
         start, path = time.perf_counter(), self.store.path(step)
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.writing(step))
@@ -138,10 +141,11 @@ class Checkpointer:
                 self.tokenizer.save_pretrained(folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
             state |= {"validations": self.watch.state_dict(), "data": self._fingerprint}
+            state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
             self._pending = _Pending(path, start, stack.pop_all(), self._best_record(step, is_due))
-        self.saved_step = step
+        self.saved_step, self.saved_path = step, path
         self.poll()
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
@@ -151,15 +155,16 @@ class Checkpointer:
         best = self.watch.best
         return asdict(best) | {"saved_as_best": not is_due} if best is not None and best.step == step else None
 
-    def _require_finite(self, role: str, step: int) -> None:
-        """Raise FloatingPointError if weights or optimizer state of a role are not finite."""
+    def require_finite(self, role: str, step: int) -> None:
+        """Raise BadStepsError if weights or optimizer state of a role are not finite, or weights have diverged."""
         (broken, *_) = self.roles[role].non_finite_state()
         if broken:
             others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-            raise FloatingPointError(
-                f"step {step} is not saved: the {role} contains NaN or infinity in {broken[0]}{others}, so it can no "
-                "longer be trained. Check the learning rate, the gradient norm and the KL of the previous steps; lower "
-                f"optim.lr or optim.clip_grad of the {role}, or use more warm-up steps; {self.how_to_resume()}"
+            raise BadStepsError(
+                f"step {step} is not saved: the {role} contains NaN, infinity or weights beyond 1e6 in "
+                f"{broken[0]}{others}, so it can no longer be trained. Check the learning rate, the gradient norm and "
+                f"the KL of the previous steps; lower optim.lr or optim.clip_grad of the {role}, or use more warm-up "
+                f"steps; {self.how_to_resume()}"
             )
 
     def poll(self) -> None:
@@ -220,11 +225,13 @@ class Checkpointer:
             The step; 0 if there is no checkpoint to resume from.
         """
         folder = self._folder_to_load()
-        if folder is None:
-            return 0
+        return 0 if folder is None else self.restore(folder)
+
+    def restore(self, folder: Path) -> int:
+        """Restore the checkpoint in a verified folder. Returns its step."""
         state = load_state(folder, "trainer")
-        self._report_changed_settings(state["config"])
-        self._check_data(state.get("data"), folder)
+        self._check_rows(state.get("data"), folder)
+        self.identity.check(state.get("identity", {}), state["config"], folder)
         for role in self._present_roles():
             if not (folder / role).is_dir():
                 raise ValueError(
@@ -238,7 +245,8 @@ class Checkpointer:
         set_rng_state(state["rng"])
         if "validations" in state:
             self._restore_best(state["validations"])
-        self.saved_step = state["global_step"]
+        self.saved_step, self.saved_path = state["global_step"], folder
+        self.rollbacks = state.get("rollbacks", 0)
         logger.info("resumed from %s: %d steps are done", folder, state["global_step"])
         return state["global_step"]
 
@@ -275,26 +283,14 @@ class Checkpointer:
                 _RESTARTS[content],
             )
 
-    def _report_changed_settings(self, saved: Mapping[str, Any]) -> None:
-        """Warn of every setting that differs from the config of the checkpoint."""
-        now = redacted(to_flat_dict(self.config))
-        changed = [k for k in sorted(saved.keys() | now.keys()) if saved.get(k) != now.get(k)]
-        words = [f"{k}: {saved.get(k)} -> {now.get(k)}" for k in changed if k not in _FREE_TO_CHANGE]
-        if words:
-            logger.warning(
-                "config differs from the checkpoint, new values are used: %s. To start from scratch, set a new "
-                "trainer.experiment_name",
-                ", ".join(words),
-            )
-
     @cached_property
     def _fingerprint(self) -> str | None:
         """What tells the training data from others; None for a custom dataset."""
         known = isinstance(self.train_dataset, RLHFDataset | SFTDataset)
         return self.train_dataset.fingerprint if known else None
 
-    def _check_data(self, saved: str | None, folder: Path) -> None:
-        """Warn of files that have changed since the checkpoint. Raises ValueError for other rows in memory."""
+    def _check_rows(self, saved: str | None, folder: Path) -> None:
+        """Raise ValueError if the rows in memory are not those of the checkpoint. `Identity` compares files."""
         now = self._fingerprint
         if saved is None or now is None or saved == now:
             return
@@ -303,7 +299,6 @@ class Checkpointer:
                 f"{folder} was written by a run with other training rows. To start another run, set a new "
                 "trainer.experiment_name or trainer.default_local_dir; to resume, give the rows of that run"
             )
-        logger.warning("the training data has changed since the checkpoint (%s -> %s)", saved, now)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from verl.protocol import DataProto
@@ -36,7 +37,11 @@ def load_state(folder: Path, name: str) -> Any:
     for end in ("json", "safetensors"):
         if not (folder / f"{name}.{end}").is_file():
             raise ValueError(f"{folder} has no {name}.{end}: it is not a checkpoint of this version")
-    return _Reader(load_file(folder / f"{name}.safetensors")).decode(json.loads((folder / f"{name}.json").read_text()))
+    try:
+        state = json.loads((folder / f"{name}.json").read_text())
+        return _Reader(load_file(folder / f"{name}.safetensors")).decode(state)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"{folder}: {name}.json or {name}.safetensors is damaged: {error!r}") from error
 
 
 class _Writer:

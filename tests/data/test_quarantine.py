@@ -1,0 +1,68 @@
+"""Bad rows: one message with file and row, and dropped and listed up to data.max_bad_rows."""
+
+import json
+
+import pytest
+
+from verl.data.quarantine import BadRowsError
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+GOOD = {"prompt": "ab", "answer": "a"}
+DEEP = "[" * 100_000 + "]" * 100_000
+BAD_LINES = [
+    ('{"prompt": "a", "answer": "b", "answer": "c"}', "the key 'answer' occurs twice"),
+    (f'{{"prompt": "a", "answer": {DEEP}}}', "nested more than 200 deep"),
+    (f'{{"prompt": "a", "answer": "b", "extra_info": {{"x": {"[" * 300 + "]" * 300}}}}}', "nested more than 200 deep"),
+    (f'{{"prompt": "a", "answer": {"9" * 5000}}}', "Exceeds the limit"),
+    ('{"prompt": "a", "answer": Infinity}', r"the ground truth \(column 'answer'\) is inf"),
+    ('{"prompt": "\\ud83d", "answer": "b"}', "half of a surrogate pair"),
+    ('{"prompt": "a", "answer": null}', "is missing"),
+    ('{"prompt": 5, "answer": "b"}', "expected a list of chat messages, found 5"),
+]
+
+
+def write(path, lines):
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=[message for _, message in BAD_LINES])
+def test_a_bad_row_is_one_message_with_file_and_line(tmp_path, char_tokenizer, line, message):
+    path = write(tmp_path / "rows.jsonl", [json.dumps(GOOD), line])
+    with pytest.raises(ValueError, match=rf"rows.jsonl, line 2(.|\n)*{message}"):
+        RLHFDataset(path, char_tokenizer)
+
+
+ROWS = [GOOD, {"prompt": "c", "answer": None}, {"prompt": "d", "answer": "d"}, {"prompt": 7, "answer": "e"}]
+
+
+def test_bad_rows_are_dropped_up_to_the_limit(tmp_path, char_tokenizer, caplog):
+    path = write(tmp_path / "rows.jsonl", map(json.dumps, [*ROWS, GOOD]))
+    found = RLHFDataset(path, char_tokenizer, {"max_bad_rows": 2})
+    assert [found[i]["index"] for i in range(len(found))] == [0, 2, 4]
+    assert [found[i]["prompt_ids"] for i in range(3)] == [char_tokenizer(text).input_ids for text in ("ab", "d", "ab")]
+    assert [row["row"] for row in found.bad_rows] == [1, 3]
+    assert "line 2" in found.bad_rows[0]["place"] and "is missing" in found.bad_rows[0]["reason"]
+    assert "dropped 2 of 5 rows" in caplog.text
+    with pytest.raises(BadRowsError, match=r"2 of 5 rows cannot be used, more than data.max_bad_rows=1; the first:\n"):
+        RLHFDataset(path, char_tokenizer, {"max_bad_rows": 1})
+    with pytest.raises(ValueError, match="line 2"):
+        RLHFDataset(path, char_tokenizer)
+
+
+def test_a_run_lists_its_bad_rows(tiny_run, tmp_path):
+    settings, _ = tiny_run
+    good = (tmp_path / "tiny" / "train.jsonl").read_text().splitlines()
+    path = write(tmp_path / "train.jsonl", [good[0], '{"prompt": "abc=", "answer": " "}', *good[1:]])
+    chosen = [*settings, f"data.train_files={path}", "algorithm.name=grpo", "trainer.total_training_steps=1"]
+    with pytest.raises(ValueError, match="line 2"):
+        LocalPPOTrainer(overrides=chosen)
+    trainer = LocalPPOTrainer(overrides=[*chosen, "data.max_bad_rows=1"])
+    assert len(trainer.train_dataset) == 24
+    (bad,) = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
+    assert bad["row"] == 1 and "line 2" in bad["place"]
+    write(tmp_path / "train.jsonl", [*good, '{"prompt": "a="}', '{"prompt": "b="}'])
+    with pytest.raises(ValueError, match=r"2 of 26 rows(.|\n)*All of them are listed in .*run/bad_rows.jsonl"):
+        LocalPPOTrainer(overrides=[*chosen, "data.max_bad_rows=1"])
+    assert len((tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,70 @@
+"""A bad step is dumped, and its replay on a CPU names the sample, the operator and the line."""
+
+import pytest
+from typer.testing import CliRunner
+
+from verl.cli.app import app
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.state.replay import replay
+
+LOSS = """
+from verl.algorithms.masked import agg_loss
+from verl.algorithms.policy_losses import register_policy_loss
+
+@register_policy_loss("breaks_low_scores")
+def breaks_low_scores(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode):
+    loss = -log_prob * advantages
+    worst = (advantages < -0.3).float()
+    loss = loss + (log_prob - log_prob.detach() + 1 - worst).sqrt()  # line 9: at 0 with an infinite slope
+    return agg_loss(loss, response_mask, loss_agg_mode), {}
+"""
+CHOSEN = ["algorithm.name=grpo", "trainer.total_training_steps=1"]
+
+
+@pytest.fixture
+def dump(settings, tmp_path):
+    """The dump of a step of 8 samples, of which some have a gradient that is not finite; and these samples."""
+    (tmp_path / "loss.py").write_text(LOSS)
+    overrides = [f"imports=[{tmp_path / 'loss.py'}]", "actor_rollout_ref.actor.policy_loss.loss_mode=breaks_low_scores"]
+    trainer = LocalPPOTrainer(overrides=[*settings, *CHOSEN, *overrides])
+    trainer.fit()
+    assert trainer.batch.meta_info["metrics"]["actor/grad_skipped"] == 1  # both updates
+    return tmp_path / "run/bad_steps/step_1", trainer.batch
+
+
+def test_the_samples_the_operator_and_the_line_are_named(dump):
+    folder, batch = dump
+    worst = [row for row, values in enumerate(batch.batch["advantages"]) if values.min() < -0.3]
+    assert worst and len(worst) < len(batch)
+    found = replay(folder)
+    assert found.found and not found.columns and found.bad == {"actor/grad_skipped": 1.0}
+    assert [sample.row for sample in found.samples["actor"]] == worst
+    assert {sample.line for sample in found.samples["actor"]} == {"loss.py:9 in breaks_low_scores"}
+    assert all(sample.operator.startswith("SqrtBackward0") for sample in found.samples["actor"])
+    assert [sample.uid for sample in found.samples["actor"]] == [batch.non_tensor_batch["uid"][row] for row in worst]
+    assert found.notes == ["log-probs of the replay and of the run differ by at most 0"]
+
+
+def test_a_bad_column_is_named_with_its_writer(settings, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "from verl.algorithms.advantages import register_adv_est\n"
+        "@register_adv_est('bad_advantage')\n"
+        "def bad_advantage(token_level_rewards, response_mask):\n"
+        "    advantages = 1.0 * response_mask\n"
+        "    advantages[5, 0] = float('inf')\n"
+        "    return advantages, advantages\n"
+    )
+    chosen = [f"imports=[{tmp_path / 'bad.py'}]", "algorithm.adv_estimator=bad_advantage"]
+    LocalPPOTrainer(overrides=[*settings, *CHOSEN[1:], *chosen]).fit()
+    result = CliRunner().invoke(app, ["replay", str(tmp_path / "run/bad_steps/step_1")])
+    assert result.exit_code == 0, result.output
+    assert "column 'advantages', written by the operator 'adv': inf at row 5, token 0\n" in result.output
+    assert CliRunner().invoke(app, ["replay", str(tmp_path)]).exit_code == 1
+
+
+def test_dumps_are_bounded(settings, tmp_path):
+    (tmp_path / "loss.py").write_text(LOSS.replace("breaks_low_scores", "breaks_all").replace("-0.3", "9"))
+    chosen = [f"imports=[{tmp_path / 'loss.py'}]", "actor_rollout_ref.actor.policy_loss.loss_mode=breaks_all"]
+    limits = ["trainer.max_skipped_steps=0", "trainer.max_step_dumps=1", "trainer.total_training_steps=2"]
+    LocalPPOTrainer(overrides=[*settings, *CHOSEN, *chosen, *limits]).fit()
+    assert [path.name for path in (tmp_path / "run/bad_steps").iterdir()] == ["step_1"]

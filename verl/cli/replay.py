@@ -1,0 +1,26 @@
+"""`verl replay`: find the cause of a bad step."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def replay(
+    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="folder bad_steps/step_N of a run")],
+) -> None:
+    """Compute a bad step again on a CPU; print the samples and operators whose values are not finite.
+
+    Exits with status 1 if no cause is found.
+    """
+    from verl.trainer.startup.command_line import print_error
+    from verl.trainer.state.replay import replay as run
+    from verl.utils.log import setup_logging
+
+    setup_logging("error")
+    try:
+        result = run(dump)
+    except (ValueError, OSError) as error:
+        raise typer.Exit(print_error(error)) from None
+    typer.echo("\n".join(result.lines()))
+    raise typer.Exit(0 if result.found else 1)

@@ -1,0 +1,117 @@
+"""Bad rows of the training data: parsed with one message each, and set aside up to `data.max_bad_rows`.
+
+By default, the first bad row ends the run before a model is loaded. With `data.max_bad_rows=N`, bad rows are dropped
+and listed in `bad_rows.jsonl` of the run's folder; more than N end the run.
+"""
+
+import array
+import itertools
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoints.atomic import atomic_write
+
+logger = logging.getLogger("verl.data")
+
+FILE = "bad_rows.jsonl"
+_DEEPEST = 200  # of nested lists and objects: libraries that copy or write rows are recursive
+
+
+class BadRowsError(ValueError):
+    """More bad rows than `data.max_bad_rows`. rows: all of them."""
+
+    def __init__(self, message: str, rows: Sequence[Mapping[str, Any]]):
+        super().__init__(message)
+        self.rows = rows
+
+
+def parse_json(text: str, where: str, expected: str) -> Any:
+    """Parse the JSON of a row or of a file.
+
+    Raises:
+        ValueError: invalid JSON, an object with a key twice, a number that is too long, or values nested too deeply.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: expected {expected}: {error.msg} at character {error.pos + 1}") from error
+    except RecursionError:
+        raise ValueError(f"{where}: expected {expected}, found values nested more than {_DEEPEST} deep") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: expected {expected}: {error}") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+    return found
+
+
+def check_values(row: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for values nested too deeply, and for a ground truth that is infinite."""
+    level: list[Any] = list(row.values())
+    for _ in range(_DEEPEST):
+        level = [x for each in level if isinstance(each, dict | list) for x in _children(each)]
+        if not level:
+            return
+    raise ValueError(f"{where}: values are nested more than {_DEEPEST} deep")
+
+
+def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return [x for x in (value.values() if isinstance(value, dict) else value) if isinstance(x, dict | list)]
+
+
+def usable_rows(
+    rows: Any, indices: Collection[int], check: Callable[[Mapping[str, Any], int], Any], limit: int
+) -> tuple[Sequence[int], list[dict[str, Any]]]:
+    """Check rows, and set aside those that cannot be used.
+
+    Args:
+        rows: rows with `where(index)`.
+        indices: of the rows to check.
+        check: (row, index) -> anything; raises ValueError for a bad row.
+        limit: number of bad rows that are allowed.
+
+    Returns:
+        The indices of the rows to use, and a record of each bad row: row, place and reason.
+
+    Raises:
+        BadRowsError: there are more bad rows than allowed.
+    """
+    kept, bad = array.array("q"), []
+    for index in indices:
+        try:
+            check(rows[index], index)
+        except ValueError as error:
+            bad.append({"row": int(index), "place": rows.where(index), "reason": str(error)})
+            continue
+        kept.append(index)
+    if len(bad) > limit:
+        shown = "".join(f"\n  {row['reason']}" for row in itertools.islice(bad, 5))
+        raise BadRowsError(
+            f"{len(bad)} of {len(indices)} rows cannot be used, more than data.max_bad_rows={limit}; the first:{shown}",
+            bad,
+        )
+    if bad:
+        logger.warning("dropped %d of %d rows, which cannot be used; the first: %s", *_figures(bad, indices))
+    return kept, bad
+
+
+def _figures(bad: list[dict[str, Any]], indices: Collection[int]) -> tuple[int, int, str]:
+    return len(bad), len(indices), bad[0]["reason"]
+
+
+def write_bad_rows(folder: Path, bad: Sequence[Mapping[str, Any]]) -> Path | None:
+    """List bad rows in `bad_rows.jsonl` of a folder. Returns the file; None if there are none."""
+    if not bad:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / FILE) as draft:
+        draft.write_text("".join(json.dumps(row) + "\n" for row in bad), encoding="utf-8")
+    logger.warning("bad rows of the training data are listed in %s", folder / FILE)
+    return folder / FILE

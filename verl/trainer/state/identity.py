@@ -1,0 +1,231 @@
+"""The identity of an experiment: what must not change when a run resumes from a checkpoint.
+
+A checkpoint stores fingerprints of the model, the training data and the custom code, the versions of packages, and the
+configuration. A change that makes it another experiment is refused with a list of the differences, unless
+`trainer.allow_change` names it. Other changes, such as a learning rate, are logged, and the new values are used.
+"""
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from verl.config import to_flat_dict
+from verl.config.fields import Schema, redacted
+from verl.registry import did_you_mean
+
+logger = logging.getLogger("verl.trainer")
+
+Fingerprint = list[Any]
+"""Of a file: [name, bytes, time of the last change in ns, digest]."""
+
+#: files up to this size are hashed completely; of larger ones, blocks at equal distances
+_WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 64 << 20, 64, 1 << 16
+#: files of a model folder that decide what it computes
+_MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer.json", "*.model", "chat_template*")
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "sglang", "megatron-core", "flash-attn", "verl")
+
+#: settings of another experiment ...
+_EXPERIMENT = (
+    *("algorithm.*", "reward.*", "data.*", "trainer.seed", "*.policy_loss.*", "*.loss_agg_mode", "*.use_kl_loss"),
+    *("*.kl_loss_type", "*.rollout.n", "*model.path", "*.lora_*", "*.target_modules", "*.exclude_modules"),
+)
+#: ... except these: placement, speed, limits, and what is tuned during a run
+_TUNED = (
+    *("algorithm.kl_ctrl.*", "data.val_*", "data.validation_shuffle", "data.max_*_length", "data.gen_batch_size"),
+    *("data.streaming", "data.max_bad_rows", "reward.timeout", "reward.isolation", "reward.memory_limit_mb"),
+    *("reward.on_error", "reward.retries", "reward.max_failure_rate", "reward.sandbox_fusion.*"),
+    *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len*", "*use_remove_padding", "*.trust_remote_code"),
+)
+#: settings that may change without a word
+_FREE = (
+    *("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs"),
+    *("trainer.logger", "trainer.save_at_end", "trainer.allow_change"),
+)
+#: what `trainer.allow_change` names beside settings
+GROUPS = ("model", "data", "reward", "code")
+
+
+class Identity:
+    """What identifies the experiment of a configuration.
+
+    Args:
+        config: the configuration.
+        working_dir: relative paths refer to it.
+    """
+
+    def __init__(self, config: Schema, working_dir: Path):
+        self._config = config
+        self._flat = redacted(to_flat_dict(config))
+        self._working_dir = working_dir
+        self._state: dict[str, Any] | None = None
+
+    def state(self, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Group -> fingerprints of its files, and the versions of packages.
+
+        Args:
+            known: the saved state; a large file of the same size and time is not read again.
+        """
+        if self._state is None:
+            files = self._files()
+            earlier = {tuple(x[:3]): x for group in GROUPS for x in (known or {}).get(group, [])}
+            self._state = {group: [fingerprint(path, earlier) for path in files[group]] for group in GROUPS}
+            self._state["packages"] = _versions()
+        return self._state
+
+    def _files(self) -> dict[str, list[Path]]:
+        """Group -> its files on this host."""
+        found: dict[str, list[Path]] = {group: [] for group in GROUPS}
+        for key, value in self._flat.items():
+            for path in (self._working_dir / v for v in _texts(value)):
+                if key == "data.train_files" and path.is_file():
+                    found["data"].append(path)
+                elif fnmatchcase(key, "*model.path") or key.endswith("model_path"):
+                    found["model"] += _model_files(path)
+                elif path.suffix == ".py" and path.is_file():
+                    found["reward" if key.startswith("reward.") else "code"].append(path)
+        return {group: list(dict.fromkeys(paths)) for group, paths in found.items()}
+
+    def check(self, saved: Mapping[str, Any], saved_config: Mapping[str, Any], folder: Path) -> None:
+        """Compare with what a checkpoint stores.
+
+        Args:
+            saved: `state()` of the run that wrote it; empty if it stores none.
+            saved_config: its flat configuration.
+            folder: the checkpoint, for messages.
+
+        Raises:
+            ValueError: it belongs to another experiment, and trainer.allow_change does not name the changes.
+        """
+        allowed = list(self._config.trainer.allow_change)
+        _check_allowed(allowed, self._flat)
+        changes = self._changed_files(saved) if saved else {}
+        settings = self._changed_settings(saved_config, compared={"model", "data"} if saved else set())
+        changes |= {key: text for key, text in settings.items() if _is_experiment(key)}
+        refused = {name: text for name, text in changes.items() if not any(fnmatchcase(name, x) for x in allowed)}
+        if refused:
+            lines = "".join(f"\n  {name}: {text}" for name, text in refused.items())
+            raise ValueError(
+                f"{folder} belongs to another experiment:{lines}\nTo start this experiment, set a new "
+                "trainer.experiment_name or trainer.default_local_dir. To continue the other one with these changes, "
+                f"set trainer.allow_change=[{','.join(refused)}]"
+            )
+        for name in changes:
+            kept = "; the KL reference is the new model, the trained weights are those of the checkpoint"
+            logger.warning("allowed change of the experiment: %s: %s%s", name, changes[name], kept * (name == "model"))
+        logged = [f"{key}: {text}" for key, text in settings.items() if key not in changes and key not in _FREE]
+        logged += self._changed_packages(saved)
+        if logged:
+            logger.warning("changed since the checkpoint, the new values are used: %s", ", ".join(logged))
+
+    def _changed_files(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        now = self.state(saved)
+        found = {}
+        for group in GROUPS:
+            before, after = (_contents(each.get(group, [])) for each in (saved, now))
+            if before != after and (text := _difference(before, after)):
+                found[group] = text
+        return found
+
+    def _changed_settings(self, saved: Mapping[str, Any], compared: set[str]) -> dict[str, str]:
+        """Key -> "old -> new" of settings that differ, without paths whose contents were compared."""
+        found = {}
+        for key in sorted(saved.keys() | self._flat.keys()):
+            is_path = ("model" in compared and key.endswith("model.path")) or (
+                "data" in compared and key == "data.train_files"
+            )
+            old, new = saved.get(key), self._flat.get(key)
+            if old == new or _is_code(key, new):
+                continue
+            if not (is_path and all((self._working_dir / text).exists() for text in _texts(new))):
+                found[key] = f"{old} -> {new}"
+        return found
+
+    def _changed_packages(self, saved: Mapping[str, Any]) -> list[str]:
+        before, after = saved.get("packages", {}), self.state()["packages"] if saved else {}
+        names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+        return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in names]
+
+
+def fingerprint(path: Path, known: Mapping[tuple, Fingerprint] | None = None) -> Fingerprint:
+    """The fingerprint of a file.
+
+    Of a file over 64 MiB, 64 blocks of 64 KiB at equal distances are hashed, the first and the last included; smaller
+    files are hashed completely.
+
+    Args:
+        path: the file.
+        known: (name, bytes, time) -> fingerprint; such a large file is not read.
+    """
+    status = path.stat()
+    key = (path.name, status.st_size, status.st_mtime_ns)
+    if status.st_size > _WHOLE_BYTES and known and key in known:
+        return list(known[key])
+    with path.open("rb") as file:
+        if status.st_size <= _WHOLE_BYTES:
+            return [*key, hashlib.file_digest(file, "sha256").hexdigest()]
+        digest = hashlib.sha256()
+        for block in range(_BLOCKS):
+            file.seek((status.st_size - _BLOCK_BYTES) * block // (_BLOCKS - 1), os.SEEK_SET)
+            digest.update(file.read(_BLOCK_BYTES))
+    return [*key, digest.hexdigest()]
+
+
+def _contents(files: Sequence[Fingerprint]) -> list[tuple[str, int, str]]:
+    return [(name, size, digest) for name, size, _, digest in files]
+
+
+def _difference(before: list[tuple[str, int, str]], after: list[tuple[str, int, str]]) -> str:
+    """Names of the files that differ; empty if only their names do."""
+    if [x[1:] for x in before] == [x[1:] for x in after]:
+        return ""
+    old, new = ({name: contents for name, *contents in each} for each in (before, after))
+    words = [f"{name} has other contents" for name in new if name in old and old[name] != new[name]]
+    words += [f"{name} is new" for name in new if name not in old]
+    words += [f"{name} is missing" for name in old if name not in new]
+    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "") or "in another order"
+
+
+def _is_experiment(key: str) -> bool:
+    matches = [any(fnmatchcase(key, pattern) for pattern in patterns) for patterns in (_EXPERIMENT, _TUNED)]
+    return matches[0] and not matches[1]
+
+
+def _is_code(key: str, value: Any) -> bool:
+    """Whether a setting is the address of custom code, whose contents are compared instead."""
+    return key == "imports" or any(text.endswith(".py") for text in _texts(value))
+
+
+def _check_allowed(allowed: Iterable[str], flat: Mapping[str, Any]) -> None:
+    """Raise ValueError for an entry of trainer.allow_change that is neither a group nor a setting."""
+    for name in allowed:
+        if name not in GROUPS and not any(fnmatchcase(key, name) for key in flat):
+            raise ValueError(
+                f"trainer.allow_change: expected {', '.join(GROUPS)}, or settings, found {name!r}: "
+                f"{did_you_mean(name, [*GROUPS, *flat])}"
+            )
+
+
+def _model_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return []
+    return sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()})
+
+
+def _texts(value: Any) -> list[str]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, str) and each and len(each) < 1000]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,117 @@
+"""Verification of resume: N steps without an interruption equal k steps, a resume, and N - k steps.
+
+Both runs use the given configuration, in a temporary folder. Every tensor and file of the two checkpoints and every
+metric of every step is compared, except what a clock measures.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from verl.checkpoints.store import MANIFEST
+from verl.trainer.state.saved_state import load_state
+
+#: metrics that a clock or the machine decides
+_MEASURED = ("time", "timing_s/", "perf/", "rollout/tokens_per_second", "weight_sync/seconds", "weight_sync/gb_per")
+#: files that name the folder of the run
+_NAMES_FOLDER = ("config.yaml", "trainer.json", ".metadata")
+
+Train = Callable[[list[str], int | None], Any]
+"""(overrides, steps) -> anything: trains from the newest checkpoint to the last step, or `steps` steps, and saves."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared, and the differences."""
+
+    tensors: int
+    files: int
+    metrics: int
+    differences: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """The report."""
+        yield from self.differences
+        compared = f"{self.tensors} tensors, {self.files} files and {self.metrics} metrics"
+        verdict = f"{len(self.differences)} differences" if self.differences else "all equal"
+        yield f"compared {compared}: {verdict}"
+
+
+def verify(train: Train, steps: int) -> Comparison:
+    """Train `steps` steps with and without an interruption after half of them, and compare."""
+    with tempfile.TemporaryDirectory(prefix="verl-verify-") as folder:
+        straight, resumed = Path(folder, "straight"), Path(folder, "resumed")
+        fixed = [f"trainer.total_training_steps={steps}", "trainer.save_freq=-1", "trainer.save_at_end=true"]
+        fixed += ["trainer.resume_mode=auto", "trainer.logger=[jsonl]", "trainer.test_freq=-1"]
+        fixed += ["trainer.val_before_train=false", "trainer.early_stopping.patience=null", "trainer.save_best=false"]
+        train([*fixed, f"trainer.default_local_dir={straight}"], None)
+        train([*fixed, f"trainer.default_local_dir={resumed}"], steps // 2)
+        train([*fixed, f"trainer.default_local_dir={resumed}"], None)
+        return compare(straight, resumed, steps)
+
+
+def compare(straight: Path, resumed: Path, step: int) -> Comparison:
+    """Compare the checkpoints of a step, and the metrics, of two runs."""
+    folders = [run / f"global_step_{step}" for run in (straight, resumed)]
+    manifests = [json.loads((folder / MANIFEST).read_text())["files"] for folder in folders]
+    found, tensors = [], 0
+    for name in sorted({*manifests[0], *manifests[1]}):
+        if name not in manifests[0] or name not in manifests[1]:
+            found.append(f"{name}: only in the {'resumed' if name in manifests[1] else 'uninterrupted'} run")
+        elif name.endswith(".safetensors"):
+            paths = [folder / name for folder in folders]
+            count, differences = _compare_tensors(*paths)
+            tensors += count
+            found += [f"{name}: {text}" for text in differences]
+        elif name == "trainer.json":
+            states = [load_state(folder, "trainer") for folder in folders]
+            found += [f"{name}: {key} differs" for key in _changed_keys(*states)]
+        elif Path(name).name not in _NAMES_FOLDER and manifests[0][name]["sha256"] != manifests[1][name]["sha256"]:
+            found.append(f"{name}: the contents differ")
+    values = [_metrics(run / "metrics.jsonl") for run in (straight, resumed)]
+    for key in sorted({*values[0], *values[1]}):
+        first, second = (each.get(key, math.nan) for each in values)
+        if first != second:
+            found.append(f"step {key[0]}: {key[1]} is {second}, expected {first}")
+    return Comparison(tensors, len(manifests[0]), len(values[0]), tuple(found))
+
+
+def _compare_tensors(first: Path, second: Path) -> tuple[int, list[str]]:
+    differences = []
+    with safe_open(first, "pt") as one, safe_open(second, "pt") as other:
+        names = list(one.keys())
+        if set(names) != set(other.keys()):
+            return len(names), ["the names of the tensors differ"]
+        for name in names:
+            a, b = one.get_tensor(name), other.get_tensor(name)
+            if a.shape != b.shape or a.dtype != b.dtype:
+                differences.append(f"{name}: {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}")
+            elif not bool((a == b).all()):
+                largest = (a.double() - b.double()).abs().max().item()
+                count = int((a != b).sum())
+                differences.append(f"{name}: {count} of {a.numel()} values differ, by up to {largest:.3g}")
+    return len(names), differences
+
+
+def _changed_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """The plain parts of the trainer's state that differ; its tensors are in trainer.safetensors."""
+    skipped = ("config", "identity")
+    keys = [key for key in {*first, *second} if key not in skipped]
+    return sorted(key for key in keys if repr(first.get(key)) != repr(second.get(key)))
+
+
+def _metrics(file: Path) -> dict[tuple[int, str], Any]:
+    """(step, name) -> value."""
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {
+        (record["step"], name): value
+        for record in records
+        for name, value in record.items()
+        if not name.startswith(_MEASURED) and value is not None
+    }
