@@ -1,7 +1,7 @@
 """Columns of RL data: which hold the prompt and the ground truth, and which are passed on."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.columns import COLUMNS
@@ -59,9 +59,12 @@ def check_columns(rows: Rows, config: schema.DataConfig) -> None:
         )
 
 
-def other_columns(rows: Rows, config: schema.DataConfig) -> list[str]:
-    """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning."""
-    read = {config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
+def other_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:
+    """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning.
+
+    media: columns with images and videos, which are read.
+    """
+    read = {*media, config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
     others = [name for name in rows.columns if name not in read]
     reserved = [name for name in others if name in COLUMNS or name == "index"]
     if reserved:

@@ -1,0 +1,117 @@
+"""Positions of tokens in prompts with images and videos: one axis, or time, height and width (mRoPE).
+
+Text has the same position on all axes. An image or video is a grid: its tokens are counted along each axis from the
+position at which it begins, and the text after it continues after the largest of its positions (Qwen2-VL,
+https://arxiv.org/abs/2409.12191, section 2.1). Qwen2.5-VL spaces the frames of a video by their time
+(https://arxiv.org/abs/2502.13923). Qwen3-VL writes the time as text before each frame, so every frame is an image.
+
+transformers 5 continues after the largest position of height and width instead, also if a video is longer than that;
+earlier releases, vLLM and SGLang follow the rule of the papers, as this module does.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+#: model types with three axes -> whether each frame of a video is placed as an image, after its time as text
+_MROPE = {"qwen2_vl": False, "qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_moe": True}
+
+
+def position_axes(config: Any) -> int:
+    """Number of position axes of a model: 3 with mRoPE, otherwise 1.
+
+    Args:
+        config: the HuggingFace config of the whole model.
+
+    Raises:
+        ValueError: a model with mRoPE whose rule of positions is not known.
+    """
+    if config.model_type in _MROPE:
+        return 3
+    if "mrope_section" in (config.get_text_config().to_dict().get("rope_parameters") or {}):
+        raise ValueError(
+            f"{config.model_type}: multimodal positions of this model are not supported; supported are {list(_MROPE)} "
+            "and models without mRoPE"
+        )
+    return 1
+
+
+def multimodal_positions(config: Any, input_ids: torch.Tensor, inputs: Mapping[str, Any] | None) -> torch.Tensor:
+    """Positions of the tokens of one prompt.
+
+    Args:
+        config: the HuggingFace config of the whole model.
+        input_ids: (L,) tokens without padding, with the placeholders of each image and video expanded.
+        inputs: what the processor returned with them: image_grid_thw and video_grid_thw (n, 3) in patches,
+            second_per_grid_ts (n,) in seconds. None: text only.
+
+    Returns:
+        (C, L) int64; C as in `position_axes`. A response token t after the prompt has the position
+        `positions.max() + 1 + t` on all axes.
+
+    Raises:
+        ValueError: the placeholders do not match the grids.
+    """
+    axes = position_axes(config)
+    if axes == 1:
+        return torch.arange(input_ids.numel())[None]
+    ids = input_ids.tolist()
+    grids = _grids(config, inputs or {})
+    tokens = {config.image_token_id: "image", config.video_token_id: "video"}
+    parts: list[torch.Tensor] = []
+    start = begin = 0  # the next position, and the token that has it
+    for index in range(len(ids)):
+        if index < begin or ids[index] not in tokens:
+            continue
+        parts.append((torch.arange(index - begin) + start).expand(3, -1))
+        start += index - begin
+        kind = tokens[ids[index]]
+        grid = next(grids[kind], None)
+        count = 0 if grid is None else grid.shape[1]
+        if not count or ids[index : index + count] != [ids[index]] * count:
+            raise ValueError(
+                f"expected {count} {kind} tokens at token {index} of the prompt, from {kind}_grid_thw, found "
+                f"{_run(ids, index)}: the placeholders must be expanded by the processor that made the grids"
+            )
+        parts.append(grid + start)
+        start, begin = int(parts[-1].max()) + 1, index + count
+    if unused := [kind for kind, rest in grids.items() if next(rest, None) is not None]:
+        raise ValueError(f"expected placeholder tokens for every {unused[0]} of {unused[0]}_grid_thw, found too few")
+    parts.append((torch.arange(len(ids) - begin) + start).expand(3, -1))
+    return torch.cat(parts, 1)
+
+
+def _grids(config: Any, inputs: Mapping[str, Any]) -> dict[str, Iterator[torch.Tensor]]:
+    """For images and videos, the positions (3, tokens) of each one relative to its start."""
+    merge = config.vision_config.spatial_merge_size
+    separate_frames = _MROPE[config.model_type]
+    second = config.vision_config.to_dict().get("tokens_per_second", 1)  # positions of one second; 1 if time is ignored
+    seconds = inputs.get("second_per_grid_ts")
+
+    def of_kind(kind: str) -> Iterator[torch.Tensor]:
+        found = inputs.get(f"{kind}_grid_thw")
+        for index, (t, h, w) in enumerate([] if found is None else torch.as_tensor(found).tolist()):
+            step = 1.0
+            if kind == "video" and not separate_frames:
+                step = second * (1.0 if seconds is None else float(seconds[index]))
+            frames = [1] * t if separate_frames else [t]
+            for length in frames:
+                yield _grid(length, h // merge, w // merge, step)
+
+    return {kind: of_kind(kind) for kind in ("image", "video")}
+
+
+def _grid(t: int, h: int, w: int, step: float) -> torch.Tensor:
+    """Positions (3, t * h * w) of a grid that begins at 0, with `step` positions between frames."""
+    time = (torch.arange(t) * step).long()
+    axes = torch.meshgrid(time, torch.arange(h), torch.arange(w), indexing="ij")
+    return torch.stack(axes).flatten(1)
+
+
+def _run(ids: list[int], index: int) -> int:
+    """Number of equal tokens from `index` on."""
+    end = index
+    while end < len(ids) and ids[end] == ids[index]:
+        end += 1
+    return end - index
