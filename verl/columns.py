@@ -10,7 +10,7 @@ else is checked.
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -321,6 +321,8 @@ def _check_media(batch: "DataProto") -> None:
     prompts = batch.tensors.get("prompts")
     finite: set[int] = set()  # the samples of a prompt share its tensors
     for row, inputs in enumerate(batch.non_tensor_batch.get("multi_modal_inputs", ())):
+        if not isinstance(inputs, Mapping | None):
+            _fail("multi_modal_inputs", "a dict of tensors or None in every row", f"{inputs!r:.80} in row {row}")
         for name, value in (inputs or {}).items() if id(inputs) not in finite else ():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
                 _fail("multi_modal_inputs", "finite values", f"NaN or infinity in {name!r} of row {row}")

@@ -60,6 +60,9 @@ class PictureLimits:
         return max(rounded(width * scale), 1), max(rounded(height * scale), 1)
 
 
+NO_LIMITS = PictureLimits()
+
+
 class Picture:
     """A picture of a row, decoded by `decode`.
 
@@ -70,7 +73,7 @@ class Picture:
         limits: settings of the dataset.
     """
 
-    def __init__(self, source: Any, where: str, folder: Path = Path(), limits: PictureLimits = PictureLimits()):
+    def __init__(self, source: Any, where: str, folder: Path = Path(), limits: PictureLimits = NO_LIMITS):
         self._source, self.where, self._folder, self._limits = source, where, folder, limits
 
     def size(self) -> tuple[int, int]:
@@ -148,7 +151,7 @@ class Picture:
             pixels = re.search(r"\d+", str(error))
             found = f"{int(pixels[0]):,}" if pixels else "more"
             raise self._error(
-                f"expected at most {MOST_PIXELS:,} pixels, found {found} in {len(data):,} bytes: store a smaller picture"
+                f"expected at most {MOST_PIXELS:,} pixels, found {found} in {len(data):,} bytes: store a smaller one"
             ) from error
         except Exception as error:  # as above
             raise self._damaged(error) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.pictures import MediaError, Picture, PictureLimits
+from verl.data.pictures import NO_LIMITS, MediaError, Picture, PictureLimits
 
 DEFAULT_FPS = 2.0
 """Frames per second of a list of frames that has no `fps`: that of Qwen-VL."""
@@ -31,7 +31,7 @@ class Video:
         source: Any,
         where: str,
         folder: Path = Path(),
-        limits: PictureLimits = PictureLimits(),
+        limits: PictureLimits = NO_LIMITS,
         max_frames: int | None = None,
     ):
         self.where, self._folder, self._limits, self._max_frames = where, folder, limits, max_frames
@@ -69,9 +69,7 @@ class Video:
         ]
         sizes = {frame.shape for frame in decoded}
         if len(sizes) > 1:
-            raise MediaError(
-                f"{self.where}: expected frames of one size, found {sorted(sizes)} (height, width, channels)"
-            )
+            raise MediaError(f"{self.where}: expected frames of one size, found the shapes {sorted(sizes)}")
         return np.stack(decoded), fps
 
     def _bytes(self) -> bytes:
@@ -119,6 +117,4 @@ class Video:
                 fps = float(container.streams.video[0].average_rate or DEFAULT_FPS)
                 return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)], fps
         except (av.error.FFmpegError, IndexError) as error:
-            raise MediaError(
-                f"{self.where}: expected a video, found a file that PyAV does not read: {error}"
-            ) from error
+            raise MediaError(f"{self.where}: expected a video, found a file PyAV does not read: {error}") from error

@@ -33,7 +33,7 @@ class MediaSection(Section):
     max_images_per_prompt: int | None = field(None, "most images of a prompt; more are an error", ge=1)
     max_video_frames: int | None = field(None, "frames of a video, evenly spaced; null: all", ge=1)
     allow_image_urls: bool = field(False, "download images that are given as URLs")
-    skip_bad_images: bool = field(False, "drop rows whose images or videos cannot be used; all are decoded at the start")
+    skip_bad_images: bool = field(False, "drop rows with unusable images or videos; decodes all at the start")
 
 
 class DataConfig(MediaSection):
