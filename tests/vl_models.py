@@ -212,7 +212,7 @@ def picture(seed: int = 0, width: int = 16, height: int = 24) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
-def video(seed: int = 0, frames: int = 4, width: int = 16, height: int = 8) -> torch.Tensor:
+def video(seed: int = 0, frames: int = 4, width: int = 24, height: int = 8) -> torch.Tensor:
     """A random video (T, H, W, 3) uint8."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (frames, height, width, 3), generator=generator, dtype=torch.uint8)

@@ -65,7 +65,7 @@ def test_placeholders_that_do_not_match_the_grids():
     config = make_config("qwen2_5_vl")
     image = config.image_token_id
     one = {"image_grid_thw": torch.tensor([[1, 4, 4]])}
-    with pytest.raises(ValueError, match="expected 4 image tokens at token 1 of the prompt.*found 3"):
+    with pytest.raises(ValueError, match=r"expected 4 image tokens at token 1 of the prompt.*found 3"):
         multimodal_positions(config, torch.tensor([1, image, image, image, 2]), one)
     with pytest.raises(ValueError, match="expected 0 image tokens at token 0"):
         multimodal_positions(config, torch.tensor([image]), None)

@@ -63,6 +63,7 @@ _DEPRECATED = {
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
     _ARR + "rollout.update_weights_bucket_megabytes": _ARR
     + "rollout.checkpoint_engine.update_weights_bucket_megabytes",
+    _ARR + "actor.freeze_vision_tower": _ARR + "model.freeze_vision_tower",
     _ARR + "actor.grad_clip": _ARR + "actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
     _ARR + "actor.optim.warmup_style": _ARR + "actor.optim.lr_scheduler_type",

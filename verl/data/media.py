@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,20 +144,27 @@ class MediaReader:
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
     def token_ids(self, prompt: MediaPrompt) -> list[int]:
-        """Token ids with expanded placeholders. Of images only the headers are read.
+        """Token ids with expanded placeholders. Of images only the headers are read; videos are decoded.
 
         Raises:
             MediaError: a picture that cannot be used, or a chat template without placeholders.
         """
-        replace = getattr(self.processor, "replace_image_token", None)  # processors of custom code may lack it
-        if prompt.videos or replace is None:
-            return self.process(prompt).prompt_ids
-        pieces = self._text(prompt).split(self.processor.image_token)
-        expanded = [pieces[0]]
-        for picture, piece in zip(prompt.images, pieces[1:], strict=True):
-            with _errors_of(picture.where):
-                expanded += [self._placeholder(*picture.size()), piece]
-        return encode(self.tokenizer, ["".join(expanded)], add_special_tokens=False)[0]
+        return encode(self.tokenizer, [self.expander(prompt)(self._text(prompt))], add_special_tokens=False)[0]
+
+    def expander(self, prompt: MediaPrompt) -> Callable[[str], str]:
+        """A function that expands the placeholders of the rendered prompt, or of its parts one after the other."""
+        media = {"image": iter(prompt.images), "video": iter(prompt.videos)}
+        kinds = {token: kind for kind in media if (token := self._token(kind)) is not None}
+
+        def expanded(found: re.Match[str]) -> str:
+            one = next(media[kinds[found[0]]])
+            with _errors_of(one.where):
+                if isinstance(one, Video):
+                    return self._expanded(found[0], **_video_inputs([one]))
+                return self._placeholder(*one.size())
+
+        pattern = re.compile("|".join(map(re.escape, kinds)))
+        return lambda text: pattern.sub(expanded, text)
 
     def process(self, prompt: MediaPrompt) -> ProcessedPrompt:
         """Decode the images and videos, and run the processor.
@@ -166,29 +173,17 @@ class MediaReader:
             MediaError: a picture or video that cannot be used, or that the processor refuses.
         """
         text = self._text(prompt)
-        images = [picture.decode() for picture in prompt.images]
-        videos, rates = [], []
-        for video in prompt.videos:
-            frames, fps = video.decode()
-            videos.append(frames)
-            rates.append(fps)
-        further: dict[str, Any] = {}
-        if videos:
-            further = {
-                "videos": videos,
-                "video_metadata": list(map(_metadata, videos, rates)),
-                "do_sample_frames": False,
-            }
-        if images:
-            further["images"] = images
+        further = _video_inputs(prompt.videos)
+        if prompt.images:
+            further["images"] = [picture.decode() for picture in prompt.images]
         with _errors_of(prompt.where):
             found = self.processor(
                 text=[text], return_tensors="pt", add_special_tokens=False, **further, **self.data.mm_processor_kwargs
             )
         inputs = {name: value for name, value in found.items() if name not in _TEXT_OUTPUTS}
         raw = encode(self.tokenizer, [text], add_special_tokens=False)[0]
-        data = {"images": images, "videos": videos}
-        return ProcessedPrompt(found["input_ids"][0].tolist(), raw, {k: v for k, v in data.items() if v}, inputs)
+        data = {name: further[name] for name in ("images", "videos") if name in further}
+        return ProcessedPrompt(found["input_ids"][0].tolist(), raw, data, inputs)
 
     def columns(self, prompt: Any, prompt_ids: list[int]) -> dict[str, Any]:
         """The columns of media of an item, decoded if the prompt is a MediaPrompt.
@@ -226,7 +221,7 @@ class MediaReader:
             **self._rendering,
         )
         for kind, media in (("image", prompt.images), ("video", prompt.videos)):
-            token = getattr(self.processor, f"{kind}_token", None)  # Gemma 3 has no video token
+            token = self._token(kind)
             if token is None and media:
                 raise MediaError(f"{prompt.where}: {type(self.processor).__name__} does not support {kind}s")
             count = text.count(token) if token is not None else 0
@@ -238,21 +233,27 @@ class MediaReader:
                 )
         return text
 
+    def _token(self, kind: str) -> str | None:
+        """What stands for an image or video in a rendered chat; None if the model does not read any."""
+        return getattr(self.processor, f"{kind}_token", None)  # Gemma 3 has no video token
+
     def _placeholder_of_size(self, width: int, height: int) -> str:
         """What the processor writes for an image of this size."""
         from PIL import Image
 
-        images, kwargs = self.processor.image_processor, self.data.mm_processor_kwargs
-        if "image_grid_thw" in images.model_input_names and not kwargs:  # Qwen-VL: no pixels are needed
+        images, token = self.processor.image_processor, self._token("image")
+        replace = getattr(self.processor, "replace_image_token", None)  # processors of custom code may lack it
+        if self.data.mm_processor_kwargs or replace is None:
+            return self._expanded(token, images=[Image.new("RGB", (width, height))])
+        if "image_grid_thw" in images.model_input_names:  # Qwen-VL: no pixels are needed
             patches = images.get_number_of_image_patches(height, width)
-            return self.processor.replace_image_token({"image_grid_thw": np.array([[1, 1, patches]])}, 0)
-        blank = Image.new("RGB", (width, height))
-        if kwargs:  # the processor decides which of them are for images
-            found = self.processor(
-                text=[self.processor.image_token], images=[blank], add_special_tokens=False, **kwargs
-            )
-            return self.tokenizer.decode(found["input_ids"][0], skip_special_tokens=False)
-        return self.processor.replace_image_token(images([blank], return_tensors="pt"), 0)
+            return replace({"image_grid_thw": np.array([[1, 1, patches]])}, 0)
+        return replace(images([Image.new("RGB", (width, height))], return_tensors="pt"), 0)
+
+    def _expanded(self, token: str, **media: Any) -> str:
+        """What the processor writes for one placeholder."""
+        found = self.processor(text=[token], add_special_tokens=False, **media, **self.data.mm_processor_kwargs)
+        return self.tokenizer.decode(found["input_ids"][0], skip_special_tokens=False)
 
 
 def media_columns(data: schema.MediaSection) -> tuple[str, str]:
@@ -343,11 +344,22 @@ def _as_list(value: Any) -> list[Any]:
     return [value] if not isinstance(value, str) or value else []
 
 
-def _metadata(frames: np.ndarray, fps: float) -> dict[str, Any]:
-    """What a video processor needs to know of frames that are decoded already."""
-    count, height, width = frames.shape[:3]
-    indices = list(range(count))
-    return {"total_num_frames": count, "fps": fps, "frames_indices": indices, "height": height, "width": width}
+def _video_inputs(videos: Sequence[Video]) -> dict[str, Any]:
+    """Arguments of a processor for decoded videos, whose frames are chosen already."""
+    if not videos:
+        return {}
+    decoded = [video.decode() for video in videos]
+    metadata = [
+        {
+            "total_num_frames": len(frames),
+            "fps": fps,
+            "frames_indices": list(range(len(frames))),
+            "height": frames.shape[1],
+            "width": frames.shape[2],
+        }
+        for frames, fps in decoded
+    ]
+    return {"videos": [frames for frames, _ in decoded], "video_metadata": metadata, "do_sample_frames": False}
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """Model of a training engine: configuration, loading, and the forward pass to the outputs."""
 
+import copy
 import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,12 +15,14 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
 from verl.engines.lora import add_adapters
 from verl.engines.memory import HOST
-from verl.modeling import attention
+from verl.modeling import attention, vision
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.packing import ModelInput
+from verl.modeling.value_head import load_head, value_model
+from verl.modeling.vision import VisionForward
 from verl.utils.device import resolve_dtype
 
 logger = logging.getLogger("verl.engines")
@@ -51,6 +55,17 @@ class ModelSpec:
     compute_dtype: torch.dtype = torch.float32
     kernels: Kernels = "plain"
     random_init: bool = False
+
+    @cached_property
+    def hf_config(self) -> Any:
+        """The HuggingFace config of the model."""
+        section = self.section
+        return read_config(section.path, section.override_config, section.trust_remote_code)
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether rows are packed: if the section asks for it and the attention of the model allows it."""
+        return self.section.use_remove_padding and vision.packs(self.hf_config)
 
 
 def resolve_model(spec: EngineSpec) -> ModelSpec:
@@ -110,7 +125,7 @@ def load_module(spec: ModelSpec) -> nn.Module:
     auto, hf, build = _recipe(spec)
     if spec.random_init:
         with spec.device:
-            module = auto.from_config(hf, dtype=spec.model_dtype, **build)
+            module = _with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec)
     else:
         module = _from_pretrained(auto, spec, hf, build)
     module = module.to(spec.device)
@@ -137,7 +152,7 @@ def empty_module(spec: ModelSpec) -> nn.Module:
     """Build the model on the device "meta", without memory."""
     auto, hf, build = _recipe(spec)
     with torch.device("meta"):
-        module = auto.from_config(hf, dtype=spec.model_dtype, **build)
+        module = _with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec)
         return add_adapters(module, spec.section) if spec.section.has_adapters else module
 
 
@@ -153,21 +168,25 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
     """The Auto class, the HuggingFace config and the arguments to build the model."""
     from transformers import (
         AutoModelForCausalLM,
+        AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
     )
 
+    section, hf = spec.section, copy.deepcopy(spec.hf_config)
+    has_images = vision.is_vision_config(hf) and type(hf) in AutoModelForImageTextToText._model_mapping
     auto = {
-        "causal_lm": AutoModelForCausalLM,
-        "value": AutoModelForTokenClassification,
+        "causal_lm": AutoModelForImageTextToText if has_images else AutoModelForCausalLM,
+        "value": AutoModelForImageTextToText if has_images else AutoModelForTokenClassification,
         "reward": AutoModelForSequenceClassification,
     }[spec.kind]
-    section = spec.section
-    hf = read_config(section.path, section.override_config, section.trust_remote_code)
     _check_architecture(auto, hf, section)
-    for name in hf.to_dict():
-        if ("dropout" in name or name in _DROPOUT) and name not in section.override_config:
-            setattr(hf, name, 0.0)
+    if has_images:
+        _check_vision(spec, hf)
+    for config in (hf, *vision.sub_configs(hf).values()):
+        for name in config.to_dict():
+            if ("dropout" in name or name in _DROPOUT) and name not in section.override_config:
+                setattr(config, name, 0.0)
     if spec.kind == "value":
         hf.num_labels = 1
     if spec.kind == "reward" and hf.num_labels != 1:
@@ -176,9 +195,25 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
             f"{hf.architectures} with {hf.num_labels} labels"
         )
     build: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
-    if section.use_remove_padding:
-        build["attn_implementation"] = batch_invariant.NAME if spec.kernels == "batch_invariant" else attention.NAME
+    if spec.packs:
+        packed = batch_invariant.NAME if spec.kernels == "batch_invariant" else attention.NAME
+        each = {"": packed, "text_config": packed, "vision_config": "sdpa"}
+        build["attn_implementation"] = each if has_images else packed
     return auto, hf, build
+
+
+def _check_vision(spec: ModelSpec, hf: Any) -> None:
+    """Raise ValueError for settings that a vision-language model does not support."""
+    if spec.kernels in ("batch_invariant", "liger"):
+        key = "rollout.deterministic" if spec.kernels == "batch_invariant" else "model.use_liger"
+        raise ValueError(f"{key} is not supported for vision-language models ({hf.model_type}): set it to false")
+    vision.position_axes(hf)
+    if spec.section.use_remove_padding and not spec.packs:
+        logger.info(
+            "%s: image tokens attend to each other in both directions, or are placed by the model: sequences are "
+            "padded instead of packed",
+            hf.model_type,
+        )
 
 
 def _check_architecture(auto: Any, hf: Any, section: schema.ModelConfig) -> None:
@@ -188,8 +223,8 @@ def _check_architecture(auto: Any, hf: Any, section: schema.ModelConfig) -> None
         return
     if {"vision_config", "audio_config"} & set(type(hf).sub_configs):
         raise ValueError(
-            f"{section.path}: {type(hf).__name__} is a vision-language or audio model; vision-language models are not "
-            "supported yet. Use a text model of the same family"
+            f"{section.path}: {type(hf).__name__} is a multimodal model that transformers does not offer as "
+            f"{auto.__name__}: use a text model, or a vision-language model"
         )
     raise ValueError(f"{section.path}: {type(hf).__name__} has no {auto.__name__.removeprefix('AutoModelFor')} model")
 
@@ -197,8 +232,12 @@ def _check_architecture(auto: Any, hf: Any, section: schema.ModelConfig) -> None
 def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any]) -> nn.Module:
     """Load the model from its files. The head of a value model may be missing."""
     path = spec.section.path
-    new_prefix = "score." if spec.kind == "value" else None
+    has_images = vision.is_vision_config(hf)
+    new_prefix = None if spec.kind != "value" else "lm_head." if has_images else "score."
     module, new_head = load_pretrained(auto, path, hf, spec.model_dtype, new_prefix, **build)
+    if has_images and spec.kind == "value":
+        module = _with_head(module, spec)
+        new_head = set() if load_head(module.score, path) else {"score.weight", "score.bias"}
     if new_head:
         # values start at 0 rather than at noise, so the first advantages are the returns themselves
         logger.info("%s has no value head: initializing it with zeros", path)
@@ -207,13 +246,18 @@ def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any])
     return module
 
 
+def _with_head(module: nn.Module, spec: ModelSpec) -> nn.Module:
+    """The module, with a value head if a vision-language model, which transformers has none for, is a value model."""
+    return value_model(module) if spec.kind == "value" and vision.is_vision_config(module.config) else module
+
+
 def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
     """Split a model into the decoder, which returns hidden states, and the head: hidden states -> logits or values."""
     trunk = module.base_model
     if kind != "causal_lm":
         return trunk, module.score
     projection = module.get_output_embeddings()
-    softcap = module.config.to_dict().get("final_logit_softcapping")
+    softcap = module.config.get_text_config().to_dict().get("final_logit_softcapping")
 
     def head(states: torch.Tensor) -> torch.Tensor:
         logits = projection(states)
@@ -238,8 +282,11 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
             "model"
         )
     trunk, head = trunk_and_head(module, kind)
-    ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
-    implementation = module.config._attn_implementation
+    ids = torch.arange(min(4, module.config.get_text_config().vocab_size), device=module.device)[None]
+    implementation = {
+        "": module.config._attn_implementation,
+        **{name: config._attn_implementation for name, config in vision.sub_configs(module.config).items()},
+    }
     module.set_attn_implementation("eager")
     expected, computed = module(ids).logits, head(trunk(ids).last_hidden_state)
     module.set_attn_implementation(implementation)
@@ -270,20 +317,15 @@ class TokenModel(nn.Module):
         self.autocast_to = None if spec.compute_dtype == spec.model_dtype else spec.compute_dtype
         trunk, self.head = trunk_and_head(module, spec.kind)
         self.trunk_of: Callable[[], nn.Module] = lambda: trunk  # not a second child with the same parameters
-        self.vocab_size = module.config.vocab_size
+        self.vocab_size = module.config.get_text_config().vocab_size
+        self.vision = VisionForward(module) if vision.is_vision_config(module.config) else None
         self.batch_invariant = spec.kernels == "batch_invariant"
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """Each requested output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
         extra = {"packing": model_input.packing} if model_input.packing is not None else {}
         with torch.autocast(model_input.input_ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
-            hidden = self.trunk_of()(
-                input_ids=model_input.input_ids,
-                attention_mask=model_input.attention_mask,
-                position_ids=model_input.position_ids,
-                use_cache=False,
-                **extra,
-            ).last_hidden_state
+            hidden = self._hidden_states(model_input, extra)
             states = hidden.flatten(0, 1)[model_input.states]
             if self.kind != "causal_lm":
                 if set(outputs) != {"values"}:
@@ -300,3 +342,15 @@ class TokenModel(nn.Module):
         }
         ranks = model_input.packing.ranks if model_input.packing is not None else None
         return scattered if ranks is None else {k: ranks.sum_of_shares(v) for k, v in scattered.items()}
+
+    def _hidden_states(self, model_input: ModelInput, extra: dict[str, Any]) -> torch.Tensor:
+        """Last hidden states (b, L, H)."""
+        if self.vision is not None:
+            return self.vision(model_input, extra)
+        return self.trunk_of()(
+            input_ids=model_input.input_ids,
+            attention_mask=model_input.attention_mask,
+            position_ids=model_input.position_ids,
+            use_cache=False,
+            **extra,
+        ).last_hidden_state

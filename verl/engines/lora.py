@@ -17,6 +17,7 @@ from torch import nn
 
 from verl.config import schema
 from verl.engines.checkpoint import copy_into
+from verl.modeling.vision import is_vision_config, outside_language_model
 from verl.registry import did_you_mean
 
 #: peft's name of the trained adapter, and of the one that training started from, if it was given
@@ -74,7 +75,7 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
             r=model.lora_rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
             target_modules="all-linear" if targets == ["all-linear"] else targets,
-            exclude_modules=[*(model.exclude_modules or ()), *head] or None,
+            exclude_modules=[*_excluded(module, model), *head] or None,
             base_model_name_or_path=model.path,
             task_type="TOKEN_CLS" if head else "CAUSAL_LM",
         )
@@ -96,6 +97,13 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
     settings.modules_to_save, settings.inference_mode, settings.lora_dropout = None, False, 0.0
     settings.base_model_name_or_path = model.path  # the base model may have moved since the adapter was trained
     return settings
+
+
+def _excluded(module: nn.Module, model: schema.ModelConfig) -> list[str]:
+    """Names of modules without adapters: the configured ones; by default those outside the language model."""
+    if model.exclude_modules is None and is_vision_config(module.config):
+        return outside_language_model(module)
+    return list(model.exclude_modules or ())
 
 
 def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:

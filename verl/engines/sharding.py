@@ -161,7 +161,12 @@ class FSDP2(Sharding):
         if self._first_copy is not None and self._first_copy.can_generate():
             module.generation_config = self._first_copy.generation_config  # part of an exported checkpoint
         if self.sequence_ranks is not None:
-            self.sequence_ranks.check_heads(module.config.num_attention_heads // self.tp_size)
+            if not spec.packs:
+                raise ValueError(
+                    "sequence parallelism splits packed sequences, and those of this model are padded: set "
+                    "ulysses_sequence_parallel_size=1"
+                )
+            self.sequence_ranks.check_heads(module.config.get_text_config().num_attention_heads // self.tp_size)
         return module
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:

@@ -34,6 +34,7 @@ from verl.modeling.batch_invariant.model import BatchInvariantForward
 from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.packing import build_input, row_lengths, to_device
+from verl.modeling.vision import INDEX, Media, tower_of
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
 
@@ -82,6 +83,8 @@ class TorchEngine(TrainEngine):
         self.adapters = Adapters(self.module) if self.model_spec.section.has_adapters else None
         if self.adapters is None:
             self.module.requires_grad_(trains)
+        if trains and spec.model.freeze_vision_tower:
+            tower_of(self.module)[1].requires_grad_(False)
         self._checkpoints_activations = False
         self._activation_bytes: memory.ActivationBytes | None = None  # measured at the first update
         self._logged_choice = ""
@@ -90,6 +93,8 @@ class TorchEngine(TrainEngine):
         self._weight_cache = WeightCache()
         use_kernels(self.module, self.model_spec.kernels, self._weight_cache)
         self.sharding.shard(self.model, self.model_spec)
+        if self.model.vision is not None:
+            self.model.vision.always = not self.sharding.is_unsharded
         self._writer = checkpoint.CheckpointWriter()
         self._weights_used: AbstractContextManager[None] = nullcontext()
         self._optimizer_used: AbstractContextManager[None] = nullcontext()
@@ -112,13 +117,13 @@ class TorchEngine(TrainEngine):
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
-        columns = _columns(batch, _INPUTS)
+        columns, media = self._columns(batch, _INPUTS)
         plan = self._plan(columns, micro)
         found = {name: torch.zeros(columns["responses"].shape, dtype=torch.float32) for name in outputs}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
-                given = self._forward(_take(columns, rows), plan.shared_prefix, outputs, temperature)
+                given = self._forward(_take(columns, rows), plan.shared_prefix, outputs, temperature, media)
                 chunks.append((rows, {k: v.float().to("cpu", non_blocking=True) for k, v in given.items()}))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once, not for every micro-batch
@@ -130,7 +135,7 @@ class TorchEngine(TrainEngine):
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
-        columns = _columns(batch, tuple(batch.tensors))
+        columns, media = self._columns(batch, tuple(batch.tensors))
         sums = MetricSums()
         with self.on_device(optimizer=True):
             self.optimizer.zero_grad(set_to_none=True)
@@ -138,19 +143,35 @@ class TorchEngine(TrainEngine):
             with self._fixed_weights(training=True):
                 for rows in plan.rows:
                     share = _take(columns, rows)
-                    outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature)
+                    outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature, media)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
                     self._backward(loss)
                     sums.add(metrics, rows=len(rows))
             return sums.result(self.max_over_ranks) | self._step()
 
-    def _forward(self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float) -> Tensors:
+    def _forward(
+        self,
+        columns: Tensors,
+        shared_prefix: bool,
+        outputs: tuple[str, ...],
+        temperature: float,
+        media: Media | None = None,
+    ) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
-        model_input = build_input(columns, self.spec.model.use_remove_padding, shared_prefix)
+        model_input = build_input(columns, self.model_spec.packs, shared_prefix, media)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
         return self.model(model_input.to(self.device), outputs, temperature)
+
+    def _columns(self, batch: DataProto, names: tuple[str, ...]) -> tuple[Tensors, Media | None]:
+        """Tensor columns on the host, where micro-batches are assembled, and the images of the rows, if any."""
+        columns = {name: batch.column(name).cpu() for name in names}
+        rows = batch.non_tensor_batch.get("multi_modal_inputs")
+        if rows is None or all(row is None for row in rows):
+            return columns, None
+        media = Media(self.module.config, rows)
+        return columns | {"position_ids": media.positions(columns), INDEX: media.index}, media
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.sharding.scale_loss(loss).backward()
@@ -173,7 +194,7 @@ class TorchEngine(TrainEngine):
 
     def _shares_prefix(self, lengths: list[int]) -> bool:
         """Whether to compute a prompt once for all its rows: if attention processes all rows in one call."""
-        if not self.spec.model.use_remove_padding or self.sharding.sp_size > 1:
+        if not self.model_spec.packs or self.sharding.sp_size > 1:
             return False
         narrow = self.model_spec.compute_dtype.itemsize == 2
         one_call = narrow and sum(lengths) < attention.LONG_ROWS * len(lengths)
@@ -454,11 +475,6 @@ def make_torch_engine(spec: EngineSpec) -> TorchEngine:
 def _detached(named: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in named:
         yield name, parameter.detach()
-
-
-def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:
-    """Tensor columns on the host, where micro-batches are assembled."""
-    return {name: batch.column(name).cpu() for name in names}
 
 
 def _take(columns: Tensors, rows: list[int]) -> Tensors:

@@ -19,6 +19,7 @@ from verl.modeling import layers_cpu
 from verl.modeling.attention import packed_attention
 from verl.modeling.linear import Embedding, FusedLinear, WeightCache, compute_dtype
 from verl.modeling.packing import Packing
+from verl.modeling.vision import language_model_of
 
 States = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -28,21 +29,27 @@ _WINDOWS: dict[str, Callable[[nn.Module], int | None]] = {
     "mistral": lambda attention: attention.config.sliding_window,
     "qwen2": lambda attention: attention.sliding_window,
     "qwen3": lambda attention: attention.sliding_window,
+    "qwen2_vl_text": lambda attention: attention.sliding_window,
+    "qwen2_5_vl_text": lambda attention: attention.sliding_window,
+    "qwen3_vl_text": lambda attention: None,
 }
+_HEAD_NORMS = ("qwen3", "qwen3_vl_text")
 
 
 def fuse(module: nn.Module, cache: WeightCache) -> None:
     """Use fused functions in the layers of a Llama-like model, in place.
 
     Args:
-        module: a HuggingFace model whose type is in `layers.LLAMA_LIKE`.
+        module: a HuggingFace model whose type is in `layers.LLAMA_LIKE`, or with a language model in `VISION_LIKE`.
         cache: knows when the weights do not change.
     """
-    kind, trunk = module.config.model_type, module.base_model
-    silu, head_norms = module.config.hidden_act in ("silu", "swish"), kind == "qwen3"
-    layer_classes: dict[type, type] = {}
+    trunk = language_model_of(module)
+    kind, silu = trunk.config.model_type, trunk.config.hidden_act in ("silu", "swish")
+    head_norms = kind in _HEAD_NORMS
+    added = _deepstack_layers(module)
+    layer_classes: dict[tuple[type, bool], type] = {}
     norms = [trunk.norm]
-    for layer in trunk.layers:
+    for i, layer in enumerate(trunk.layers):
         attention = layer.self_attn
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if head_norms else []
@@ -50,10 +57,10 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
         if silu:
             layer.mlp.forward = partial(_mlp, layer.mlp, cache)
         # a subclass rather than an instance attribute: checkpointing wraps the forward of the class
-        own = type(layer)
-        if own not in layer_classes:
-            layer_classes[own] = type(own.__name__, (own,), {"forward": partialmethod(_layer, own)})
-        layer.__class__ = layer_classes[own]
+        own, one = type(layer), i < added
+        if (own, one) not in layer_classes:
+            layer_classes[own, one] = type(own.__name__, (own,), {"forward": partialmethod(_layer, own, one)})
+        layer.__class__ = layer_classes[own, one]
     for norm in norms:
         norm.forward = partial(_norm, norm)
     if type(trunk.embed_tokens) is nn.Embedding:
@@ -72,8 +79,17 @@ def _functions(x: torch.Tensor) -> ModuleType:
     return layers_cpu
 
 
-def _layer(self: nn.Module, own: type, hidden_states: States, **others: Any) -> States:
-    """The forward pass of a decoder layer of class `own`; packed sequences pass (stream, branch) between layers."""
+def _deepstack_layers(module: nn.Module) -> int:
+    """Number of layers after which features of images are added to the states (Qwen3-VL)."""
+    vision = module.config.to_dict().get("vision_config") or {}
+    return len(vision.get("deepstack_visual_indexes") or ())
+
+
+def _layer(self: nn.Module, own: type, one: bool, hidden_states: States, **others: Any) -> States:
+    """The forward pass of a decoder layer of class `own`.
+
+    Packed sequences pass (stream, branch) between layers; with `one`, the layer returns their sum.
+    """
     sharded = isinstance(self.mlp.down_proj.weight, DTensor)  # then a branch may be a pending reduction over ranks
     if "packing" not in others or sharded:
         return own.forward(self, hidden_states, **others)
@@ -83,7 +99,8 @@ def _layer(self: nn.Module, own: type, hidden_states: States, **others: Any) -> 
         stream, x = hidden_states, self.input_layernorm(hidden_states)
     x, _ = self.self_attn(hidden_states=x, **others)
     stream, x = _add_norm(self.post_attention_layernorm, stream, x)
-    return stream, self.mlp(x)
+    branch = self.mlp(x)
+    return stream + branch if one else (stream, branch)
 
 
 def _add_norm(norm: nn.Module, stream: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +130,7 @@ def _attention(
     layers = (module.q_proj, module.k_proj, module.v_proj)
     cos, sin = position_embeddings
     sharded = any(isinstance(layer.weight, DTensor) for layer in layers)
-    if packing is None or cos.shape[-1] != module.head_dim or sharded:
+    if packing is None or cos.shape[-1] != module.head_dim or cos.ndim != 3 or sharded:
         extra = {} if packing is None else {"packing": packing}
         return type(module).forward(
             module, hidden_states=hidden_states, position_embeddings=position_embeddings, **extra, **others

@@ -15,6 +15,7 @@ from torch import nn
 from verl.modeling.batch_invariant.model import use_batch_invariant
 from verl.modeling.fused_layers import fuse
 from verl.modeling.linear import WeightCache
+from verl.modeling.vision import language_model_of
 
 logger = logging.getLogger("verl.modeling")
 
@@ -22,6 +23,8 @@ Kernels = Literal["plain", "fused", "liger", "compiled", "batch_invariant"]
 
 #: model types with the norm, MLP and rotary embedding of Llama
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+#: the same for the language models of vision-language models
+VISION_LIKE = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
 
 
 def use_kernels(module: nn.Module, kernels: Kernels, cache: WeightCache) -> None:
@@ -36,7 +39,7 @@ def use_kernels(module: nn.Module, kernels: Kernels, cache: WeightCache) -> None
         ValueError: Liger is selected but not installed, or does not support the model.
     """
     if kernels == "fused":
-        if module.config.model_type not in LLAMA_LIKE:
+        if language_model_of(module).config.model_type not in (*LLAMA_LIKE, *VISION_LIKE):
             logger.info("%s: fused kernels are not supported, layers run as in transformers", module.config.model_type)
             return
         fuse(module, cache)

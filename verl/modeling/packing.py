@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from verl.modeling.indexing import scatter_rows
 from verl.modeling.sequence_parallel import SequenceRanks
 from verl.modeling.shared_prefix import first_with_prompt, shared_prefix_layout
+from verl.modeling.vision import INDEX, Media, VisionInput
 
 Tensors = dict[str, torch.Tensor]
 
@@ -88,13 +89,15 @@ class ModelInput:
     """The input of one forward pass, and the indices of its outputs.
 
     Attributes:
-        input_ids, position_ids: (1, N) packed or (b, P + T) padded.
+        input_ids: (1, N) packed or (b, P + T) padded.
+        position_ids: the same, or with C axes in front: (C, 1, N) or (C, b, P + T).
         attention_mask: (b, P + T), or None if packed.
         packing: layout of a packed input, or None.
         states: (S,) flat index of the hidden states that predict a response token.
         targets: (S,) the token that each of them predicts.
         slots: (S,) index of that token in (b * T).
         shape: (b, T).
+        vision: images of the prompts, if any.
     """
 
     input_ids: torch.Tensor
@@ -105,6 +108,13 @@ class ModelInput:
     targets: torch.Tensor
     slots: torch.Tensor
     shape: tuple[int, int]
+    vision: VisionInput | None = None
+
+    def image_tokens(self, token_id: int) -> torch.Tensor:
+        """(b, P + T) int64, 1 at the image tokens of the prompts; for a padded input."""
+        found = (self.input_ids == token_id).long()
+        found[:, found.shape[1] - self.shape[1] :] = 0
+        return found
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(S,) values of the selected states -> (b, T), 0 elsewhere."""
@@ -122,6 +132,7 @@ class ModelInput:
             states=to_device(self.states, device),
             targets=to_device(self.targets, device),
             slots=to_device(self.slots, device),
+            vision=None if self.vision is None else self.vision.to(device),
         )
 
     def share_of(self, ranks: SequenceRanks) -> "ModelInput":
@@ -133,11 +144,12 @@ class ModelInput:
         return dataclasses.replace(
             self,
             input_ids=pad(self.input_ids, (0, fill))[:, start : start + tokens],
-            position_ids=pad(self.position_ids, (0, fill))[:, start : start + tokens],
+            position_ids=pad(self.position_ids, (0, fill))[..., start : start + tokens],
             packing=dataclasses.replace(self.packing, ranks=ranks),
             states=self.states[own] - start,
             targets=self.targets[own],
             slots=self.slots[own],
+            vision=None if self.vision is None else self.vision.share_of(start, tokens),
         )
 
 
@@ -153,7 +165,9 @@ def row_lengths(attention_mask: torch.Tensor) -> list[int]:
     return attention_mask.sum(1).tolist()
 
 
-def build_input(rows: Tensors, remove_padding: bool, shared_prefix: bool = False) -> ModelInput:
+def build_input(
+    rows: Tensors, remove_padding: bool, shared_prefix: bool = False, media: Media | None = None
+) -> ModelInput:
     """The model input of a micro-batch.
 
     Args:
@@ -161,6 +175,7 @@ def build_input(rows: Tensors, remove_padding: bool, shared_prefix: bool = False
             (left-padded prompt, right-padded response).
         remove_padding: pack the rows.
         shared_prefix: compute the tokens of a prompt once for all rows that have it; for packed rows only.
+        media: the images of the batch; the rows then have the column `vision.INDEX`.
     """
     attention = rows["attention_mask"].bool()
     width = rows["responses"].shape[1]
@@ -172,10 +187,12 @@ def build_input(rows: Tensors, remove_padding: bool, shared_prefix: bool = False
     row, t = slots // width, slots % width
     if not remove_padding:
         states = row * total + (total - width) + t - 1
+        vision = None if media is None else media.input_of(rows)
+        positions = rows["position_ids"] if rows["position_ids"].ndim == 2 else rows["position_ids"].transpose(0, 1)
         return ModelInput(
-            rows["input_ids"], rows["position_ids"], attention.long(), None, states, targets, slots, shape
+            rows["input_ids"], positions, attention.long(), None, states, targets, slots, shape, vision
         )
-    first = first_with_prompt(attention, rows["input_ids"], width) if shared_prefix else range(b)
+    first = first_with_prompt(attention, rows["input_ids"], width, rows.get(INDEX)) if shared_prefix else range(b)
     if len(set(first)) < b:
         packing, kept, states = _pack_shared(attention, width, first, row, t)
     else:
@@ -184,8 +201,13 @@ def build_input(rows: Tensors, remove_padding: bool, shared_prefix: bool = False
         kept = attention.flatten().nonzero()[:, 0]
         prompt_lengths = lengths - responded.sum(1)
         states = packing.cu_seqlens.long()[row] + prompt_lengths[row] + t - 1
-    ids, position_ids = (rows[name].flatten()[kept][None] for name in ("input_ids", "position_ids"))
-    return ModelInput(ids, position_ids, None, packing, states, targets, slots, shape)
+    ids, positions = rows["input_ids"].flatten()[kept][None], rows["position_ids"]
+    if positions.ndim == 2:
+        positions = positions.flatten()[kept][None]
+    else:
+        positions = positions.transpose(0, 1).flatten(1)[:, None, kept]
+    vision = None if media is None else media.input_of(rows, kept)
+    return ModelInput(ids, positions, None, packing, states, targets, slots, shape, vision)
 
 
 def _pack_shared(

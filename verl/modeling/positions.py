@@ -9,7 +9,7 @@ transformers 5 continues after the largest position of height and width instead,
 earlier releases, vLLM and SGLang follow the rule of the papers, as this module does.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,34 @@ def multimodal_positions(config: Any, input_ids: torch.Tensor, inputs: Mapping[s
         raise ValueError(f"expected placeholder tokens for every {unused[0]} of {unused[0]}_grid_thw, found too few")
     parts.append((torch.arange(len(ids) - begin) + start).expand(3, -1))
     return torch.cat(parts, 1)
+
+
+def batch_positions(
+    config: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    width: int,
+    inputs: Sequence[Mapping[str, Any] | None],
+) -> torch.Tensor:
+    """Positions of a padded batch, whose rows are a left-padded prompt and a right-padded response.
+
+    Args:
+        config: as in `multimodal_positions`.
+        input_ids, attention_mask: (B, P + T).
+        width: T.
+        inputs: for each row, what the processor returned for its prompt; None without images.
+
+    Returns:
+        (B, C, P + T) int64; 0 in the padding before a prompt.
+    """
+    mask = attention_mask.bool()
+    start = mask.shape[1] - width
+    found = torch.zeros(len(mask), position_axes(config), mask.shape[1], dtype=torch.long)
+    for row, (ids, real, given) in enumerate(zip(input_ids, mask, inputs)):
+        prompt = multimodal_positions(config, ids[:start][real[:start]], given)
+        found[row, :, :start][:, real[:start]] = prompt
+        found[row, :, start:] = prompt.max() + real[start:].cumsum(0)
+    return found
 
 
 def _grids(config: Any, inputs: Mapping[str, Any]) -> dict[str, Iterator[torch.Tensor]]:

@@ -13,14 +13,25 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.modeling.vision import INDEX
+
 #: limit of M as a multiple of the token budget: keys and values take memory
 MOST_KEYS = 4
 
 
-def first_with_prompt(attention_mask: torch.Tensor, input_ids: torch.Tensor, width: int) -> list[int]:
-    """For each row of (b, P + T), the first row with the same prompt, possibly itself. width: T."""
+def first_with_prompt(
+    attention_mask: torch.Tensor, input_ids: torch.Tensor, width: int, images: torch.Tensor | None = None
+) -> list[int]:
+    """For each row of (b, P + T), the first row with the same prompt, possibly itself.
+
+    Args:
+        attention_mask, input_ids: the rows.
+        width: T.
+        images: (b,) which images a row has; prompts with other images are other prompts.
+    """
     mask = attention_mask[:, :-width].bool()
-    prompts = torch.where(mask, input_ids[:, :-width], -1).numpy()
+    prompts = torch.where(mask, input_ids[:, :-width], -1)
+    prompts = (prompts if images is None else torch.cat([images[:, None], prompts], 1)).numpy()
     found: dict[bytes, int] = {}
     return [found.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(prompts)]
 
@@ -29,13 +40,14 @@ def plan_shared_prefixes(columns: dict[str, torch.Tensor], lengths: Sequence[int
     """Split rows into micro-batches of at most `budget` tokens, counting a shared prompt once. Returns row indices.
 
     Args:
-        columns: input_ids, attention_mask and responses of the rows.
+        columns: input_ids, attention_mask and responses of the rows, and `vision.INDEX` if they have images.
         lengths: tokens of each row.
         budget: tokens of a micro-batch.
     """
     attention, width = columns["attention_mask"], columns["responses"].shape[1]
     prompts = attention[:, :-width].sum(1).tolist()
-    return plan_shared(lengths, prompts, first_with_prompt(attention, columns["input_ids"], width), budget)
+    first = first_with_prompt(attention, columns["input_ids"], width, columns.get(INDEX))
+    return plan_shared(lengths, prompts, first, budget)
 
 
 def plan_shared(lengths: Sequence[int], prompts: Sequence[int], first: Sequence[int], budget: int) -> list[list[int]]:

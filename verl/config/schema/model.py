@@ -23,7 +23,10 @@ class ModelConfig(Section):
     lora_rank: int = field(0, "rank of the LoRA adapters; 0: train all weights", ge=0)
     lora_alpha: float = field(16, "LoRA scaling: adapters are multiplied by lora_alpha / lora_rank", gt=0)
     target_modules: StrList = field(["all-linear"], "modules that get LoRA adapters")
-    exclude_modules: StrList | None = field(None, "modules that do not get LoRA adapters")
+    exclude_modules: StrList | None = field(
+        None, "modules that do not get LoRA adapters; null: those outside the language model of a vision-language model"
+    )
+    freeze_vision_tower: bool = field(False, "do not train the vision tower of a vision-language model")
     lora_adapter_path: FilePath | None = field(None, "LoRA adapter to start from")
 
     @property

@@ -1,0 +1,331 @@
+"""Images and videos in the forward pass of a vision-language model.
+
+The vision tower computes each distinct image of a micro-batch once, however many rows have it. Its features replace
+the embeddings of the placeholder tokens of the prompt; a placeholder that the policy sampled is text. Models whose
+language model is causal over image tokens run packed sequences in this way (`PACKED`). Others get the tensors of their
+processor row by row, with padding, and place the features themselves.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.modeling.positions import batch_positions, position_axes
+
+Tensors = dict[str, torch.Tensor]
+
+#: model types whose features are placed here -> attribute of the vision tower
+PACKED = {"qwen2_vl": "visual", "qwen2_5_vl": "visual", "qwen3_vl": "visual", "qwen3_vl_moe": "visual"}
+#: names of vision towers; the projection of a tower to the language model is not part of it
+_TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder")
+#: column of a micro-batch: which of `Media.inputs` a row has, -1 for none
+INDEX = "multi_modal_index"
+_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+
+def is_vision_config(config: Any) -> bool:
+    """Whether a HuggingFace config describes a model with images."""
+    return "vision_config" in type(config).sub_configs
+
+
+def sub_configs(config: Any) -> dict[str, Any]:
+    """The configs of the parts of a model, such as text_config and vision_config, by name."""
+    found = {name: getattr(config, name) for name in config.sub_configs}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def packs(config: Any) -> bool:
+    """Whether rows can be packed: a text model, or one in `PACKED`."""
+    return not is_vision_config(config) or config.model_type in PACKED
+
+
+def tower_of(module: nn.Module) -> tuple[str, nn.Module]:
+    """Name and module of the vision tower. Raises ValueError if the model has none with a known name."""
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2] in _TOWERS:
+            return name, child
+    raise ValueError(f"{type(module).__name__}: no vision tower found; expected a module called one of {_TOWERS}")
+
+
+def language_model_of(module: nn.Module) -> nn.Module:
+    """The decoder inside a vision-language model; the decoder itself for a text model."""
+    return dict(module.base_model.named_children()).get("language_model", module.base_model)
+
+
+def outside_language_model(module: nn.Module) -> list[str]:
+    """Names of the linear layers that are not in the language model, without its head."""
+    inside = {id(layer) for layer in language_model_of(module).modules()}
+    return [
+        name
+        for name, layer in module.base_model.named_modules(prefix=module.base_model_prefix)
+        if isinstance(layer, nn.Linear) and id(layer) not in inside
+    ]
+
+
+# ---- the images of a batch ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VisionInput:
+    """The images and videos of one forward pass.
+
+    Attributes:
+        tensors: the processor's tensors, of each distinct input once, or row by row for a model not in `PACKED`.
+        slots: (V,) flat index of the placeholder tokens in input_ids, ascending.
+        source: (V,) row of the features that replaces each; images come before videos.
+    """
+
+    tensors: Tensors
+    slots: torch.Tensor
+    source: torch.Tensor
+
+    def to(self, device: torch.device) -> "VisionInput":
+        """A copy on a device."""
+        tensors = {name: values.to(device, non_blocking=True) for name, values in self.tensors.items()}
+        return VisionInput(tensors, self.slots.to(device), self.source.to(device))
+
+    def share_of(self, start: int, tokens: int) -> "VisionInput":
+        """The placeholders among `tokens` tokens from `start` on; the tensors are those of all."""
+        own = (self.slots >= start) & (self.slots < start + tokens)
+        return VisionInput(self.tensors, self.slots[own] - start, self.source[own])
+
+
+class Media:
+    """The processed images and videos of a batch.
+
+    Args:
+        config: the HuggingFace config of the model.
+        rows: for each row the tensors of its processor, or None. Rows with the same object have the same images.
+
+    Attributes:
+        inputs: the distinct inputs.
+        index: (B,) which of them a row has, -1 for none.
+    """
+
+    def __init__(self, config: Any, rows: Sequence[Mapping[str, Any] | None]):
+        self.config = config
+        if not is_vision_config(config):
+            raise ValueError(
+                f"expected prompts without images, found multi_modal_inputs in the batch: {config.model_type} is a "
+                "text model. Use a vision-language model, or data without images"
+            )
+        known: dict[int, int] = {}
+        self.inputs: list[Mapping[str, Any]] = []
+        index = []
+        for row in rows:
+            if not row:
+                index.append(-1)
+                continue
+            if id(row) not in known:
+                known[id(row)] = len(self.inputs)
+                self.inputs.append(row)
+            index.append(known[id(row)])
+        self.index = torch.tensor(index)
+
+    def positions(self, columns: Tensors) -> torch.Tensor:
+        """The column position_ids, computed for a model with mRoPE if the column has one axis."""
+        positions = columns["position_ids"]
+        if positions.ndim == 3 or position_axes(self.config) == 1:
+            return positions
+        rows = [self.inputs[i] if i >= 0 else None for i in self.index.tolist()]
+        width = columns["responses"].shape[1]
+        return batch_positions(self.config, columns["input_ids"], columns["attention_mask"], width, rows)
+
+    def input_of(self, rows: Tensors, kept: torch.Tensor | None = None) -> VisionInput | None:
+        """The images of a micro-batch; None without.
+
+        Args:
+            rows: input_ids, attention_mask, responses and `INDEX` of its rows.
+            kept: (N,) flat index of each token that is computed; None: padded rows.
+
+        Raises:
+            ValueError: a row whose placeholder tokens do not match its images.
+        """
+        index = rows[INDEX]
+        if bool((index < 0).all()):
+            return None
+        if self.config.model_type not in PACKED:
+            return self._row_by_row(rows)
+        used = sorted({i for i in index.tolist() if i >= 0})
+        local = torch.zeros(len(self.inputs), dtype=torch.long)
+        local[used] = torch.arange(len(used))
+        ids, mask = rows["input_ids"], rows["attention_mask"].bool()
+        prompt = torch.arange(ids.shape[1]) < ids.shape[1] - rows["responses"].shape[1]
+        candidates = (mask & prompt & (index >= 0)[:, None]).flatten()
+        ids = ids.flatten()
+        tokens = torch.arange(len(ids)) if kept is None else kept
+        slots, sources, before = [], [], 0
+        for kind, pixels in _PIXELS.items():
+            counts = torch.tensor([self._features(i, kind) for i in used])
+            starts = counts.cumsum(0) - counts + before
+            before += int(counts.sum())
+            is_token = candidates & (ids == self.config.to_dict()[f"{kind}_token_id"])
+            found = is_token[tokens].nonzero()[:, 0]
+            row, each = torch.unique_consecutive(tokens[found] // mask.shape[1], return_counts=True)
+            own = local[index[row]]
+            self._check(kind, pixels, row, each, counts[own], is_token.view_as(mask).sum(1), counts[local], index)
+            rank = torch.arange(len(found)) - (each.cumsum(0) - each).repeat_interleave(each)
+            slots.append(found)
+            sources.append(starts[own].repeat_interleave(each) + rank)
+        slot, source = torch.cat(slots), torch.cat(sources)
+        order = slot.argsort()
+        names = [name for kind, pixels in _PIXELS.items() for name in (pixels, f"{kind}_grid_thw")]
+        return VisionInput(_joined([self.inputs[i] for i in used], names), slot[order], source[order])
+
+    def _features(self, index: int, kind: str) -> int:
+        """Number of tokens of the images (or videos) of an input."""
+        grid = self.inputs[index].get(f"{kind}_grid_thw")
+        merge = self.config.vision_config.spatial_merge_size
+        return 0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()) // merge**2
+
+    @staticmethod
+    def _check(kind, pixels, row, found, expected, in_rows, counts, index) -> None:
+        """Raise ValueError if a row has not as many placeholder tokens as its images have features."""
+        wrong = [(int(row[i]), int(expected[i]), int(found[i])) for i in (found != expected).nonzero()[:, 0]]
+        per_row = torch.where(index >= 0, counts[index], 0)
+        wrong += [(int(i), int(per_row[i]), int(in_rows[i])) for i in (in_rows != per_row).nonzero()[:, 0]]
+        if wrong:
+            i, needed, there = wrong[0]
+            raise ValueError(
+                f"row {i} of a micro-batch: expected {needed} {kind} tokens in the prompt for its {pixels}, found "
+                f"{there}: the prompt was truncated, or its placeholders were not expanded by the processor"
+            )
+
+    def _row_by_row(self, rows: Tensors) -> VisionInput:
+        token, width = self.config.to_dict().get("image_token_id"), rows["responses"].shape[1]
+        token = self.config.to_dict().get("image_token_index") if token is None else token
+        if bool(((rows["responses"] == token) & rows["attention_mask"][:, -width:].bool()).any()):
+            raise ValueError(
+                f"a response contains the image token {token}, which {self.config.model_type} would take for an image: "
+                "exclude it from sampling"
+            )
+        each = [self.inputs[i] for i in rows[INDEX].tolist() if i >= 0]
+        nothing = torch.zeros(0, dtype=torch.long)
+        names = list(dict.fromkeys(name for given in each for name in given))
+        return VisionInput(_joined(each, names), nothing, nothing)
+
+
+def _joined(inputs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Tensors:
+    """The tensors of several inputs, concatenated."""
+    found = {name: [given[name] for given in inputs if isinstance(given.get(name), torch.Tensor)] for name in names}
+    return {name: torch.cat(values) for name, values in found.items() if values}
+
+
+# ---- the forward pass -----------------------------------------------------------------------------------------------
+
+
+class _Touch(torch.autograd.Function):
+    """Returns x; the gradient of `others`, which it does not depend on, is 0 rather than none."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*others)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return g, *(torch.zeros_like(other) for other in ctx.saved_tensors)
+
+
+class VisionForward:
+    """Hidden states of a vision-language model.
+
+    Args:
+        module: the model, with a language-model or value head.
+        always: run the vision tower in every forward pass, also without images. Ranks that shard the tower gather its
+            layers collectively, so a rank without images in a micro-batch must take part.
+    """
+
+    def __init__(self, module: nn.Module, always: bool = False):
+        self.config, self.trunk, self.always = module.config, module.base_model, always
+        self.places_features = self.config.model_type in PACKED
+        self.tower = tower_of(module)[1]
+        self.parameters = inspect.signature(self.trunk.forward).parameters
+
+    def __call__(self, model_input: Any, extra: Mapping[str, Any]) -> torch.Tensor:
+        """Last hidden states (b, L, H) of a `packing.ModelInput`. extra: arguments of the attention."""
+        run = self._placed if self.places_features else self._row_by_row
+        return run(model_input, {"use_cache": False, **extra})
+
+    # ---- models in PACKED
+
+    def features(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Features (V, H) of images, then videos, as `VisionInput.source` counts them; further ones for deepstack."""
+        pixels = [tensors[name] for name in _PIXELS.values() if name in tensors]
+        grids = [tensors[f"{kind}_grid_thw"] for kind, name in _PIXELS.items() if name in tensors]
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.tower.parameters())
+        with torch.set_grad_enabled(trained):  # a frozen tower keeps no activations
+            found = self.tower(torch.cat(pixels).to(self.tower.dtype), grid_thw=torch.cat(grids), return_dict=True)
+        return [found.pooler_output, *dict(found).get("deepstack_features", ())]
+
+    def _placed(self, model_input: Any, extra: dict[str, Any]) -> torch.Tensor:
+        embeds = self.trunk.get_input_embeddings()(model_input.input_ids)
+        vision = model_input.vision
+        if vision is None and self.always:
+            vision = self._no_image(embeds.device)
+        if vision is not None:
+            embeds, features = place_features(embeds, self.features(vision.tensors), vision)
+            extra |= features
+        return self.trunk.language_model(
+            inputs_embeds=embeds,
+            attention_mask=model_input.attention_mask,
+            position_ids=model_input.position_ids,
+            **extra,
+        ).last_hidden_state
+
+    def _no_image(self, device: torch.device) -> VisionInput:
+        """One black image of the size of a token, which no token of the input shows."""
+        vision = self.config.vision_config
+        merge, patch = vision.spatial_merge_size, vision.patch_size
+        width = vision.in_channels * vision.temporal_patch_size * patch**2
+        pixels = torch.zeros(merge**2, width, device=device)
+        nothing = torch.zeros(0, dtype=torch.long, device=device)
+        grid = torch.tensor([[1, merge, merge]], device=device)
+        return VisionInput({"pixel_values": pixels, "image_grid_thw": grid}, nothing, nothing)
+
+    # ---- other models
+
+    def _row_by_row(self, model_input: Any, extra: dict[str, Any]) -> torch.Tensor:
+        ids, vision = model_input.input_ids, model_input.vision
+        given: dict[str, Any] = {"input_ids": ids}
+        if vision is not None:
+            given |= {name: values for name, values in vision.tensors.items() if name in self.parameters}
+            given["pixel_values"] = given["pixel_values"].to(self.trunk.dtype)
+        elif self.always:
+            size = self.config.vision_config.image_size
+            pixels = torch.zeros(1, 3, size, size, device=ids.device, dtype=self.trunk.dtype)
+            found = self.trunk.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
+            given = {"inputs_embeds": _Touch.apply(self.trunk.get_input_embeddings()(ids), found)}
+        if "token_type_ids" in self.parameters:
+            given["token_type_ids"] = model_input.image_tokens(self.config.image_token_id)
+        return self.trunk(
+            attention_mask=model_input.attention_mask, position_ids=model_input.position_ids, **given, **extra
+        ).last_hidden_state
+
+
+def place_features(
+    embeds: torch.Tensor, features: Sequence[torch.Tensor], vision: VisionInput
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Replace the embeddings of placeholder tokens.
+
+    Args:
+        embeds: (b, L, H).
+        features: as `VisionForward.features` returns them.
+        vision: where they belong.
+
+    Returns:
+        The embeddings, and the arguments of a language model that reads deepstack features.
+    """
+    if not vision.slots.numel():
+        return _Touch.apply(embeds, *features), {}
+    first, *deep = (found[vision.source].to(embeds.dtype) for found in features)
+    placed = embeds.flatten(0, 1).index_copy(0, vision.slots, first).view_as(embeds)
+    if not deep:
+        return placed, {}
+    mask = torch.zeros(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+    mask.view(-1)[vision.slots] = True
+    return placed, {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
