@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,15 @@ from verl.data.pictures import MediaError, Picture, PictureLimits
 from verl.data.tokenization import Message, check_encodable, encode, render_chats
 from verl.data.videos import Video
 
+logger = logging.getLogger("verl.data")
+
 _PLACEHOLDER = re.compile(r"(<image>|<video>)")
 _PART_KEYS = {"type", "text", "image", "image_url", "video", "bytes", "path", "url", "fps"}
 #: what the processor returns besides the tensors of images and videos
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_KINDS = ("image", "video")
 _DECODED = 128  # rows at the start of the data, and as many evenly spaced, whose images are decoded at the start
+_SHOWN = 5  # skipped rows whose errors are logged
 _SIZES = 4096  # sizes of pictures whose placeholders are kept
 
 
@@ -209,6 +214,32 @@ class MediaReader:
             "multi_modal_inputs": found.inputs,
         }
 
+    def tensors(self, example: Any, ids: Sequence[int]) -> dict[str, Any] | None:
+        """The processor's tensors of an SFT example; None for one of text.
+
+        Args:
+            example: a MediaPrompt, or an example of text.
+            ids: its token ids, which are tokenized turn by turn.
+
+        Raises:
+            MediaError: as `process`, and for images that have changed.
+        """
+        if not isinstance(example, MediaPrompt):
+            return None
+        found = self.process(example)
+        special = {self.tokenizer.convert_tokens_to_ids(token) for kind in _KINDS if (token := self._token(kind))}
+        expected, count = (sum(token in special for token in part) for part in (ids, found.prompt_ids))
+        if count != expected:
+            raise MediaError(
+                f"{example.where}: expected {expected:,} image and video tokens, found {count:,}: the files of the "
+                "images or videos have changed"
+            )
+        return found.inputs
+
+    def check_text(self, prompt: MediaPrompt) -> None:
+        """Raise MediaError if the rendered chat has another number of placeholders than images and videos."""
+        self._text(prompt)
+
     def _text(self, prompt: MediaPrompt) -> str:
         """The rendered chat, with one placeholder for each image and video."""
         if self._rendering["chat_template"] is None and self.tokenizer.chat_template is None:
@@ -256,6 +287,13 @@ class MediaReader:
         return self.tokenizer.decode(found["input_ids"][0], skip_special_tokens=False)
 
 
+def prompt_texts(prompt: str | Sequence[Message] | MediaPrompt) -> list[str]:
+    """The texts of a prompt of any form."""
+    if isinstance(prompt, MediaPrompt):
+        return prompt.texts()
+    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+
+
 def media_columns(data: schema.MediaSection) -> tuple[str, str]:
     """The columns of images and videos."""
     return data.image_key, data.video_key
@@ -266,6 +304,17 @@ def rows_to_decode(count: int, all_rows: bool) -> Collection[int]:
     if all_rows or strict_check_enabled():
         return range(count)
     return {*range(min(_DECODED, count)), *range(0, count, max(count // _DECODED, 1))}
+
+
+def report_skipped(skipped: Mapping[int, str]) -> None:
+    """Log the rows that `data.skip_bad_images` has dropped. skipped: row -> error."""
+    if skipped:
+        shown = "\n  ".join(list(skipped.values())[:_SHOWN])
+        logger.warning(
+            "dropped %s rows with bad images or videos (data.skip_bad_images), the first ones:\n  %s",
+            f"{len(skipped):,}",
+            shown,
+        )
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
@@ -327,6 +376,11 @@ def _has_parts(messages: Sequence[Any]) -> bool:
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
     parts = [p for c in contents if c is not None and not isinstance(c, str) for p in _as_list(c)]
     return any(isinstance(p, Mapping) and p.get("type", "image") != "text" for p in parts)
+
+
+def has_media(message: Message) -> bool:
+    """Whether a message of a MediaPrompt has an image or video."""
+    return not isinstance(message["content"], str)
 
 
 def _texts(content: Any) -> list[str]:

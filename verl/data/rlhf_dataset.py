@@ -27,7 +27,7 @@ from verl.data.dataset import (
 )
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
-from verl.data.media import MediaPrompt, MediaReader, media_columns, rows_to_decode
+from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, report_skipped, rows_to_decode
 from verl.data.pictures import MediaError
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
@@ -47,7 +47,6 @@ logger = logging.getLogger("verl.data")
 Prompt = str | list[dict[str, Any]] | MediaPrompt
 
 _SKIPPED = ""  # the prompt of a row that is dropped
-_SHOWN = 5  # skipped rows whose errors are logged
 
 
 class RLHFDataset(Dataset):
@@ -257,7 +256,7 @@ class RLHFDataset(Dataset):
             rows,
             count,
             read=lambda row, index: self._checked(row, rows, index, decoded),
-            texts_of=_texts_of,
+            texts_of=prompt_texts,
             encode=self._encode,
             only=only,
         )
@@ -273,7 +272,7 @@ class RLHFDataset(Dataset):
                 ids = truncate(ids, config.max_prompt_length, config.truncation)
             kept.append(index)
             self._prompt_ids.append(ids)
-        self._report_skipped()
+        report_skipped(self.skipped)
         self._report_overlong(overlong, rows, count if only is None else len(only), bool(kept))
         return kept
 
@@ -290,12 +289,6 @@ class RLHFDataset(Dataset):
                 raise
             self.skipped[index] = str(error)
             return _SKIPPED
-
-    def _report_skipped(self) -> None:
-        if self.skipped:
-            shown = "\n  ".join(list(self.skipped.values())[:_SHOWN])
-            count = f"{len(self.skipped):,} rows with bad images or videos (data.skip_bad_images)"
-            logger.warning("dropped %s, the first ones:\n  %s", count, shown)
 
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
         """The prompt of a row. Raises ValueError if the row cannot be used."""
@@ -337,12 +330,6 @@ class RLHFDataset(Dataset):
                 what += f"; {found}, the shortest has {min(overlong.values()):,}: increase data.max_prompt_length"
             raise ValueError(what)
         logger.info("%s %s", "dropped" if config.filter_overlong_prompts else "truncated", found)
-
-
-def _texts_of(prompt: Prompt) -> list[str]:
-    if isinstance(prompt, MediaPrompt):
-        return prompt.texts()
-    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
 
 
 # ---- custom datasets ------------------------------------------------------------------------------------------------

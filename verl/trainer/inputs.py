@@ -98,20 +98,26 @@ def load_sft_inputs(
     data, cls = config.data, dataset_class(config, SFTDataset)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
 
+    processor = load_processor(config.model, tokenizer)
+
     def load(files: Sequence[str], max_samples: int, **further: Any) -> Dataset:
         if data.custom_cls.path:
-            return create_custom_dataset(cls, files, tokenizer, data.model_dump(), max_samples, schema="sft")
-        return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, **further)
+            settings = data.model_dump()
+            return create_custom_dataset(
+                cls, files, tokenizer, settings, max_samples, schema="sft", processor=processor
+            )
+        return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, processor=processor, **further)
 
     train, val = (
-        cls(one, tokenizer, data) if are_rows(one, SFT_TOKENS) else one for one in (train_dataset, val_dataset)
+        cls(one, tokenizer, data, processor=processor) if are_rows(one, SFT_TOKENS) else one
+        for one in (train_dataset, val_dataset)
     )
     if train is None:
         further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}
         train = load(data.train_files, data.train_max_samples, **further)
     if val is None and data.val_files:
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
-    return Inputs(config.model, tokenizer, train, val)
+    return Inputs(config.model, tokenizer, train, val, processor=processor)
 
 
 def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
