@@ -283,10 +283,7 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
         )
     trunk, head = trunk_and_head(module, kind)
     ids = torch.arange(min(4, module.config.get_text_config().vocab_size), device=module.device)[None]
-    implementation = {
-        "": module.config._attn_implementation,
-        **{name: config._attn_implementation for name, config in vision.sub_configs(module.config).items()},
-    }
+    implementation = vision.attention_of(module.config)
     module.set_attn_implementation("eager")
     expected, computed = module(ids).logits, head(trunk(ids).last_hidden_state)
     module.set_attn_implementation(implementation)

@@ -38,6 +38,12 @@ def sub_configs(config: Any) -> dict[str, Any]:
     return {name: part for name, part in found.items() if part is not None}
 
 
+def attention_of(config: Any) -> dict[str, str]:
+    """The attention implementation of a model and of its parts, as `set_attn_implementation` takes it."""
+    every = {"": config} | sub_configs(config)
+    return {name: part._attn_implementation for name, part in every.items()}
+
+
 def packs(config: Any) -> bool:
     """Whether rows can be packed: a text model, or one in `PACKED`."""
     return not is_vision_config(config) or config.model_type in PACKED
@@ -203,10 +209,13 @@ class Media:
                 f"a response contains the image token {token}, which {self.config.model_type} would take for an image: "
                 "exclude it from sampling"
             )
-        each = [self.inputs[i] for i in rows[INDEX].tolist() if i >= 0]
         nothing = torch.zeros(0, dtype=torch.long)
-        names = list(dict.fromkeys(name for given in each for name in given))
-        return VisionInput(_joined(each, names), nothing, nothing)
+        return VisionInput(self.by_row(rows[INDEX].tolist()), nothing, nothing)
+
+    def by_row(self, index: Sequence[int]) -> Tensors:
+        """The tensors of rows, concatenated in their order. index: which inputs each row has, -1 for none."""
+        each = [self.inputs[i] for i in index if i >= 0]
+        return _joined(each, list(dict.fromkeys(name for given in each for name in given)))
 
 
 def _joined(inputs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Tensors:

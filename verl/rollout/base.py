@@ -12,7 +12,7 @@ Load its file with `imports=[path/to/file.py]` and select it with `actor_rollout
 import asyncio
 import threading
 from abc import ABC
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, make_dataclass, replace
 from numbers import Integral
@@ -133,9 +133,13 @@ class Request:
         params: sampling parameters.
         sample_id: determines, with `params.seed`, the random numbers of the response, independent of the batch.
         request_id: identifies the request in `abort`.
-        multi_modal_data: images and other media, for engines that support them.
+        multi_modal_data: the images and videos of the prompt, for engines that process them themselves.
         on_tokens: called by `generate_one` with new token ids and their log-probs, by engines that report progress. The
             completion has all tokens.
+        multi_modal_inputs: the same images as tensors of the model's processor, for engines that run the model. Samples
+            of one prompt have the same object.
+        raw_prompt_ids: the prompt with one placeholder token per image, for engines that process images; `prompt_ids`
+            has as many as an image has features.
     """
 
     prompt_ids: list[int]
@@ -144,6 +148,32 @@ class Request:
     request_id: str = ""
     multi_modal_data: Any = None
     on_tokens: Callable[[list[int], list[float]], None] | None = None
+    multi_modal_inputs: Mapping[str, Any] | None = None
+    raw_prompt_ids: list[int] | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the prompt has images or videos."""
+        return bool(self.multi_modal_data) or bool(self.multi_modal_inputs)
+
+
+#: columns of a batch that are fields of a request with images
+MEDIA_COLUMNS = ("multi_modal_data", "multi_modal_inputs", "raw_prompt_ids")
+
+
+def media_of(columns: Mapping[str, Any], sampled: Sequence[int] = ()) -> dict[str, Any]:
+    """The fields of a request for a prompt with images; empty without images.
+
+    Args:
+        columns: the columns of one sample.
+        sampled: tokens after the prompt, which the request continues.
+    """
+    found = {name: columns[name] for name in MEDIA_COLUMNS if columns.get(name) is not None}
+    if not (found.get("multi_modal_data") or found.get("multi_modal_inputs")):
+        return {}
+    if "raw_prompt_ids" in found:
+        found["raw_prompt_ids"] = [*found["raw_prompt_ids"], *sampled]
+    return found
 
 
 FinishReason = Literal["stop", "length", "abort"]

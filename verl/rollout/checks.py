@@ -10,7 +10,13 @@ from verl.rollout.base import Request
 
 
 def check_request(
-    name: str, request: Request, engine: str, vocab_size: int, max_positions: int | None, positions_reason: str
+    name: str,
+    request: Request,
+    engine: str,
+    vocab_size: int,
+    max_positions: int | None,
+    positions_reason: str,
+    images: bool = False,
 ) -> list[int]:
     """Check a request.
 
@@ -20,6 +26,7 @@ def check_request(
         vocab_size: number of tokens of the model.
         max_positions: max length of prompt plus response; None: no limit.
         positions_reason: the cause of `max_positions`.
+        images: whether the model of the engine reads images.
 
     Returns:
         The prompt's token ids, as a new list.
@@ -29,8 +36,11 @@ def check_request(
             fit, or a sequence longer than `max_positions`. The message names the request and the field.
     """
     params = request.params
-    if request.multi_modal_data is not None:
-        raise ValueError(f"{name}: rollout.name={engine} does not support multi_modal_data (text only)")
+    if request.has_images and not images:
+        raise ValueError(
+            f"{name}: expected text, found images: rollout.name={engine} runs a text model, or does not support images "
+            "of this model"
+        )
     prompt = _token_ids(f"{name}: prompt_ids", request.prompt_ids)
     if not prompt:
         raise ValueError(f"{name} has no tokens")
@@ -50,6 +60,20 @@ def check_request(
             f"({positions_reason}); shorten the prompt or the response"
         )
     return prompt
+
+
+def unexpanded_prompt(name: str, request: Request) -> list[int]:
+    """The prompt for an engine that processes images itself: one placeholder token per image.
+
+    Raises:
+        ValueError: the request lacks `multi_modal_data` or `raw_prompt_ids`.
+    """
+    if request.multi_modal_data is None or request.raw_prompt_ids is None:
+        raise ValueError(
+            f"{name}: expected the columns multi_modal_data (images) and raw_prompt_ids (the prompt before its "
+            "placeholders were expanded), found a prompt with multi_modal_inputs only: use rollout.name=native or hf"
+        )
+    return list(request.raw_prompt_ids)
 
 
 def check_finite(request: Request, log_probs: Sequence[float]) -> None:

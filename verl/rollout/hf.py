@@ -1,5 +1,6 @@
 """`rollout.name=hf`: transformers' `generate`, for all causal language models in transformers."""
 
+import inspect
 import time
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from transformers import (
 )
 
 from verl.config import schema
+from verl.modeling.positions import batch_positions, position_axes
+from verl.modeling.vision import Media, attention_of, is_vision_config
 from verl.rollout.base import (
     Completion,
     Request,
@@ -99,6 +102,7 @@ class HFRollout(RolloutEngine):
         self.max_rows = max_rows
         self.autocast_to = None if compute_dtype == module.dtype else compute_dtype
         self.weights = weights
+        self.reads_images = is_vision_config(module.config)
         self.stats = RolloutStats()
 
     @torch.no_grad()
@@ -111,13 +115,13 @@ class HFRollout(RolloutEngine):
         """
         vocab_size, max_positions = self._limits()
         for index, request in enumerate(requests):
-            check_request(f"prompt {index}", request, "hf", vocab_size, max_positions, _POSITIONS)
+            check_request(f"prompt {index}", request, "hf", vocab_size, max_positions, _POSITIONS, self.reads_images)
         if self.weights is not None:
             self.weights.check_filled()
         start = time.perf_counter()
         self.stats = RolloutStats()
         completions: list[Completion | None] = [None] * len(requests)
-        attention, training = self.module.config._attn_implementation, self.module.training
+        attention, training = attention_of(self.module.config), self.module.training
         # the trainer's packed attention has no cache
         self.module.set_attn_implementation("sdpa" if self.module._supports_sdpa else "eager")
         # `generate` fills what is not set from the model's own file: its end tokens, a repetition penalty, ...
@@ -136,7 +140,8 @@ class HFRollout(RolloutEngine):
 
     async def generate_one(self, request: Request) -> Completion:
         """See `RolloutEngine.generate_one`. An invalid request fails without affecting the others."""
-        check_request(f"the prompt of sample_id {request.sample_id!r}", request, "hf", *self._limits(), _POSITIONS)
+        name = f"the prompt of sample_id {request.sample_id!r}"
+        check_request(name, request, "hf", *self._limits(), _POSITIONS, self.reads_images)
         return await super().generate_one(request)
 
     def _limits(self) -> tuple[int, int | None]:
@@ -178,6 +183,7 @@ class HFRollout(RolloutEngine):
             pad_token_id=self.pad_token_id,
             use_cache=True,
         )
+        images = self._images(requests, ids, mask) if self.reads_images else {}
         stops = [request.params.stop for request in requests]
         criteria = StoppingCriteriaList([_StopText(stops, width)]) if any(stops) else None
         with torch.autocast(device.type, self.autocast_to, enabled=self.autocast_to is not None):
@@ -187,11 +193,29 @@ class HFRollout(RolloutEngine):
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=criteria,
+                **images,
             )[:, width:]
         log_probs = torch.stack(sampler.log_probs, 1).tolist()
         self.stats.steps += output.shape[1]
         every = zip(output.tolist(), log_probs, requests)
         return [self._truncate(tokens, lps, request.params) for tokens, lps, request in every]
+
+    def _images(self, requests: list[Request], ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arguments of a model for the images of left-padded prompts (b, P), with the positions of training."""
+        config, inputs = self.module.config, [request.multi_modal_inputs for request in requests]
+        if not any(inputs):
+            return {}
+        media = Media(config, inputs)
+        found = media.by_row(media.index.tolist())
+        if position_axes(config) > 1:
+            positions = batch_positions(config, ids.cpu(), mask.cpu(), 0, inputs)
+            if (positions[:, :, -1] != positions.amax((1, 2))[:, None]).any():
+                raise ValueError("rollout.name=hf: expected prompts that end with text, found one that ends with an image")
+            found["position_ids"] = positions.transpose(0, 1)
+        else:
+            found["token_type_ids"] = (ids == config.image_token_id).long()
+        known = inspect.signature(self.module.forward).parameters
+        return {name: values.to(ids.device) for name, values in found.items() if name in known}
 
     def _truncate(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Completion:
         """The response up to and including its first stop token."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from verl.config import schema
 from verl.modeling.huggingface import load_pretrained, read_config
+from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv
 from verl.utils.device import resolve_dtype
 
@@ -17,6 +18,14 @@ def engine_dtype(config: schema.RolloutEngineConfig, env: RolloutEnv) -> torch.d
     if config.dtype == "auto" and env.compute_dtype is not None:
         return env.compute_dtype
     return resolve_dtype(config.dtype, env.device)
+
+
+def auto_class(config: Any) -> Any:
+    """The Auto class of transformers for a model that generates, with images if it reads them."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_images = is_vision_config(config) and type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if has_images else AutoModelForCausalLM
 
 
 def empty_module(
@@ -37,11 +46,9 @@ def empty_module(
         attention: attention implementation of transformers; None for the default.
         cut: replaces the parameters of the module, which is on "meta", by slices.
     """
-    from transformers import AutoModelForCausalLM
-
     config = read_config(model.path, model.override_config, model.trust_remote_code)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, **_build(model, attention))
+        module = auto_class(config).from_config(config, dtype=dtype, **_build(model, attention))
     if cut is not None:
         cut(module)
     module = module.to_empty(device=device).requires_grad_(False)
@@ -55,10 +62,8 @@ def load_module(
     model: schema.ModelConfig, dtype: torch.dtype, device: torch.device, attention: str | None = None
 ) -> nn.Module:
     """The model with weights from its files and adapters merged. Raises ValueError if weights are missing."""
-    from transformers import AutoModelForCausalLM
-
     config = read_config(model.path, model.override_config, model.trust_remote_code)
-    module, _ = load_pretrained(AutoModelForCausalLM, model.path, config, dtype, **_build(model, attention))
+    module, _ = load_pretrained(auto_class(config), model.path, config, dtype, **_build(model, attention))
     module = module.to(device)
     if model.lora_adapter_path is not None:
         module = _merge_adapters(module, model.lora_adapter_path)
@@ -67,11 +72,9 @@ def load_module(
 
 def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:
     """HuggingFace name of every parameter of a model -> its shape; a tied head is not listed."""
-    from transformers import AutoModelForCausalLM
-
     config = read_config(model.path, model.override_config, model.trust_remote_code)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+        module = auto_class(config).from_config(config, trust_remote_code=model.trust_remote_code)
     module.tie_weights()
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 

@@ -20,6 +20,7 @@ from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.rollout.agent_loop import SINGLE_TURN
+from verl.rollout.base import MEDIA_COLUMNS
 from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.metrics import response_lengths
 from verl.utils.balance import balanced_partition
@@ -128,7 +129,14 @@ def prompt_columns(batch: DataProto, with_columns: bool) -> DataProto:
         with_columns: all object columns, for agent loops that read them; implied by the column agent_name.
     """
     needed = with_columns or "agent_name" in batch.non_tensor_batch
-    return batch.select([], None if needed else ["prompt_ids", "uid", "sample_index"], [])
+    images = [name for name in MEDIA_COLUMNS if name in batch.non_tensor_batch]
+    return batch.select([], None if needed else ["prompt_ids", "uid", "sample_index", *images], [])
+
+
+def sequences_of(batch: DataProto) -> DataProto:
+    """The columns that a model reads to compute log-probs or values."""
+    images = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
+    return batch.select(list(SEQUENCES), images, [])
 
 
 def length_metrics(batch: DataProto) -> dict[str, Any]:
@@ -314,7 +322,7 @@ def old_log_prob(roles: Roles, extra: tuple[str, ...]) -> Callable[[DataProto], 
     """Log-probs of the policy before the update, and its entropy."""
 
     def recompute(batch: DataProto) -> DataProto:
-        inputs = batch.select(list(SEQUENCES), [], [])
+        inputs = sequences_of(batch)
         inputs.meta_info["outputs"] = ("entropys", *extra)
         found = roles["actor"].compute_log_prob(inputs)
         mask = batch.batch["response_mask"].bool()
@@ -333,7 +341,7 @@ def ref_log_prob(roles: Roles) -> Callable[[DataProto], DataProto]:
     """Log-probs of the reference policy."""
 
     def ref(batch: DataProto) -> DataProto:
-        return roles["ref"].compute_ref_log_prob(batch.select(list(SEQUENCES), [], []))
+        return roles["ref"].compute_ref_log_prob(sequences_of(batch))
 
     return ref
 
@@ -342,7 +350,7 @@ def values(roles: Roles) -> Callable[[DataProto], DataProto]:
     """The critic's values."""
 
     def compute_values(batch: DataProto) -> DataProto:
-        return roles["critic"].compute_values(batch.select(list(SEQUENCES), [], []))
+        return roles["critic"].compute_values(sequences_of(batch))
 
     return compute_values
 

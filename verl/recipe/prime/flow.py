@@ -18,7 +18,7 @@ from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.recipe.prime.worker import PrimeConfig, PrimeSection, PromptFilterConfig
 from verl.trainer.dynamic_sampling import PromptQueue, group_rows, queue_prompts
-from verl.trainer.ppo_operators import SEQUENCES, Roles, Update, UpdatePlan
+from verl.trainer.ppo_operators import SEQUENCES, Roles, Update, UpdatePlan, sequences_of
 
 
 class PromptFilter:
@@ -91,7 +91,7 @@ def process_rewards(roles: Roles, prime: PrimeSection) -> Callable[[DataProto], 
     """rm_scores: beta * (log phi - log ref) for every token."""
 
     def prm(batch: DataProto) -> DataProto:
-        found = roles["prm"].compute_prm_log_prob(batch.select(list(SEQUENCES), [], []))
+        found = roles["prm"].compute_prm_log_prob(sequences_of(batch))
         log_ratio = found.batch["prm_log_prob"] - batch.batch["ref_log_prob"]
         mask = batch.batch["response_mask"]
         scores = implicit_process_rewards(log_ratio, mask, beta=prime.beta, batch_norm=prime.batch_norm)

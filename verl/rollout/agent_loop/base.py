@@ -127,7 +127,9 @@ class Trajectory:
         sample_id = self.prompt.sample_id
         turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
         params = replace(self.prompt.params, max_tokens=left)
-        return Request(self.prompt_ids + self.token_ids, params, turn_id, f"{sample_id}:{self.turns}")
+        sampled = self.token_ids
+        images = media_of(self.prompt.columns, sampled)
+        return Request(self.prompt_ids + sampled, params, turn_id, f"{sample_id}:{self.turns}", **images)
 
     @property
     def agent_facts(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ parameters themselves; if their addresses change, the graphs are captured again.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from functools import cache
@@ -18,6 +18,7 @@ from verl.rollout.native import triton_kernels
 from verl.rollout.native.decoder import Decoder, Layer, Projection, RopeTable
 from verl.rollout.native.torch_decoder import Layers
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
+from verl.rollout.native.vision import PromptImages
 from verl.rollout.sampling import choose
 from verl.rollout.tensor_parallel import on_every_rank
 
@@ -147,7 +148,12 @@ class CudaDecoder(Layers):
     # ---- prompts ------------------------------------------------------------------------------------------------
 
     @on_every_rank
-    def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
+    def prefill(
+        self,
+        prompts: list[list[int]],
+        blocks: list[list[int]],
+        images: Sequence[PromptImages | None] | None = None,
+    ) -> torch.Tensor:
         """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V) float32."""
         cache, where = self.buffers.kv_cache, {}
 
@@ -161,7 +167,7 @@ class CudaDecoder(Layers):
             whole = whole.reshape(count * used, BLOCK_SIZE, heads, size).transpose(1, 2)
             cache[layer].index_copy_(0, where["target"], whole[where["source"]])
 
-        return self.prompts(prompts, store)
+        return self.prompts(prompts, store, images)
 
     @on_every_rank
     def copy_blocks(self, source: list[int], target: list[int]) -> None:

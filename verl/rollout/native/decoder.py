@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -74,10 +75,17 @@ RopeTable = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding. inverse_frequencies: (R / 2,), for the first R dimensions of a head. scale: of cos and sin."""
+    """Rotary embedding.
+
+    Attributes:
+        inverse_frequencies: (R / 2,), for the first R dimensions of a head.
+        scale: of cos and sin.
+        axes: (R / 2,) position axis of each frequency, or None if a position is one number.
+    """
 
     inverse_frequencies: torch.Tensor
     scale: float
+    axes: torch.Tensor | None = None
 
     def table(self, length: int, dtype: torch.dtype, folded: bool = False) -> RopeTable:
         """cos and signed sin, each (length, R): y = x * cos + swap_halves(x) * sin.
@@ -110,6 +118,7 @@ class Decoder:
         floor: sqrt(H eps), used by folded norms.
         tp: the ranks that hold the model. With more than one, `heads` and `kv_heads` are this rank's, `embedding` and
             `head` have V / size tokens, and the sums of `out` and `down` are completed by an all-reduce.
+        vision: `vision.NativeVision` of a vision-language model.
     """
 
     embedding: torch.Tensor
@@ -132,6 +141,7 @@ class Decoder:
     folded: bool
     floor: torch.Tensor
     tp: TensorParallel = ALONE
+    vision: Any = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -401,5 +401,5 @@ class NativeRollout(RolloutEngine):
 
 
 def _longest(rows: Sequence[Row]) -> int:
-    """Tokens of the longest sequence: prompt and response."""
-    return max(len(row.prompt) + row.limit for row in rows)
+    """Positions of the longest sequence: prompt and response."""
+    return max(row.reach for row in rows)

@@ -37,6 +37,7 @@ class SlotCache:
         column: the next column to write.
         positions: (B,) positions of the tokens that rows 0 .. B - 1 write there.
         longest: the largest of these positions.
+        offsets: (slots,) what is added to them for rotary embeddings: `PromptImages.offset`.
     """
 
     def __init__(self, decoder: Decoder, slots: int, length: int):
@@ -51,6 +52,7 @@ class SlotCache:
         self.column = self.longest = 0
         self.even = True
         self.positions = torch.zeros(0, dtype=torch.int64, device=like.device)
+        self.offsets = torch.zeros(slots, dtype=torch.int64, device=like.device)
 
     def copy_from(self, other: "SlotCache") -> None:
         """Copy the rows of a smaller cache, which stay in their slots and columns."""
@@ -59,12 +61,14 @@ class SlotCache:
         self.mask[: other.slots, : other.length] = other.mask
         self.column, self.longest, self.even = other.column, other.longest, other.even
         self.positions = other.positions
+        self.offsets[: other.slots] = other.offsets
 
     def move(self, source: int, target: int) -> None:
         """Move the row of slot `source` to slot `target`."""
         self.keys[:, target] = self.keys[:, source]
         self.values[:, target] = self.values[:, source]
         self.mask[target] = self.mask[source]
+        self.offsets[target] = self.offsets[source]
 
     def allocate(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """Allocate columns for prompts of `lengths` (n,) tokens in `slots` (n,): the columns before the next one."""

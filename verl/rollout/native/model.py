@@ -14,13 +14,16 @@ together are adjacent, so that a rotation is one complex multiplication.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from verl.modeling.vision import language_model_of
 from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, Rope, padded_width
 from verl.rollout.native.fused_parameters import fuse_parameters_in_place
+from verl.rollout.native.vision import axis_of_frequencies, vision_of
 from verl.rollout.tensor_parallel import ALONE, TensorParallel
 
 
@@ -55,6 +58,9 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(window="all"),
     "Qwen2ForCausalLM": Family(window="layer_types"),
     "Qwen3ForCausalLM": Family(window="layer_types", qk_norm=True),
+    "Qwen2VLForConditionalGeneration": Family(window="layer_types"),
+    "Qwen2_5_VLForConditionalGeneration": Family(window="layer_types"),
+    "Qwen3VLForConditionalGeneration": Family(qk_norm=True),
     "Phi3ForCausalLM": Family(window="all", fused=True),
     "GemmaForCausalLM": Family(gemma=True),
     "Gemma2ForCausalLM": Family(
@@ -83,6 +89,16 @@ def family_of(name: str) -> Family:
             "Use rollout.name=hf (every model that transformers runs)"
         )
     return FAMILIES[name]
+
+
+def check_vision(config: Any, tp_size: int) -> None:
+    """Raise ValueError for a vision-language model that is not supported, before it is loaded."""
+    family_of((config.architectures or [type(config).__name__])[0])
+    if tp_size > 1:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={tp_size}: rollout.name=native does not split vision-language models "
+            "over ranks: set it to 1, or use rollout.name=vllm"
+        )
 
 
 def check_supported(module: nn.Module) -> Family:
@@ -115,7 +131,7 @@ def read_decoder(
     Raises:
         ValueError: an unsupported architecture, activation or rotary variant, wrapped projections, sharded parameters.
     """
-    family, config, trunk = check_supported(module), module.config, module.base_model
+    family, config, trunk = check_supported(module), module.config.get_text_config(), language_model_of(module)
     head_dim = trunk.layers[0].self_attn.head_dim
     head = module.lm_head.weight
     transposed = head.device.type == "cpu" and _bytes_of(module) <= transpose_limit
@@ -155,6 +171,7 @@ def read_decoder(
         folded=folded,
         floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), dtype=dtype, device=head.device),
         tp=tp,
+        vision=vision_of(module, dtype),
     )
 
 
@@ -341,4 +358,5 @@ def _rope(rotary: nn.Module, config, layer_type: str | None) -> tuple[Rope, tupl
         reason = "longrope's original_max_position_embeddings; for longer sequences use rollout.name=hf"
         limit = min(limit, (original, reason))
         frequencies = getattr(rotary, f"{prefix}original_inv_freq")
-    return Rope(frequencies, getattr(rotary, f"{prefix}attention_scaling")), limit
+    axes = axis_of_frequencies(parameters, len(frequencies))
+    return Rope(frequencies, getattr(rotary, f"{prefix}attention_scaling"), axes), limit

@@ -17,6 +17,7 @@ from verl.rollout.native import triton_kernels
 from verl.rollout.native.cuda_decoder import CHUNK, CudaDecoder, bucket_of, upload
 from verl.rollout.native.requests import Row
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
+from verl.rollout.native.vision import PromptImages
 from verl.rollout.sampling import check_finite, uniform
 
 
@@ -25,6 +26,7 @@ class Group:
     """The samples of one prompt. Its full blocks are shared; its tail, a partly filled block, is copied per sample."""
 
     prompt: list[int]
+    images: PromptImages | None = None
     waiting: int = 0
     running: int = 0
     shared_blocks: list[int] = field(default_factory=list)
@@ -82,10 +84,10 @@ class Launched:
 
 def group_rows(rows: Sequence[Row]) -> list[Sample]:
     """Wrap rows as samples and group them by prompt."""
-    groups: dict[tuple[int, ...], Group] = {}
+    groups: dict[tuple, Group] = {}
     samples = []
     for row in rows:
-        group = groups.setdefault(tuple(row.prompt), Group(row.prompt))
+        group = groups.setdefault(row.key, Group(row.prompt, row.images))
         group.waiting += 1
         samples.append(Sample(row, group))
     return samples
@@ -363,7 +365,9 @@ class PagedScheduler:
         if not chosen:
             return
         if fresh:
-            logits = self.decoder.prefill([g.prompt for g in fresh], [g.shared_blocks + g.tail_blocks for g in fresh])
+            blocks = [g.shared_blocks + g.tail_blocks for g in fresh]
+            images = ([g.images for g in fresh],) if self.decoder.decoder.vision is not None else ()
+            logits = self.decoder.prefill([g.prompt for g in fresh], blocks, *images)
             for group, row in zip(fresh, logits):
                 group.logits = row
         self._copy_tails(chosen)
@@ -390,7 +394,8 @@ class PagedScheduler:
         width = buffers.width
         blocks = [s.group.shared_blocks + s.own_blocks for s in chosen]
         buffers.table[slots] = upload([p + [0] * (width - len(p)) for p in blocks], torch.int32, self.device)
-        lines = [[0, len(s.row.prompt) - 1, 0, 0, s.row.limit, s.out, triton_kernels.LIVE] for s in chosen]
+        live = triton_kernels.LIVE
+        lines = [[0, len(s.row.prompt) - 1, 0, 0, s.row.limit, s.out, live, s.row.rope_offset] for s in chosen]
         buffers.state[:, slots] = upload(lines, torch.int32, self.device).T
         buffers.sample_ids[slots] = upload([s.row.sample_id for s in chosen], torch.int64, self.device)
         buffers.seeds[slots] = upload([s.row.seed for s in chosen], torch.int64, self.device)

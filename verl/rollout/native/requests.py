@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from verl.rollout.base import Request
 from verl.rollout.checks import check_request
 from verl.rollout.native.decoder import Decoder
+from verl.rollout.native.vision import PromptImages
 from verl.rollout.stop_strings import StopStrings
 
 
@@ -19,6 +20,7 @@ class Row:
         sample_id, seed: determine its random numbers.
         limit: max response tokens.
         stop: stop strings.
+        images: those of the prompt.
     """
 
     index: int
@@ -27,6 +29,22 @@ class Row:
     limit: int
     seed: int = 0
     stop: StopStrings | None = None
+    images: PromptImages | None = None
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """Rows with equal keys are samples of one prompt."""
+        return tuple(self.prompt), id(self.images and self.images.inputs)
+
+    @property
+    def rope_offset(self) -> int:
+        """See `PromptImages.offset`."""
+        return 0 if self.images is None else self.images.offset
+
+    @property
+    def reach(self) -> int:
+        """Number of rotary positions up to the end of the response."""
+        return len(self.prompt) + self.limit + max(0, self.rope_offset)
 
     @property
     def length(self) -> int:
@@ -37,14 +55,16 @@ class Row:
     def of(cls, index: int, request: Request, decoder: Decoder) -> "Row":
         """Check a request. Raises ValueError that names the request by `index`."""
         limits = decoder.vocab_size, decoder.max_positions, decoder.max_positions_reason
-        prompt, params = check_request(f"prompt {index}", request, "native", *limits), request.params
-        return cls(index, prompt, request.sample_id, params.max_tokens, params.seed, params.stop)
+        vision = decoder.vision
+        prompt = check_request(f"prompt {index}", request, "native", *limits, images=vision is not None)
+        images = None if vision is None else vision.images_of(prompt, request.multi_modal_inputs)
+        params = request.params
+        return cls(index, prompt, request.sample_id, params.max_tokens, params.seed, params.stop, images)
 
 
 def admission_order(rows: Sequence[Row]) -> list[Row]:
     """Sort rows by length, longest first, with the samples of a prompt adjacent."""
-    longest: dict[tuple[int, ...], int] = {}
+    longest: dict[tuple[tuple[int, ...], int], int] = {}
     for row in rows:
-        prompt = tuple(row.prompt)
-        longest[prompt] = max(row.length, longest.get(prompt, 0))
-    return sorted(rows, key=lambda row: (-longest[tuple(row.prompt)], row.prompt, -row.limit))
+        longest[row.key] = max(row.length, longest.get(row.key, 0))
+    return sorted(rows, key=lambda row: (-longest[row.key], row.key, -row.limit))

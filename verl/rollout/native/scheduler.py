@@ -168,10 +168,12 @@ class SlotScheduler:
         for line, row in zip(lines, rows):
             self.rows[line] = row
         slots = slice(self.active, self.active + count)
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple, list[int]] = {}
         for slot, row in enumerate(rows, self.active):
-            groups.setdefault(tuple(row.prompt), []).append(slot)
-        logits = self.decoder.prefill([list(p) for p in groups], list(groups.values()))
+            groups.setdefault(row.key, []).append(slot)
+        first = [rows[members[0] - self.active] for members in groups.values()]
+        images = ([row.images for row in first],) if self.decoder.decoder.vision is not None else ()
+        logits = self.decoder.prefill([row.prompt for row in first], list(groups.values()), *images)
         group_of = {slot: g for g, members in enumerate(groups.values()) for slot in members}
         self.state[:, slots] = torch.tensor(
             [

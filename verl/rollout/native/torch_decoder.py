@@ -1,12 +1,13 @@
 """The decoder of the native engine in plain torch: prefill, and one decode step for all rows over a `SlotCache`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, RopeTable, rms_norm
 from verl.rollout.native.kv_cache import CacheViews, SlotCache
+from verl.rollout.native.vision import PromptImages, rotary_rows
 from verl.rollout.sampling import choose
 from verl.rollout.tensor_parallel import on_every_rank
 
@@ -31,31 +32,49 @@ class Layers:
 
     # ---- whole prompts ------------------------------------------------------------------------------------------
 
-    def prompts(self, prompts: list[list[int]], store: Store) -> torch.Tensor:
-        """Prefill: pass keys and values of `prompts` to `store`. Returns logits (len(prompts), V) float32."""
+    def prompts(
+        self, prompts: list[list[int]], store: Store, images: Sequence[PromptImages | None] | None = None
+    ) -> torch.Tensor:
+        """Prefill: pass keys and values of `prompts` to `store`. Returns logits (len(prompts), V) float32.
+
+        images: those of each prompt, if any has some.
+        """
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.embedding.device)
         while order:
             count = _prefill_batch_size([len(prompts[i]) for i in order])
             chosen, order = order[:count], order[count:]
-            logits[self._upload(chosen)] = self._prompts(chosen, [prompts[i] for i in chosen], store)
+            shown = [None if images is None else images[i] for i in chosen]
+            logits[self._upload(chosen)] = self._prompts(chosen, [prompts[i] for i in chosen], store, shown)
         return logits
 
-    def _prompts(self, chosen: list[int], prompts: list[list[int]], store: Store) -> torch.Tensor:
+    def _prompts(
+        self, chosen: list[int], prompts: list[list[int]], store: Store, images: Sequence[PromptImages | None]
+    ) -> torch.Tensor:
         decoder = self.decoder
         count, width = len(prompts), max(map(len, prompts))
         # right padding: no query of the prompt attends to it
         ids = self._upload([p + [p[-1]] * (width - len(p)) for p in prompts]).view(-1)
         last = self._upload([i * width + len(p) - 1 for i, p in enumerate(prompts)])
-        tables = [tuple(t[:width].repeat(count, 1)[:, None] for t in table) for table in self.tables]
         x = decoder.embed(ids)
+        vision = None if decoder.vision is None else decoder.vision.prefill(x, prompts, images)
+        if vision is None:
+            tables = [tuple(t[:width].repeat(count, 1)[:, None] for t in table) for table in self.tables]
+        else:
+            x, every = vision.embeds, zip(self.tables, decoder.ropes)
+            rows = [rotary_rows(table, rope.axes, vision.positions) for table, rope in every]
+            tables = [tuple(t[:, None] for t in table) for table in rows]
         for index, layer in enumerate(decoder.layers):
             qkv = self._qkv(layer, x, tables[layer.rope]).view(count, width, -1, decoder.head_dim)
             store(index, chosen, qkv[:, :, decoder.heads :])
             attended = self._attend_causally(qkv, layer.window)
-            if index == len(decoder.layers) - 1:  # only the last token of each prompt is needed from here on
+            # only the last token of each prompt, which is text, is needed from the last layer on
+            is_last = index == len(decoder.layers) - 1
+            if is_last:
                 x, attended = x[last], attended[last]
             x = self._finish(layer, x, attended)
+            if vision is not None and not is_last:
+                x = vision.added(x, index)
         return decoder.logits(x)
 
     def _upload(self, values: list) -> torch.Tensor:
@@ -139,9 +158,17 @@ class TorchDecoder(Layers):
         self.cache = cache
 
     @on_every_rank
-    def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
+    def prefill(
+        self,
+        prompts: list[list[int]],
+        slots: list[list[int]],
+        images: Sequence[PromptImages | None] | None = None,
+    ) -> torch.Tensor:
         """Prefill each prompt once, with keys and values for all its `slots`. Returns logits (len(prompts), V)
         float32."""
+        if images is not None:
+            offsets = [0 if found is None else found.offset for found, targets in zip(images, slots) for _ in targets]
+            self.cache.offsets[[slot for targets in slots for slot in targets]] = self._upload(offsets)
         lengths = [len(prompt) for prompt, targets in zip(prompts, slots) for _ in targets]
         every_slot = [slot for targets in slots for slot in targets]
         self.cache.allocate(self._upload(every_slot), self._upload(lengths))
@@ -155,7 +182,7 @@ class TorchDecoder(Layers):
             at = (torch.arange(width, device=target.device) - filled[:, None]).clamp_min_(0)
             self.cache.write_prompts(layer, target, stored[source[:, None], at])
 
-        return self.prompts(prompts, store)
+        return self.prompts(prompts, store, images)
 
     @on_every_rank
     def move(self, source: int, target: int) -> None:
@@ -172,7 +199,10 @@ class TorchDecoder(Layers):
         """Decode one step. tokens: (B,) of rows 0 .. B - 1. Returns logits (B, V) float32."""
         decoder, cache = self.decoder, self.cache
         views = cache.step_views()
-        tables = [tuple(t.index_select(0, cache.positions)[:, None] for t in table) for table in self.tables]
+        at = cache.positions
+        if decoder.vision is not None:
+            at = at + cache.offsets[: len(at)]
+        tables = [tuple(t.index_select(0, at)[:, None] for t in table) for table in self.tables]
         x = decoder.embed(tokens)
         for index, layer in enumerate(decoder.layers):
             qkv = self._qkv(layer, x, tables[layer.rope])

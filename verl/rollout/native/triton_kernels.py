@@ -5,7 +5,7 @@ stored values have the model's dtype.
 
 State of the rows, (FIELDS, slots) int32: TOKEN and POSITION of the next input token; STEP, the number of response
 tokens so far; START, STEP when the uniforms were drawn; LIMIT, max response tokens; OUT, offset of the response in the
-flat output buffers; STATUS. Rows that are not LIVE are not changed.
+flat output buffers; STATUS; OFFSET, added to POSITION for the rotary embedding. Rows that are not LIVE are not changed.
 
 KV cache: (layers, blocks, 2 HK, BLOCK_SIZE, D), the keys of the HK heads, then their values. Block table: (slots, max
 blocks of a row) int32.
@@ -16,11 +16,11 @@ import triton.language as tl
 
 BLOCK_SIZE = 64  # tokens of a KV-cache block
 VOCABULARY_BLOCK = 4096
-TOKEN, POSITION, STEP, START, LIMIT, OUT, STATUS, FIELDS = range(8)
+TOKEN, POSITION, STEP, START, LIMIT, OUT, STATUS, OFFSET, FIELDS = range(9)
 DONE, LIVE, BROKEN = 0, 1, 2
 
 _STEP, _START, _LIMIT, _OUT = (tl.constexpr(i) for i in (STEP, START, LIMIT, OUT))
-_TOKEN, _POSITION, _STATUS = (tl.constexpr(i) for i in (TOKEN, POSITION, STATUS))
+_TOKEN, _POSITION, _STATUS, _OFFSET = (tl.constexpr(i) for i in (TOKEN, POSITION, STATUS, OFFSET))
 _DONE, _LIVE, _BROKEN = (tl.constexpr(i) for i in (DONE, LIVE, BROKEN))
 _BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 
@@ -141,6 +141,7 @@ def attend(
     # independent loads first: short rows are bound by memory latency
     n = tl.load(state + _POSITION * slots + b)
     status = tl.load(state + _STATUS * slots + b)
+    rope = n + tl.load(state + _OFFSET * slots + b)
     d, g = tl.arange(0, DP), tl.arange(0, GP)
     inside, heads, head = d < D, (h * G + g)[:, None] * D, (HQ + h + tl.arange(0, 1)[:, None]) * D
     real = (g[:, None] < G) & inside[None, :]
@@ -148,8 +149,8 @@ def attend(
     q, q_partner, new_k, k_partner, new_v = _new_token(row, h, d, g, real, HQ, HK, G, D, R)
     if status != _LIVE:
         return
-    c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
-    sn = tl.load(sin + n * R + d, mask=d < R, other=0.0).to(tl.float32)
+    c = tl.load(cos + rope * R + d, mask=d < R, other=1.0).to(tl.float32)
+    sn = tl.load(sin + rope * R + d, mask=d < R, other=0.0).to(tl.float32)
     new_block = tl.load(table + b * table_width + n // BLOCK_SIZE).to(tl.int64)
     q = _rotated(q, q_partner, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
     new_k = _rotated(new_k, k_partner, inside[None, :], qk_norm, head, c, sn, d, eps, D, R, NORM).to(new_v.dtype)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, is_named
-from verl.rollout.checks import check_request
+from verl.rollout.checks import check_request, unexpanded_prompt
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.sglang.filters import filter_params, processor
 from verl.rollout.sglang.service import Job, Service
@@ -26,12 +26,16 @@ def arguments_of(job: Job) -> dict[str, Any]:
         "ignore_eos": not stops,
         "sampling_seed": fork_seed(params.seed, request.sample_id),
     }
+    prompt = request.raw_prompt_ids if request.has_images else request.prompt_ids
     arguments = {
-        "input_ids": [*request.prompt_ids, *job.token_ids],
+        "input_ids": [*prompt, *job.token_ids],
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": params.stop is not None,
     }
+    if request.has_images:  # SGLang expands the placeholders itself
+        media = request.multi_modal_data
+        arguments |= {f"{kind[:-1]}_data": list(media[kind]) for kind in ("images", "videos") if media.get(kind)}
     if params.filters:
         sampling["custom_params"] = filter_params(params)
         arguments["custom_logit_processor"] = processor()
@@ -52,18 +56,26 @@ class SglangRollout(RolloutEngine):
         receiver: its receiver of weights.
         vocab_size: number of tokens of the model.
         max_length: longest sequence, prompt plus response.
+        reads_images: whether the model is a vision-language model.
     """
 
     sampling_keys = SAMPLING_KEYS
     supports_tensor_parallel = True
 
     def __init__(
-        self, service: Service, memory: SglangMemory, receiver: SglangReceiver, vocab_size: int, max_length: int
+        self,
+        service: Service,
+        memory: SglangMemory,
+        receiver: SglangReceiver,
+        vocab_size: int,
+        max_length: int,
+        reads_images: bool = False,
     ):
         self.service = service
         self.memory = memory
         self.vocab_size = vocab_size
         self.max_length = max_length
+        self.reads_images = reads_images
         self.stats = RolloutStats()
         self._receiver = receiver
 
@@ -102,7 +114,9 @@ class SglangRollout(RolloutEngine):
         """See `RolloutEngine.follow`."""
 
     def _check(self, name: str, request: Request) -> None:
-        check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH)
+        check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH, self.reads_images)
+        if request.has_images:
+            unexpanded_prompt(name, request)
 
     def _prepare(self) -> None:
         self._receiver.check_filled()

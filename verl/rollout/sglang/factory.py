@@ -4,6 +4,7 @@ import logging
 from functools import partial
 
 from verl.config import schema
+from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
 from verl.rollout.loading import parameter_shapes
@@ -60,4 +61,5 @@ def make_sglang(
         receiver,
         vocab_size=copy.hf_config.get_text_config().vocab_size,
         max_length=max_model_len(config),
+        reads_images=is_vision_config(copy.hf_config),
     )

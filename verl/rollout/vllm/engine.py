@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, is_named
-from verl.rollout.checks import check_request
+from verl.rollout.checks import check_request, unexpanded_prompt
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.stepping import Channel, Job, Stepper
@@ -44,6 +44,7 @@ class VllmRollout(RolloutEngine):
         sleeps: whether vLLM's sleep mode is on.
         device: device of the engine.
         channel: to the other ranks of the tensor-parallel group; None without them.
+        reads_images: whether the model is a vision-language model.
     """
 
     sampling_keys = SAMPLING_KEYS
@@ -61,12 +62,14 @@ class VllmRollout(RolloutEngine):
         sleeps: bool,
         device: torch.device,
         channel: Channel | None = None,
+        reads_images: bool = False,
     ):
         self.llm = llm
         self.capabilities = capabilities
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.device = device
+        self.reads_images = reads_images
         self.stats = RolloutStats()
         self.memory = EngineMemory(llm, sleeps)
         self.stepper = Stepper(llm.llm_engine, self._sampling, self._prepare, lambda: self.weight_version, channel)
@@ -119,7 +122,9 @@ class VllmRollout(RolloutEngine):
         self.stepper.follow()
 
     def _check(self, name: str, request: Request) -> None:
-        check_request(name, request, "vllm", self.vocab_size, self.max_length, _LENGTH)
+        check_request(name, request, "vllm", self.vocab_size, self.max_length, _LENGTH, self.reads_images)
+        if request.has_images:
+            unexpanded_prompt(name, request)
         temperature = request.params.temperature
         if 0 < temperature < MIN_TEMPERATURE:
             raise ValueError(

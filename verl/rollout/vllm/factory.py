@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from verl.config import schema
+from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
 from verl.rollout.loading import parameter_shapes
@@ -46,6 +47,7 @@ def make_vllm(
         sleeps=bool(args.get("enable_sleep_mode")),
         device=env.device,
         channel=_Group() if env.tp_size > 1 else None,
+        reads_images=is_vision_config(copy.hf_config),
     )
     copy.fill(engine.receiver())
     return engine

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config import schema
+from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
 from verl.rollout.vllm.capabilities import Capabilities
@@ -99,7 +100,7 @@ def engine_args(
         "enforce_eager": config.enforce_eager or not on_gpu,
         "enable_sleep_mode": config.free_cache_engine and on_gpu,
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not is_vision_config(hf_config),  # vLLM's processor of images needs the tokenizer
         "generation_config": "vllm",
         "disable_log_stats": True,
         "seed": config.seed if isinstance(config, schema.RolloutConfig) else 0,

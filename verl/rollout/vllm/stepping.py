@@ -225,8 +225,7 @@ class Stepper:
         """The step that all ranks take."""
         self._forget(removed)
         for key, request, streams in new:
-            prompt = {"prompt_token_ids": list(request.prompt_ids)}
-            self._engine.add_request(key, prompt, self._sampling(request, streams))
+            self._engine.add_request(key, prompt_of(request), self._sampling(request, streams))
         self.steps += 1
         return self._engine.step() if self._engine.has_unfinished_requests() else []
 
@@ -241,6 +240,8 @@ class Stepper:
             if job is None:
                 continue
             (found,) = output.outputs
+            if job.request.has_images and not job.token_ids:
+                check_expanded(job.request, output.prompt_token_ids)
             job.token_ids += found.token_ids
             job.log_probs += log_probs_of(found.token_ids, found.logprobs)
             stop = job.request.params.stop
@@ -278,6 +279,25 @@ class Stepper:
         self._prepare()
         while (message := self._channel.receive()) is not None:
             self._take(*message)
+
+
+def prompt_of(request: Request) -> dict[str, Any]:
+    """A request's prompt as vLLM takes it; it expands the placeholders of images itself."""
+    if not request.has_images:
+        return {"prompt_token_ids": list(request.prompt_ids)}
+    media = request.multi_modal_data
+    data = {kind[:-1]: list(media[kind]) for kind in ("images", "videos") if media.get(kind)}
+    return {"prompt_token_ids": list(request.raw_prompt_ids), "multi_modal_data": data}
+
+
+def check_expanded(request: Request, found: Sequence[int]) -> None:
+    """Raise ValueError if vLLM has expanded the placeholders of a prompt to other tokens than the processor."""
+    if list(found) != list(request.prompt_ids):
+        raise ValueError(
+            f"sample id {request.sample_id}: rollout.name=vllm computed a prompt of {len(found)} tokens, expected the "
+            f"{len(request.prompt_ids)} of data preparation: pass the arguments of the processor to vLLM too "
+            "(rollout.engine_kwargs.vllm.mm_processor_kwargs)"
+        )
 
 
 def log_probs_of(token_ids: Sequence[int], found: Any) -> list[float]:

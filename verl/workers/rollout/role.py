@@ -22,6 +22,7 @@ from verl.rollout.base import (
     check_completions,
     gather_coroutines,
     make_rollout_engine,
+    media_of,
     run_coroutine,
 )
 from verl.rollout.stop_strings import StopStrings
@@ -285,7 +286,9 @@ class Rollout:
 
     def _single_turns(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
         """Generate all responses in one call of the engine."""
-        requests = [Request(prompt.token_ids, prompt.params, prompt.sample_id) for prompt in prompts]
+        requests = [
+            Request(prompt.token_ids, prompt.params, prompt.sample_id, **media_of(prompt.columns)) for prompt in prompts
+        ]
         trajectories = []
         completions = self.engine.generate(requests)
         check_completions(requests, completions)

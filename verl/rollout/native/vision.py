@@ -1,0 +1,151 @@
+"""Prompts with images in the native engine: embeddings and three-axis positions of a prefill.
+
+The vision tower of the module computes the images of a prompt once for all its samples. After the prompt all axes of a
+position are equal, so a decode step is that of text, with positions shifted by the offset of the row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.modeling.positions import multimodal_positions
+from verl.modeling.vision import INDEX, Media, VisionForward, is_vision_config, place_features
+from verl.rollout.native.decoder import RopeTable
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of a prompt.
+
+    Attributes:
+        inputs: tensors of the model's processor.
+        positions: (3, L) of the prompt.
+    """
+
+    inputs: Mapping[str, Any]
+    positions: torch.Tensor
+
+    @property
+    def offset(self) -> int:
+        """What is added to the index of a response token in its sequence, to get its position."""
+        return int(self.positions.max()) + 1 - self.positions.shape[1]
+
+
+@dataclass(frozen=True)
+class PrefillImages:
+    """The images of one prefill of `count` prompts, right-padded to `width` tokens.
+
+    Attributes:
+        embeds: (count * width, H), with features in place of placeholders.
+        mask: (count * width,) the placeholders, if `deepstack` is not empty.
+        deepstack: features (V, H) that are added to the states of the placeholders after each of the first layers.
+        positions: (3, count * width).
+    """
+
+    embeds: torch.Tensor
+    mask: torch.Tensor | None
+    deepstack: tuple[torch.Tensor, ...]
+    positions: torch.Tensor
+
+    def added(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        """States x (count * width, H) after a layer, with its deepstack features."""
+        if layer < len(self.deepstack):
+            x[self.mask] += self.deepstack[layer].to(x.dtype)
+        return x
+
+
+class NativeVision:
+    """The vision tower of a module.
+
+    Args:
+        module: a vision-language model.
+        dtype: of its computation, as in training.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        self.config, self.dtype = module.config, dtype
+        self.forward = VisionForward(module)
+        self._known: dict[tuple, PromptImages] = {}  # of the prompts so far; samples of a prompt share one
+
+    def images_of(self, prompt: Sequence[int], inputs: Mapping[str, Any] | None) -> PromptImages | None:
+        """The images of a request; None without. Raises ValueError if they do not match the placeholders."""
+        if not inputs:
+            return None
+        key = (tuple(prompt), id(inputs))
+        if key not in self._known:
+            self._known[key] = PromptImages(inputs, multimodal_positions(self.config, torch.tensor(prompt), inputs))
+        return self._known[key]
+
+    def prefill(
+        self, embeds: torch.Tensor, prompts: Sequence[list[int]], images: Sequence[PromptImages | None]
+    ) -> PrefillImages | None:
+        """The images of a prefill; None without.
+
+        Args:
+            embeds: (count * width, H) embeddings of the right-padded prompts.
+            prompts: `count` prompts.
+            images: those of each.
+        """
+        if not any(found is not None for found in images):
+            return None
+        count, width = len(prompts), len(embeds) // len(prompts)
+        media = Media(self.config, [None if found is None else found.inputs for found in images])
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        rows = {
+            "input_ids": torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts]),
+            "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
+            "responses": torch.zeros(count, 0, dtype=torch.long),
+            INDEX: media.index,
+        }
+        vision = media.input_of(rows).to(embeds.device)
+        parameters = next(self.forward.tower.parameters()).dtype
+        with torch.autocast(embeds.device.type, self.dtype, enabled=self.dtype != parameters):
+            features = self.forward.features(vision.tensors)
+        placed, more = place_features(embeds[None], features, vision)
+        positions = torch.arange(width).expand(count, 3, width).clone()
+        for row, found in enumerate(images):
+            if found is not None:
+                positions[row, :, : found.positions.shape[1]] = found.positions
+        mask = more["visual_pos_masks"][0] if more else None
+        deepstack = tuple(more.get("deepstack_visual_embeds", ()))
+        positions = positions.transpose(0, 1).flatten(1).to(embeds.device)
+        return PrefillImages(placed[0], mask, deepstack, positions)
+
+
+def vision_of(module: nn.Module, dtype: torch.dtype) -> NativeVision | None:
+    """The vision tower of a module; None for a text model."""
+    return NativeVision(module, dtype) if is_vision_config(module.config) else None
+
+
+def axis_of_frequencies(parameters: Mapping[str, Any], count: int) -> torch.Tensor | None:
+    """(count,) position axis of each rotary frequency; None without mRoPE.
+
+    Qwen2-VL has one block of frequencies per axis, Qwen3-VL interleaves them: T H W T H W ... T T.
+    """
+    sections = parameters.get("mrope_section")
+    if sections is None:
+        return None
+    if not parameters.get("mrope_interleaved"):
+        return torch.arange(3).repeat_interleave(torch.tensor(sections))
+    axes = torch.zeros(count, dtype=torch.long)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
+def rotary_rows(table: RopeTable, axes: torch.Tensor, positions: torch.Tensor) -> RopeTable:
+    """The rows of a rotary table for tokens with three-axis positions.
+
+    Args:
+        table: tensors (length, R) or (length, R / 2), as `Rope.table` returns them.
+        axes: (R / 2,) as `axis_of_frequencies`.
+        positions: (3, N).
+
+    Returns:
+        Tensors (N, R) or (N, R / 2).
+    """
+    index = positions[axes.to(positions.device)].t()
+    return tuple(t.gather(0, index if t.shape[1] == len(axes) else torch.cat((index, index), 1)) for t in table)
