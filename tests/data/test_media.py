@@ -169,7 +169,7 @@ def test_too_many_images(models):
 
 
 def test_a_text_model_refuses_images(models):
-    with pytest.raises(ValueError, match="column 'images' has images.* use a vision-language model"):
+    with pytest.raises(ValueError, match=r"column 'images' has images.* use a vision-language model"):
         RLHFDataset([row()], models()[0], LIMITS)
 
 

@@ -135,8 +135,12 @@ def prompt_columns(batch: DataProto, with_columns: bool) -> DataProto:
 
 def sequences_of(batch: DataProto) -> DataProto:
     """The columns that a model reads to compute log-probs or values."""
-    images = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
-    return batch.select(list(SEQUENCES), images, [])
+    return batch.select(list(SEQUENCES), images_of(batch), [])
+
+
+def images_of(batch: DataProto) -> list[str]:
+    """The object columns that a model reads: the tensors of images, if the batch has any."""
+    return [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
 
 
 def length_metrics(batch: DataProto) -> dict[str, Any]:
@@ -464,7 +468,7 @@ class Update:
             return
         group = self.roles[self.role]
         ranks = group.layout().dp_size
-        rows = batch.select(None, [], [])
+        rows = batch.select(None, images_of(batch), [])
         if "loss_mask" in rows:
             rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
         lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.together).sum(1).tolist()

@@ -13,6 +13,7 @@ from verl.config.sources import Overrides
 from verl.data.order import PromptSource
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
+from verl.rollout.base import MEDIA_COLUMNS
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
@@ -363,7 +364,7 @@ class PPOTrainer(Trainer):
         """
         config = self.config
         check_sampling(n, sampling, config.actor_rollout_ref.rollout.response_length)
-        items = prompt_items(prompts, self.tokenizer, config.data)
+        items = prompt_items(prompts, self.tokenizer, config.data, self.run.inputs.processor)
         batch = self.run.inputs.collate(items).replace(uid=[f"generate:{i}" for i in range(len(items))])
         self.start()
         with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
@@ -383,8 +384,9 @@ class PPOTrainer(Trainer):
             items = [self.val_dataset[i] for i in rows]
             prompts = self.run.inputs.collate(items).replace(uid=[f"val:{i}" for i in rows])
             prompts.meta_info["vocab_size"] = self.vocab_size
-            scored.append(self.validation.run(prompts))
-            texts += generations(scored[-1], self.tokenizer)
+            found = self.validation.run(prompts)
+            texts += generations(found, self.tokenizer)
+            scored.append(found.drop([name for name in MEDIA_COLUMNS if name in found]))  # decoded images are large
         variables = numeric_columns(scored)
         sources, uids = (joined(scored, name) for name in ("data_source", "uid"))
         folder = self.config.trainer.validation_data_dir

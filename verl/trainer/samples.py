@@ -78,15 +78,18 @@ def check_sampling(n: int, sampling: Mapping[str, Any], longest: int) -> None:
     SamplingParams(**{"max_tokens": longest, "stop_token_ids": (), **sampling})
 
 
-def prompt_items(prompts: Sequence[Any], tokenizer: Any, data: schema.DataConfig) -> list[dict[str, Any]]:
-    """Items of prompts (texts or chats), tokenized as those of the training data."""
+def prompt_items(
+    prompts: Sequence[Any], tokenizer: Any, data: schema.DataConfig, processor: Any = None
+) -> list[dict[str, Any]]:
+    """Items of prompts (texts or chats, with a processor also with images), tokenized as those of the training data."""
     if isinstance(prompts, str):
         raise ValueError(f"generate: expected a list of prompts, found the string {prompts!r}: use [{prompts!r}]")
     if not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
         raise ValueError(f"generate: expected a list of prompts (texts or chats), found {prompts!r}")
     rows = [{data.prompt_key: prompt, "data_source": "generate"} for prompt in prompts]
-    settings = data.model_copy(update={"filter_overlong_prompts": False, "ground_truth_key": "answer"})
-    dataset = RLHFDataset(rows, tokenizer, settings.model_copy(update={"reward_fn_key": "data_source"}))
+    columns = {"ground_truth_key": "answer", "image_key": "images", "video_key": "videos"}
+    settings = data.model_copy(update={"filter_overlong_prompts": False, "skip_bad_images": False, **columns})
+    dataset = RLHFDataset(rows, tokenizer, settings.model_copy(update={"reward_fn_key": "data_source"}), processor)
     return [dataset[i] for i in range(len(dataset))]
 
 

@@ -1,0 +1,71 @@
+"""Runs of a vision-language model on images, from files to checkpoints."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from tests.vl_models import save_vl_model
+from verl import PPOTrainer, SFTTrainer
+
+COLORS = {"a": (220, 30, 30), "b": (30, 30, 220)}
+
+
+def letters(solution_str, ground_truth, data_source, extra_info=None):
+    """The share of letters."""
+    return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    """A folder with a tiny model, pictures, and files of prompts with and without one."""
+    folder = tmp_path_factory.mktemp("vision")
+    save_vl_model("qwen2_vl", folder / "model")
+    rows = []
+    for i in range(8):
+        name = "ab"[i % 2]
+        image = Image.new("RGB", (16 + 8 * (i % 3), 16), (255, 255, 255))
+        ImageDraw.Draw(image).rectangle((4, 4, 12, 12), COLORS[name])
+        image.save(folder / f"{i}.png")
+        rows.append({"prompt": "<image>?", "answer": name, "images": [f"{i}.png"]})
+    rows[5] = {"prompt": "?", "answer": "a", "images": []}
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    sft = [{"prompt": r["prompt"], "response": r["answer"], "images": r["images"]} for r in rows]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sft))
+    return folder
+
+
+def settings(vision, run, **more):
+    return {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": str(vision / "train.jsonl"),
+        "data.val_files": str(vision / "test.jsonl"),
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 4,
+        "actor_rollout_ref.model.path": str(vision / "model"),
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "reward.isolation": "none",
+        "trainer.default_local_dir": str(run),
+        "trainer.logger": ["jsonl"],
+        "trainer.val_before_train": False,
+        "trainer.test_freq": 2,
+        "trainer.total_training_steps": 2,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("engine", ["hf", "native"])
+def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
+    monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
+    config = settings(vision, tmp_path / "run", **{"actor_rollout_ref.rollout.name": engine})
+    trainer = PPOTrainer(config, reward_fn=letters)
+    trainer.fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [line["rollout/logprob_gap_max"] for line in lines if "rollout/logprob_gap_max" in line]
+    assert len(gaps) == 2 and max(gaps) < 1e-4  # sampling and training see the same images
