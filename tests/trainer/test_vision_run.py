@@ -3,11 +3,12 @@
 import json
 
 import pytest
-import torch
 from PIL import Image, ImageDraw
 
 from tests.vl_models import save_vl_model
 from verl import PPOTrainer, SFTTrainer
+from verl.evaluation.generate import GenerationRun
+from verl.tracking.report.report import write_report
 
 COLORS = {"a": (220, 30, 30), "b": (30, 30, 220)}
 
@@ -55,6 +56,7 @@ def settings(vision, run, **more):
         "trainer.logger": ["jsonl"],
         "trainer.val_before_train": False,
         "trainer.test_freq": 2,
+        "trainer.log_val_generations": 3,
         "trainer.total_training_steps": 2,
         **more,
     }
@@ -69,3 +71,36 @@ def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gaps = [line["rollout/logprob_gap_max"] for line in lines if "rollout/logprob_gap_max" in line]
     assert len(gaps) == 2 and max(gaps) < 1e-4  # sampling and training see the same images
+    shown = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[-1])["rows"]
+    assert all(row["images"][0].startswith("data:image/png;base64,") for row in shown)
+    page = write_report(tmp_path / "run").read_text()
+    assert shown[0]["images"][0] in page
+    assert trainer.generate([[{"role": "user", "content": [{"type": "image", "image": str(vision / "0.png")}]}]])
+
+
+def test_sft_on_images(vision, tmp_path):
+    trainer = SFTTrainer(
+        {
+            "data.train_files": str(vision / "sft.jsonl"),
+            "data.val_files": str(vision / "sft.jsonl"),
+            "data.train_batch_size": 4,
+            "data.max_length": 64,
+            "model.path": str(vision / "model"),
+            "optim.lr": 1e-2,
+            "trainer.default_local_dir": str(tmp_path / "run"),
+            "trainer.logger": ["jsonl"],
+            "trainer.total_training_steps": 6,
+        }
+    )
+    before = trainer.validate()["val/loss"]
+    trainer.fit()
+    assert trainer.validate()["val/loss"] < before
+
+
+def test_offline_generation_on_images(vision, tmp_path):
+    out = tmp_path / "out.jsonl"
+    settings = {"data.path": vision / "test.jsonl", "data.output_path": out, "model.path": vision / "model"}
+    settings |= {"rollout.name": "hf", "rollout.response_length": 3, "rollout.prompt_length": 64}
+    GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()]).run()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [len(line["responses"]) for line in lines] == [1, 1, 1] and lines[0]["images"] == ["0.png"]

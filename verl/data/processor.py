@@ -48,6 +48,14 @@ def load_processor(model: schema.ModelConfig, tokenizer: Any) -> Any | None:
     return processor
 
 
+def media_tokens(processor: Any) -> dict[str, int] | None:
+    """What the strict check counts: token ids of images and videos, and patches of a token; None if it cannot."""
+    if processor is None or "image_grid_thw" not in processor.image_processor.model_input_names:
+        return None
+    patches = processor.image_processor.merge_size**2
+    return {"image": processor.image_token_id, "video": processor.video_token_id, "patches": patches}
+
+
 def _load(path: str, config: Any, tokenizer: Any, trust_remote_code: bool) -> Any:
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
     from transformers.utils import is_torchvision_available

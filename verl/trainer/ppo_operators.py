@@ -59,16 +59,24 @@ Roles = Mapping[str, WorkerGroup]
 class Prompts(Stateful):
     """The source of training prompts.
 
-    meta_info contains global_step, and vocab_size for the strict check of token ids.
+    meta_info contains global_step, and for the strict check vocab_size and, of a model with images, media_tokens.
     """
 
-    def __init__(self, source: PromptSource, step: Callable[[], int], vocab_size: int):
+    def __init__(
+        self,
+        source: PromptSource,
+        step: Callable[[], int],
+        vocab_size: int,
+        media_tokens: Mapping[str, int] | None = None,
+    ):
         self.source = source
         self.step = step
         self.vocab_size = vocab_size
+        self.media_tokens = media_tokens
 
     def facts(self) -> dict[str, Any]:
-        return {"global_step": self.step(), "vocab_size": self.vocab_size}
+        images = {} if self.media_tokens is None else {"media_tokens": self.media_tokens}
+        return {"global_step": self.step(), "vocab_size": self.vocab_size, **images}
 
     def __call__(self) -> DataProto:
         batch = self.source()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from verl.config import batch_summary
 from verl.config.sources import Overrides
 from verl.data.order import PromptSource
+from verl.data.processor import media_tokens
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rollout.base import MEDIA_COLUMNS
@@ -164,7 +165,8 @@ class PPOTrainer(Trainer):
     # ---- flow and workers -------------------------------------------------------------------------------------------
 
     def build_flow(self) -> DataFlow:
-        prompts = Prompts(self.source, lambda: self.global_step, self.vocab_size)
+        images = media_tokens(self.run.inputs.processor)
+        prompts = Prompts(self.source, lambda: self.global_step, self.vocab_size, images)
         flow = build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
         if self.config.algorithm.filter_groups.enable:
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
