@@ -1,11 +1,14 @@
 """The processor of a vision-language model, also without torchvision."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 from verl.config import schema
 from verl.modeling.huggingface import model_source
+
+_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
 logger = logging.getLogger("verl.data")
 
@@ -46,6 +49,17 @@ def load_processor(model: schema.ModelConfig, tokenizer: Any) -> Any | None:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
     return processor
+
+
+def copy_processor_files(model: schema.ModelConfig, folder: Path) -> None:
+    """Copy the files of a model's processor, if it has any, into the folder of a saved model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    source = model_source(model.path)
+    for name in _FILES:
+        found = Path(source) / name if Path(source).is_dir() else try_to_load_from_cache(source, name)
+        if isinstance(found, str | Path) and Path(found).is_file():
+            shutil.copyfile(found, folder / name)
 
 
 def media_tokens(processor: Any) -> dict[str, int] | None:
