@@ -66,17 +66,17 @@ def tokenizer(family: str) -> PreTrainedTokenizerFast:
     return made
 
 
-def make_config(family: str) -> PretrainedConfig:
-    """The config of a tiny model whose special tokens are those of `tokenizer`."""
-    ids = tokenizer(family)
+def make_config(family: str, head_dim: int = 8) -> PretrainedConfig:
+    """The config of a tiny model whose special tokens are those of `tokenizer`. head_dim: vLLM needs at least 32."""
+    ids, hidden = tokenizer(family), 4 * head_dim
     text: dict[str, Any] = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 32,
+        "hidden_size": hidden,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": head_dim,
         "max_position_embeddings": 512,
         "bos_token_id": None,
         "eos_token_id": ids.eos_token_id,
@@ -85,7 +85,7 @@ def make_config(family: str) -> PretrainedConfig:
     if family == "gemma3":
         return Gemma3Config(
             text_config={**text, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-            | {"query_pre_attn_scalar": 8},
+            | {"query_pre_attn_scalar": head_dim},
             vision_config={
                 "model_type": "siglip_vision_model",
                 **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -97,7 +97,8 @@ def make_config(family: str) -> PretrainedConfig:
             image_token_index=ids.convert_tokens_to_ids(_GEMMA_TOKENS["image_token"]),
             eos_token_id=ids.eos_token_id,
         )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    sections = [head_dim // 4, head_dim // 8, head_dim // 8]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     vision = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
     tokens = {
         f"{name}_token_id": ids.convert_tokens_to_ids(f"<|{symbol}|>")
@@ -113,10 +114,10 @@ def make_config(family: str) -> PretrainedConfig:
     if family == "qwen2_vl":
         return Qwen2VLConfig(
             text_config={**text, "rope_parameters": rope},
-            vision_config={**vision, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+            vision_config={**vision, "embed_dim": 16, "hidden_size": hidden, "mlp_ratio": 2},
             **tokens,
         )
-    vision |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+    vision |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": hidden}
     if family == "qwen2_5_vl":
         vision |= {"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2}
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens)
@@ -137,14 +138,14 @@ def image_processor(family: str) -> Any:
     )
 
 
-def save_vl_model(family: str, folder: Path, weights: bool = True) -> str:
+def save_vl_model(family: str, folder: Path, weights: bool = True, head_dim: int = 8) -> str:
     """Save a random model with weights large enough for a wrong position or pixel to show."""
     tokenizer(family).save_pretrained(folder)
     image_processor(family).save_pretrained(folder)
     if family == "gemma3":
         processor(family).save_pretrained(folder)
     torch.manual_seed(0)
-    config = make_config(family)
+    config = make_config(family, head_dim)
     if weights:
         model = AutoModelForImageTextToText.from_config(config)
         with torch.no_grad():

@@ -112,10 +112,10 @@ def test_log_probs_are_those_of_transformers(path, family):
     expected = expected_log_probs(path, family, batch)
     known = expected.any(1)
     assert known.sum() == len(known) - (family in QWEN)
-    for engine in (engine, make_engine(path, use_remove_padding=False)):
+    for each in (engine, make_engine(path, use_remove_padding=False)):
         rows = []
         for micro in LAYOUTS:
-            found = engine.infer(batch, ("log_probs",), micro, temperature=0.7)["log_probs"].double()
+            found = each.infer(batch, ("log_probs",), micro, temperature=0.7)["log_probs"].double()
             assert torch.allclose(found[known], expected[known], atol=1e-4)
             rows.append(found[3])
         assert all(torch.allclose(rows[0], row, atol=1e-4) for row in rows)  # the row with a sampled placeholder
@@ -203,11 +203,11 @@ def test_wrong_images_are_refused(path, family, tmp_path):
     engine = engine_of(path)
     batch = make_batch(family, engine.module.config)
     text = make_engine(save_model(qwen2(), tmp_path))
-    with pytest.raises(ValueError, match="expected prompts without images.*qwen2 is a text model"):
+    with pytest.raises(ValueError, match=r"expected prompts without images.*qwen2 is a text model"):
         text.infer(batch, ("log_probs",), MicroBatching())
     inputs = batch.non_tensor_batch["multi_modal_inputs"]
     inputs[0], inputs[2] = inputs[2], inputs[0]
-    with pytest.raises(ValueError, match="row 0 of a micro-batch: expected 6 image tokens.*found 10"):
+    with pytest.raises(ValueError, match=r"row 0 of a micro-batch: expected 6 image tokens.*found 10"):
         engine.infer(batch, ("log_probs",), MicroBatching())
     with pytest.raises(ValueError, match=r"rollout.deterministic is not supported for vision-language"):
         engine_of(path, kernels="batch_invariant")
@@ -246,7 +246,7 @@ def test_ranks_give_the_gradients_of_one_device(family, tmp_path):
     if family in QWEN:
         cases.append((True, MicroBatching(rows=3), {"ulysses_sequence_parallel_size": 2}))
     found = run_on_ranks(2, _all_cases, path, family, cases)
-    for i, (images, micro, keys) in enumerate(cases):
+    for i, (images, _, keys) in enumerate(cases):
         batch = _sorted(make_batch(family, alone.module.config, images=images))
         expected = gradients(alone, batch, MicroBatching())
         log_probs = alone.infer(batch, ("log_probs",), MicroBatching())["log_probs"]

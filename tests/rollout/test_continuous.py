@@ -222,7 +222,7 @@ BAD_REQUESTS = {
     "large sample_id": (Request([1], LONG, 2**70), "sample_id: expected a 64-bit signed integer, found 118"),
     "large seed": (Request([1], replace(LONG, seed=2**64), 0), "seed: expected a 64-bit signed integer, found 184"),
     "float max_tokens": (Request([1], replace(LONG, max_tokens=2.5), 0), "max_tokens: expected a 64-bit"),
-    "images": (Request([1], LONG, 0, multi_modal_data={"image": 1}), "does not support multi_modal_data"),
+    "images": (Request([1], LONG, 0, multi_modal_data={"image": 1}), "expected text, found images"),
 }
 
 

@@ -177,7 +177,7 @@ def test_bad_requests_are_refused_by_name(module, prompts, params, more, message
 
 def test_images_are_refused(module):
     request = Request([1], SamplingParams(2, ()), 0, multi_modal_data={"image": 1})
-    with pytest.raises(ValueError, match="does not support multi_modal_data"):
+    with pytest.raises(ValueError, match=r"prompt 0: expected text, found images: rollout.name=native"):
         NativeRollout(module).generate([request])
 
 

@@ -1,6 +1,5 @@
 """Rollout of vision-language models: the log-probs of the responses are those of training."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +8,12 @@ import torch
 
 from tests.engines.ranks import make_engine
 from tests.engines.test_vision import prompts
-from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, picture, processor, save_vl_model, tokenizer
+from tests.vl_models import FAMILIES, QWEN, save_vl_model
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
-
-IMAGES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 @pytest.fixture(scope="module")

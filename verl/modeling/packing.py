@@ -189,9 +189,7 @@ def build_input(
         states = row * total + (total - width) + t - 1
         vision = None if media is None else media.input_of(rows)
         positions = rows["position_ids"] if rows["position_ids"].ndim == 2 else rows["position_ids"].transpose(0, 1)
-        return ModelInput(
-            rows["input_ids"], positions, attention.long(), None, states, targets, slots, shape, vision
-        )
+        return ModelInput(rows["input_ids"], positions, attention.long(), None, states, targets, slots, shape, vision)
     first = first_with_prompt(attention, rows["input_ids"], width, rows.get(INDEX)) if shared_prefix else range(b)
     if len(set(first)) < b:
         packing, kept, states = _pack_shared(attention, width, first, row, t)

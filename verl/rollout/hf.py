@@ -210,7 +210,7 @@ class HFRollout(RolloutEngine):
         if position_axes(config) > 1:
             positions = batch_positions(config, ids.cpu(), mask.cpu(), 0, inputs)
             if (positions[:, :, -1] != positions.amax((1, 2))[:, None]).any():
-                raise ValueError("rollout.name=hf: expected prompts that end with text, found one that ends with an image")
+                raise ValueError("rollout.name=hf: expected prompts that end with text, found an image at the end")
             found["position_ids"] = positions.transpose(0, 1)
         else:
             found["token_type_ids"] = (ids == config.image_token_id).long()

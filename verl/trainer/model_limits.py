@@ -42,10 +42,11 @@ class ModelLimits:
         from transformers import AutoConfig
 
         source = model_source(model.path)
-        hf = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code).get_text_config()
+        whole = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        hf = whole.get_text_config()
         sizes = {**hf.to_dict(), **model.override_config}
         positions = sizes.get("max_position_embeddings")
-        return cls(model.path, hf.vocab_size, positions, tuple(hf.architectures or ()), sizes)
+        return cls(model.path, hf.vocab_size, positions, tuple(whole.architectures or ()), sizes)
 
     def check_vocabulary(self, tokenizer: Any, largest_id: int) -> None:
         """Raise ValueError if token ids exceed the vocabulary. largest_id: the largest id of the dataset."""
@@ -86,7 +87,8 @@ class ModelLimits:
         if rollout.name != "native":
             return
         for architecture in self.architectures:
-            if architecture.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are ignored when it is loaded
+            # other heads are ignored when it is loaded
+            if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
                 family_of(architecture)
         if rollout.tensor_model_parallel_size > 1:
             check_sizes(self.sizes, rollout.tensor_model_parallel_size)

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 
 from verl.registry import Registry
-from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
+from verl.rollout.base import Completion, FinishReason, Request, SamplingParams, media_of
 from verl.utils.rng import fork_seed
 
 logger = logging.getLogger("verl.rollout")
