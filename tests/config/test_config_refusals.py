@@ -74,7 +74,7 @@ VALUES = {
     "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m verl.recipe.dpo.main_dpo",
     # not supported
     f"{ROLLOUT}enable_rollout_routing_replay=true": "true is not supported: remove the key (accepted: false)",
-    "data.image_key=pictures": "only text is supported",
+    "data.audio_key=sounds": "audio is not supported",
     f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",
     f"{ARR}model.lora.rank=8": "use lora_rank, lora_alpha and target_modules of the model section",
     "trainer.default_hdfs_dir=hdfs://x": "use trainer.default_local_dir",
