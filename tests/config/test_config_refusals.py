@@ -91,7 +91,6 @@ VALUES = {
     f"{ACTOR}megatron.expert_model_parallel_size=8": "does not support mixture-of-experts models yet",
     f"{ACTOR}megatron.use_dist_checkpointing=true": "checkpoints have a format of their own",
     f"{ACTOR}megatron.tensor_model_paralel_size=2": "did you mean",
-    "data.mm_processor_kwargs.x=1": "only text is supported",
     f"{ROLLOUT}mtp.enable=true": "remove the key",
     f"{ROLLOUT}over_sample_rate=0.5": "0.5 is not supported: a rollout waits for every response; remove the key",
     "reward.reward_model.rollout.prompt_length=16": "16 is not supported: the reward model reads the whole prompt and",
