@@ -23,7 +23,8 @@ from verl.trainer.sft_trainer import SFTTrainer
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path for folder in ("examples", "verl/recipe") for path in (ROOT / folder).rglob("*.sh"))
-TRAINS_NOTHING = {ROOT / "verl/recipe/r1/run_r1.sh"}  # its commands are tested in tests/recipe/test_r1_eval.py
+#: scripts of several commands, tested in tests/recipe/test_r1_eval.py and tests/trainer/test_vision_run.py
+TRAINS_NOTHING = {ROOT / "verl/recipe/r1/run_r1.sh", ROOT / "examples/grpo_trainer/run_tiny_vl_local.sh"}
 FINE_TUNING = [path for path in SCRIPTS if "sft" in path.parts]
 TRAINING = [path for path in SCRIPTS if path not in TRAINS_NOTHING and "sft" not in path.parts]
 #: what makes a run of two steps small

@@ -1,10 +1,15 @@
 """Runs of a vision-language model on images, from files to checkpoints."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 from PIL import Image, ImageDraw
 
+from tests.pages import ROOT
 from tests.vl_models import save_vl_model
 from verl import PPOTrainer, SFTTrainer
 from verl.evaluation.generate import GenerationRun
@@ -95,6 +100,17 @@ def test_sft_on_images(vision, tmp_path):
     before = trainer.validate()["val/loss"]
     trainer.fit()
     assert trainer.validate()["val/loss"] < before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", ["none", "shuffled"])
+def test_the_script_learns_to_count_and_its_control_does_not(control, tmp_path):
+    script = ROOT / "examples" / "grpo_trainer" / "run_tiny_vl_local.sh"
+    env = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "CONTROL": control}
+    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=True)
+    last = done.stdout.strip().splitlines()[-1]
+    before, after = map(float, re.fullmatch(r"test accuracy: (\S+) before .*, (\S+) after 40 steps", last).groups())
+    assert before < 0.6 and (after > 0.9 if control == "none" else after < 0.45)
 
 
 def test_offline_generation_on_images(vision, tmp_path):

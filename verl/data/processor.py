@@ -1,5 +1,6 @@
 """The processor of a vision-language model, also without torchvision."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -71,7 +72,7 @@ def media_tokens(processor: Any) -> dict[str, int] | None:
 
 
 def _load(path: str, config: Any, tokenizer: Any, trust_remote_code: bool) -> Any:
-    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+    from transformers import AutoImageProcessor, AutoProcessor
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available() or trust_remote_code:
@@ -88,10 +89,10 @@ def _load(path: str, config: Any, tokenizer: Any, trust_remote_code: bool) -> An
     logger.info("torchvision is not installed: images are read by Pillow, videos are not supported")
     kind = type(known.__name__, (_WithoutVideos, known), {})
     images = AutoImageProcessor.from_pretrained(path)
-    found = tokenizer.chat_template
-    if found is None and Path(path).is_dir():
-        found = AutoTokenizer.from_pretrained(path).chat_template
-    return kind(image_processor=images, tokenizer=tokenizer, video_processor=_NoVideos(), chat_template=found)
+    template, file = tokenizer.chat_template, Path(path) / "chat_template.json"
+    if template is None and file.is_file():
+        template = json.loads(file.read_text())["chat_template"]
+    return kind(image_processor=images, tokenizer=tokenizer, video_processor=_NoVideos(), chat_template=template)
 
 
 class _WithoutVideos:

@@ -19,7 +19,10 @@ from verl.rollout.base import SamplingParams
 from verl.tracking.thumbnails import thumbnails_by_object
 
 #: fields of a sample; a value of the reward function with one of these names gets the prefix `reward_`
-_FIELDS = {"images", "input", "output", "gts", "score", "advantage", "length", "finish_reason", "data_source", "uid", "step"}
+_FIELDS = {
+    *("images", "input", "output", "gts", "score", "advantage", "length"),
+    *("finish_reason", "data_source", "uid", "step"),
+}
 
 
 def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
