@@ -1,19 +1,22 @@
 """Rollout of vision-language models: the log-probs of the responses are those of training."""
 
+import asyncio
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.engines.ranks import make_engine
+from tests.engines.ranks import make_engine, qwen2, save_model
 from tests.engines.test_vision import prompts
-from tests.vl_models import FAMILIES, QWEN, save_vl_model
+from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, picture, processor, save_vl_model, tokenizer
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine, media_of
+from verl.trainer.model_limits import ModelLimits
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def trained_log_probs(engine: Any, every: list[Request], answers: list[Any], tem
 def make_rollout(name: str, engine: Any, **keys: Any):
     config = schema.RolloutConfig(name=name, prompt_length=64, response_length=8, **keys)
     env = RolloutEnv(
-        rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), pad_token_id=0, compute_dtype=torch.float32
+        rank=0, world_size=1, local_rank=0, device=engine.device, pad_token_id=0, compute_dtype=torch.float32
     )
     return make_rollout_engine(name, config, engine.spec.model, env, engine)
 
@@ -63,3 +66,77 @@ def test_log_probs_are_those_of_training(name, family, trainers):
         assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
     alone = rollout.generate([every[2]])[0]  # another batch, the same response
     assert alone.token_ids == answers[2].token_ids
+
+
+@pytest.mark.skipif(not find_spec("vllm") or not find_spec("torchvision"), reason="needs vLLM and torchvision")
+def test_vllm_gives_the_log_probs_of_training_also_after_a_push(tmp_path):
+    family = "qwen2_5_vl"
+    engine = make_engine(save_vl_model(family, tmp_path, head_dim=64))
+    rollout, sign = make_rollout("vllm", engine, max_num_seqs=8), PLACEHOLDER[family]
+    pictures, text = [picture(0), picture(1, 16, 16)], f"a{sign}b{sign}c"
+    made = processor(family)(text, pictures)
+    ids, raw = made.pop("input_ids")[0].tolist(), tokenizer(family).encode(text, add_special_tokens=False)
+    params = SamplingParams(6, (0,), seed=1)
+    media = {"multi_modal_data": {"images": pictures}, "multi_modal_inputs": made, "raw_prompt_ids": raw}
+    every = [Request(ids, params, i, **media) for i in range(2)] + [Request([70, 71, 72], params, 5)]
+    for version in (1, 2):
+        rollout.receiver().receive(engine.rollout_weights(None), version)
+        answers = rollout.generate(every)
+        expected = trained_log_probs(engine, every, answers)
+        for row, answer in enumerate(answers):
+            assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
+        with torch.no_grad():  # features that vLLM kept would be stale
+            for parameter in engine.module.model.visual.parameters():
+                parameter.mul_(0.8)
+    with pytest.raises(ValueError, match="expected the columns multi_modal_data"):
+        rollout.generate([Request(ids, params, 0, multi_modal_inputs=made)])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+def test_images_are_computed_once_for_all_samples_and_batches_admit_rows(family, trainers):
+    engine = trainers(family)
+    rollout, every, patches = make_rollout("native", engine, max_num_seqs=3), requests(family, 4), []
+    hook = engine.model.vision.tower.register_forward_pre_hook(lambda module, args: patches.append(len(args[0])))
+    together = make_rollout("native", engine).generate(every)
+    hook.remove()
+    inputs = [made for _, made in prompts(family) if made is not None]
+    names = ("pixel_values", "pixel_values_videos")
+    assert sum(patches) == sum(len(made[name]) for made in inputs for name in names if name in made)
+    assert [a.token_ids for a in rollout.generate(every)] == [a.token_ids for a in together]
+    one_by_one = asyncio.run(_concurrently(make_rollout("native", engine), every))
+    assert [a.token_ids for a in one_by_one] == [a.token_ids for a in together]
+
+
+async def _concurrently(rollout: Any, every: list[Request]) -> list[Any]:
+    return await asyncio.gather(*(rollout.generate_one(request) for request in every))
+
+
+def test_engines_refuse_models_and_images_by_name(trainers, tmp_path):
+    engine = trainers("gemma3")
+    with pytest.raises(ValueError, match=r"rollout.name=native generates with .*found Gemma3ForConditionalGeneration"):
+        make_rollout("native", engine)
+    with pytest.raises(ValueError, match=r"native.*found Gemma3ForConditionalGeneration"):
+        ModelLimits.of(engine.spec.model).check_engine(schema.RolloutConfig(name="native"))
+    text = make_engine(save_model(qwen2(), tmp_path))
+    request = Request([1], SamplingParams(2, ()), 0, multi_modal_inputs={"pixel_values": torch.zeros(1)})
+    for name in ("hf", "native"):
+        with pytest.raises(ValueError, match=f"prompt 0: expected text, found images: rollout.name={name}"):
+            make_rollout(name, text).generate([request])
+
+
+def test_rows_with_images_continue_a_trajectory():
+    columns = {"multi_modal_inputs": {"pixel_values": 1}, "multi_modal_data": {"images": [2]}, "raw_prompt_ids": [1, 2]}
+    assert media_of(columns, [7]) == {**columns, "raw_prompt_ids": [1, 2, 7]}
+    assert media_of({"multi_modal_inputs": None, "multi_modal_data": None, "raw_prompt_ids": [1]}) == {}
+    assert media_of({}) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", QWEN)
+def test_a_gpu_gives_the_log_probs_of_training(family, tmp_path):
+    engine = make_engine(save_vl_model(family, tmp_path, head_dim=64), device="cuda", dtype="fp32")
+    rollout, every = make_rollout("native", engine, max_num_seqs=5), requests(family, 3)
+    answers = rollout.generate(every)
+    expected = trained_log_probs(engine, every, answers)
+    for row, answer in enumerate(answers):
+        assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-3)

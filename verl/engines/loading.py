@@ -15,7 +15,7 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
 from verl.engines.lora import add_adapters
 from verl.engines.memory import HOST
-from verl.modeling import attention, vision
+from verl.modeling import attention, vision, vision_attention
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
@@ -197,8 +197,9 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
     build: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
     if spec.packs:
         packed = batch_invariant.NAME if spec.kernels == "batch_invariant" else attention.NAME
-        each = {"": packed, "text_config": packed, "vision_config": "sdpa"}
-        build["attn_implementation"] = each if has_images else packed
+        build["attn_implementation"] = packed
+        if has_images:
+            build["attn_implementation"] = {"": packed, "text_config": packed, "vision_config": vision_attention.NAME}
     return auto, hf, build
 
 

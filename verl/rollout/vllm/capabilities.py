@@ -37,12 +37,16 @@ class Capabilities:
         flat_logprobs: log-probs of a response come as flat lists, without an object per token.
         async_scheduling: the next step can be scheduled while the last one runs; it can be turned off.
         fused_all_reduce: a compiler pass replaces all-reduce and norm by a kernel of FlashInfer; it can be turned off.
+        device_normalize: pixels can be normalized by the model instead of the processor; it can be turned off.
+        reset_encoder_cache: features of images can be dropped when the weights change.
     """
 
     version: str
     flat_logprobs: bool
     async_scheduling: bool
     fused_all_reduce: bool
+    device_normalize: bool = False
+    reset_encoder_cache: bool = False
 
 
 def installed_version() -> str:
@@ -113,6 +117,8 @@ def probe() -> Capabilities:
         flat_logprobs="flat_logprobs" in _parameters(SamplingParams),
         async_scheduling="async_scheduling" in _parameters(EngineArgs),
         fused_all_reduce="fuse_allreduce_rms" in _parameters(PassConfig),
+        device_normalize="mm_device_do_normalize" in _parameters(EngineArgs),
+        reset_encoder_cache="reset_encoder_cache" in dir(LLMEngine),
     )
 
 

@@ -100,11 +100,13 @@ def engine_args(
         "enforce_eager": config.enforce_eager or not on_gpu,
         "enable_sleep_mode": config.free_cache_engine and on_gpu,
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": not is_vision_config(hf_config),  # vLLM's processor of images needs the tokenizer
+        "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
         "seed": config.seed if isinstance(config, schema.RolloutConfig) else 0,
     }
+    if is_vision_config(hf_config):
+        args |= _vision_args(capabilities)
     if model.override_config:
         args["hf_overrides"] = dict(model.override_config)
     if on_gpu:
@@ -114,6 +116,19 @@ def engine_args(
     if env.tp_size > 1:
         args |= _tensor_parallel_args(capabilities, given)
     return args | given
+
+
+def _vision_args(capabilities: Capabilities) -> dict[str, Any]:
+    """Arguments for a vision-language model. Raises ValueError if vLLM would keep features of old weights."""
+    if not capabilities.reset_encoder_cache:
+        raise ValueError(
+            f"rollout.name=vllm: vLLM {capabilities.version} lacks LLMEngine.reset_encoder_cache, so images would keep "
+            "the features of old weights: install a newer vLLM, or use rollout.name=native"
+        )
+    # the processor of images needs the tokenizer. Constants of a normalization in the model would be random: they are
+    # neither in the files nor pushed
+    normalize = {"mm_device_do_normalize": False} if capabilities.device_normalize else {}
+    return {"skip_tokenizer_init": False} | normalize
 
 
 def _tensor_parallel_args(capabilities: Capabilities, given: dict[str, Any]) -> dict[str, Any]:

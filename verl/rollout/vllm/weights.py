@@ -70,6 +70,8 @@ class VllmReceiver:
                 check_layers(model, version)
             finally:
                 self._engine.llm.reset_prefix_cache(reset_running_requests=bool(running))
+                if self._engine.reads_images:
+                    self._engine.llm.llm_engine.reset_encoder_cache()
             for job in running:
                 job.versions.append((len(job.token_ids), version))
             self.filled = True

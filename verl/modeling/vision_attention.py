@@ -1,0 +1,56 @@
+"""Attention of a vision tower, registered with transformers as "verl_vision_flash".
+
+Patches of all images are one sequence, and attention must not cross images, or windows of an image. transformers calls
+its default once per image and window, in every layer: thousands of small kernels. Here it is one call of torch's
+variable-length kernel on a GPU in 16 bits, and otherwise one call per length. transformers passes the lengths to
+implementations with "flash" in their names.
+"""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from verl.modeling.attention import WIDEST_HEAD, varlen_attn
+
+NAME = "verl_vision_flash"
+
+
+@torch.compiler.disable  # as `packed_attention`
+def vision_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention in both directions inside each segment. query, key, value (1, H, N, D) -> (1, N, H, D).
+
+    Args:
+        cu_seq_lens_q: (segments + 1,) where segments start.
+        max_length_q: the longest of them.
+    """
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    narrow = value.dtype in (torch.bfloat16, torch.float16)
+    if q.is_cuda and narrow and q.shape[-1] <= WIDEST_HEAD:
+        starts = cu_seq_lens_q.to(torch.int32)
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out = varlen_attn(
+            q, k, v, starts, starts, int(max_length_q), int(max_length_q), scale=scaling, window_size=(-1, -1)
+        )
+        return out.unsqueeze(0), None
+    lengths = cu_seq_lens_q.diff()
+    parts, order = [], []
+    for length in lengths.unique().tolist():
+        first = cu_seq_lens_q[:-1][lengths == length]
+        at = (first[:, None] + torch.arange(length, device=first.device)).flatten()
+        grouped = (x[at].unflatten(0, (len(first), length)).transpose(1, 2) for x in (q, k, v))
+        parts.append(scaled_dot_product_attention(*grouped, scale=scaling).transpose(1, 2).flatten(0, 1))
+        order.append(at)
+    return torch.cat(parts)[torch.cat(order).argsort()].unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, vision_attention)
