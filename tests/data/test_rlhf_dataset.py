@@ -9,9 +9,9 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.config.schema import DataConfig
-from verl.data.collate import collate_prompts
+from verl.data.collate import check_dataset, collate_prompts
 from verl.data.order import PromptSource
-from verl.data.rlhf_dataset import RLHFDataset, check_dataset, check_ground_truth, load_dataset_class
+from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, load_dataset_class
 
 
 def row(prompt="a=", truth="b", **more):

@@ -1,12 +1,13 @@
 """Collate functions: items of a dataset -> a batch of prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from verl.config import schema
 from verl.data.media import MediaPrompt, MediaReader
@@ -172,3 +173,14 @@ def collate_fn(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else:
             columns[key] = np.fromiter(values, dtype=object, count=len(values))
     return columns
+
+
+def check_dataset(dataset: Dataset, collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts) -> None:
+    """Raise ValueError if the dataset is empty, or its first item is not what `collate` takes."""
+    name = type(dataset).__name__
+    if len(dataset) == 0:
+        raise ValueError(f"{name}: the dataset has no items")
+    try:
+        collate([dataset[0]])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.upstream import upstream_defaults
-from verl.data.collate import collate_prompts
 from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
 from verl.data.dataset import (
     DatasetConfig,
@@ -38,7 +37,6 @@ from verl.data.tokenization import (
     refuse_media,
     truncate,
 )
-from verl.protocol import DataProto
 from verl.registry import load_object
 from verl.tools.load import tool_schemas
 
@@ -402,14 +400,3 @@ def check_ground_truth(dataset: Dataset, function: str) -> None:
             "(reward.custom_reward_function.path), a reward model (reward.reward_model.enable=true), or "
             "reward.reward_function=format"
         )
-
-
-def check_dataset(dataset: Dataset, collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts) -> None:
-    """Raise ValueError if the dataset is empty, or its first item is not what `collate` takes."""
-    name = type(dataset).__name__
-    if len(dataset) == 0:
-        raise ValueError(f"{name}: the dataset has no items")
-    try:
-        collate([dataset[0]])
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
