@@ -24,6 +24,8 @@ from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.data.tokenization import load_tokenizer
 from verl.evaluation.prompts import read_prompts
 from verl.protocol import DataProto
+from verl.single_controller.remote_batch import dumps, loads
+from verl.trainer.saved_state import load_state, save_state
 
 LIMITS = {"max_prompt_length": 200}
 
@@ -234,6 +236,28 @@ def test_samples_of_a_prompt_share_its_pixels(models):
     joined = DataProto.concat(samples.chunk(2))
     assert joined.non_tensor_batch["multi_modal_data"][0] is batch.non_tensor_batch["multi_modal_data"][0]
     assert len(joined.union(DataProto.from_dict(non_tensors={"x": [1] * 16}))) == 16
+
+
+def test_pixels_are_sent_to_a_worker_once_per_prompt(models):
+    dataset = dataset_of(models, [row(images=[png(picture(i, 60, 60))]) for i in range(2)])
+    batch = PromptCollator(models()[0], DataConfig(), models()[1])([dataset[i] for i in range(2)]).repeat(8)
+    head, buffers = dumps(batch.select([], ["multi_modal_inputs"]))
+    pixels = [batch.non_tensor_batch["multi_modal_inputs"][i]["pixel_values"] for i in (0, 8)]
+    grids = 2 * 3 * 8  # two grids of three int64
+    assert sum(b.nbytes for b in buffers) == sum(p.numel() * 4 for p in pixels) + grids and len(head) < 4096
+    found = loads(head, [bytearray(b) for b in buffers]).non_tensor_batch["multi_modal_inputs"]
+    assert found[0] is found[7] and torch.equal(found[15]["pixel_values"], pixels[1])
+
+
+def test_waiting_prompts_with_images_are_saved(models, tmp_path):
+    dataset = dataset_of(models, [row(), {**row("text"), "images": []}])
+    batch = PromptCollator(models()[0], DataConfig(), models()[1])([dataset[0], dataset[1]])
+    save_state({"waiting": batch}, tmp_path, "trainer")
+    found = load_state(tmp_path, "trainer")["waiting"].non_tensor_batch
+    image, given = (objects["multi_modal_data"][0]["images"][0] for objects in (found, batch.non_tensor_batch))
+    assert image.mode == "RGB" and image.tobytes() == given.tobytes()
+    pixels = [objects["multi_modal_inputs"][0]["pixel_values"] for objects in (found, batch.non_tensor_batch)]
+    assert torch.equal(*pixels) and found["multi_modal_inputs"][1] is None
 
 
 def strict_batch(models):
