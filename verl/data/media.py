@@ -306,6 +306,16 @@ def rows_to_decode(count: int, all_rows: bool) -> Collection[int]:
     return {*range(min(_DECODED, count)), *range(0, count, max(count // _DECODED, 1))}
 
 
+def note_unused_media_keys(data: schema.MediaSection, processor: Any) -> None:
+    """Warn of settings of images that are set for a model of text."""
+    fields = schema.MediaSection.model_fields
+    changed = [
+        name for name, field in fields.items() if getattr(data, name) != field.get_default(call_default_factory=True)
+    ]
+    if processor is None and changed:
+        logger.warning("no effect, because the model reads no images: %s", ", ".join(f"data.{n}" for n in changed))
+
+
 def report_skipped(skipped: Mapping[int, str]) -> None:
     """Log the rows that `data.skip_bad_images` has dropped. skipped: row -> error."""
     if skipped:

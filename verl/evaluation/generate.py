@@ -15,6 +15,7 @@ from typing import Any
 from verl.config import ConfigError, Problem, check_inputs, check_registered, check_supported, load_config, to_flat_dict
 from verl.config.inputs import check_generation
 from verl.config.schema.offline import GenerationConfig
+from verl.data.media import note_unused_media_keys
 from verl.data.processor import load_processor
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
@@ -198,6 +199,7 @@ class GenerationRun:
     def _read_prompts(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model)
         processor = load_processor(self.config.model, self.tokenizer)
+        note_unused_media_keys(self.config.data, processor)
         self.prompts: PromptSet = read_prompts(self.config, self.tokenizer, processor)
 
     def _check_limits(self) -> None:

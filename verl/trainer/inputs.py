@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from verl.config import schema
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.files import row_count
-from verl.data.media import media_columns
+from verl.data.media import media_columns, note_unused_media_keys
 from verl.data.mixture import Mixture
 from verl.data.order import ResumableSampler, check_batch_size
 from verl.data.processor import load_processor
@@ -78,6 +78,7 @@ def load_inputs(
         tokenizer = train_dataset.tokenizer
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
     processor = load_processor(model, tokenizer)
+    note_unused_media_keys(config.data, processor)
     given = reward_manager is not None
     rewards = given_rewards(config, tokenizer, reward_manager) if given else load_rewards(config, tokenizer)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
@@ -99,6 +100,7 @@ def load_sft_inputs(
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
 
     processor = load_processor(config.model, tokenizer)
+    note_unused_media_keys(data, processor)
 
     def load(files: Sequence[str], max_samples: int, **further: Any) -> Dataset:
         if data.custom_cls.path:
