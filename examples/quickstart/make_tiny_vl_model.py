@@ -51,7 +51,7 @@ def make_config(ids: PreTrainedTokenizerFast) -> Qwen2VLConfig:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
         "bos_token_id": None,
         "eos_token_id": ids.eos_token_id,
