@@ -8,13 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from tests.engines.ranks import FLOAT64, SETTINGS, make_engine, run_on_ranks
+from tests.engines.ranks import FLOAT64, SETTINGS, make_engine, run_on_ranks, train
 from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, picture, processor, save_vl_model, video
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.engines.parallel import full_tensor
 from verl.modeling.positions import multimodal_positions
+from verl.modeling.vision import refuse_images
 from verl.protocol import DataProto
 from verl.workers.critic import value_objective
 from verl.workers.engine_worker import aggregation
@@ -265,3 +266,41 @@ def test_ranks_give_the_gradients_of_one_device(family, tmp_path):
 
 def _all_cases(path: str, family: str, cases: list) -> list[dict[str, Any]]:
     return [_gradients_on_rank(path, family, images, micro, **keys) for images, micro, keys in cases]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_a_critic_is_saved_and_starts_another(family, tmp_path):
+    path = save_vl_model(family, tmp_path / "model")
+    critic = make_engine(path, OptimConfig(lr=1e-2), kind="value")
+    batch = make_batch(family, critic.module.config)
+    assert not critic.infer(batch, ("values",), MicroBatching())["values"].any()  # the head starts at zero
+    train(critic, batch, MicroBatching())
+    values = critic.infer(batch, ("values",), MicroBatching())["values"]
+    assert values.any()
+    critic.save(tmp_path / "saved", ("model", "optimizer", "extra", "hf_model"))
+    resumed = make_engine(path, OptimConfig(lr=1e-2), kind="value")
+    resumed.load(tmp_path / "saved", ("model", "optimizer", "extra"))
+    started = make_engine(str(tmp_path / "saved" / "huggingface"), kind="value")
+    for engine in (resumed, started):
+        assert torch.allclose(engine.infer(batch, ("values",), MicroBatching())["values"], values, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_policy_is_saved_as_a_huggingface_model_and_resumes(family, tmp_path):
+    path = save_vl_model(family, tmp_path / "model")
+    engine = make_engine(path, OptimConfig(lr=1e-2))
+    batch = make_batch(family, engine.module.config)
+    train(engine, batch, MicroBatching())
+    engine.save(tmp_path / "saved", ("model", "optimizer", "extra"))
+    resumed = make_engine(path, OptimConfig(lr=1e-2))
+    resumed.load(tmp_path / "saved", ("model", "optimizer", "extra"))
+    again = make_engine(str(tmp_path / "saved" / "huggingface"))
+    expected = engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
+    for each in (resumed, again):
+        assert torch.allclose(each.infer(batch, ("log_probs",), MicroBatching())["log_probs"], expected, atol=1e-6)
+
+
+def test_megatron_refuses_images():
+    with pytest.raises(ValueError, match=r"strategy=megatron does not support images"):
+        refuse_images({"multi_modal_inputs": [None, {"pixel_values": 1}]})
+    refuse_images({"multi_modal_inputs": [None]})

@@ -181,7 +181,25 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer state by parameter name, independent of the sharding."""
+    _fill_state(optimizer)
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+
+
+def _fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters without a gradient so far the state before a first step, if others have a state.
+
+    Such as a vision tower in a run that has seen no image: a checkpoint has the state of every trained parameter.
+    """
+    known = next(((p, state) for p, state in optimizer.state.items() if state), None)
+    if known is None:
+        return
+    like, state = known
+    every = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    for parameter in (p for p in every if not optimizer.state.get(p)):
+        for key, value in state.items():
+            is_moment = value.shape == like.shape and key != "step"
+            fresh = torch.zeros_like(parameter, dtype=value.dtype) if is_moment else torch.zeros_like(value)
+            optimizer.state[parameter][key] = fresh.detach()
 
 
 def trained_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
 from verl.engines.lora import add_adapters
 from verl.engines.memory import HOST
-from verl.modeling import attention, vision, vision_attention
+from verl.modeling import attention, vision
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
@@ -23,6 +23,7 @@ from verl.modeling.log_probs import token_statistics
 from verl.modeling.packing import ModelInput
 from verl.modeling.value_head import load_head, value_model
 from verl.modeling.vision import VisionForward
+from verl.modeling.vision_attention import use_vision_attention
 from verl.utils.device import resolve_dtype
 
 logger = logging.getLogger("verl.engines")
@@ -128,7 +129,7 @@ def load_module(spec: ModelSpec) -> nn.Module:
             module = _with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec)
     else:
         module = _from_pretrained(auto, spec, hf, build)
-    module = module.to(spec.device)
+    module = use_vision_attention(module).to(spec.device)
     if not spec.random_init:
         _check_finite(module, spec.section.path)
     return add_adapters(module, spec.section) if spec.section.has_adapters else module
@@ -152,7 +153,7 @@ def empty_module(spec: ModelSpec) -> nn.Module:
     """Build the model on the device "meta", without memory."""
     auto, hf, build = _recipe(spec)
     with torch.device("meta"):
-        module = _with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec)
+        module = use_vision_attention(_with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec))
         return add_adapters(module, spec.section) if spec.section.has_adapters else module
 
 
@@ -199,7 +200,7 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
         packed = batch_invariant.NAME if spec.kernels == "batch_invariant" else attention.NAME
         build["attn_implementation"] = packed
         if has_images:
-            build["attn_implementation"] = {"": packed, "text_config": packed, "vision_config": vision_attention.NAME}
+            build["attn_implementation"] = {"": packed, "text_config": packed, "vision_config": "sdpa"}
     return auto, hf, build
 
 

@@ -429,7 +429,9 @@ class TorchEngine(TrainEngine):
         if not self.sharding.is_first_rank:
             return
         if known["huggingface"]:
-            self.module.save_pretrained(folder / "huggingface", state_dict=known["huggingface"])
+            # the names of the module, which `load` reads; transformers reads them too
+            names = {"save_original_format": False} if self.model.vision is not None else {}
+            self.module.save_pretrained(folder / "huggingface", state_dict=known["huggingface"], **names)
         else:
             checkpoint.save_description(self.module, folder / "huggingface")
         if "lora_adapter" in known:

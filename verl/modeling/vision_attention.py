@@ -7,17 +7,19 @@ implementations with "flash" in their names.
 """
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from verl.modeling.attention import WIDEST_HEAD, varlen_attn
+from verl.modeling.vision import PACKED
 
 NAME = "verl_vision_flash"
 
 
 @torch.compiler.disable  # as `packed_attention`
 def vision_attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -51,6 +53,13 @@ def vision_attention(
         parts.append(scaled_dot_product_attention(*grouped, scale=scaling).transpose(1, 2).flatten(0, 1))
         order.append(at)
     return torch.cat(parts)[torch.cat(order).argsort()].unsqueeze(0), None
+
+
+def use_vision_attention(module: nn.Module) -> nn.Module:
+    """Use `vision_attention` in the tower of a model in `vision.PACKED`, in place. Other models stay as they are."""
+    if module.config.model_type in PACKED:  # after construction, which looks for a package of this name
+        module.set_attn_implementation({"vision_config": NAME})
+    return module
 
 
 AttentionInterface.register(NAME, vision_attention)

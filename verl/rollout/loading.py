@@ -9,6 +9,7 @@ from torch import nn
 from verl.config import schema
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.vision import is_vision_config
+from verl.modeling.vision_attention import use_vision_attention
 from verl.rollout.base import RolloutEnv
 from verl.utils.device import resolve_dtype
 
@@ -55,7 +56,7 @@ def empty_module(
     module.tie_weights()  # each got separate memory
     for name, buffer in buffers:
         module.get_buffer(name).copy_(buffer)
-    return module.eval()
+    return use_vision_attention(module).eval()
 
 
 def load_module(
@@ -67,7 +68,7 @@ def load_module(
     module = module.to(device)
     if model.lora_adapter_path is not None:
         module = _merge_adapters(module, model.lora_adapter_path)
-    return module.requires_grad_(False).eval()
+    return use_vision_attention(module).requires_grad_(False).eval()
 
 
 def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:
@@ -80,9 +81,10 @@ def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:
 
 
 def _build(model: schema.ModelConfig, attention: str | None) -> dict[str, Any]:
-    return {"trust_remote_code": model.trust_remote_code} | (
-        {} if attention is None else {"attn_implementation": attention}
-    )
+    found: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if attention is not None:
+        found["attn_implementation"] = attention
+    return found
 
 
 def _merge_adapters(module: nn.Module, path: str) -> nn.Module:

@@ -48,6 +48,7 @@ from verl.engines.parallel import reduce_values
 from verl.modeling.huggingface import read_config
 from verl.modeling.packing import ModelInput, build_input, row_lengths, to_device
 from verl.modeling.sequence_parallel import SequenceRanks
+from verl.modeling.vision import refuse_images
 from verl.protocol import DataProto
 from verl.utils.device import resolve_dtype
 
@@ -160,6 +161,7 @@ class MegatronEngine(TrainEngine):
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
+        refuse_images(batch.non_tensor_batch)
         columns = {name: batch.column(name).cpu() for name in _INPUTS}
         micro_batches = self._micro_batches(columns, micro)
         found = torch.zeros(len(outputs), *columns["responses"].shape, dtype=torch.float32, device=self.device)
@@ -180,6 +182,7 @@ class MegatronEngine(TrainEngine):
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
+        refuse_images(batch.non_tensor_batch)
         micro_batches = self._micro_batches({name: batch.column(name).cpu() for name in batch.tensors}, micro)
         sums = MetricSums()
 
