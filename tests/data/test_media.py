@@ -25,7 +25,7 @@ from verl.data.tokenization import load_tokenizer
 from verl.evaluation.prompts import read_prompts
 from verl.protocol import DataProto
 from verl.single_controller.remote_batch import dumps, loads
-from verl.trainer.saved_state import load_state, save_state
+from verl.trainer.state.saved_state import load_state, save_state
 
 LIMITS = {"max_prompt_length": 200}
 
