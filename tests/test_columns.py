@@ -52,6 +52,7 @@ def good() -> DataProto:
     for value in floats.values():
         value[chosen == 1] = 0.5
     objects = {k: [f"{k} of row {i}" for i in range(B)] for k, c in COLUMNS.items() if c.dtype == "object"}
+    objects["multi_modal_inputs"] = [{"pixel_values": torch.ones(2)}, None, None]
     return DataProto.from_dict(tensors | floats, objects, {"vocab_size": B * (P + T)})
 
 

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.data_preprocess import count_shapes
+from examples.quickstart.make_tiny_vl_model import tiny_vl_model
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import REWARD
 from verl.registry import load_object
@@ -23,7 +25,8 @@ from verl.trainer.startup.command_line import split_arguments
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path for folder in ("examples", "verl/recipe") for path in (ROOT / folder).rglob("*.sh"))
-TRAINS_NOTHING = {ROOT / "verl/recipe/r1/run_r1.sh"}  # its commands are tested in tests/recipe/test_r1_eval.py
+#: scripts of several commands, tested in tests/recipe/test_r1_eval.py and tests/trainer/test_vision_run.py
+TRAINS_NOTHING = {ROOT / "verl/recipe/r1/run_r1.sh", ROOT / "examples/grpo_trainer/run_tiny_vl_local.sh"}
 FINE_TUNING = [path for path in SCRIPTS if "sft" in path.parts]
 TRAINING = [path for path in SCRIPTS if path not in TRAINS_NOTHING and "sft" not in path.parts]
 #: what makes a run of two steps small
@@ -67,6 +70,8 @@ def home(tmp_path_factory) -> Path:
     }
     for name in ("train", "test"):
         pq.write_table(pa.Table.from_pylist([row] * 512), home / f"{name}.parquet")
+    tiny_vl_model(home / "vl")
+    count_shapes.main(["--save_dir", str(home / "shapes"), "--train", "512", "--test", "8"])
     (home / "reward.py").write_text(REWARD)
     (home / "print_arguments").write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@"\n')
     (home / "print_arguments").chmod(0o755)
@@ -78,13 +83,17 @@ def run_to(folder: Path) -> list[str]:
 
 
 def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str, list[str]]:
-    """The module that a script runs, and the arguments that it gives to it. WARM: the model of the last of several."""
+    """The module that a script runs, and the arguments that it gives to it. WARM: the model of the last of several.
+
+    A script of a vision-language model gets such a model and pictures.
+    """
     if script.name == "run_qwen_05_sp2_liger.sh":
         further = (*further, "model.use_liger=false")  # its kernels need a GPU
-    model = str(home / "model")
+    has_images = "_vl-" in script.name
+    model, data = (str(home / "vl"), str(home / "shapes")) if has_images else (str(home / "model"), str(home))
     if script.name == "run_tiny_moe_local.sh":  # its tasks are not GSM8K
         further, model = (f"reward.custom_reward_function.path={home / 'reward.py'}", *further), str(home / "mixture")
-    places = {"MODEL": model, "WARM": model, "DATA": str(home), "PYTHON": str(home / "print_arguments"), **env}
+    places = {"MODEL": model, "WARM": model, "DATA": data, "PYTHON": str(home / "print_arguments"), **env}
     done = subprocess.run(
         ["bash", str(script), *further], env=os.environ | places, capture_output=True, text=True, check=True
     )
@@ -98,7 +107,8 @@ def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str
 )
 def test_the_script_builds_a_trainer(script, home, tmp_path, monkeypatch, caplog):
     assert os.access(script, os.X_OK)
-    module, arguments = command_of(script, home, *run_to(tmp_path))
+    reward = ["reward.reward_function=accuracy_reward"] if "_vl-" in script.name else []
+    module, arguments = command_of(script, home, *run_to(tmp_path), *reward)
     path, overrides, flags = split_arguments(arguments)
     assert not flags
     monkeypatch.chdir(tmp_path)  # what a script names must not depend on the folder it is started in

@@ -43,7 +43,7 @@ COLUMNS: dict[str, Column] = {
     "responses": Column("B T", "int64", "response token ids, right-padded"),
     "input_ids": Column("B P+T", "int64", "prompt then response"),
     "attention_mask": Column("B P+T", "mask", "1 where a token is there"),
-    "position_ids": Column("B P+T", "int64", "position of each token in its row, from 0"),
+    "position_ids": Column("B P+T", "int64", "position of each token in its row, from 0; with mRoPE (B, axes, P+T)"),
     "routed_experts": Column("B P+T layers k", "int16", "experts that routers chose; -1: not recorded, padding"),
     "response_mask": Column("B T", "mask", "1 where the policy sampled the token (tool output, padding: 0)"),
     "loss_mask": Column("B T", "mask", "the response_mask of the updates, where it is another one"),
@@ -70,6 +70,9 @@ COLUMNS: dict[str, Column] = {
     "extra_info": Column("B", "object", "further facts for the reward function"),
     "raw_prompt": Column("B", "object", "the chat messages or the text before tokenization"),
     "prompt_ids": Column("B", "object", "prompt token ids as a list, without padding"),
+    "raw_prompt_ids": Column("B", "object", "the same with one placeholder for each image or video"),
+    "multi_modal_data": Column("B", "object", "decoded images and videos; None in a row of text"),
+    "multi_modal_inputs": Column("B", "object", "tensors of the processor; None in a row of text"),
 }
 
 _DIMS = {column.dims for column in COLUMNS.values()}
@@ -145,6 +148,8 @@ def check_layout(batch: "DataProto") -> None:
         if column.dtype == "object":
             _fail(name, "a column of objects, one per row", f"a tensor of shape {tuple(value.shape)}")
         shape = shapes[column.dims]
+        if name == "position_ids" and value.dim() == 3:  # mRoPE: any number of axes
+            shape = (shape[0], None, shape[1])
         if value.dim() != len(shape) or any(s is not None and s != v for s, v in zip(shape, value.shape)):
             hint = one_token_short(tuple(value.shape), shape) if column.dims == "B T" else ""
             _fail(name, f"shape {_spell(column.dims, shape, tensors)}", f"shape {tuple(value.shape)}{hint}")
@@ -212,9 +217,10 @@ def check_contents(batch: "DataProto") -> None:
             _check_binary(name, value)
     _check_attention(tensors)
     _check_finite(tensors)
-    _check_positions(tensors)
+    _check_positions(tensors, batch.non_tensor_batch.get("multi_modal_inputs"))
     _check_ids(tensors, batch.meta_info.get("vocab_size"))
     _check_routes(tensors)
+    _check_media(batch)
 
 
 def _first(where: torch.Tensor) -> tuple[int, int] | None:
@@ -307,12 +313,14 @@ def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
         _fail(found.column, "finite values", str(found))
 
 
-def _check_positions(tensors: dict[str, torch.Tensor]) -> None:
+def _check_positions(tensors: dict[str, torch.Tensor], media: Any) -> None:
     if "attention_mask" not in tensors or "position_ids" not in tensors:
         return
     attention, positions = tensors["attention_mask"].bool(), tensors["position_ids"]
     counted = attention.cumsum(1) - 1
-    if at := _first(attention & (positions != counted)):
+    if positions.dim() == 3:
+        _check_axes(attention, positions, counted, media)
+    elif at := _first(attention & (positions != counted)):
         _fail(
             "position_ids",
             f"{counted[at].item()} at row {at[0]}, position {at[1]} (the tokens before it)",
@@ -336,6 +344,46 @@ def _check_routes(tensors: dict[str, torch.Tensor]) -> None:
         padded = (routes >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
         if at := _first(padded):
             _fail("routed_experts", "-1 where attention_mask is 0", f"experts at row {at[0]}, position {at[1]}")
+
+
+def _check_axes(attention: torch.Tensor, positions: torch.Tensor, counted: torch.Tensor, media: Any) -> None:
+    """Positions of several axes: not negative; in rows of text (media: None), those of text on every axis."""
+    is_text = torch.tensor([inputs is None for inputs in media] if media is not None else [False] * len(positions))
+    is_text = is_text.to(positions.device)[:, None, None]
+    wrong = attention[:, None] & ((positions < 0) | (is_text & (positions != counted[:, None])))
+    found = wrong.nonzero()
+    if len(found):
+        row, axis, at = found[0].tolist()
+        expected = str(counted[row, at].item()) if is_text[row] else "at least 0"
+        _fail(
+            "position_ids",
+            f"{expected} at row {row}, axis {axis}, position {at}",
+            f"{positions[row, axis, at].item()}",
+        )
+
+
+def _check_media(batch: "DataProto") -> None:
+    """The tensors of images are finite, and the placeholder tokens are as many as their grids have.
+
+    The tokens are counted if meta_info["media_tokens"] has their ids and the patches of a token:
+    {"image": id, "video": id, "patches": n}.
+    """
+    tokens = batch.meta_info.get("media_tokens")
+    prompts = batch.tensors.get("prompts")
+    finite: set[int] = set()  # the samples of a prompt share its tensors
+    for row, inputs in enumerate(batch.non_tensor_batch.get("multi_modal_inputs", ())):
+        if not isinstance(inputs, Mapping | None):
+            _fail("multi_modal_inputs", "a dict of tensors or None in every row", f"{inputs!r:.80} in row {row}")
+        for name, value in (inputs or {}).items() if id(inputs) not in finite else ():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
+                _fail("multi_modal_inputs", "finite values", f"NaN or infinity in {name!r} of row {row}")
+        finite.add(id(inputs))
+        for kind in ("image", "video") if tokens and prompts is not None else ():
+            grid = (inputs or {}).get(f"{kind}_grid_thw")
+            expected = 0 if grid is None else int(grid.prod(1).sum()) // tokens["patches"]
+            found = int((prompts[row] == tokens[kind]).sum())
+            if found != expected:
+                _fail("prompts", f"{expected} {kind} tokens in row {row}, as its {kind}_grid_thw has", str(found))
 
 
 def outside_vocabulary(ids: torch.Tensor, vocab_size: int | None) -> tuple[int, int] | None:

@@ -73,8 +73,7 @@ VALUES = {
     "algorithm.name=gsp": "there is no algorithm 'gsp'",
     "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m verl.recipe.dpo.main_dpo",
     # not supported
-    "trainer.balance_keep_minibatch=true": "true is not supported: remove the key (accepted: false)",
-    "data.image_key=pictures": "only text is supported",
+    "data.audio_key=sounds": "audio is not supported",
     f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",
     f"{ARR}model.lora.rank=8": "use lora_rank, lora_alpha and target_modules of the model section",
     "trainer.default_hdfs_dir=hdfs://x": "use trainer.default_local_dir",
@@ -91,7 +90,6 @@ VALUES = {
     f"{ACTOR}megatron.router_replay.mode=R3": "the experts of the rollout are not replayed",
     f"{ACTOR}megatron.use_megatron_fsdp=true": "use strategy=fsdp",
     f"{ACTOR}megatron.tensor_model_paralel_size=2": "did you mean",
-    "data.mm_processor_kwargs.x=1": "only text is supported",
     f"{ROLLOUT}mtp.enable=true": "remove the key",
     f"{ROLLOUT}over_sample_rate=0.5": "0.5 is not supported: a rollout waits for every response; remove the key",
     "reward.reward_model.rollout.prompt_length=16": "16 is not supported: the reward model reads the whole prompt and",

@@ -116,7 +116,7 @@ python3 -m verl.trainer.main_ppo --config-name=ppo_trainer \\
     data.train_files=$HOME/train.parquet data.train_batch_size=1024 \\
     actor_rollout_ref.model.use_shm=True \\
     actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.strategy=megatron \\
-    critic.model.path=null +trainer.foo=3 data.image_key=images \\
+    critic.model.path=null +trainer.foo=3 data.audio_key=audios \\
     trainer.logger='["console","wandb"]' $@
 """
 
@@ -136,7 +136,7 @@ def test_a_script_for_public_verl(tmp_path):
     assert "data.train_batch_size" not in found.values  # 1024 is the default
     assert remark(found, "use_shm").startswith("no effect here (speed or memory only)")
     assert "unknown key" in remark(found, "trainer.foo") and remark(found, "strategy: ").startswith("problem: ")
-    assert remark(found, "image_key").startswith("off in the file, and not supported here")
+    assert remark(found, "audio_key").startswith("off in the file, and not supported here")
     assert "trainer.n_gpus_per_node=8 (here 1)" in remark(found, "verl's defaults")
     words = " ".join([*found.values, *found.remarks])
     for key in layer:

@@ -139,7 +139,7 @@ def test_an_overlong_raw_prompt_is_truncated_as_told(public, char_tokenizer):
         PromptCollator(char_tokenizer, DataConfig(max_prompt_length=5))(items)
     batch = PromptCollator(char_tokenizer, DataConfig(max_prompt_length=5, truncation="left"))(items)
     assert char_tokenizer.decode(batch.non_tensor_batch["prompt_ids"][0]) == "cdef="
-    with pytest.raises(ValueError, match="multi_modal_data is not supported yet"):
+    with pytest.raises(ValueError, match="found no multi_modal_inputs: return both"):
         PromptCollator(char_tokenizer, DataConfig())([{**items[0], "multi_modal_data": {"image": [1]}}])
 
 

@@ -9,9 +9,9 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.config.schema import DataConfig
-from verl.data.collate import collate_prompts
+from verl.data.collate import check_dataset, collate_prompts
 from verl.data.order import PromptSource
-from verl.data.rlhf_dataset import RLHFDataset, check_dataset, check_ground_truth, load_dataset_class
+from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, load_dataset_class
 
 
 def row(prompt="a=", truth="b", **more):
@@ -195,7 +195,7 @@ def test_no_usable_row_left(write, char_tokenizer):
         ([row(), row(prompt=None)], "line 2: the prompt is empty"),
         ([row(), row(prompt=7)], "line 2: expected a list of chat messages, found 7"),
         ([row(), {**row(), "data_source": None}], "line 2: expected a name in column 'data_source', found None"),
-        ([row(), row(images=["x.png"])], "line 2: column 'images' has images.*not supported yet"),
+        ([row(), row(images=["x.png"])], "line 2: column 'images' has images.*use a vision-language model"),
     ],
 )
 def test_bad_rows_are_refused_with_file_and_line(write, char_tokenizer, rows, message):
@@ -259,7 +259,7 @@ def test_a_tokenizer_that_ends_prompts_with_eos_is_refused(write, char_tokenizer
         ({"max_prompt_lenght": 5}, r"data\.max_prompt_lenght: unknown key; did you mean data\.max_prompt_length\?"),
         ({"truncation": "up"}, r"data\.truncation: found 'up' \(str\), expected one of error, left, right, middle"),
         ({"max_prompt_length": 0}, r"data\.max_prompt_length: found 0, expected int >= 1"),
-        ({"image_key": "pictures"}, r"data\.image_key: 'pictures' \(str\) is not supported: only text is supported"),
+        ({"image_key": "pictures"}, r"no column 'pictures' \(data\.image_key\)"),
         ({"prompt_key": "question"}, "no column 'question' for the prompt"),
         ({"reward_fn_key": "data_sourc"}, "no column 'data_sourc' to select the reward by.*did you mean 'data_source'"),
     ],
@@ -267,11 +267,6 @@ def test_a_tokenizer_that_ends_prompts_with_eos_is_refused(write, char_tokenizer
 def test_bad_settings(write, char_tokenizer, config, message):
     with pytest.raises(ValueError, match=message):
         RLHFDataset(write("a.parquet", [row()]), char_tokenizer, config)
-
-
-def test_a_processor_is_refused(write, char_tokenizer):
-    with pytest.raises(ValueError, match="not supported yet"):
-        RLHFDataset(write("a.parquet", [row()]), char_tokenizer, None, object())
 
 
 def test_columns_with_a_reserved_name_are_dropped_with_a_warning(write, char_tokenizer, caplog):

@@ -104,6 +104,7 @@ def test_registering_checks_the_signature():
 # name -> ground truth, a response that scores 1, one that scores 0, other parameters
 EXAMPLES = {
     "code": ("assert f() == 7", "def f(): return 7", "def f(): return 8", {}),
+    "geo3k": ("7", "<think>a</think> \\boxed{7}", "\\boxed{8}", {}),
     "format": ("", "<answer>7</answer>", "7", {"tags": ["answer"]}),
     "length": ("", "", "seven words " * 7, {"limit": 14}),
     "multiple_choice": ("C", "C", "D", {}),
@@ -141,6 +142,7 @@ def test_every_registered_function_keeps_the_contract(name):
     [
         ("openai/gsm8k", "gsm8k_strict"),
         ("openai/gsm8k_socratic", "gsm8k_strict"),
+        ("hiyouga/geometry3k", "geo3k"),
         ("math", "math_dapo"),
         ("math_dapo", "math_dapo"),
         ("math_dapo_reasoning", "math_dapo"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from verl.trainer.asynchronous.generation.sample_buffer import AsyncPrompts, SampleBuffer
+from verl.trainer.asynchronous.generation.generation.sample_buffer import AsyncPrompts, SampleBuffer
 
 from verl.dataflow import HOLD
 from verl.dataflow.metrics import Total

@@ -149,6 +149,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "compute_score": _RULES + "gsm8k_score",
         "extract_solution": _RULES + "gsm8k_number",
     },
+    "verl.utils.reward_score.geo3k": {"compute_score": _RULES + "geo3k_score"},
     "verl.utils.reward_score.math": {
         "compute_score": _RULES + "math_score",
         "is_equiv": _RULES + "math_equal",

@@ -24,6 +24,7 @@ def encode_conversations(
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     where: Callable[[int], str] = lambda i: f"chat {i}",
+    expanders: Mapping[int, Callable[[str], str]] | None = None,
 ) -> list[tuple[list[int], list[int]]]:
     """Token ids of chats up to the eos token of the last assistant turn, and a loss mask.
 
@@ -38,6 +39,8 @@ def encode_conversations(
         chat_template: Jinja text that replaces the tokenizer's template.
         template_kwargs: arguments of the template.
         where: name of chat i in errors.
+        expanders: chat -> the function that expands the placeholders of its images in parts of the rendered text, in
+            their order.
 
     Returns:
         For each chat its token ids, and a mask of the same length: 1 for the tokens in the loss.
@@ -61,8 +64,9 @@ def encode_conversations(
                 "training would not match generation: use one row per assistant turn, or another "
                 "model.custom_chat_template"
             )
-        contexts.append(prefix[len(done[i]) :])
-        responses.append(text[len(prefix) :])
+        expand = (expanders or {}).get(i, str)
+        contexts.append(expand(prefix[len(done[i]) :]))
+        responses.append(expand(text[len(prefix) :]))
         done[i] = text
     result: list[tuple[list[int], list[int]]] = [([], []) for _ in chats]
     context_ids = encode(tokenizer, contexts, add_special_tokens=False)

@@ -1,13 +1,16 @@
 """Collate functions: items of a dataset -> a batch of prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from verl.config import schema
+from verl.data.media import MediaPrompt, MediaReader
 from verl.data.tokenization import encode_prompts, read_prompt, truncate
 from verl.protocol import DataProto
 from verl.tools.load import tool_schemas
@@ -19,11 +22,16 @@ class PromptCollator:
     Args:
         tokenizer: a Hugging Face tokenizer.
         data: the section with prompt_format, max_prompt_length, truncation and apply_chat_template_kwargs.
+        processor: the processor of a vision-language model, for messages with images or videos.
     """
 
-    def __init__(self, tokenizer: Any, data: schema.DataConfig):
+    def __init__(self, tokenizer: Any, data: schema.DataConfig, processor: Any = None):
         self.tokenizer, self.data = tokenizer, data
         self.tools = tool_schemas(data.tool_config_path, data.function_tool_path)
+        self.media = None
+        if processor is not None:
+            kwargs = data.apply_chat_template_kwargs
+            self.media = MediaReader(processor, tokenizer, data, template_kwargs=kwargs, tools=self.tools)
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> DataProto:
         """B items -> a batch. Raises ValueError as `collate_prompts` does, and for a prompt that is too long."""
@@ -35,15 +43,34 @@ class PromptCollator:
         where, data = f"dataset item {position} of the batch", self.data
         given = item["raw_prompt"]
         given = given.tolist() if isinstance(given, np.ndarray) else given
+        media = self._media(item, given, where)
+        if media is not None:
+            ids = self.media.token_ids(media)
+            self._check_length(ids, where)
+            return {**item, "raw_prompt": media.messages, "prompt_ids": ids, **self.media.columns(media, ids)}
         prompt = read_prompt(given, data.prompt_format, self.tokenizer.chat_template is not None, where)
         kwargs = data.apply_chat_template_kwargs
         (ids,) = encode_prompts(self.tokenizer, [prompt], lambda i: where, template_kwargs=kwargs, tools=self.tools)
-        if len(ids) > data.max_prompt_length and data.truncation == "error":
+        if data.truncation == "error":
+            self._check_length(ids, where)
+        found = {**item, "raw_prompt": prompt, "prompt_ids": truncate(ids, data.max_prompt_length, data.truncation)}
+        return found if self.media is None else found | self.media.columns(prompt, found["prompt_ids"])
+
+    def _media(self, item: Mapping[str, Any], prompt: Any, where: str) -> MediaPrompt | None:
+        """The prompt of an item with images or videos: in its messages, or in multi_modal_data."""
+        if self.media is None:
+            return None
+        given = media_data(item.get("multi_modal_data")) or {}
+        keys = {"images": self.data.image_key, "videos": self.data.video_key}
+        return self.media.read({keys[name]: values for name, values in given.items()}, prompt, Path(), where)
+
+    def _check_length(self, ids: Sequence[int], where: str) -> None:
+        limit = self.data.max_prompt_length
+        if len(ids) > limit:
             raise ValueError(
-                f"{where}: the prompt has {len(ids):,} tokens, data.max_prompt_length is {data.max_prompt_length:,}: "
-                "increase the limit, filter the prompts in the dataset, or set data.truncation to left, right or middle"
+                f"{where}: the prompt has {len(ids):,} tokens, data.max_prompt_length is {limit:,}: increase the "
+                "limit, filter the prompts in the dataset, or set data.truncation to left, right or middle (text only)"
             )
-        return {**item, "raw_prompt": prompt, "prompt_ids": truncate(ids, data.max_prompt_length, data.truncation)}
 
 
 def collate_prompts(items: Sequence[Mapping[str, Any]]) -> DataProto:
@@ -78,12 +105,31 @@ def _standard_item(item: Any, position: int) -> dict[str, Any]:
                 f"dataset item {position} of the batch has no {key!r}, which the reward needs: "
                 f"found {', '.join(map(str, item))}"
             )
-    if item.get("multi_modal_data"):
-        raise ValueError(f"dataset item {position} of the batch: multi_modal_data is not supported yet: only text is")
     row = {"extra_info": {}, "ability": "", "raw_prompt": None}
     row |= {k: v for k, v in item.items() if k not in _PROMPT_FORMS}
     row["prompt_ids"] = _prompt_ids(item, position)
+    if "multi_modal_data" in item or "multi_modal_inputs" in item:
+        row |= _media_columns(item, row["prompt_ids"], position)
     return row
+
+
+def media_data(given: Any) -> dict[str, list[Any]] | None:
+    """`multi_modal_data` with the keys images and videos, from those or from image and video, as vLLM calls them."""
+    names = {"image": "images", "video": "videos"}
+    return {names.get(k, k): list(v) if isinstance(v, list | tuple) else [v] for k, v in (given or {}).items()} or None
+
+
+def _media_columns(item: Mapping[str, Any], prompt_ids: list[int], position: int) -> dict[str, Any]:
+    data, inputs = media_data(item.get("multi_modal_data")), item.get("multi_modal_inputs") or None
+    if (data is None) != (inputs is None):
+        missing = "multi_modal_inputs" if inputs is None else "multi_modal_data"
+        raise ValueError(
+            f"dataset item {position} of the batch: expected multi_modal_data (images, videos) and multi_modal_inputs "
+            f"(the tensors of the processor), found no {missing}: return both, or neither and the images in the "
+            "messages of raw_prompt"
+        )
+    raw = _as_list(item.get("raw_prompt_ids", prompt_ids))
+    return {"multi_modal_data": data, "multi_modal_inputs": inputs, "raw_prompt_ids": raw}
 
 
 TOKEN_KEYS = ("prompt_ids", "raw_prompt_ids", "input_ids")
@@ -91,7 +137,10 @@ _PROMPT_FORMS = (*TOKEN_KEYS, "attention_mask", "position_ids", "dummy_tensor")
 
 
 def _prompt_ids(item: Mapping[str, Any], position: int) -> list[int]:
-    form = next((key for key in TOKEN_KEYS if key in item), None)
+    keys = [key for key in TOKEN_KEYS if key in item]
+    if item.get("multi_modal_inputs") and len(keys) > 1 and "raw_prompt_ids" in keys:
+        keys.remove("raw_prompt_ids")  # its placeholders are not expanded
+    form = next(iter(keys), None)
     if form is None:
         raise ValueError(
             f"dataset item {position} of the batch has no prompt token ids: expected 'prompt_ids', 'raw_prompt_ids', "
@@ -124,3 +173,14 @@ def collate_fn(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else:
             columns[key] = np.fromiter(values, dtype=object, count=len(values))
     return columns
+
+
+def check_dataset(dataset: Dataset, collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts) -> None:
+    """Raise ValueError if the dataset is empty, or its first item is not what `collate` takes."""
+    name = type(dataset).__name__
+    if len(dataset) == 0:
+        raise ValueError(f"{name}: the dataset has no items")
+    try:
+        collate([dataset[0]])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error

@@ -1,7 +1,7 @@
 """Columns of RL data: which hold the prompt and the ground truth, and which are passed on."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.columns import COLUMNS
@@ -14,8 +14,9 @@ logger = logging.getLogger("verl.data")
 
 NO_TRUTH = {"style": "none", "ground_truth": None}
 """The `reward_model` of a row without ground truth."""
-PROMPT_KEY = schema.DataConfig().prompt_key
-GROUND_TRUTH_KEY = schema.DataConfig().ground_truth_key
+_DEFAULTS = schema.DataConfig()
+PROMPT_KEY = _DEFAULTS.prompt_key
+GROUND_TRUTH_KEY = _DEFAULTS.ground_truth_key
 #: columns of TRL that replace missing default columns
 _OTHER_PROMPT, _OTHER_TRUTH = "messages", "solution"
 
@@ -41,7 +42,7 @@ def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
 
 
 def check_columns(rows: Rows, config: schema.DataConfig) -> None:
-    """Raise ValueError if the rows lack a column that the settings name: prompt, ground truth or reward key."""
+    """Raise ValueError if the rows lack a column that the settings name: prompt, media, ground truth or reward key."""
     if config.prompt_key not in rows.columns:
         raise ValueError(
             f"{rows.names}: no column {config.prompt_key!r} for the prompt (data.prompt_key): "
@@ -52,6 +53,9 @@ def check_columns(rows: Rows, config: schema.DataConfig) -> None:
             f"{rows.names}: no column {config.ground_truth_key!r} for the ground truth (data.ground_truth_key): "
             f"{did_you_mean(config.ground_truth_key, rows.columns)}"
         )
+    for name, key in (("image_key", config.image_key), ("video_key", config.video_key)):
+        if key != getattr(_DEFAULTS, name) and key not in rows.columns:
+            raise ValueError(f"{rows.names}: no column {key!r} (data.{name}): {did_you_mean(key, rows.columns)}")
     if config.reward_fn_key != "data_source" and config.reward_fn_key not in rows.columns:
         raise ValueError(
             f"{rows.names}: no column {config.reward_fn_key!r} to select the reward by (data.reward_fn_key): "
@@ -59,9 +63,12 @@ def check_columns(rows: Rows, config: schema.DataConfig) -> None:
         )
 
 
-def other_columns(rows: Rows, config: schema.DataConfig) -> list[str]:
-    """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning."""
-    read = {config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
+def other_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:
+    """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning.
+
+    media: columns with images and videos, which are read.
+    """
+    read = {*media, config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
     others = [name for name in rows.columns if name not in read]
     reserved = [name for name in others if name in COLUMNS or name == "index"]
     if reserved:

@@ -95,6 +95,11 @@ class Rows(Sequence):
         file, _ = self._locate(row)
         return file.source
 
+    def folder(self, row: int) -> Path:
+        """The folder of the file of a row, where relative paths in it start; that of rows in memory is the current."""
+        file, _ = self._locate(row)
+        return file.path.parent
+
     def where(self, row: int) -> str:
         """File, and row or line number, as shown in errors."""
         file, local = self._locate(row)

@@ -11,6 +11,10 @@ from verl.utils.boxed import last_boxed
 
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Reason step by step. End with a line of "####" followed by the final number alone.'
+GEO3K = "hiyouga/geometry3k"
+GEO3K_INSTRUCTION = (
+    "Reason step by step between <think> and </think>. After that, put the final answer in \\boxed{}."
+)
 MATH = "DigitalLearningGmbH/MATH-lighteval"
 MATH_500 = "HuggingFaceH4/MATH-500"
 MATH_INSTRUCTION = "Reason step by step. Put the final answer in \\boxed{}."
@@ -75,8 +79,20 @@ def _math_row(source: str) -> Callable[[Mapping[str, Any], str, int], dict[str, 
     return convert
 
 
+def geo3k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
+    """Convert a problem of Geometry3K (Lu et al. 2021, arXiv 2105.04165), which has `<image>` in its text."""
+    problem, answer = _texts(row, "problem", "answer")
+    images = row.get("images")
+    if not isinstance(images, list) or problem.count("<image>") != len(images):
+        found = len(images) if isinstance(images, list) else repr(images)[:60]
+        raise ValueError(f"expected one of images for each <image> of the problem, found {found}: {problem[:60]!r}")
+    info = {"split": split, "index": index, "question": problem, "answer": answer}
+    return _row(GEO3K, problem, GEO3K_INSTRUCTION, answer, info) | {"images": images}
+
+
 KNOWN: dict[str, KnownDataset] = {
     GSM8K: KnownDataset(gsm8k_row, config="main"),
+    GEO3K: KnownDataset(geo3k_row),
     MATH: KnownDataset(_math_row(MATH)),
     MATH_500: KnownDataset(_math_row(MATH_500)),
 }

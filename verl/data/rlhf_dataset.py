@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.upstream import upstream_defaults
-from verl.data.collate import collate_prompts
 from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
 from verl.data.dataset import (
     DatasetConfig,
@@ -28,6 +27,8 @@ from verl.data.dataset import (
 )
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
+from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, report_skipped, rows_to_decode
+from verl.data.pictures import MediaError
 from verl.data.quarantine import check_values, usable_rows
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
@@ -38,15 +39,14 @@ from verl.data.tokenization import (
     refuse_media,
     truncate,
 )
-from verl.protocol import DataProto
 from verl.registry import load_object
 from verl.tools.load import tool_schemas
 
 logger = logging.getLogger("verl.data")
 
-Prompt = str | list[dict[str, Any]]
+Prompt = str | list[dict[str, Any]] | MediaPrompt
 
-_MEDIA_COLUMNS = ("images", "videos", "audios")
+_SKIPPED = ""  # the prompt of a row that is dropped
 
 
 class RLHFDataset(Dataset):
@@ -60,7 +60,9 @@ class RLHFDataset(Dataset):
     `answer` becomes text.
 
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
-    extra_info, index (the row's number in the files), and the other columns of the row.
+    extra_info, index (the row's number in the files), and the other columns of the row. With a processor it also has
+    multi_modal_data (decoded images and videos), multi_modal_inputs (the tensors of the processor) and raw_prompt_ids
+    (with one placeholder for each image); the first two are None for a row of text.
 
     A subclass may override `__getitem__`, and as in public verl `_build_messages` (the prompt of a row),
     `_read_files_and_tokenize` (sets `self.dataframe`, a sequence of dicts) and `maybe_filter_out_long_prompts` (selects
@@ -71,8 +73,11 @@ class RLHFDataset(Dataset):
             Or the rows: a sequence of dicts, such as a list or a Hugging Face dataset.
         tokenizer: a Hugging Face tokenizer. A missing pad token is set.
         config: the `data` section (`schema.DataConfig`), or a mapping with some of its keys.
-        processor: not supported yet.
+        processor: the processor of a vision-language model; None: rows with images or videos are an error.
         max_samples: number of rows to use, from the first on; -1: `config.train_max_samples`.
+
+    Attributes:
+        skipped: row -> why its images or videos cannot be used (`data.skip_bad_images`).
 
     Raises:
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
@@ -89,8 +94,6 @@ class RLHFDataset(Dataset):
         processor: Any = None,
         max_samples: int = -1,
     ):
-        if processor is not None:
-            raise ValueError("RLHFDataset: image processors are not supported yet; remove the argument `processor`")
         self._rows = rows_in_memory(data_files)
         self.data_files = [] if self._rows is not None else [str(path) for path in file_list(data_files)]
         self.tokenizer, self.processor = tokenizer, processor
@@ -102,6 +105,11 @@ class RLHFDataset(Dataset):
         self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
         self.tools = tool_schemas(self.config.tool_config_path, self.config.function_tool_path)
         prepare_tokenizer(tokenizer)
+        self.media = None
+        if processor is not None:
+            kwargs = {"template_kwargs": self.apply_chat_template_kwargs, "chat_template": self.chat_template}
+            self.media = MediaReader(processor, tokenizer, self.config, tools=self.tools, **kwargs)
+        self.skipped: dict[int, str] = {}
         self._tokenized: Rows | None = None
         self.streaming = self._rows is None and is_streamed(self.data_files, self.config.streaming)
         self._read_files_and_tokenize()
@@ -131,7 +139,8 @@ class RLHFDataset(Dataset):
         self.prompt_key = self.config.prompt_key
         check_columns(rows, self.config)
         self._extra_info = extra_info_column(rows)
-        self._other_columns = other_columns(rows, self.config)
+        self._refused = ("audios",) if self.media else ("audios", "images", "videos", *media_columns(self.config))
+        self._other_columns = other_columns(rows, self.config, media_columns(self.config) if self.media else ())
         if self.streaming:
             return self._stream(rows)
         self._prompt_ids: TokenTable | LazyPrompts = TokenTable()
@@ -163,7 +172,8 @@ class RLHFDataset(Dataset):
     def _ids_of(self, rows: Rows, item: int) -> list[int]:
         """Check a row of `rows` and tokenize its prompt."""
         where = rows.where(item)
-        ((ids, _),) = self._encode([self._check_row(rows[item], rows, item)], lambda i: where)
+        prompt = self._check_row(rows[item], rows, item)
+        ((ids, _),) = self._encode([prompt], lambda i: where)
         limit, truncation = self.config.max_prompt_length, self.config.truncation
         if len(ids) > limit and truncation == "error":
             raise ValueError(
@@ -171,7 +181,18 @@ class RLHFDataset(Dataset):
                 "or set data.filter_overlong_prompts=True to drop longer prompts before training (one pass over the "
                 "data), or data.truncation to left, right or middle"
             )
-        return truncate(ids, limit, truncation)
+        return self._truncated(prompt, ids)
+
+    def _truncated(self, prompt: Prompt, ids: list[int]) -> list[int]:
+        """A prompt within the limit. Raises ValueError for one with images, whose tokens must all be kept."""
+        config = self.config
+        if len(ids) > config.max_prompt_length and isinstance(prompt, MediaPrompt):
+            raise ValueError(
+                f"{prompt.where}: the prompt has {len(ids):,} tokens with those of its images or videos, more than "
+                f"data.max_prompt_length={config.max_prompt_length:,}, and truncation would cut an image: set "
+                "data.filter_overlong_prompts=True, increase the limit, or reduce data.max_pixels"
+            )
+        return truncate(ids, config.max_prompt_length, config.truncation)
 
     def _build_messages(self, example: dict[str, Any]) -> Any:
         """The prompt of a row: messages or text."""
@@ -198,15 +219,17 @@ class RLHFDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         self._ensure_tokenized()
         row, where = self.dataframe[item], self.dataframe.where(item)
-        return {name: row[name] for name in self._other_columns} | {
+        prompt = self._prompt(row, where, self.dataframe.folder(item))
+        found = {name: row[name] for name in self._other_columns} | {
             "prompt_ids": self._prompt_ids[item],
             "data_source": self._data_source(row, self.dataframe, item),
             "ability": row.get("ability") or "",
             "reward_model": reward_model(row, where, self.config.ground_truth_key),
             "extra_info": row.get(self._extra_info) or {},
             "index": self.dataframe.number(item),
-            "raw_prompt": self._prompt(row, where),
+            "raw_prompt": prompt.messages if isinstance(prompt, MediaPrompt) else prompt,
         }
+        return found if self.media is None else found | self.media.columns(prompt, found["prompt_ids"])
 
     def _data_source(self, row: Mapping[str, Any], rows: Rows, index: int) -> str:
         """The row's own source; otherwise the column that selects the reward; otherwise the name of its file."""
@@ -217,12 +240,14 @@ class RLHFDataset(Dataset):
                 return row[key]
         return rows.source(index)
 
-    def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
+    def _prompt(self, row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
         """Messages if the prompt goes through the chat template, otherwise text."""
         has_template = self.chat_template is not None or self.tokenizer.chat_template is not None
         if type(self)._build_messages is not RLHFDataset._build_messages:
             row = copy.deepcopy(row)  # it may change the messages in place
-        return read_prompt(self._build_messages(row), self.config.prompt_format, has_template, where)
+        messages = self._build_messages(row)
+        found = self.media.read(row, messages, folder, where) if self.media is not None else None
+        return found or read_prompt(messages, self.config.prompt_format, has_template, where)
 
     def _tokenize(self, rows: Rows, only: Collection[int] | None = None) -> array.array:
         """Check the rows, or `only` some, and tokenize their prompts. Returns the indices of those that fit."""
@@ -231,52 +256,77 @@ class RLHFDataset(Dataset):
         if config.max_bad_rows:
             checked = range(count) if only is None else sorted(only)
             only, self.bad_rows = usable_rows(rows, checked, partial(self._check_whole, rows), config.max_bad_rows)
+        decoded = rows_to_decode(count, config.skip_bad_images)
         tokenized = tokenize_rows(
             self.tokenizer,
             rows,
             count,
-            read=lambda row, index: self._check_row(row, rows, index),
-            texts_of=_texts_of,
+            read=lambda row, index: self._checked(row, rows, index, decoded),
+            texts_of=prompt_texts,
             encode=self._encode,
             only=only,
         )
         for index, (ids, _) in tokenized:
+            if index in self.skipped:
+                continue
             if len(ids) > config.max_prompt_length:
                 overlong[index] = len(ids)
                 if config.filter_overlong_prompts or config.truncation == "error":
                     continue
+                if self.media is not None:
+                    self._truncated(self._prompt(rows[index], rows.where(index), rows.folder(index)), ids)
                 ids = truncate(ids, config.max_prompt_length, config.truncation)
             kept.append(index)
             self._prompt_ids.append(ids)
+        report_skipped(self.skipped)
         self._report_overlong(overlong, rows, count if only is None else len(only), bool(kept))
         return kept
 
     def _check_whole(self, rows: Rows, row: Mapping[str, Any], index: int) -> None:
-        """Check a row, and render its prompt. Raises ValueError if the row cannot be used."""
+        """Check a row, decode its images, and render its prompt. Raises ValueError if the row cannot be used."""
         prompt = self._check_row(row, rows, index)
+        if isinstance(prompt, MediaPrompt):
+            prompt.decode()
         self._encode([prompt], lambda i: rows.where(index))
+
+    def _checked(self, row: Mapping[str, Any], rows: Rows, index: int, decoded: Collection[int]) -> Prompt:
+        """`_check_row`; pictures of the rows `decoded` are decoded. A row with bad pictures is skipped if so set."""
+        try:
+            prompt = self._check_row(row, rows, index)
+            if isinstance(prompt, MediaPrompt) and index in decoded:
+                prompt.decode()
+                self.media.token_ids(prompt)
+            return prompt
+        except MediaError as error:
+            if not self.config.skip_bad_images:
+                raise
+            self.skipped[index] = str(error)
+            return _SKIPPED
 
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
         """The prompt of a row. Raises ValueError if the row cannot be used."""
         where = rows.where(index)
         check_values(row, where)
-        refuse_media(row, _MEDIA_COLUMNS, where)
+        refuse_media(row, self._refused, where)
         reward_model(row, where, self.config.ground_truth_key)
         self._data_source(row, rows, index)
         if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
             raise ValueError(f"{where}: expected a dict in column {self._extra_info!r}, found {extra!r}")
-        return self._prompt(row, where)
+        return self._prompt(row, where, rows.folder(index))
 
     def _encode(self, prompts: list[Prompt], where: Callable[[int], str]) -> list[Encoded]:
+        media = {i: self.media.token_ids(p) for i, p in enumerate(prompts) if isinstance(p, MediaPrompt)}
+        texts = [i for i, prompt in enumerate(prompts) if i not in media and prompt != _SKIPPED]
         encoded = encode_prompts(
             self.tokenizer,
-            prompts,
-            where,
+            [prompts[i] for i in texts],
+            lambda k: where(texts[k]),
             chat_template=self.chat_template,
             template_kwargs=self.config.apply_chat_template_kwargs,
             tools=self.tools,
         )
-        return [(ids, []) for ids in encoded]
+        found = media | dict(zip(texts, encoded))
+        return [(found.get(i, []), []) for i in range(len(prompts))]
 
     def _report_overlong(self, overlong: dict[int, int], rows: Rows, count: int, any_kept: bool) -> None:
         config = self.config
@@ -294,10 +344,6 @@ class RLHFDataset(Dataset):
                 what += f"; {found}, the shortest has {min(overlong.values()):,}: increase data.max_prompt_length"
             raise ValueError(what)
         logger.info("%s %s", "dropped" if config.filter_overlong_prompts else "truncated", found)
-
-
-def _texts_of(prompt: Prompt) -> list[str]:
-    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
 
 
 # ---- custom datasets ------------------------------------------------------------------------------------------------
@@ -334,17 +380,19 @@ def create_custom_dataset(
     max_samples: int,
     *,
     schema: str = "ppo",
+    processor: Any = None,
 ) -> Dataset:
     """Create a dataset as `cls(data_files=..., tokenizer=..., config=...)`, as public verl does.
 
     Args:
-        cls: the class. `processor=None` and `max_samples` are passed if its constructor has such parameters.
+        cls: the class. `processor` and `max_samples` are passed if its constructor has such parameters.
         data_files: paths.
         tokenizer: a Hugging Face tokenizer.
         settings: the `data` section; it becomes `config`, with attribute access, `get` and the keys of public verl
             that are not supported, at their defaults.
         max_samples: number of rows to use; -1: all.
         schema: whose keys these are, "ppo" or "sft".
+        processor: the processor of a vision-language model.
     """
     defaults = {key.partition("data.")[2]: v for key, v in upstream_defaults(schema).items() if key.startswith("data.")}
     public = {k: None if str(v).startswith("${") else v for k, v in defaults.items() if "." not in k}
@@ -352,7 +400,7 @@ def create_custom_dataset(
     config = OmegaConf.create({**public, **settings, **own, "train_max_samples": max_samples})
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    more = {"processor": None, "max_samples": max_samples}
+    more = {"processor": processor, "max_samples": max_samples}
     more = {name: value for name, value in more.items() if takes_any or name in parameters}
     return cls(data_files=list(data_files), tokenizer=tokenizer, config=config, **more)
 
@@ -368,14 +416,3 @@ def check_ground_truth(dataset: Dataset, function: str) -> None:
             "(reward.custom_reward_function.path), a reward model (reward.reward_model.enable=true), or "
             "reward.reward_function=format"
         )
-
-
-def check_dataset(dataset: Dataset, collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts) -> None:
-    """Raise ValueError if the dataset is empty, or its first item is not what `collate` takes."""
-    name = type(dataset).__name__
-    if len(dataset) == 0:
-        raise ValueError(f"{name}: the dataset has no items")
-    try:
-        collate([dataset[0]])
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error

@@ -91,7 +91,7 @@ def concat_sequences(batches: Sequence[DataProto], pad_token_id: int) -> DataPro
         left = prompt_width - batch.column("prompts").shape[1]
         right = response_width - batch.column("responses").shape[1]
         tensors = {name: _widened(name, value, left, right, pad_token_id) for name, value in batch.tensors.items()}
-        if "position_ids" in tensors:
+        if "position_ids" in tensors and tensors["position_ids"].dim() == 2:
             tensors["position_ids"] = position_ids_of(tensors["attention_mask"])
         nothing = np.full(len(batch), None, dtype=object)
         widened.append(DataProto(tensors, {name: batch.non_tensor_batch.get(name, nothing) for name in objects}))

@@ -20,6 +20,8 @@ from verl.data.dataset import (
     tokenize_rows,
 )
 from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
+from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, report_skipped, rows_to_decode
+from verl.data.pictures import MediaError
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     Message,
@@ -29,6 +31,7 @@ from verl.data.tokenization import (
     encode,
     encode_plain_prompts,
     prepare_tokenizer,
+    refuse_media,
     truncate,
 )
 from verl.protocol import DataProto
@@ -64,7 +67,8 @@ class _Columns:
     response_path: tuple[str, ...] = ()
 
 
-_Example = list[Message] | _Pair
+_Example = list[Message] | MediaPrompt | _Pair
+_SKIPPED = _Pair("", "")  # a row that is dropped
 
 
 class SFTDataset(Dataset):
@@ -78,6 +82,9 @@ class SFTDataset(Dataset):
     the turn. Turns are rendered and tokenized one by one, so training sees the tokens that generation sees. An
     assistant message at the start of a chat is context only.
 
+    With a processor, a row may have images and videos before its first token in the loss; they are decoded when the row
+    is read, and `dataset[i]` also has multi_modal_inputs (None for a row of text).
+
     `dataset[i]` is a dict: prompt_ids (all tokens before the first one in the loss), response_ids (the rest),
     response_mask (one per response token: 1 if it is in the loss), index (the row's number in the files).
 
@@ -88,6 +95,10 @@ class SFTDataset(Dataset):
         config: the `data` section (`schema.SFTDataConfig`), or a mapping with some of its keys.
         needed: number of rows -> the rows that a short run reads; the others are tokenized when they are read. Ignored
             if `truncation` may drop rows.
+        processor: the processor of a vision-language model; None: rows with images or videos are an error.
+
+    Attributes:
+        skipped: row -> why its images or videos cannot be used (`data.skip_bad_images`).
 
     Raises:
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
@@ -99,6 +110,7 @@ class SFTDataset(Dataset):
         tokenizer: Any,
         config: DatasetConfig = None,
         needed: Callable[[int], Collection[int] | None] | None = None,
+        processor: Any = None,
     ):
         rows = rows_in_memory(data_files)
         self.data_files = [] if rows is not None else [str(path) for path in file_list(data_files)]
@@ -106,6 +118,12 @@ class SFTDataset(Dataset):
         self.config, self.chat_template = read_data_section(config, schema.SFTConfig)
         self.rows = rows or read_rows(self.data_files)
         prepare_tokenizer(tokenizer)
+        self.media = None
+        if processor is not None:
+            kwargs = {"template_kwargs": self.config.apply_chat_template_kwargs, "chat_template": self.chat_template}
+            self.media = MediaReader(processor, tokenizer, self.config, **kwargs)
+        self._refused = ("audios",) if self.media else ("audios", "images", "videos", *media_columns(self.config))
+        self.skipped: dict[int, str] = {}
         self._columns = _find_columns(self.rows, self.config)
         start = time.perf_counter()
         self._kept: list[int] = []  # entry of the tables -> row
@@ -140,12 +158,16 @@ class SFTDataset(Dataset):
         entry = item if self._entries is None else self._entry(item)
         ids, mask = self._ids[entry], self._mask[entry]
         first = mask.index(1)
-        return {
+        found = {
             "prompt_ids": ids[:first],
             "response_ids": ids[first:],
             "response_mask": mask[first:],
             "index": self._kept[entry],
         }
+        if self.media is not None:
+            row = self._kept[entry]
+            found["multi_modal_inputs"] = self.media.tensors(self._example(self.rows[row], row), ids)
+        return found
 
     def _entry(self, row: int) -> int:
         """The entry of a row. A row that is not tokenized yet is tokenized now."""
@@ -159,19 +181,23 @@ class SFTDataset(Dataset):
     def _tokenize(self, rows: Collection[int] | None) -> None:
         """Add the given rows to the tables; None: all rows."""
         overlong = {}  # row -> tokens
+        decoded = rows_to_decode(self._count, self.config.skip_bad_images)
         tokenized = tokenize_rows(
             self.tokenizer,
             self.rows,
             self._count,
-            read=self._example,
+            read=lambda row, index: self._checked(row, index, decoded),
             texts_of=_texts_of,
             encode=self._encode,
             only=rows,
         )
         for index, (ids, mask) in tokenized:
+            if index in self.skipped:
+                continue
             if len(ids) > self.config.max_length:
                 overlong[index] = len(ids)
             self._keep(index, ids, mask)
+        report_skipped(self.skipped)
         self._report(overlong, self._count if rows is None else len(rows))
         if rows is not None and (missing := {*rows} - {*self._kept}):
             where = self.rows.where(min(missing))
@@ -183,6 +209,12 @@ class SFTDataset(Dataset):
         if len(ids) > limit:
             if truncation == "error":
                 return
+            if self.media is not None and isinstance(self._example(self.rows[index], index), MediaPrompt):
+                raise ValueError(
+                    f"{self.rows.where(index)}: the example has {len(ids):,} tokens with those of its images, "
+                    f"more than data.max_length={limit:,}, and truncation would cut an image: increase the limit, or "
+                    "reduce data.max_pixels"
+                )
             ids, mask = truncate(ids, limit, truncation), truncate(mask, limit, truncation)
         mask = [0, *mask[1:]]  # nothing predicts the first token
         if 1 in mask:
@@ -190,9 +222,49 @@ class SFTDataset(Dataset):
             self._ids.append(ids)
             self._mask.append(mask)
 
+    def _checked(self, row: Mapping[str, Any], index: int, decoded: Collection[int]) -> _Example:
+        """`_example`; the pictures of the rows `decoded` are decoded. A row with bad pictures is skipped if so set."""
+        try:
+            example = self._example(row, index)
+            if isinstance(example, MediaPrompt) and index in decoded:
+                example.decode()
+                self.media.token_ids(example)
+            return example
+        except MediaError as error:
+            if not self.config.skip_bad_images:
+                raise
+            self.skipped[index] = str(error)
+            return _SKIPPED
+
     def _example(self, row: Mapping[str, Any], index: int) -> _Example:
-        """The row as a chat, or as two plain texts."""
-        columns, where = self._columns, self.rows.where(index)
+        """The row as a chat, with its images if it has any, or as two plain texts."""
+        where = self.rows.where(index)
+        refuse_media(row, self._refused, where)
+        if self.media is None:
+            return self._chat_or_pair(row, where)
+        columns = self._columns
+        if columns.messages is not None:
+            chat = row[columns.messages]
+        else:
+            chat = _follow(row, columns.prompt, columns.prompt_path, where)
+            response = _follow(row, columns.response, columns.response_path, where)
+            chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else list(chat or ())
+            chat.append({"role": "assistant", "content": response})
+        found = self.media.read(row, chat, self.rows.folder(index), where)
+        if found is None:
+            return self._chat_or_pair(row, where)
+        roles = [message["role"] for message in found.messages]
+        turns = [t for t, role in enumerate(roles) if role == "assistant" and t > 0]
+        if any(has_media(message) for message in found.messages[turns[0] if turns else 0 :]):
+            raise MediaError(
+                f"{where}: expected all images and videos before the first assistant turn, found the roles "
+                f"{', '.join(roles)} with some after it: write one row per assistant turn"
+            )
+        return found
+
+    def _chat_or_pair(self, row: Mapping[str, Any], where: str) -> _Example:
+        """A row of text."""
+        columns = self._columns
         if columns.messages is not None:
             for name, fix in _NOT_RENDERED.items():
                 if row.get(name) not in (None, [], ""):
@@ -220,7 +292,10 @@ class SFTDataset(Dataset):
         return self.chat_template is not None or self.tokenizer.chat_template is not None
 
     def _encode(self, examples: list[_Example], where: Callable[[int], str]) -> list[Encoded]:
-        pairs = [i for i, example in enumerate(examples) if isinstance(example, _Pair)]
+        pairs = [i for i, e in enumerate(examples) if isinstance(e, _Pair) and e != _SKIPPED]
+        media = {i: e for i, e in enumerate(examples) if isinstance(e, MediaPrompt)}
+        for example in media.values():
+            self.media.check_text(example)
         chats = [i for i, example in enumerate(examples) if not isinstance(example, _Pair)]
         if chats and not self._has_template():
             raise ValueError(
@@ -235,10 +310,11 @@ class SFTDataset(Dataset):
             result[i] = (prompt + with_eos, [0] * len(prompt) + [1] * len(with_eos))
         encoded_chats = encode_conversations(
             self.tokenizer,
-            [examples[i] for i in chats],
+            [media[i].messages if i in media else examples[i] for i in chats],
             chat_template=self.chat_template,
             template_kwargs=self.config.apply_chat_template_kwargs,
             where=lambda k: where(chats[k]),
+            expanders={k: self.media.expander(media[i]) for k, i in enumerate(chats) if i in media},
         )
         for i, encoded in zip(chats, encoded_chats):
             result[i] = encoded
@@ -309,6 +385,8 @@ def _follow(row: Mapping[str, Any], column: str, path: tuple[str, ...], where: s
 def _texts_of(example: _Example) -> list[str]:
     if isinstance(example, _Pair):
         return [example.prompt, example.response]
+    if isinstance(example, MediaPrompt):
+        return example.texts()
     return [message["content"] for message in example]
 
 

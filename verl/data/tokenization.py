@@ -2,7 +2,7 @@
 
 import array
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +179,10 @@ def read_prompt(prompt: Any, prompt_format: str, has_template: bool, where: str)
 def refuse_media(row: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
     """Raise ValueError for a row with a value in one of the columns `keys`, which would be ignored silently."""
     for key in keys:
-        if row.get(key) is not None and len(row[key]) > 0:
+        if row.get(key) is not None and not (isinstance(row[key], Sized) and len(row[key]) == 0):
             raise ValueError(
-                f"{where}: column {key!r} has images, video or audio, which are not supported yet; "
-                "remove the column to use only the text"
+                f"{where}: column {key!r} has images, video or audio, which this model does not read: use a "
+                "vision-language model (images and videos), or remove the column to use only the text"
             )
 
 

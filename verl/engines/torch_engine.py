@@ -264,7 +264,7 @@ class TorchEngine(TrainEngine):
         columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 1:]}
         columns["position_ids"] = torch.arange(ids.shape[1])[None]
         outputs = ("values",) if self.spec.kind == "value" else ("log_probs",)
-        return self._forward(columns, False, outputs, 1.0)
+        return self._forward(columns, False, outputs, 1.0, None)
 
     def _checkpoint_activations(self, on: bool) -> None:
         """Enable or disable activation checkpointing."""

@@ -168,10 +168,10 @@ def check_optional(probes: Mapping[str, Probe], unused: Container[str] = ()) -> 
     """
     wanted = [package for package in OPTIONAL if package.module in probes or package.name not in unused]
     checks = [_check_package(package, probes) for package in wanted]
-    # this library does not use torchvision, but transformers imports it if installed, and fails if that fails
+    # only videos need torchvision, but transformers imports it if installed, and fails if that fails
     if "torchvision" in probes and probes["torchvision"].error is not None:
         found = f"{version_of('torchvision')} does not match this torch: {probes['torchvision'].error}"
-        checks.append(Check("torchvision", FAULT, found, "pip uninstall -y torchvision   # not needed"))
+        checks.append(Check("torchvision", FAULT, found, "pip uninstall -y torchvision   # only videos need it"))
     return checks
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from verl.config import ConfigError, Problem, check_inputs, check_registered, check_supported, load_config, to_flat_dict
 from verl.config.inputs import check_generation
 from verl.config.schema.offline import GenerationConfig
+from verl.data.media import note_unused_media_keys
+from verl.data.processor import load_processor
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
 from verl.engines.loading import check_model
@@ -46,6 +48,10 @@ _IRRELEVANT_SETTINGS = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
 )
+
+
+#: columns of a prompt that a rollout reads
+_PROMPT = ("prompt_ids", "uid", "sample_index", "raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
 
 
 def check_engine(config: GenerationConfig) -> list[Problem]:
@@ -91,15 +97,14 @@ def _prompts(prompts: PromptSet, shards: ResponseShards, missing: Sequence[int])
     def next_prompts() -> DataProto:
         shard = next(remaining)
         indices = shards.prompts_of(shard)
-        columns = {"prompt_ids": [prompts.prompt_ids[i] for i in indices], "uid": [str(i) for i in indices]}
-        return DataProto.from_dict(non_tensors=columns, meta_info={"shard": shard})
+        return DataProto.from_dict(non_tensors=prompts.columns(indices), meta_info={"shard": shard})
 
     return next_prompts
 
 
 def _generate(roles: Roles) -> Callable[[DataProto], DataProto]:
     def gen(batch: DataProto) -> DataProto:
-        return roles["rollout"].generate_responses(batch.select([], ["prompt_ids", "uid", "sample_index"], []))
+        return roles["rollout"].generate_responses(batch.select([], [name for name in _PROMPT if name in batch], []))
 
     return gen
 
@@ -193,7 +198,9 @@ class GenerationRun:
 
     def _read_prompts(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model)
-        self.prompts: PromptSet = read_prompts(self.config, self.tokenizer)
+        processor = load_processor(self.config.model, self.tokenizer)
+        note_unused_media_keys(self.config.data, processor)
+        self.prompts: PromptSet = read_prompts(self.config, self.tokenizer, processor)
 
     def _check_limits(self) -> None:
         prompt_ids, limits = self.prompts.prompt_ids, ModelLimits.of(self.config.model)

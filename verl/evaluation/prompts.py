@@ -4,7 +4,7 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.checkpoints.atomic import atomic_write, check_folder
-from verl.config.schema.offline import GenerationConfig
+from verl.config.schema.offline import GenerationConfig, GenerationDataConfig
 from verl.data.files import Rows, read_rows
+from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts
 from verl.data.tokenization import (
     CHUNK,
     ROUND_TRIPS,
@@ -30,7 +31,7 @@ from verl.registry import did_you_mean
 RESPONSES = "responses"
 """The column with the responses in the output file."""
 
-_MEDIA = ("images", "videos", "audios")
+Prompt = str | list[dict[str, Any]] | MediaPrompt
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,20 @@ class PromptSet:
 
     rows: Rows
     prompt_ids: TokenTable
+    read: Callable[..., Prompt]
+    media: MediaReader | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
+
+    def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
+        """The columns of prompts for a rollout. Images are decoded now."""
+        ids = [self.prompt_ids[i] for i in indices]
+        found = {"prompt_ids": ids, "uid": [str(i) for i in indices]}
+        if self.media is not None:
+            items = [self.media.columns(self.read(i), tokens) for i, tokens in zip(indices, ids)]
+            found |= {name: [item[name] for item in items] for name in items[0]}
+        return found
 
     def digest(self) -> str:
         """Return a checksum of all token ids, which depends on the tokenizer and the chat template."""
@@ -51,8 +63,10 @@ class PromptSet:
         return total.hexdigest()[:16]
 
 
-def read_prompts(config: GenerationConfig, tokenizer: Any) -> PromptSet:
+def read_prompts(config: GenerationConfig, tokenizer: Any, processor: Any = None) -> PromptSet:
     """Read the files, check every row that is used, and tokenize its prompt.
+
+    processor: that of a vision-language model; without it, rows with images or videos are an error.
 
     A ground truth is not required. Prompts longer than rollout.prompt_length are neither truncated nor dropped, since
     that would change what is measured.
@@ -76,32 +90,55 @@ def read_prompts(config: GenerationConfig, tokenizer: Any) -> PromptSet:
     count = len(rows) if data.max_samples < 0 else min(data.max_samples, len(rows))
     if count == 0:
         raise ValueError(f"data.max_samples=0: expected at least 1 of the {len(rows):,} prompts, or -1 for all")
-    prompt_ids = TokenTable()
+    media = None
+    if processor is not None:
+        media = MediaReader(processor, tokenizer, data, template_kwargs=data.apply_chat_template_kwargs)
+    prompts = PromptSet(rows, TokenTable(), _reader(rows, data, tokenizer.chat_template is not None, media), media)
     numbered = itertools.islice(enumerate(rows), count)
     while chunk := list(itertools.islice(numbered, CHUNK)):
-        for ids in _encode(chunk, rows, count, config, tokenizer):
-            prompt_ids.append(ids)
-    _check_lengths(prompt_ids, rows, config.rollout.prompt_length)
-    return PromptSet(rows, prompt_ids)
+        for ids in _encode(chunk, prompts, count, config, tokenizer):
+            prompts.prompt_ids.append(ids)
+    _check_lengths(prompts.prompt_ids, rows, config.rollout.prompt_length)
+    return prompts
+
+
+def _reader(
+    rows: Rows, data: GenerationDataConfig, has_template: bool, media: MediaReader | None
+) -> Callable[..., Prompt]:
+    """A function that reads the prompt of a row."""
+    refused = ("audios",) if media else ("audios", "images", "videos", *media_columns(data))
+
+    def read(index: int, row: Mapping[str, Any] | None = None) -> Prompt:
+        row, where = rows[index] if row is None else row, rows.where(index)
+        refuse_media(row, refused, where)
+        given = row[data.prompt_key]
+        found = None if media is None else media.read(row, given, rows.folder(index), where)
+        return found or read_prompt(given, data.prompt_format, has_template, where)
+
+    return read
 
 
 def _encode(
-    chunk: list[tuple[int, dict[str, Any]]], rows: Rows, count: int, config: GenerationConfig, tokenizer: Any
+    chunk: list[tuple[int, dict[str, Any]]], prompt_set: PromptSet, count: int, config: GenerationConfig, tokenizer: Any
 ) -> list[list[int]]:
-    """Tokenize the prompts of a chunk of rows."""
-    data, indices = config.data, [index for index, _ in chunk]
-    has_template = tokenizer.chat_template is not None
-    for index, row in chunk:
-        refuse_media(row, _MEDIA, rows.where(index))
-    prompts = [
-        read_prompt(row[data.prompt_key], data.prompt_format, has_template, rows.where(index)) for index, row in chunk
-    ]
-    encoded = encode_prompts(
-        tokenizer, prompts, lambda i: rows.where(indices[i]), template_kwargs=data.apply_chat_template_kwargs
+    """Tokenize the prompts of a chunk of rows. All images are decoded, so that a bad one is found before generation."""
+    data, rows, prompts = config.data, prompt_set.rows, [prompt_set.read(index, row) for index, row in chunk]
+    indices = [index for index, _ in chunk]
+    encoded: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, MediaPrompt):
+            prompt.decode()
+            encoded[i] = prompt_set.media.token_ids(prompt)
+    texts = [i for i in range(len(prompts)) if i not in encoded]
+    kwargs = data.apply_chat_template_kwargs
+    where = [rows.where(index) for index in indices]
+    found = encode_prompts(tokenizer, [prompts[i] for i in texts], lambda k: where[texts[k]], template_kwargs=kwargs)
+    encoded |= dict(zip(texts, found))
+    ids = [encoded[i] for i in range(len(prompts))]
+    check_round_trips(
+        tokenizer, list(map(prompt_texts, prompts)), ids, max(count // ROUND_TRIPS, 1), indices, rows.where
     )
-    texts = [[p] if isinstance(p, str) else [message["content"] for message in p] for p in prompts]
-    check_round_trips(tokenizer, texts, encoded, max(count // ROUND_TRIPS, 1), indices, rows.where)
-    return encoded
+    return ids
 
 
 def _check_lengths(prompt_ids: TokenTable, rows: Rows, limit: int) -> None:

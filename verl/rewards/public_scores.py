@@ -4,6 +4,7 @@ from typing import Any
 
 from verl.rewards.resolve import default_compute_score
 from verl.rewards.rules import gsm8k
+from verl.rewards.rules.geo3k import geo3k
 from verl.rewards.rules.maths import is_equivalent
 from verl.utils.boxed import last_boxed
 
@@ -22,6 +23,11 @@ def gsm8k_score(
     if found is None:
         return 0.0
     return score if found == gsm8k.parse_number(ground_truth) else format_score
+
+
+def geo3k_score(solution_str: str, ground_truth: str, format_score: float = 0.1, **kwargs: Any) -> float:
+    """Answer in a box and format, as for the data source `hiyouga/geometry3k`."""
+    return geo3k("", solution_str, ground_truth, format_score=format_score)["score"]
 
 
 def math_score(solution_str: str, ground_truth: str, **kwargs: Any) -> float:

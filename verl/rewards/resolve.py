@@ -20,6 +20,7 @@ from verl.rewards.outcome import BadOutcome, read_outcome
 # modules are imported below for the table of data sources.
 from verl.rewards.rules import accuracy, formats  # noqa: F401
 from verl.rewards.rules.choice import multiple_choice
+from verl.rewards.rules.geo3k import geo3k
 from verl.rewards.rules.gsm8k import gsm8k_strict
 from verl.rewards.rules.maths import math_dapo, math_reward
 from verl.rewards.sandbox.code_tests import code_reward
@@ -35,6 +36,7 @@ RULES_BY_DATA_SOURCE: dict[str, ScoreFunction] = {
     name: ScoreFunction(rule)
     for rule, names in {
         gsm8k_strict: ["openai/gsm8k", "gsm8k"],
+        geo3k: ["hiyouga/geometry3k", "geo3k"],
         math_dapo: ["math", "aime"],
         math_reward: [
             "math500",

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from verl.tracking.console import TrainingProgress
 from verl.tracking.formatting import headline, one_line, printable, short
 from verl.tracking.step_files import open_steps
+from verl.tracking.thumbnails import are_thumbnails, picture_of
 from verl.utils.log import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -97,7 +100,7 @@ class ConsoleTracker(Tracker):
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         shown = printable if self.run.progress is not None and self.run.progress.is_live else one_line
-        for i, row in enumerate(rows, 1):
+        for i, row in enumerate(without_thumbnails(rows), 1):
             values = {key: short(v) if isinstance(v, float) else shown(str(v)) for key, v in row.items()}
             lines = [f"  {key}: {text}".replace("\n", "\n    ") for key, text in values.items()]
             logger.info("step %d, %s %d of %d\n%s", step, name, i, len(rows), "\n".join(lines))
@@ -174,7 +177,10 @@ class TensorboardTracker(Tracker):
         self._writer.flush()
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        self._writer.add_text(name, _markdown(rows), step)
+        self._writer.add_text(name, _markdown(without_thumbnails(rows)), step)
+        for i, row in enumerate(rows):
+            if are_thumbnails(images := row.get("images")):
+                self._writer.add_image(f"{name}/{i}", np.asarray(picture_of(images[0])), step, dataformats="HWC")
 
     def finish(self, failed: bool) -> None:
         if not self._has_session:
@@ -210,8 +216,12 @@ class WandbTracker(Tracker):
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         columns = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=[[_cell(row[c]) for c in columns] for row in rows])
+        table = self._wandb.Table(columns=columns, data=[[self._cell(row[c]) for c in columns] for row in rows])
         self._run.log({name: table, "training/global_step": step})
+
+    def _cell(self, value: Any) -> Any:
+        """Of several images the first is shown."""
+        return self._wandb.Image(picture_of(value[0])) if are_thumbnails(value) else _cell(value)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -261,6 +271,7 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._id, metrics=entries)
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        rows = without_thumbnails(rows)
         table = {column: [_cell(row[column]) for row in rows] for column in rows[0]}
         self._client.log_table(self._id, table, f"{name}/step_{step}.json")
 
@@ -291,12 +302,18 @@ class SwanlabTracker(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        rows = without_thumbnails(rows)
         table = self._swanlab.echarts.Table()
         table.add(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
         self._run.log({name: table}, step=step)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(state="crashed" if failed else "success")
+
+
+def without_thumbnails(rows: Rows) -> Rows:
+    """Samples whose thumbnails are replaced by their number, for destinations of text."""
+    return [{k: f"{len(v)} images" if are_thumbnails(v) else v for k, v in row.items()} for row in rows]
 
 
 def _cell(value: Any) -> str | float:

@@ -139,6 +139,7 @@ class Trainer(ABC):
             roles=self.roles,
             pipeline=self.pipeline,
             tokenizer=self.tokenizer,
+            model=run.inputs.model,
             keep=self.checkpoints_to_keep,
             watch=self.watch,
             train_dataset=run.inputs.train_dataset,

@@ -11,13 +11,15 @@ from typing import Any, ClassVar
 from verl.config import batch_summary
 from verl.config.sources import Overrides
 from verl.data.order import PromptSource
+from verl.data.processor import media_tokens
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
+from verl.rollout.base import MEDIA_COLUMNS
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
-from verl.trainer.asynchronous.generation.generation import Asynchronous, use_sampled_log_probs
+from verl.trainer.asynchronous.generation.generation.generation import Asynchronous, use_sampled_log_probs
 from verl.trainer.base import Trainer
 from verl.trainer.checks.agents import describe_agents
 from verl.trainer.checks.planning import describe_estimate
@@ -163,7 +165,8 @@ class PPOTrainer(Trainer):
     # ---- flow and workers -------------------------------------------------------------------------------------------
 
     def build_flow(self) -> DataFlow:
-        prompts = Prompts(self.source, lambda: self.global_step, self.vocab_size)
+        images = media_tokens(self.run.inputs.processor)
+        prompts = Prompts(self.source, lambda: self.global_step, self.vocab_size, images)
         flow = build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
         if self.config.algorithm.filter_groups.enable:
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
@@ -367,7 +370,7 @@ class PPOTrainer(Trainer):
         """
         config = self.config
         check_sampling(n, sampling, config.actor_rollout_ref.rollout.response_length)
-        items = prompt_items(prompts, self.tokenizer, config.data)
+        items = prompt_items(prompts, self.tokenizer, config.data, self.run.inputs.processor)
         batch = self.run.inputs.collate(items).replace(uid=[f"generate:{i}" for i in range(len(items))])
         self.start()
         with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
@@ -387,8 +390,9 @@ class PPOTrainer(Trainer):
             items = [self.val_dataset[i] for i in rows]
             prompts = self.run.inputs.collate(items).replace(uid=[f"val:{i}" for i in rows])
             prompts.meta_info["vocab_size"] = self.vocab_size
-            scored.append(self.validation.run(prompts))
-            texts += generations(scored[-1], self.tokenizer)
+            found = self.validation.run(prompts)
+            texts += generations(found, self.tokenizer)
+            scored.append(found.drop([name for name in MEDIA_COLUMNS if name in found]))  # decoded images are large
         variables = numeric_columns(scored)
         sources, uids = (joined(scored, name) for name in ("data_source", "uid"))
         folder = self.config.trainer.validation_data_dir

@@ -146,6 +146,7 @@ class SFTTrainer(Trainer):
             return {}
         self.start()
         batch = self.collate([self.val_dataset[i] for i in range(len(self.val_dataset))])
-        inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], [])
+        media = [name for name in ("multi_modal_inputs",) if name in batch]
+        inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], media)
         log_probs = self.roles["actor"].compute_log_prob(inputs).batch["old_log_probs"]
         return {"val/loss": -masked_mean(log_probs, batch.batch["response_mask"]).item()}

@@ -8,7 +8,7 @@ from verl.config.schema.algorithm import (
     PFPPOConfig,
     RolloutCorrectionConfig,
 )
-from verl.config.schema.data import CustomClassConfig, DataConfig
+from verl.config.schema.data import CustomClassConfig, DataConfig, MediaSection
 from verl.config.schema.megatron import MegatronConfig, MegatronTransformerConfig, RefMegatronConfig
 from verl.config.schema.model import (
     ActorCheckpointConfig,
@@ -89,6 +89,7 @@ __all__ = [
     "GenerationRolloutConfig",
     "KLControlConfig",
     "ManagerModuleConfig",
+    "MediaSection",
     "MegatronConfig",
     "MegatronTransformerConfig",
     "ModelConfig",

@@ -22,7 +22,21 @@ class DatasetClassConfig(CustomClassConfig):
     kwargs: dict[str, Any] = field({}, "further settings of the class: keys of its `config`")
 
 
-class DataConfig(Section):
+class MediaSection(Section):
+    """Images and videos of a vision-language model: part of every `data` section with prompts."""
+
+    image_key: str = field("images", "column of the images")
+    video_key: str = field("videos", "column of the videos")
+    mm_processor_kwargs: dict[str, Any] = field({}, "arguments of the model's processor")
+    min_pixels: int | None = field(None, "enlarge images with fewer pixels (width x height)", ge=1)
+    max_pixels: int | None = field(None, "shrink images with more pixels (width x height)", ge=16)
+    max_images_per_prompt: int | None = field(None, "most images of a prompt; more are an error", ge=1)
+    max_video_frames: int | None = field(None, "frames of a video, evenly spaced; null: all", ge=1)
+    allow_image_urls: bool = field(False, "download images that are given as URLs")
+    skip_bad_images: bool = field(False, "drop rows with unusable images or videos; decodes all at the start")
+
+
+class DataConfig(MediaSection):
     """`data`: prompts for training and validation. A dataset class receives this section."""
 
     train_files: FilePaths = field([], "training data: .parquet, .jsonl, .json, .csv, or hub names")

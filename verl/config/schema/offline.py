@@ -6,13 +6,13 @@ from pydantic import Field
 
 from verl.config.aliases import EVAL, OFFLINE
 from verl.config.fields import FilePath, FilePaths, Precision, Schema, Section, StrList, field, section
-from verl.config.schema.data import PromptFormat
+from verl.config.schema.data import MediaSection, PromptFormat
 from verl.config.schema.model import ModelConfig
 from verl.config.schema.reward import CustomRewardFunctionConfig
 from verl.config.schema.rollout import RolloutEngineConfig
 
 
-class GenerationDataConfig(Section):
+class GenerationDataConfig(MediaSection):
     """`data`: the prompts, and the file for the responses."""
 
     path: FilePaths = field([], "prompts: .parquet, .jsonl, .json, .csv, or hub names")

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from verl.config.aliases import SFT
-from verl.config.fields import FilePaths, Precision, Schema, Section, StrList, field, section
+from verl.config.fields import FilePaths, Precision, Schema, StrList, field, section
 from verl.config.naming import default_names
-from verl.config.schema.data import DatasetClassConfig, PromptFormat
+from verl.config.schema.data import DatasetClassConfig, MediaSection, PromptFormat
 from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.model import CheckpointConfig, CheckpointContents, EngineConfig, ModelConfig, OptimConfig
 from verl.config.schema.trainer import RunConfig
 
 
-class SFTDataConfig(Section):
+class SFTDataConfig(MediaSection):
     """`data`: chats, or prompts with responses. A dataset class receives this section."""
 
     train_files: FilePaths = field([], "training data: .parquet, .jsonl, .json, .csv, or hub names")

@@ -260,7 +260,7 @@ function background(coloring, value) {
   return `rgba(var(--seq), ${(0.7 * strength).toFixed(3)})`;
 }
 
-const SHOWN_ABOVE = new Set(["input", "output", "tokens", "mask", "rollout_log_probs", "log_probs", "advantages", "values", "ref_kl"]);
+const SHOWN_ABOVE = new Set(["input", "output", "images", "tokens", "mask", "rollout_log_probs", "log_probs", "advantages", "values", "ref_kl"]);
 
 function sampleCard(sample, step) {
   const head = el("div", { class: "head" }, el("b", {}, `step ${step}`));
@@ -277,7 +277,9 @@ function sampleCard(sample, step) {
     output.sample = sample;
     for (const kind of ["pointerover", "click"]) output.addEventListener(kind, (event) => describeToken(event, sample));
   } else output.append(sample.output);
-  return el("div", { class: "card sample" }, head, el("div", { class: "prompt" }, sample.input), output);
+  const images = (Array.isArray(sample.images) ? sample.images : []).filter((uri) => String(uri).startsWith("data:image/"));
+  const pictures = images.map((src) => el("img", { src, alt: "image of the prompt", class: "thumbnail" }));
+  return el("div", { class: "card sample" }, head, ...pictures, el("div", { class: "prompt" }, sample.input), output);
 }
 
 function describeToken(event, sample) {

@@ -40,8 +40,9 @@ from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.sources import Overrides
 from verl.config.supported import settings_without_effect
+from verl.data.collate import check_dataset
 from verl.data.mixture import Mixture
-from verl.data.rlhf_dataset import RLHFDataset, check_dataset
+from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES
 from verl.engines.loading import check_kernels, check_model

@@ -16,9 +16,13 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.rollout.base import SamplingParams
+from verl.tracking.thumbnails import thumbnails_by_object
 
 #: fields of a sample; a value of the reward function with one of these names gets the prefix `reward_`
-_FIELDS = {"input", "output", "gts", "score", "advantage", "length", "finish_reason", "data_source", "uid", "step"}
+_FIELDS = {
+    *("images", "input", "output", "gts", "score", "advantage", "length"),
+    *("finish_reason", "data_source", "uid", "step"),
+}
 
 
 def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
@@ -32,11 +36,12 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
     Returns:
         One mapping per sample: input, output, gts (the ground truth), score, every value that the reward function
         returned in addition to the score, advantage (mean over the response tokens), length (tokens), finish_reason,
-        data_source and uid. All have the same keys.
+        data_source and uid, and images (thumbnails as data URIs) in a batch with images. All have the same keys.
     """
     columns, objects = batch.tensors, batch.non_tensor_batch
     width = columns["prompts"].shape[1]
     samples = []
+    small = thumbnails_by_object()
     for i in range(len(batch)) if rows is None else rows:
         mask = columns["attention_mask"][i].bool()
         extras = {
@@ -55,6 +60,8 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
             sample["advantage"] = masked_mean(columns["advantages"][i], columns["response_mask"][i]).item()
         sample["length"] = int(mask[width:].sum())
         sample |= {name: objects[name][i] for name in ("finish_reason", "data_source", "uid") if name in objects}
+        if "multi_modal_data" in objects:
+            sample["images"] = small(objects["multi_modal_data"][i])
         samples.append(sample)
     return samples
 
@@ -78,15 +85,18 @@ def check_sampling(n: int, sampling: Mapping[str, Any], longest: int) -> None:
     SamplingParams(**{"max_tokens": longest, "stop_token_ids": (), **sampling})
 
 
-def prompt_items(prompts: Sequence[Any], tokenizer: Any, data: schema.DataConfig) -> list[dict[str, Any]]:
-    """Items of prompts (texts or chats), tokenized as those of the training data."""
+def prompt_items(
+    prompts: Sequence[Any], tokenizer: Any, data: schema.DataConfig, processor: Any = None
+) -> list[dict[str, Any]]:
+    """Items of prompts (texts or chats, with a processor also with images), tokenized as those of the training data."""
     if isinstance(prompts, str):
         raise ValueError(f"generate: expected a list of prompts, found the string {prompts!r}: use [{prompts!r}]")
     if not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
         raise ValueError(f"generate: expected a list of prompts (texts or chats), found {prompts!r}")
     rows = [{data.prompt_key: prompt, "data_source": "generate"} for prompt in prompts]
-    settings = data.model_copy(update={"filter_overlong_prompts": False, "ground_truth_key": "answer"})
-    dataset = RLHFDataset(rows, tokenizer, settings.model_copy(update={"reward_fn_key": "data_source"}))
+    columns = {"ground_truth_key": "answer", "image_key": "images", "video_key": "videos"}
+    settings = data.model_copy(update={"filter_overlong_prompts": False, "skip_bad_images": False, **columns})
+    dataset = RLHFDataset(rows, tokenizer, settings.model_copy(update={"reward_fn_key": "data_source"}), processor)
     return [dataset[i] for i in range(len(dataset))]
 
 

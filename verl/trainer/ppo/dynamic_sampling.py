@@ -43,7 +43,7 @@ class PromptQueue(Prompts):
     """
 
     def __init__(self, prompts: Prompts, size: int):
-        super().__init__(prompts.source, prompts.step, prompts.vocab_size)
+        super().__init__(prompts.source, prompts.step, prompts.vocab_size, prompts.media_tokens)
         self.size = size
         self.waiting: DataProto | None = None
 

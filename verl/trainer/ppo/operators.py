@@ -59,16 +59,24 @@ Roles = Mapping[str, WorkerGroup]
 class Prompts(Stateful):
     """The source of training prompts.
 
-    meta_info contains global_step, and vocab_size for the strict check of token ids.
+    meta_info contains global_step, and for the strict check vocab_size and, of a model with images, media_tokens.
     """
 
-    def __init__(self, source: PromptSource, step: Callable[[], int], vocab_size: int):
+    def __init__(
+        self,
+        source: PromptSource,
+        step: Callable[[], int],
+        vocab_size: int,
+        media_tokens: Mapping[str, int] | None = None,
+    ):
         self.source = source
         self.step = step
         self.vocab_size = vocab_size
+        self.media_tokens = media_tokens
 
     def facts(self) -> dict[str, Any]:
-        return {"global_step": self.step(), "vocab_size": self.vocab_size}
+        images = {} if self.media_tokens is None else {"media_tokens": self.media_tokens}
+        return {"global_step": self.step(), "vocab_size": self.vocab_size, **images}
 
     def __call__(self) -> DataProto:
         batch = self.source()
@@ -135,8 +143,12 @@ def prompt_columns(batch: DataProto, with_columns: bool) -> DataProto:
 
 def sequences_of(batch: DataProto, further: tuple[str, ...] = ()) -> DataProto:
     """The columns that a model reads to compute log-probs or values, and further ones."""
-    images = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
-    return batch.select([*SEQUENCES, *further], images, [])
+    return batch.select([*SEQUENCES, *further], images_of(batch), [])
+
+
+def images_of(batch: DataProto) -> list[str]:
+    """The object columns that a model reads: the tensors of images, if the batch has any."""
+    return [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
 
 
 def length_metrics(batch: DataProto) -> dict[str, Any]:
@@ -471,7 +483,7 @@ class Update:
             return
         group = self.roles[self.role]
         ranks = group.layout().dp_size
-        rows = batch.select(None, [], [])
+        rows = batch.select(None, images_of(batch), [])
         if "loss_mask" in rows:
             rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
         lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.together).sum(1).tolist()

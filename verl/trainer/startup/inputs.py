@@ -15,8 +15,10 @@ from torch.utils.data import Dataset
 from verl.config import schema
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.files import row_count
+from verl.data.media import media_columns, note_unused_media_keys
 from verl.data.mixture import Mixture
 from verl.data.order import ResumableSampler, check_batch_size
+from verl.data.processor import load_processor
 from verl.data.quarantine import BadRowsError, write_bad_rows
 from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
 from verl.data.sequences import build_sequences
@@ -45,7 +47,11 @@ _READ = ("prompt", "answer", "ground_truth", "reward_model", "data_source", "abi
 
 @dataclass
 class Inputs:
-    """The loaded inputs of a run. reward_manager: None for SFT. collate: items of a dataset -> a batch of prompts."""
+    """The loaded inputs of a run.
+
+    reward_manager: None for SFT. collate: items of a dataset -> a batch of prompts. processor: that of a
+    vision-language model; None for text.
+    """
 
     model: schema.ModelConfig
     tokenizer: Any
@@ -53,6 +59,7 @@ class Inputs:
     val_dataset: Dataset | None
     reward_manager: RewardManager | None = None
     collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts
+    processor: Any = None
 
     @functools.cached_property
     def limits(self) -> ModelLimits:
@@ -71,13 +78,16 @@ def load_inputs(
     if tokenizer is None and isinstance(train_dataset, RLHFDataset):
         tokenizer = train_dataset.tokenizer
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
+    processor = load_processor(model, tokenizer)
+    note_unused_media_keys(config.data, processor)
     given = reward_manager is not None
     rewards = given_rewards(config, tokenizer, reward_manager) if given else load_rewards(config, tokenizer)
-    train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples)
-    val = as_dataset(config, tokenizer, val_dataset, config.data.val_max_samples)
-    train = train if train is not None else _listing_bad_rows(config, tokenizer)
-    val = val if val is not None else load_val_dataset(config, tokenizer)
-    return Inputs(model, tokenizer, train, val, rewards, PromptCollator(tokenizer, config.data))
+    train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
+    val = as_dataset(config, tokenizer, val_dataset, config.data.val_max_samples, processor)
+    train = train if train is not None else _listing_bad_rows(config, tokenizer, processor)
+    val = val if val is not None else load_val_dataset(config, tokenizer, processor)
+    collate = PromptCollator(tokenizer, config.data, processor)
+    return Inputs(model, tokenizer, train, val, rewards, collate, processor)
 
 
 def load_sft_inputs(
@@ -90,20 +100,27 @@ def load_sft_inputs(
     data, cls = config.data, dataset_class(config, SFTDataset)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
 
+    processor = load_processor(config.model, tokenizer)
+    note_unused_media_keys(data, processor)
+
     def load(files: Sequence[str], max_samples: int, **further: Any) -> Dataset:
         if data.custom_cls.path:
-            return create_custom_dataset(cls, files, tokenizer, data.model_dump(), max_samples, schema="sft")
-        return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, **further)
+            settings = data.model_dump()
+            return create_custom_dataset(
+                cls, files, tokenizer, settings, max_samples, schema="sft", processor=processor
+            )
+        return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, processor=processor, **further)
 
     train, val = (
-        cls(one, tokenizer, data) if are_rows(one, SFT_TOKENS) else one for one in (train_dataset, val_dataset)
+        cls(one, tokenizer, data, processor=processor) if are_rows(one, SFT_TOKENS) else one
+        for one in (train_dataset, val_dataset)
     )
     if train is None:
         further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}
         train = load(data.train_files, data.train_max_samples, **further)
     if val is None and data.val_files:
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
-    return Inputs(config.model, tokenizer, train, val)
+    return Inputs(config.model, tokenizer, train, val, processor=processor)
 
 
 def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
@@ -142,11 +159,11 @@ def dataset_class(config: schema.Config | schema.SFTConfig, default: type[Datase
     return load_dataset_class(custom.path, custom.name) if custom.path else default
 
 
-def _listing_bad_rows(config: schema.Config, tokenizer: Any) -> Dataset:
+def _listing_bad_rows(config: schema.Config, tokenizer: Any, processor: Any) -> Dataset:
     """`load_dataset`; bad rows are listed in the folder of the run."""
     folder = Path(config.trainer.default_local_dir)
     try:
-        train = load_dataset(config, tokenizer)
+        train = load_dataset(config, tokenizer, processor)
     except BadRowsError as error:
         raise ValueError(f"{error}\nAll of them are listed in {write_bad_rows(folder, error.rows)}") from None
     datasets = train.datasets if isinstance(train, Mixture) else [train]
@@ -154,7 +171,7 @@ def _listing_bad_rows(config: schema.Config, tokenizer: Any) -> Dataset:
     return train
 
 
-def load_dataset(config: schema.Config, tokenizer: Any) -> Dataset:
+def load_dataset(config: schema.Config, tokenizer: Any, processor: Any = None) -> Dataset:
     """The training prompts. Raises ValueError before they are tokenized if they do not fill a batch."""
     if not config.data.custom_cls.path:
         rows, limit = row_count(config.data.train_files), config.data.train_max_samples
@@ -162,27 +179,27 @@ def load_dataset(config: schema.Config, tokenizer: Any) -> Dataset:
         check_batch_size(config.data.train_batch_size, rows if limit < 0 else min(rows, limit))
     files, weights, limit = config.data.train_files, config.data.train_weights, config.data.train_max_samples
     if not weights:
-        return _dataset(config, tokenizer, files, limit)
+        return _dataset(config, tokenizer, files, limit, processor)
     if len(weights) != len(files):
         raise ValueError(
             f"data.train_weights: expected one weight for each of data.train_files, {len(files)}, found {len(weights)}"
         )
-    return Mixture([_dataset(config, tokenizer, [file], limit) for file in files], files)
+    return Mixture([_dataset(config, tokenizer, [file], limit, processor) for file in files], files)
 
 
-def load_val_dataset(config: schema.Config, tokenizer: Any) -> Dataset | None:
+def load_val_dataset(config: schema.Config, tokenizer: Any, processor: Any = None) -> Dataset | None:
     """The validation prompts; None without `data.val_files`."""
     files = [with_split(file, "test") for file in config.data.val_files]
     data = config.data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
     config = config.model_copy(update={"data": data})
-    return _dataset(config, tokenizer, files, config.data.val_max_samples) if files else None
+    return _dataset(config, tokenizer, files, config.data.val_max_samples, processor) if files else None
 
 
-def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_samples: int) -> Dataset:
+def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_samples: int, processor: Any) -> Dataset:
     cls, settings = dataset_class(config, RLHFDataset), config.data.model_dump()
     if config.data.custom_cls.path:
-        return create_custom_dataset(cls, files, tokenizer, settings, max_samples)
-    return cls(list(files), tokenizer, settings, max_samples=max_samples)
+        return create_custom_dataset(cls, files, tokenizer, settings, max_samples, processor=processor)
+    return cls(list(files), tokenizer, settings, processor=processor, max_samples=max_samples)
 
 
 def are_rows(given: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
@@ -217,25 +234,27 @@ def are_rows(given: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
     return isinstance(first, Mapping) and not any(key in first for key in tokenized)
 
 
-def as_dataset(config: schema.Config, tokenizer: Any, given: Any, max_samples: int) -> Any:
+def as_dataset(config: schema.Config, tokenizer: Any, given: Any, max_samples: int, processor: Any = None) -> Any:
     """The dataset of rows; a dataset as it is. Further columns of a row are also passed to the reward in extra_info."""
     if not are_rows(given) or (isinstance(given, Dataset) and config.data.prompt_key not in given[0]):
         return given
     truth_key = config.data.ground_truth_key
     rows = [given[i] for i in range(len(given))]
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
-    rows = [_row(row, columns, config.data.prompt_key, truth_key) for row in rows]
-    return RLHFDataset(rows, tokenizer, config.data, max_samples=len(rows) if max_samples < 0 else max_samples)
+    read = (config.data.prompt_key, truth_key, *(media_columns(config.data) if processor is not None else ()))
+    rows = [_row(row, columns, read, truth_key) for row in rows]
+    limit = len(rows) if max_samples < 0 else max_samples
+    return RLHFDataset(rows, tokenizer, config.data, processor, max_samples=limit)
 
 
-def _row(row: Any, columns: Mapping[str, None], prompt_key: str, truth_key: str) -> Any:
+def _row(row: Any, columns: Mapping[str, None], read: Sequence[str], truth_key: str) -> Any:
     """A row with all columns, and the further ones in extra_info."""
     if not isinstance(row, Mapping):
         return row  # reported by `rows_in_memory`
     row = {**columns, **row}
     if "ground_truth" in row and truth_key not in row and "reward_model" not in row:
         row[truth_key] = row.pop("ground_truth")
-    further = {key: value for key, value in row.items() if key not in (*_READ, prompt_key, truth_key)}
+    further = {key: value for key, value in row.items() if key not in (*_READ, *read)}
     given = row.get("extra_info") or {}
     if not isinstance(given, Mapping):
         return row  # reported by the dataset

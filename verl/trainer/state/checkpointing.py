@@ -20,8 +20,10 @@ from typing import Any
 from verl.checkpoints.store import MANIFEST, CheckpointStore
 from verl.config import dump_config, to_flat_dict
 from verl.config.fields import Schema, redacted
+from verl.config.schema.model import ModelConfig
 from verl.config.schema.trainer import RunConfig
 from verl.data.files import IN_MEMORY
+from verl.data.processor import copy_processor_files
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.dataflow import Pipeline
@@ -79,6 +81,7 @@ class Checkpointer:
         roles: role -> worker group; filled before the first save or load.
         pipeline: the flow, whose state is saved.
         tokenizer: saved with each model.
+        model: the files of its processor, if it has one, are saved with each model.
         keep: role -> number of newest checkpoints to keep; None: all.
         watch: its state is saved; it names the best checkpoint.
         train_dataset: its fingerprint is saved, if it is a dataset of this package.
@@ -99,6 +102,7 @@ class Checkpointer:
         roles: Mapping[str, WorkerGroup],
         pipeline: Pipeline,
         tokenizer: Any,
+        model: ModelConfig,
         keep: Callable[[], Mapping[str, int | None]],
         watch: ValidationWatch,
         train_dataset: Any,
@@ -110,6 +114,7 @@ class Checkpointer:
         self.roles = roles
         self.pipeline = pipeline
         self.tokenizer = tokenizer
+        self.model = model
         self.keep = keep
         self.watch = watch
         self.train_dataset = train_dataset
@@ -139,6 +144,7 @@ class Checkpointer:
             for role in self._present_roles():
                 self.roles[role].save_checkpoint(folder / role)
                 self.tokenizer.save_pretrained(folder / role / "huggingface")
+                copy_processor_files(self.model, folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
             state |= {"validations": self.watch.state_dict(), "data": self._fingerprint}
             state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}

@@ -1,12 +1,14 @@
 """The trainer's state on disk: plain values as JSON, tensors as safetensors. Reading it cannot run code.
 
 Supported types: None, bool, int, float, str, bytes, list, tuple, dict, tensors, arrays of numbers or of supported
-values, numpy scalars, and batches. A type that JSON lacks is stored as an object with one key:
+values, numpy scalars, PIL images (as PNG) and batches. A type that JSON lacks is stored as an object with one key:
 `{"$tuple": [...]}`.
 """
 
 import base64
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,10 @@ class _Writer:
             return self._array(value, where)
         if isinstance(value, DataProto):
             return {"$batch": self.encode(value.copy().to("cpu").__getstate__(), where)}
+        if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(value, pillow.Image):
+            out = io.BytesIO()
+            value.save(out, "PNG")
+            return {"$image": base64.b64encode(out.getvalue()).decode()}
         raise ValueError(
             f"{where}: a {type(value).__name__} cannot be saved: supported are numbers, str, bytes, None, "
             "lists, tuples, dicts, tensors, arrays and batches"
@@ -90,11 +96,19 @@ class _Writer:
         return name
 
 
+def _image(text: str) -> Any:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(base64.b64decode(text))) as found:
+        return found.copy()
+
+
 class _Reader:
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self._kinds: dict[str, Callable[[Any], Any]] = {
             "$number": lambda v: np.dtype(v[0]).type(self.decode(v[1])),
             "$bytes": base64.b64decode,
+            "$image": _image,
             "$tuple": lambda items: tuple(map(self.decode, items)),
             "$pairs": lambda pairs: {self.decode(k): self.decode(v) for k, v in pairs},
             "$tensor": tensors.__getitem__,

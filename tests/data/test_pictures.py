@@ -1,0 +1,210 @@
+"""Pictures: every kind of source, and one clear error for every kind of bad picture."""
+
+import base64
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from verl.data.pictures import MediaError, Picture, PictureLimits
+from verl.data.videos import Video
+
+RED = (255, 0, 0)
+
+
+def written(image: Image.Image, kind: str = "PNG", **settings) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **settings)
+    return out.getvalue()
+
+
+def plain(width: int = 12, height: int = 8, mode: str = "RGB", color=RED) -> Image.Image:
+    return Image.new(mode, (width, height), color)
+
+
+def animated(kind: str = "GIF") -> bytes:
+    frames = [plain(color=(i, 0, 200 - i)) for i in range(0, 200, 40)]
+    return written(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
+
+
+def bomb() -> bytes:
+    """A PNG of 20,000 x 20,000 pixels in 50 kB."""
+    return written(Image.new("1", (20_000, 20_000)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        written(plain()),
+        {"bytes": written(plain()), "path": None},
+        {"bytes": None, "path": "a.png"},
+        {"image": "a.png"},
+        {"image": plain()},
+        {"type": "image", "image_url": {"url": "a.png"}},
+        "a.png",
+        Path("a.png"),
+        "data:image/png;base64," + base64.b64encode(written(plain())).decode(),
+        base64.b64encode(written(plain())).decode(),
+        plain(),
+        np.asarray(plain()),
+        bytearray(written(plain())),
+    ],
+)
+def test_every_kind_of_source_is_the_same_picture(source, tmp_path):
+    (tmp_path / "a.png").write_bytes(written(plain()))
+    picture = Picture(source, "row 3", tmp_path)
+    assert picture.size() == (12, 8)
+    image = picture.decode()
+    assert image.mode == "RGB" and image.size == (12, 8) and image.getpixel((0, 0)) == RED
+
+
+def test_a_file_uri_is_an_absolute_path(tmp_path):
+    (tmp_path / "a.png").write_bytes(written(plain()))
+    assert Picture(f"file://{tmp_path}/a.png", "row 3").size() == (12, 8)
+
+
+def half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def noise(size: int = 64) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+BAD = {
+    "truncated png": (half(written(noise())), "expected a whole picture, found a damaged file"),
+    "truncated jpeg": (half(written(noise(), "JPEG")), "expected a whole picture, found a damaged file .*truncated"),
+    "one pixel": (written(plain(1, 1)), "expected at least 4 pixels on each side, found 1 x 1"),
+    "bomb": (bomb(), "expected at most 89,478,485 pixels, found 400,000,000 in"),
+    "large": (written(Image.new("1", (10_000, 9_000))), "found 10000 x 9000 = 90,000,000: store a smaller picture"),
+    "empty": (b"", "found 0 bytes"),
+    "text": (b"hello, I am no picture", "22 bytes of another kind, which start with b'hello, I am no p'"),
+    "gif": (animated(), r"expected one frame, found an animation \(GIF\) of 5 frames.*data.video_key"),
+    "webp": (animated("WEBP"), r"found an animation \(WEBP\) of 5 frames"),
+    "missing": ("no/such.png", r"row 3 \(no/such.png\): expected a file 'no/such.png' \(in .*found no such file"),
+    "url": ("https://a.example/b.png", r"found the URL https://a.example/b.png.*data.allow_image_urls=true"),
+    "base64": ("data:image/png;base64,@@", "expected base64 text"),
+    "no source": ({"width": 3}, "expected bytes, a path, .*found a dict with the keys width"),
+    "number": (7, "expected bytes, a path, .*found 7"),
+    "32 bits": (Image.new("F", (8, 8)), r"expected 8 or 16 bits per channel, found 32 \(mode F\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_picture_is_one_error_with_row_and_fix(name, tmp_path):
+    source, message = BAD[name]
+    with pytest.raises(MediaError, match=message) as raised:
+        Picture(source, "a.parquet, row 3", tmp_path).decode()
+    assert str(raised.value).startswith("a.parquet, row 3") and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if not name.startswith(("truncated", "32"))])
+def test_the_header_is_enough_to_find_it(name, tmp_path):
+    with pytest.raises(MediaError, match=BAD[name][1]):
+        Picture(BAD[name][0], "row 3", tmp_path).size()
+
+
+def test_a_text_file_with_the_name_of_a_picture(tmp_path):
+    (tmp_path / "a.png").write_text("PNG, honestly")
+    with pytest.raises(MediaError, match=r"row 3 \(a.png\): .*start with b'PNG, honestly'"):
+        Picture("a.png", "row 3", tmp_path).size()
+
+
+def test_transparent_parts_are_white():
+    hidden = Image.new("RGBA", (8, 8), (*RED, 0))  # red, but invisible
+    palette = hidden.convert("P")
+    palette.info["transparency"] = palette.getpixel((0, 0))
+    grey = Image.new("LA", (8, 8), (0, 128))
+    assert Picture(written(hidden), "x").decode().getpixel((0, 0)) == (255, 255, 255)
+    assert Picture(written(palette), "x").decode().getpixel((0, 0)) == (255, 255, 255)
+    assert Picture(written(grey), "x").decode().getpixel((0, 0)) == (127, 127, 127)
+
+
+def test_other_modes():
+    cmyk = Picture(written(plain(mode="CMYK", color=(0, 255, 255, 0)), "JPEG", quality=95), "x").decode()
+    assert np.allclose(cmyk.getpixel((3, 3)), RED, atol=8)
+    grey16 = Image.fromarray(np.full((8, 8), 0x8001, dtype=np.uint16))
+    assert Picture(written(grey16), "x").decode().getpixel((0, 0)) == (128, 128, 128)
+    assert Picture(written(plain(mode="1", color=1)), "x").decode().getpixel((0, 0)) == (255, 255, 255)
+    assert Picture(written(plain(mode="L", color=9)), "x").decode().getpixel((0, 0)) == (9, 9, 9)
+
+
+def test_the_exif_orientation_is_applied():
+    image = plain(12, 8, color=(0, 0, 255))
+    image.paste(RED, (0, 0, 6, 8))  # left half
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise: left becomes top
+    picture = Picture(written(image, "PNG", exif=exif), "x")
+    found = picture.decode()
+    assert picture.size() == found.size == (8, 12)
+    assert found.getpixel((4, 1)) == RED and found.getpixel((4, 10)) == (0, 0, 255)
+
+
+def test_limits_of_pixels():
+    small, large = PictureLimits(min_pixels=400), PictureLimits(max_pixels=48)
+    for limits, expected in ((small, (25, 17)), (large, (8, 5))):  # 12 x 8 times sqrt(400 / 96) and sqrt(1 / 2)
+        picture = Picture(written(plain()), "x", limits=limits)
+        assert picture.size() == picture.decode().size == expected
+    assert Picture(plain(), "x", limits=PictureLimits(96, 96)).size() == (12, 8)
+
+
+def test_a_url_is_downloaded_once_if_allowed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = []
+
+    def urlopen(url, timeout):
+        asked.append(url)
+        return io.BytesIO(written(plain()))
+
+    monkeypatch.setattr("verl.data.pictures.urllib.request.urlopen", urlopen)
+    for _ in range(2):
+        assert Picture("https://a.example/b.png", "x", limits=PictureLimits(allow_urls=True)).size() == (12, 8)
+    assert asked == ["https://a.example/b.png"]
+
+    def down(url, timeout):
+        raise OSError("no route")
+
+    monkeypatch.setattr("verl.data.pictures.urllib.request.urlopen", down)
+    with pytest.raises(MediaError, match=r"expected a picture at https://a.example/c.png, found OSError: no route"):
+        Picture("https://a.example/c.png", "x", limits=PictureLimits(allow_urls=True)).size()
+
+
+# ---- videos ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_video_is_frames_or_an_animation(tmp_path):
+    frames = [plain(color=(i, 0, 0)) for i in range(6)]
+    (tmp_path / "a.gif").write_bytes(animated())
+    shown, fps = Video([written(frame) for frame in frames], "x").decode()
+    assert shown.shape == (6, 8, 12, 3) and shown[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5] and fps == 2
+    assert Video({"video": frames, "fps": 4}, "x").decode()[1] == 4
+    for source in (animated(), "a.gif", {"bytes": animated()}, {"path": "a.gif"}):
+        shown, fps = Video(source, "x", tmp_path).decode()
+        assert shown.shape == (5, 8, 12, 3) and fps == 10
+
+
+def test_frames_are_chosen_evenly():
+    frames = [plain(color=(i, 0, 0)) for i in range(9)]
+    shown, fps = Video(frames, "x", max_frames=3).decode()
+    assert shown[:, 0, 0, 0].tolist() == [0, 4, 8] and fps == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ([], "expected at least one frame, found none"),
+        ([plain(), plain(20)], "expected frames of one size"),
+        ([plain(), b""], "row 3, frame 1: .*found 0 bytes"),
+        ("no.mp4", "expected a file 'no.mp4'.*no such file"),
+        ("https://a.example/b.mp4", "found the URL .*download the video"),
+        (b"\0\0\0 ftypisom", "video files need PyAV: pip install av"),
+        (7, "expected a list of frames, bytes, a path"),
+    ],
+)
+def test_bad_videos(source, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)  # not installed
+    with pytest.raises(MediaError, match=message):
+        Video(source, "row 3").decode()

@@ -1,0 +1,437 @@
+"""Prompts with images and videos: media columns and chat messages -> token ids and the tensors of the processor."""
+
+import contextlib
+import functools
+import logging
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.columns import strict_check_enabled
+from verl.config import schema
+from verl.data.pictures import MediaError, Picture, PictureLimits
+from verl.data.tokenization import Message, check_encodable, encode, render_chats
+from verl.data.videos import Video
+
+logger = logging.getLogger("verl.data")
+
+_PLACEHOLDER = re.compile(r"(<image>|<video>)")
+_PART_KEYS = {"type", "text", "image", "image_url", "video", "bytes", "path", "url", "fps"}
+#: what the processor returns besides the tensors of images and videos
+_TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_KINDS = ("image", "video")
+_DECODED = 128  # rows at the start of the data, and as many evenly spaced, whose images are decoded at the start
+_SHOWN = 5  # skipped rows whose errors are logged
+_SIZES = 4096  # sizes of pictures whose placeholders are kept
+
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """A chat with its images and videos, which are not decoded yet.
+
+    Attributes:
+        messages: chat messages; the content is text or a list of parts {"type": "text" | "image" | "video", ...}.
+        images, videos: in the order of their parts.
+        where: names the row in errors.
+    """
+
+    messages: list[Message]
+    images: tuple[Picture, ...]
+    videos: tuple[Video, ...]
+    where: str
+
+    def decode(self) -> None:
+        """Decode all images and videos. Raises MediaError for one that cannot be used."""
+        for media in (*self.images, *self.videos):
+            media.decode()
+
+    def texts(self) -> list[str]:
+        """The texts of all messages."""
+        return [text for message in self.messages for text in _texts(message["content"])]
+
+
+@dataclass(frozen=True)
+class ProcessedPrompt:
+    """A decoded prompt: the columns `prompt_ids`, `raw_prompt_ids`, `multi_modal_data`, `multi_modal_inputs`."""
+
+    prompt_ids: list[int]
+    raw_prompt_ids: list[int]
+    data: dict[str, list[Any]]
+    inputs: dict[str, Any]
+
+
+class MediaReader:
+    """Reads prompts with images and videos for one model.
+
+    Args:
+        processor: the model's processor (`load_processor`).
+        tokenizer: its tokenizer.
+        data: the section with image_key, video_key, the limits and mm_processor_kwargs.
+        template_kwargs: arguments of the chat template.
+        chat_template: Jinja text that replaces the tokenizer's template.
+        tools: schemas of the tools that the prompts describe.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        tokenizer: Any,
+        data: schema.MediaSection,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
+        self.processor, self.tokenizer, self.data = processor, tokenizer, data
+        self.limits = PictureLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
+        self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
+        self._placeholder = functools.lru_cache(_SIZES)(self._placeholder_of_size)
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, row: Mapping[str, Any], prompt: Any, folder: Path, where: str) -> MediaPrompt | None:
+        """The prompt of a row with images or videos; None for a row of text.
+
+        Args:
+            row: its media columns are read.
+            prompt: text or messages, with `<image>` and `<video>` where the media are, or with typed parts.
+            folder: where relative paths start.
+            where: names the row in errors.
+
+        Raises:
+            MediaError: another number of placeholders than of images or videos, or too many images.
+        """
+        keys = {"image": self.data.image_key, "video": self.data.video_key}
+        given = {kind: _as_list(row.get(key)) for kind, key in keys.items()}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(messages, Sequence | np.ndarray) or (not any(given.values()) and not _has_parts(messages)):
+            self._check_no_placeholders(row, keys, messages, where)
+            return None
+        sources: dict[str, list[Any]] = {"image": [], "video": []}
+        columns = {kind: iter(values) for kind, values in given.items()}
+        typed = [_typed_message(message, sources, columns, where) for message in messages]
+        for kind, found in sources.items():
+            missing, unused = sum(source is _MISSING for source in found), len(list(columns[kind]))
+            if missing or unused:
+                raise MediaError(
+                    f"{where}: expected one <{kind}> in the prompt for each entry of the column {keys[kind]!r}, found "
+                    f"{len(found)} in the prompt and {len(given[kind])} in the column: add or remove <{kind}>"
+                )
+        most = self.data.max_images_per_prompt
+        if most is not None and len(sources["image"]) > most:
+            raise MediaError(
+                f"{where}: expected at most {most} images (data.max_images_per_prompt), found {len(sources['image'])}"
+            )
+        images = (Picture(s, f"{where}, image {i}", folder, self.limits) for i, s in enumerate(sources["image"]))
+        frames = self.data.max_video_frames
+        videos = (Video(s, f"{where}, video {i}", folder, self.limits, frames) for i, s in enumerate(sources["video"]))
+        return MediaPrompt(typed, tuple(images), tuple(videos), where)
+
+    def _check_no_placeholders(
+        self, row: Mapping[str, Any], keys: Mapping[str, str], messages: Any, where: str
+    ) -> None:
+        """A row of text in a file with a media column must not have placeholders; without the column they are text."""
+        if not isinstance(messages, Sequence):
+            return
+        for kind, key in keys.items():
+            texts = [m["content"] for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), str)]
+            count = sum(text.count(f"<{kind}>") for text in texts)
+            if key in row and count:
+                raise MediaError(
+                    f"{where}: expected one entry in the column {key!r} for each <{kind}> of the prompt, found {count} "
+                    f"in the prompt and none in the column: add the {kind}, or remove <{kind}>"
+                )
+
+    # ---- tokens -----------------------------------------------------------------------------------------------------
+
+    def token_ids(self, prompt: MediaPrompt) -> list[int]:
+        """Token ids with expanded placeholders. Of images only the headers are read; videos are decoded.
+
+        Raises:
+            MediaError: a picture that cannot be used, or a chat template without placeholders.
+        """
+        return encode(self.tokenizer, [self.expander(prompt)(self._text(prompt))], add_special_tokens=False)[0]
+
+    def expander(self, prompt: MediaPrompt) -> Callable[[str], str]:
+        """A function that expands the placeholders of the rendered prompt, or of its parts one after the other."""
+        media = {"image": iter(prompt.images), "video": iter(prompt.videos)}
+        kinds = {token: kind for kind in media if (token := self._token(kind)) is not None}
+
+        def expanded(found: re.Match[str]) -> str:
+            one = next(media[kinds[found[0]]])
+            with _errors_of(one.where):
+                if isinstance(one, Video):
+                    return self._expanded(found[0], **_video_inputs([one]))
+                return self._placeholder(*one.size())
+
+        pattern = re.compile("|".join(map(re.escape, kinds)))
+        return lambda text: pattern.sub(expanded, text)
+
+    def process(self, prompt: MediaPrompt) -> ProcessedPrompt:
+        """Decode the images and videos, and run the processor.
+
+        Raises:
+            MediaError: a picture or video that cannot be used, or that the processor refuses.
+        """
+        text = self._text(prompt)
+        further = _video_inputs(prompt.videos)
+        if prompt.images:
+            further["images"] = [picture.decode() for picture in prompt.images]
+        with _errors_of(prompt.where):
+            found = self.processor(
+                text=[text], return_tensors="pt", add_special_tokens=False, **further, **self.data.mm_processor_kwargs
+            )
+        inputs = {name: value for name, value in found.items() if name not in _TEXT_OUTPUTS}
+        raw = encode(self.tokenizer, [text], add_special_tokens=False)[0]
+        data = {name: further[name] for name in ("images", "videos") if name in further}
+        return ProcessedPrompt(found["input_ids"][0].tolist(), raw, data, inputs)
+
+    def columns(self, prompt: Any, prompt_ids: list[int]) -> dict[str, Any]:
+        """The columns of media of an item, decoded if the prompt is a MediaPrompt.
+
+        Args:
+            prompt: a MediaPrompt, or the prompt of a row of text.
+            prompt_ids: its token ids.
+
+        Raises:
+            MediaError: as `process`, and if the processor returns other tokens than `prompt_ids`.
+        """
+        if not isinstance(prompt, MediaPrompt):
+            return {"raw_prompt_ids": prompt_ids, "multi_modal_data": None, "multi_modal_inputs": None}
+        found = self.process(prompt)
+        if found.prompt_ids != prompt_ids:
+            raise MediaError(
+                f"{prompt.where}: expected the {len(prompt_ids):,} tokens that the prompt had when the data was read, "
+                f"found {len(found.prompt_ids):,}: the files of the images or videos have changed"
+            )
+        return {
+            "raw_prompt_ids": found.raw_prompt_ids,
+            "multi_modal_data": found.data,
+            "multi_modal_inputs": found.inputs,
+        }
+
+    def tensors(self, example: Any, ids: Sequence[int]) -> dict[str, Any] | None:
+        """The processor's tensors of an SFT example; None for one of text.
+
+        Args:
+            example: a MediaPrompt, or an example of text.
+            ids: its token ids, which are tokenized turn by turn.
+
+        Raises:
+            MediaError: as `process`, and for images that have changed.
+        """
+        if not isinstance(example, MediaPrompt):
+            return None
+        found = self.process(example)
+        special = {self.tokenizer.convert_tokens_to_ids(token) for kind in _KINDS if (token := self._token(kind))}
+        expected, count = (sum(token in special for token in part) for part in (ids, found.prompt_ids))
+        if count != expected:
+            raise MediaError(
+                f"{example.where}: expected {expected:,} image and video tokens, found {count:,}: the files of the "
+                "images or videos have changed"
+            )
+        return found.inputs
+
+    def check_text(self, prompt: MediaPrompt) -> None:
+        """Raise MediaError if the rendered chat has another number of placeholders than images and videos."""
+        self._text(prompt)
+
+    def _text(self, prompt: MediaPrompt) -> str:
+        """The rendered chat, with one placeholder for each image and video."""
+        if self._rendering["chat_template"] is None and self.tokenizer.chat_template is None:
+            raise MediaError(f"{prompt.where}: images need a chat template: set model.custom_chat_template")
+        (text,) = render_chats(
+            self.tokenizer,
+            [prompt.messages],
+            add_generation_prompt=prompt.messages[-1]["role"] != "assistant",
+            where=lambda _: prompt.where,
+            **self._rendering,
+        )
+        for kind, media in (("image", prompt.images), ("video", prompt.videos)):
+            token = self._token(kind)
+            if token is None and media:
+                raise MediaError(f"{prompt.where}: {type(self.processor).__name__} does not support {kind}s")
+            count = text.count(token) if token is not None else 0
+            if count != len(media):
+                raise MediaError(
+                    f"{prompt.where}: expected {len(media)} placeholders {token} in the rendered chat, found {count}: "
+                    f"the text must not contain {token}, and the chat template must write it for every part "
+                    f'{{"type": "{kind}"}}'
+                )
+        return text
+
+    def _token(self, kind: str) -> str | None:
+        """What stands for an image or video in a rendered chat; None if the model does not read any."""
+        return getattr(self.processor, f"{kind}_token", None)  # Gemma 3 has no video token
+
+    def _placeholder_of_size(self, width: int, height: int) -> str:
+        """What the processor writes for an image of this size."""
+        from PIL import Image
+
+        images, token = self.processor.image_processor, self._token("image")
+        replace = getattr(self.processor, "replace_image_token", None)  # processors of custom code may lack it
+        if self.data.mm_processor_kwargs or replace is None:
+            return self._expanded(token, images=[Image.new("RGB", (width, height))])
+        if "image_grid_thw" in images.model_input_names:  # Qwen-VL: no pixels are needed
+            patches = images.get_number_of_image_patches(height, width)
+            return replace({"image_grid_thw": np.array([[1, 1, patches]])}, 0)
+        return replace(images([Image.new("RGB", (width, height))], return_tensors="pt"), 0)
+
+    def _expanded(self, token: str, **media: Any) -> str:
+        """What the processor writes for one placeholder."""
+        found = self.processor(text=[token], add_special_tokens=False, **media, **self.data.mm_processor_kwargs)
+        return self.tokenizer.decode(found["input_ids"][0], skip_special_tokens=False)
+
+
+def prompt_texts(prompt: str | Sequence[Message] | MediaPrompt) -> list[str]:
+    """The texts of a prompt of any form."""
+    if isinstance(prompt, MediaPrompt):
+        return prompt.texts()
+    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+
+
+def media_columns(data: schema.MediaSection) -> tuple[str, str]:
+    """The columns of images and videos."""
+    return data.image_key, data.video_key
+
+
+def rows_to_decode(count: int, all_rows: bool) -> Collection[int]:
+    """The rows whose images are decoded when the data is read: all of them, or evenly spaced ones."""
+    if all_rows or strict_check_enabled():
+        return range(count)
+    return {*range(min(_DECODED, count)), *range(0, count, max(count // _DECODED, 1))}
+
+
+def note_unused_media_keys(data: schema.MediaSection, processor: Any) -> None:
+    """Warn of settings of images that are set for a model of text."""
+    fields = schema.MediaSection.model_fields
+    changed = [
+        name for name, field in fields.items() if getattr(data, name) != field.get_default(call_default_factory=True)
+    ]
+    if processor is None and changed:
+        logger.warning("no effect, because the model reads no images: %s", ", ".join(f"data.{n}" for n in changed))
+
+
+def report_skipped(skipped: Mapping[int, str]) -> None:
+    """Log the rows that `data.skip_bad_images` has dropped. skipped: row -> error."""
+    if skipped:
+        shown = "\n  ".join(list(skipped.values())[:_SHOWN])
+        logger.warning(
+            "dropped %s rows with bad images or videos (data.skip_bad_images), the first ones:\n  %s",
+            f"{len(skipped):,}",
+            shown,
+        )
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+_MISSING = object()
+
+
+def _typed_message(
+    message: Any, sources: dict[str, list[Any]], columns: Mapping[str, Iterator[Any]], where: str
+) -> Message:
+    """A message whose content has typed parts; the sources of its images and videos are appended to `sources`."""
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        raise MediaError(f'{where}: expected messages like {{"role": "user", "content": ...}}, found {message!r:.200}')
+    content = message["content"]
+    if isinstance(content, str):
+        pieces = [piece for piece in _PLACEHOLDER.split(content) if piece]
+        parts = [{"type": p[1:-1]} if _PLACEHOLDER.fullmatch(p) else {"type": "text", "text": p} for p in pieces]
+    else:
+        parts = [_part(part, where) for part in _as_list(content)]
+    kept: list[dict[str, Any]] = []
+    for part in parts:
+        kind = part["type"]
+        if kind == "text":
+            check_encodable(part["text"], where)
+            kept.append({"type": "text", "text": part["text"]})
+            continue
+        source = part["source"] if "source" in part else next(columns[kind], _MISSING)
+        sources[kind].append(source)
+        kept.append({"type": kind})
+    has_media = any(part["type"] != "text" for part in kept)
+    others = {key: value for key, value in message.items() if value is not None}
+    return {**others, "content": kept if has_media else "".join(part["text"] for part in kept)}
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    """A part of a message as {"type": "text", "text": ...} or {"type": "image" | "video", "source": ...}."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    given = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    kind = given.get("type") or next((k for k in ("text", "image", "video", "image_url") if k in given), None)
+    kind = "image" if kind == "image_url" else kind
+    if kind == "text" and isinstance(given.get("text"), str):
+        return {"type": "text", "text": given["text"]}
+    if kind not in ("image", "video") or set(given) - _PART_KEYS:
+        raise MediaError(
+            f'{where}: expected parts like {{"type": "text", "text": ...}}, {{"type": "image"}} or {{"type": "video"}} '
+            f"with the keys {', '.join(sorted(_PART_KEYS))}, found {str(part)[:200]}"
+        )
+    if kind == "video":
+        source = given if "fps" in given else given.get("video", given)
+    else:
+        source = given.get("image", given)
+    inline = set(given) - {"type", "text", "fps"}
+    return {"type": kind, "source": source} if inline else {"type": kind}
+
+
+def _has_parts(messages: Sequence[Any]) -> bool:
+    """Whether the content of a message is a list with an image or video."""
+    contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
+    parts = [p for c in contents if c is not None and not isinstance(c, str) for p in _as_list(c)]
+    return any(isinstance(p, Mapping) and p.get("type", "image") != "text" for p in parts)
+
+
+def has_media(message: Message) -> bool:
+    """Whether a message of a MediaPrompt has an image or video."""
+    return not isinstance(message["content"], str)
+
+
+def _texts(content: Any) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _as_list(value: Any) -> list[Any]:
+    """The entries of a media column: a list of them, or one."""
+    if value is None:
+        return []
+    if isinstance(value, list | tuple):
+        return [entry for entry in value if entry is not None]
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return list(value)
+    return [value] if not isinstance(value, str) or value else []
+
+
+def _video_inputs(videos: Sequence[Video]) -> dict[str, Any]:
+    """Arguments of a processor for decoded videos, whose frames are chosen already."""
+    if not videos:
+        return {}
+    decoded = [video.decode() for video in videos]
+    metadata = [
+        {
+            "total_num_frames": len(frames),
+            "fps": fps,
+            "frames_indices": list(range(len(frames))),
+            "height": frames.shape[1],
+            "width": frames.shape[2],
+        }
+        for frames, fps in decoded
+    ]
+    return {"videos": [frames for frames, _ in decoded], "video_metadata": metadata, "do_sample_frames": False}
+
+
+@contextlib.contextmanager
+def _errors_of(where: str) -> Iterator[None]:
+    """Name the row in errors of the processor."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise MediaError(f"{where}: the model's processor refuses it: {error}") from error

@@ -1,0 +1,66 @@
+"""Small copies of the images of a prompt, for samples in files, trackers and reports."""
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+MOST = 4
+"""Images of a sample that are shown."""
+SIDE = 128
+"""Pixels of the longer side of a thumbnail."""
+_PREFIX = "data:image/"
+
+
+def thumbnails(data: Mapping[str, Any] | None) -> list[str]:
+    """Data URIs of the first images of a prompt, or of the first frames of its videos; of a few kB each.
+
+    Args:
+        data: an entry of the column multi_modal_data; None in a row of text.
+    """
+    return [thumbnail(image) for image in _images(data or {})[:MOST]]
+
+
+def thumbnails_by_object() -> Callable[[Mapping[str, Any] | None], list[str]]:
+    """`thumbnails` that makes those of one object once: the samples of a prompt share it."""
+    made: dict[int, list[str]] = {}
+
+    def small(data: Mapping[str, Any] | None) -> list[str]:
+        if id(data) not in made:
+            made[id(data)] = thumbnails(data)
+        return made[id(data)]
+
+    return small
+
+
+def _images(data: Mapping[str, Any]) -> list[Any]:
+    from PIL import Image
+
+    return [*data.get("images", ()), *(Image.fromarray(frames[0]) for frames in data.get("videos", ()))]
+
+
+def thumbnail(image: Any) -> str:
+    """A data URI of a PIL image: PNG if that is small, otherwise JPEG."""
+    small = image.copy()
+    small.thumbnail((SIDE, SIDE))
+    written = {kind: io.BytesIO() for kind in ("png", "jpeg")}
+    small.save(written["png"], "PNG")
+    small.save(written["jpeg"], "JPEG", quality=80)
+    kind = "png" if written["png"].tell() <= max(2048, written["jpeg"].tell()) else "jpeg"
+    return f"{_PREFIX}{kind};base64,{base64.b64encode(written[kind].getvalue()).decode()}"
+
+
+def are_thumbnails(value: Any) -> bool:
+    """Whether a field of a sample is a list of thumbnails."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_thumbnail, value)) and bool(value)
+
+
+def _is_thumbnail(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_PREFIX)
+
+
+def picture_of(uri: str) -> Any:
+    """The PIL image of a thumbnail."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
