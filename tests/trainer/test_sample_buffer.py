@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from verl.trainer.asynchronous.generation.generation.sample_buffer import AsyncPrompts, SampleBuffer
 
 from verl.dataflow import HOLD
 from verl.dataflow.metrics import Total
 from verl.protocol import DataProto
+from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
 from verl.trainer.ppo.operators import Prompts
 
 B = 4

@@ -19,7 +19,7 @@ from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
-from verl.trainer.asynchronous.generation.generation.generation import Asynchronous, use_sampled_log_probs
+from verl.trainer.asynchronous.generation import Asynchronous, use_sampled_log_probs
 from verl.trainer.base import Trainer
 from verl.trainer.checks.agents import describe_agents
 from verl.trainer.checks.planning import describe_estimate

@@ -20,7 +20,7 @@ import numpy as np
 from verl.config import schema
 from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
-from verl.trainer.asynchronous.generation.generation.sample_buffer import AsyncPrompts, SampleBuffer
+from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, group_rows
 from verl.trainer.ppo.operators import (
     Prompts,
