@@ -3,7 +3,7 @@
     python examples/quickstart/run.py --model smollm2                 # SmolLM2-135M-Instruct, see smollm2.py
     python examples/quickstart/run.py --model FOLDER                  # a HuggingFace chat model
 
-Sums and differences of two-digit numbers (arithmetic.py): 16 prompts x 8 responses per step, all weights trained in
+Sums of two-digit numbers (arithmetic.py): 16 prompts x 8 responses per step, all weights trained in
 float32. Greedy accuracy on questions that are not in the training set is measured before and after.
 """
 
@@ -57,7 +57,7 @@ def settings(model: Path | str, data: Path, out: Path, steps: int, seed: int) ->
         f'{policy}rollout.stop=["\\n"]',
         f"{policy}rollout.val_kwargs.do_sample=false",
         f"{policy}actor.ppo_mini_batch_size={PROMPTS}",  # one update per step: no pass for old log-probs
-        f"{policy}actor.optim.lr=1e-5",
+        f"{policy}actor.optim.lr=2e-5",
         f"{policy}actor.optim.lr_warmup_steps=3",
         f"{policy}actor.optim.weight_decay=0",
         f"{policy}actor.use_kl_loss=false",
@@ -158,7 +158,7 @@ def main(given: list[str] | None = None) -> int:
         highlight=False,
     )
     showcase = Showcase([*settings(model, data, args.out / "rl", args.steps, args.seed), *args.override], args.seed)
-    showcase.run(f"GRPO of {model.name} on sums and differences")
+    showcase.run(f"GRPO of {model.name} on sums of two-digit numbers")
     report(console, showcase, args, time.perf_counter() - start)
     return 0
 
