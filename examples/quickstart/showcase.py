@@ -58,7 +58,8 @@ def settings(model: Path | str, data: Path, out: Path, steps: int, seed: int) ->
         f"{policy}rollout.val_kwargs.do_sample=false",
         f"{policy}actor.ppo_mini_batch_size={PROMPTS}",  # one update per step: no pass for old log-probs
         f"{policy}actor.optim.lr=2e-5",
-        f"{policy}actor.optim.lr_warmup_steps=3",
+        f"{policy}actor.optim.lr_warmup_steps={min(3, steps - 1)}",
+        f"{policy}actor.optim.lr_scheduler_type=cosine",
         f"{policy}actor.optim.weight_decay=0",
         f"{policy}actor.use_kl_loss=false",
         f"reward.custom_reward_function.path={SCORER}",
@@ -77,8 +78,8 @@ class Showcase:
     """A run of the showcase.
 
     Attributes:
-        accuracies: greedy accuracy on the test questions, before and after.
-        answers: test questions with their responses, before and after.
+        accuracies: greedy accuracy on the test questions, before and after, and at every validation between.
+        answers: test questions with their responses, at the same steps.
         rewards: mean reward of every step.
     """
 
@@ -116,7 +117,7 @@ class Showcase:
     def table(self) -> Table:
         """Test questions with the responses before and after training."""
         found = Table("question", "before", "after", "answer", box=None, header_style="dim")
-        for before, after in zip(*self.answers):
+        for before, after in zip(self.answers[0], self.answers[-1]):
             texts = (arithmetic.question_in(before["input"]), before["output"], after["output"], before["gts"])
             found.add_row(*(" ".join(str(text).split()) for text in texts))
         return found
@@ -125,8 +126,8 @@ class Showcase:
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or the folder of a HuggingFace model")
-    parser.add_argument("--steps", type=int, default=30, help="RL steps (default 30)")
-    parser.add_argument("--test-rows", type=int, default=100, help="held-out questions (default 100)")
+    parser.add_argument("--steps", type=int, default=16, help="RL steps (default 16)")
+    parser.add_argument("--test-rows", type=int, default=200, help="held-out questions (default 200)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/showcase"), help="default: outputs/showcase")
     parser.add_argument("override", nargs="*", metavar="key=value", help="any config key")
