@@ -126,7 +126,7 @@ class Showcase:
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or the folder of a HuggingFace model")
-    parser.add_argument("--steps", type=int, default=16, help="RL steps (default 16)")
+    parser.add_argument("--steps", type=int, default=12, help="RL steps (default 12)")
     parser.add_argument("--test-rows", type=int, default=200, help="held-out questions (default 200)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/showcase"), help="default: outputs/showcase")
