@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.grpo_step import Child, Reporter, compared, versions
 from examples.quickstart import arithmetic
 
-PROMPTS, SAMPLES, LEARNING_RATE = 16, 8, 1e-5
+PROMPTS, SAMPLES, LEARNING_RATE = 16, 8, 2e-5
 
 
 def run_ours(args: argparse.Namespace, reporter: Reporter) -> None:
@@ -80,7 +80,7 @@ def run_trl(args: argparse.Namespace, reporter: Reporter) -> None:
             beta=0.0,
             learning_rate=LEARNING_RATE,
             warmup_steps=3,
-            lr_scheduler_type="constant_with_warmup",
+            lr_scheduler_type="cosine",
             weight_decay=0.0,
             use_cpu=True,
             bf16=False,

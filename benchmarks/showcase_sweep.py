@@ -2,10 +2,11 @@
 
     python benchmarks/showcase_sweep.py MODEL [--only NAMES] [--seconds 300] [--minutes 9.5] [--out FOLDER]
 
-MODEL: the folder of SmolLM2-135M-Instruct. Each variant runs GRPO on sums and differences until its training steps
-have taken `--seconds` (validation and start-up are not counted). One JSON line per variant when it ends: accuracy on
-the same held-out expressions, greedy, over steps, seconds and CPU seconds; a table at the end. As many variants run
-at a time as there are pairs of cores; those that cannot end within `--minutes` are cut, with what they have so far.
+MODEL: the folder of SmolLM2-135M-Instruct. Each variant runs GRPO on its task until its training steps have taken
+`--seconds` (validation and start-up are not counted). One JSON line per variant when it ends: accuracy on held-out
+expressions that are not those of the showcase's test, greedy, over steps, seconds and CPU seconds; a table at the end.
+As many variants run at a time as there are pairs of cores; those that cannot end within `--minutes` are cut, with what
+they have so far.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -44,18 +46,43 @@ STYLES: dict[str, Callable[[str], list[dict[str, str]] | str]] = {
     # texts, without the chat template; the first has its markup, without a system message
     "short": lambda e: f"<|im_start|>user\nWhat is {e}?<|im_end|>\n<|im_start|>assistant\n",
     "text": lambda e: f"23 + 45 = 68\n{e} =",
-    "text2": lambda e: f"23 + 45 = 68\n85 - 32 = 53\n{e} =",
+    "text2": lambda e: f"23 + 45 = 68\n37 + 48 = 85\n{e} =",
     "bare": lambda e: f"{e} =",
+}
+
+
+def two_and_one_digit(random: Random) -> tuple[str, int]:
+    a, b = random.randint(10, 99), random.randint(1, 9)
+    return f"{a} + {b}", a + b
+
+
+def three_digits(random: Random) -> tuple[str, int]:
+    a, b, c = (random.randint(1, 9) for _ in range(3))
+    return f"{a} + {b} + {c}", a + b + c
+
+
+def differences(random: Random) -> tuple[str, int]:
+    """Sums and differences."""
+    if random.random() < 0.5:
+        return arithmetic.draw(random)
+    low, high = sorted((random.randint(10, 99), random.randint(10, 99)))
+    return f"{high} - {low}", high - low
+
+
+TASKS: dict[str, arithmetic.Draw] = {
+    "sums": arithmetic.draw,
+    "2d+1d": two_and_one_digit,
+    "1d+1d+1d": three_digits,
+    "differences": differences,
 }
 
 
 @dataclass(frozen=True)
 class Variant:
-    """style: form of the prompt; low, high: operands of training; reward: name of a function of this file."""
+    """style: form of the prompt; task: one of TASKS; reward: name of a function of this file."""
 
     style: str = "empty"
-    low: int = 10
-    high: int = 99
+    task: str = "sums"
     reward: str = "shaped"
     prompts: int = 16
     n: int = 8
@@ -78,26 +105,23 @@ DYNAMIC = (
 
 def _line(more: tuple[str, ...] = LINE, **settings: Any) -> Variant:
     """The showcase with other settings."""
-    return Variant(**{"style": "text", "response": 5, "lr": 1e-5, "more": more, **settings})
+    return Variant(**{"style": "text", "response": 4, "lr": 2e-5, "more": more, **settings})
 
 
 VARIANTS = {
     "line": _line(),
-    "line-lr2e-5": _line(lr=2e-5),
-    "line-lr5e-6": _line(lr=5e-6),
-    "line-cosine2e-5": _line(COSINE, lr=2e-5),
+    "line-2d+1d": _line(task="2d+1d"),
+    "line-1d+1d+1d": _line(task="1d+1d+1d"),
+    "line-differences": _line(task="differences"),
+    "line-lr1e-5": _line(lr=1e-5),
+    "line-lr3e-5": _line(lr=3e-5),
+    "line-cosine3e-5": _line(COSINE, lr=3e-5),
     "two": _line(style="text2"),
-    "two-cosine2e-5": _line(COSINE, style="text2", lr=2e-5),
     "line-exact": _line(reward="exact"),
-    "two-exact": _line(style="text2", reward="exact"),
     "line-32x4": _line(prompts=32, n=4),
     "line-8x8": _line(prompts=8),
     "line-entropy": _line((*LINE, f"{ACTOR}entropy_coeff=0.01")),
     "line-dynamic": _line((*LINE, *DYNAMIC), reward="exact"),
-    "line-1to99": _line(low=1),
-    "line-10to50": _line(high=50),
-    "two-1to99": _line(style="text2", low=1),
-    "two-10to50": _line(style="text2", high=50),
     # other forms of the prompt, which learn more slowly
     "text-lr3e-5": Variant("text", response=6),
     "text-lr1e-4": Variant("text", response=6, lr=1e-4),
@@ -131,10 +155,10 @@ def _first_line(response: str) -> str:
 # ---------------------------------------------------------------------------------------------- one variant, a process
 def overrides(variant: Variant, model: str, folder: Path, test_rows: int) -> list[str]:
     style = STYLES[variant.style]
-    stream = arithmetic.train_stream(1, variant.low, variant.high)
+    draw, seed = TASKS[variant.task], arithmetic.VALIDATION_SEED
+    stream = arithmetic.train_stream(1, seed, draw)
     train = [arithmetic.row(style(e), v) for e, v in (next(stream) for _ in range(8192))]
-    # the same test questions for every range: two digits, and those of the range of training
-    test = [arithmetic.row(style(e), v) for e, v in arithmetic.held_out(variant.low, variant.high, test_rows).items()]
+    test = [arithmetic.row(style(e), v) for e, v in arithmetic.held_out(test_rows, seed, draw).items()]
     arithmetic.write_jsonl(folder / "train.jsonl", train)
     arithmetic.write_jsonl(folder / "test.jsonl", test)
     return [

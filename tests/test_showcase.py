@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from random import Random
 
 import pytest
 
@@ -35,22 +34,25 @@ def test_score(response, score, acc):
 
 
 def test_no_test_question_is_in_the_training_set(tmp_path):
-    folder = arithmetic.write_arithmetic(tmp_path, rows=3000, seed=1)
+    folder = arithmetic.write_arithmetic(tmp_path, rows=8000, seed=1)
     train, test = (
         [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
         for split in ("train", "test")
     )
-    assert len(train) == 3000 and len({row["prompt"] for row in test}) == 200
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
-    for row in [*train[:50], *test[:50]]:
-        a, sign, b = re.fullmatch(r"23 \+ 45 = 68\n(\d\d) ([+-]) (\d\d) =", row["prompt"]).groups()
-        value = int(a) + int(b) if sign == "+" else int(a) - int(b)
-        assert row["reward_model"]["ground_truth"] == str(value) and value >= 0
+    pairs = []
+    for row in [*train, *test]:
+        a, b = map(int, re.fullmatch(r"23 \+ 45 = 68\n(\d\d) \+ (\d\d) =", row["prompt"]).groups())
+        assert row["reward_model"]["ground_truth"] == str(a + b)
+        pairs.append((a, b))
+    trained, tested = set(pairs[:8000]), set(pairs[8000:])
+    assert len(train) == 8000 and len(tested) == len(test) == 200
+    assert not tested & trained and not {(b, a) for a, b in tested} & trained
 
 
-def test_the_answers_fit_the_operands():
-    random = Random(3)
-    assert all(0 <= arithmetic.draw(random, 1, 9)[1] <= 18 for _ in range(200))
+def test_the_settings_were_chosen_on_other_questions():
+    chosen_on, test = arithmetic.held_out(seed=arithmetic.VALIDATION_SEED), arithmetic.held_out()
+    assert len(chosen_on) == len(test) == 200
+    assert len(set(test) - set(chosen_on)) >= 180  # some of 8,100 questions are drawn twice
 
 
 # ------------------------------------------------------------------------------------------------ where the model is

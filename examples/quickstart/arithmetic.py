@@ -1,19 +1,19 @@
-"""Arithmetic for a small language model: sums and differences of two-digit numbers, with one solved example.
+"""Arithmetic for a small language model: sums of two-digit numbers, with one solved example.
 
     23 + 45 = 68
     37 + 48 =               85
 
 python examples/quickstart/arithmetic.py --out DIR --rows 4096
 
-writes DIR/train.jsonl and DIR/test.jsonl. No question of the test set is in the training set.
-Their reward function is `compute_score`:
+writes DIR/train.jsonl and DIR/test.jsonl. No question of the test set is in the training set, in either order of its
+numbers. Their reward function is `compute_score`:
 reward.custom_reward_function.path=examples/quickstart/arithmetic.py
 """
 
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,38 +21,43 @@ from typing import Any
 #: the prompt is a text, not a chat: a few tokens, and the response continues it
 PROMPT_FORMAT = "text"
 EXAMPLE = "23 + 45 = 68\n"
-#: a space, three digits, and the end of the line
-RESPONSE_TOKENS = 5
+#: a space and three digits
+RESPONSE_TOKENS = 4
 TEST_ROWS = 200
-TEST_SEED = 0
+TEST_SEED = 1000
+#: of the questions on which the settings were chosen
+VALIDATION_SEED = 0
 NUMBER = re.compile(r"-?\d+")
+#: draws an expression and its value, which is at least 0
+Draw = Callable[[Random], tuple[str, int]]
 
 
-def draw(random: Random, low: int = 10, high: int = 99) -> tuple[str, int]:
-    """An expression of two numbers, `low` to `high`, and its value, which is at least 0."""
-    a, b = random.randint(low, high), random.randint(low, high)
-    if random.random() < 0.5:
-        return f"{a} + {b}", a + b
-    a, b = max(a, b), min(a, b)
-    return f"{a} - {b}", a - b
+def draw(random: Random) -> tuple[str, int]:
+    """A sum of two numbers, 10 to 99, and its value."""
+    a, b = random.randint(10, 99), random.randint(10, 99)
+    return f"{a} + {b}", a + b
 
 
-def held_out(low: int = 10, high: int = 99, count: int = TEST_ROWS) -> dict[str, int]:
-    """`count` different expressions of the test set with their values, from seed 0."""
-    random, found = Random(TEST_SEED), {}
+def held_out(count: int = TEST_ROWS, seed: int = TEST_SEED, draw: Draw = draw) -> dict[str, int]:
+    """`count` different expressions with their values: the test set, or that of another seed."""
+    random, found = Random(seed), {}
     while len(found) < count:
-        expression, value = draw(random, low, high)
+        expression, value = draw(random)
         found[expression] = value
     return found
 
 
-def train_stream(seed: int, low: int = 10, high: int = 99) -> Iterator[tuple[str, int]]:
-    """Endless training expressions, without those of the test set."""
-    test, random = held_out(low, high), Random(seed)
+def train_stream(seed: int, test_seed: int = TEST_SEED, draw: Draw = draw) -> Iterator[tuple[str, int]]:
+    """Endless training expressions, without those of the test set, whatever the order of their numbers."""
+    test, random = {_unordered(expression) for expression in held_out(seed=test_seed, draw=draw)}, Random(seed)
     while True:
-        expression, value = draw(random, low, high)
-        if expression not in test:
+        expression, value = draw(random)
+        if _unordered(expression) not in test:
             yield expression, value
+
+
+def _unordered(expression: str) -> tuple[str, ...]:
+    return tuple(sorted(expression.split()))
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
@@ -94,7 +99,7 @@ def write_arithmetic(folder: str | Path, rows: int, test_rows: int = TEST_ROWS, 
     """Write train.jsonl and test.jsonl into `folder`, and return it."""
     stream = train_stream(seed)
     write_jsonl(Path(folder, "train.jsonl"), [row(prompt_of(e), v) for e, v in (next(stream) for _ in range(rows))])
-    write_jsonl(Path(folder, "test.jsonl"), [row(prompt_of(e), v) for e, v in held_out(count=test_rows).items()])
+    write_jsonl(Path(folder, "test.jsonl"), [row(prompt_of(e), v) for e, v in held_out(test_rows).items()])
     return Path(folder)
 
 

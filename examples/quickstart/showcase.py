@@ -3,7 +3,7 @@
     python examples/quickstart/run.py --model smollm2                 # SmolLM2-135M-Instruct, see smollm2.py
     python examples/quickstart/run.py --model FOLDER                  # a HuggingFace chat model
 
-Sums and differences of two-digit numbers (arithmetic.py): 16 prompts x 8 responses per step, all weights trained in
+Sums of two-digit numbers (arithmetic.py): 16 prompts x 8 responses per step, all weights trained in
 float32. Greedy accuracy on questions that are not in the training set is measured before and after.
 """
 
@@ -57,8 +57,9 @@ def settings(model: Path | str, data: Path, out: Path, steps: int, seed: int) ->
         f'{policy}rollout.stop=["\\n"]',
         f"{policy}rollout.val_kwargs.do_sample=false",
         f"{policy}actor.ppo_mini_batch_size={PROMPTS}",  # one update per step: no pass for old log-probs
-        f"{policy}actor.optim.lr=1e-5",
-        f"{policy}actor.optim.lr_warmup_steps=3",
+        f"{policy}actor.optim.lr=2e-5",
+        f"{policy}actor.optim.lr_warmup_steps={min(3, steps - 1)}",
+        f"{policy}actor.optim.lr_scheduler_type=cosine",
         f"{policy}actor.optim.weight_decay=0",
         f"{policy}actor.use_kl_loss=false",
         f"reward.custom_reward_function.path={SCORER}",
@@ -77,8 +78,8 @@ class Showcase:
     """A run of the showcase.
 
     Attributes:
-        accuracies: greedy accuracy on the test questions, before and after.
-        answers: test questions with their responses, before and after.
+        accuracies: greedy accuracy on the test questions, before and after, and at every validation between.
+        answers: test questions with their responses, at the same steps.
         rewards: mean reward of every step.
     """
 
@@ -116,7 +117,7 @@ class Showcase:
     def table(self) -> Table:
         """Test questions with the responses before and after training."""
         found = Table("question", "before", "after", "answer", box=None, header_style="dim")
-        for before, after in zip(*self.answers):
+        for before, after in zip(self.answers[0], self.answers[-1]):
             texts = (arithmetic.question_in(before["input"]), before["output"], after["output"], before["gts"])
             found.add_row(*(" ".join(str(text).split()) for text in texts))
         return found
@@ -125,8 +126,8 @@ class Showcase:
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or the folder of a HuggingFace model")
-    parser.add_argument("--steps", type=int, default=30, help="RL steps (default 30)")
-    parser.add_argument("--test-rows", type=int, default=100, help="held-out questions (default 100)")
+    parser.add_argument("--steps", type=int, default=12, help="RL steps (default 12)")
+    parser.add_argument("--test-rows", type=int, default=200, help="held-out questions (default 200)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/showcase"), help="default: outputs/showcase")
     parser.add_argument("override", nargs="*", metavar="key=value", help="any config key")
@@ -158,7 +159,7 @@ def main(given: list[str] | None = None) -> int:
         highlight=False,
     )
     showcase = Showcase([*settings(model, data, args.out / "rl", args.steps, args.seed), *args.override], args.seed)
-    showcase.run(f"GRPO of {model.name} on sums and differences")
+    showcase.run(f"GRPO of {model.name} on sums of two-digit numbers")
     report(console, showcase, args, time.perf_counter() - start)
     return 0
 
