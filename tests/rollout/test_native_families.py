@@ -76,7 +76,7 @@ CASES = {
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,
         # the second layer is dense
-        dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
+        dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
     ),
     "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=3, sliding_window=6)),
     "phi3": (Phi3ForCausalLM, Phi3Config, dict(sliding_window=7)),

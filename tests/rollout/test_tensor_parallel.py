@@ -265,7 +265,7 @@ def test_the_slices_of_all_ranks_are_the_parameters(case, ranks):
     for name, full in module.named_parameters():
         parts = [own.of(name, full) for own in slices]
         layer = name.split(".")[-2]
-        if layer in ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
+        if layer in ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head", "experts"):
             assert torch.equal(torch.cat(parts), full), name
         elif layer in ("k_proj", "v_proj"):
             assert torch.equal(torch.cat(parts[::copies]), full) and torch.equal(parts[0], parts[copies - 1]), name
@@ -290,6 +290,7 @@ def test_the_slices_of_all_ranks_are_the_parameters(case, ranks):
         ({}, 3, r"tensor_model_parallel_size=3 does not divide the model's num_attention_heads=4: use 1 or 2"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "does not divide the model's num_key_value_heads=3"),
         ({"vocab_size": 97}, 2, "does not divide the model's vocab_size=97: use 1"),
+        ({"num_local_experts": 3}, 2, "does not divide the model's num_local_experts=3: use 1"),
         ({"intermediate_size": 49}, 2, "does not divide the model's intermediate_size=49: use 1"),
     ],
 )
