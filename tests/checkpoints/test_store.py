@@ -153,7 +153,7 @@ def test_keep_holds_over_a_resume(tmp_path):
         for step in (begin + 1, begin + 2):
             save(store, step)
     assert names(tmp_path) == ["global_step_5", "global_step_6", TRACKER]
-    with pytest.raises(ValueError, match="keep: expected at least 1.* found 0"):
+    with pytest.raises(ValueError, match=r"keep: expected at least 1.* found 0"):
         CheckpointStore(tmp_path, keep=0)
 
 

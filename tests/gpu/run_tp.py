@@ -113,8 +113,9 @@ def decode(tokens: list[int]) -> str:
 
 def exact(engine, vocabulary: int) -> dict:
     """Completions of every kind of call, as plain lists."""
-    from verl.rollout.base import Request, SamplingParams, gather_coroutines, make_requests, run_coroutine
+    from verl.rollout.base import Request, SamplingParams, make_requests
     from verl.rollout.stop_strings import StopStrings
+    from verl.utils.coroutines import gather_coroutines, run_coroutine
 
     prompts = [p[: 1 + 13 * i % 150] for i, p in enumerate(prompts_of(24, 150, vocabulary))]
     prompts[-1] = prompts[-2]

@@ -17,15 +17,9 @@ from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
-from verl.rollout.base import (
-    Completion,
-    Request,
-    SamplingParams,
-    gather_coroutines,
-    make_requests,
-    run_coroutine,
-)
+from verl.rollout.base import Completion, Request, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
+from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective
 

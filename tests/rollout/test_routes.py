@@ -17,15 +17,14 @@ from verl.rollout.base import (
     RolloutEngine,
     RolloutEnv,
     SamplingParams,
-    gather_coroutines,
     make_requests,
     make_rollout_engine,
-    run_coroutine,
 )
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.routes import extended, routes_column
+from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.workers.rollout.service import extend
 
 LIMITS = [12, 3, 9, 12, 5]

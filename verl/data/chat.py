@@ -29,9 +29,9 @@ def encode_conversations(
     """Token ids of chats up to the eos token of the last assistant turn, and a loss mask.
 
     The context of a turn is the rendered messages before it plus the generation prompt, as in a rollout. The turn is
-    what the template adds to that. Both are tokenized separately, as in a rollout, and the
-    template must render the context the same way with and without the turn. The loss covers the turn up to and
-    including its eos token, and not what the template appends. An assistant message at the start is context only.
+    what the template adds to that. Both are tokenized separately, as in a rollout, and the template must render the
+    context the same way with and without the turn. The loss covers the turn up to and including its eos token, and not
+    what the template appends. An assistant message at the start is context only.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -39,8 +39,7 @@ def encode_conversations(
         chat_template: Jinja text that replaces the tokenizer's template.
         template_kwargs: arguments of the template.
         where: name of chat i in errors.
-        expanders: chat -> the function that expands the placeholders of its images in parts of the rendered text, in
-            their order.
+        expanders: chat -> the function that expands the image placeholders in parts of its text, in their order.
 
     Returns:
         For each chat its token ids, and a mask of the same length: 1 for the tokens in the loss.
@@ -52,7 +51,7 @@ def encode_conversations(
     turns = [(i, t) for i, chat in enumerate(chats) for t, m in enumerate(chat) if t > 0 and m["role"] == "assistant"]
     _check_every_chat_has_a_turn(chats, turns, where)
     settings = {"chat_template": chat_template, "template_kwargs": template_kwargs}
-    settings["where"] = lambda k: where(turns[k][0])
+    settings |= {"where": lambda k: where(turns[k][0])}
     prefixes = render_chats(tokenizer, [chats[i][:t] for i, t in turns], add_generation_prompt=True, **settings)
     with_turn = render_chats(tokenizer, [chats[i][: t + 1] for i, t in turns], add_generation_prompt=False, **settings)
     contexts, responses, done = [], [], [""] * len(chats)

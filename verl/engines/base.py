@@ -312,6 +312,13 @@ def _megatron_engine(spec: EngineSpec) -> TrainEngine:
     return load_object("verl.engines.megatron.engine", "MegatronEngine")(spec)
 
 
+def check_device(strategy: str, device: torch.device) -> None:
+    """Raise ValueError if a built-in engine is not installed or does not run on the device."""
+    if strategy == "megatron":
+        load_object("verl.engines.megatron.runtime", "check_installed")()
+        load_object("verl.engines.megatron.runtime", "check_device")(device)
+
+
 def make_engine(strategy: str, spec: EngineSpec) -> TrainEngine:
     """Make the engine registered as `strategy`.
 

@@ -9,8 +9,6 @@ A custom engine is a subclass of `RolloutEngine` and a registered factory:
 Load its file with `imports=[path/to/file.py]` and select it with `actor_rollout_ref.rollout.name=mine`.
 """
 
-import asyncio
-import threading
 from abc import ABC
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +24,7 @@ from verl.registry import Registry, load_object
 from verl.rollout.gathering import GatheredRequests
 from verl.rollout.routes import check_records
 from verl.rollout.stop_strings import StopStrings
+from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
     from verl.rollout.weight_sync import WeightReceiver
@@ -349,18 +348,6 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
         return None
 
 
-async def gather_coroutines(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently and return their results. The first error cancels the others."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
 def is_named(request: Request, request_ids: Sequence[str] | None) -> bool:
     """Whether `abort(request_ids)` applies to this request."""
     return request_ids is None or request.request_id in request_ids
@@ -389,29 +376,6 @@ def make_requests(
     ids = range(len(prompts)) if sample_ids is None else sample_ids
     each = [params] * len(prompts) if limits is None else [replace(params, max_tokens=n) for n in limits]
     return [Request(list(p), own, int(i)) for p, own, i in zip(prompts, each, ids)]
-
-
-def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to completion, even if an event loop is already running (as in a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    outcome: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            outcome.append(asyncio.run(coroutine))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="rollout")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return outcome[0]
 
 
 # ---- engines by name ----------------------------------------------------------------------------------------------

@@ -139,8 +139,7 @@ def attend(
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # independent loads first: short rows are bound by memory latency
-    n = tl.load(state + _POSITION * slots + b)
-    status = tl.load(state + _STATUS * slots + b)
+    n, status = tl.load(state + _POSITION * slots + b), tl.load(state + _STATUS * slots + b)
     rope = n + tl.load(state + _OFFSET * slots + b)
     d, g = tl.arange(0, DP), tl.arange(0, GP)
     inside, heads, head = d < D, (h * G + g)[:, None] * D, (HQ + h + tl.arange(0, 1)[:, None]) * D

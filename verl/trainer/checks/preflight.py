@@ -45,7 +45,6 @@ from verl.data.mixture import Mixture
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES
-from verl.engines.loading import check_kernels, check_model
 from verl.registry import did_you_mean, import_module, location_of
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.server.agents import TRIAL_FACTS
@@ -57,6 +56,7 @@ from verl.tracking.tracking import check_trackers
 from verl.trainer.checks import planning
 from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.checks.model_limits import check_reads_tokens_of
+from verl.trainer.checks.models import devices, model_configs
 from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.ppo.flow import needs_critic
@@ -65,7 +65,6 @@ from verl.trainer.startup.inputs import Inputs, base_settings, dataset_class, tr
 from verl.trainer.startup.launch import Recipe
 from verl.trainer.startup.roles import pools_of, roles_of
 from verl.trainer.startup.torchrun import check_launcher
-from verl.utils.device import resolve_device
 from verl.utils.log import setup_logging
 
 logger = logging.getLogger("verl.trainer")
@@ -308,35 +307,6 @@ def custom_dataset(run: Run) -> None:
     dataset_class(run.config, RLHFDataset)
 
 
-def model_configs(run: Run) -> None:
-    """The config of each model exists and accepts the overrides; LoRA finds its modules."""
-    config = run.config
-    if not isinstance(config, schema.Config):
-        check_model(config.model, "causal_lm")
-        return
-    policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
-    check_model(policy, "causal_lm")
-    if "critic" in roles_of(config):
-        check_model(critic, "value")
-    if reward.enable:
-        section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
-        check_model(section, "reward")
-
-
-def kernels(run: Run) -> None:
-    """The chosen kernels run on the device."""
-    config = run.config
-    if run.backend == "ray":  # the nodes may differ from this host: the workers check
-        return
-    device = resolve_device(config.trainer.device)
-    if isinstance(config, schema.SFTConfig):
-        check_kernels(config.model, device)
-        return
-    check_kernels(config.actor_rollout_ref.model, device)
-    if "critic" in roles_of(config):
-        check_kernels(config.critic.model, device)
-
-
 def micro_batch_losses(run: Run) -> None:
     """Warn of a loss that selects among the tokens of one micro-batch if a mini-batch has several of them."""
     config = run.config
@@ -480,7 +450,7 @@ CHECKS: tuple[Check, ...] = (
     Check("dataset class", CONFIG, custom_dataset),
     Check("model configs", CONFIG, model_configs, (*_TRAINING, GenerationConfig)),
     Check("cluster", CONFIG, lambda run: run.cluster.check(run.config)),
-    Check("kernels", CONFIG, kernels),
+    Check("devices", CONFIG, devices),
     Check(
         "memory",
         CONFIG,

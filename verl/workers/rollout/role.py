@@ -20,14 +20,13 @@ from verl.rollout.base import (
     RolloutEnv,
     SamplingParams,
     check_completions,
-    gather_coroutines,
     make_rollout_engine,
     media_of,
-    run_coroutine,
 )
 from verl.rollout.routes import routes_column
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import SyncReport, WeightSync, local_sync
+from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.utils.rng import fork_seed
 from verl.workers.rollout.service import GenerationService
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
-from verl.rollout.base import Completion, Request, RolloutEngine, gather_coroutines
+from verl.rollout.base import Completion, Request, RolloutEngine
 from verl.rollout.routes import extended
+from verl.utils.coroutines import gather_coroutines
 from verl.utils.rng import fork_seed
 
 #: runs the trajectory of one prompt with the given function as its engine
