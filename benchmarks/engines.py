@@ -2,12 +2,14 @@
 
     python benchmarks/engines.py                                       # two GPUs: 0.5B, native and vllm
     python benchmarks/engines.py --suite gpu-7b --engines native,vllm  # 7B, FSDP2 over both GPUs
+    python benchmarks/engines.py --suite gpu-moe --engines vllm --strategies fsdp2,megatron  # training engines
     python benchmarks/engines.py --suite cpu --engines native,hf       # any machine
 
 Each line is one run of `verl.trainer.main_ppo`; the seconds of its operators are medians over the steps after the
 warm-up. Placements:
 
-- colocated: actor and rollout share all devices. The rollout is tensor-parallel with --tensor-parallel.
+- colocated: actor and rollout share all devices. The rollout is tensor-parallel with --tensor-parallel, and so is the
+  training with `megatron`.
 - split: the first half of the devices trains, the second half generates.
 
 `mismatch` is the mean absolute difference of the log-probs of rollout and training, `push_gib_s` the bytes of one
@@ -15,6 +17,7 @@ weight push divided by its seconds.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -39,8 +42,8 @@ COLUMNS = {
 }
 
 
-def overrides(args: argparse.Namespace, folder: Path, engine: str, placement: str) -> list[str]:
-    """The command line of one run."""
+def overrides(args: argparse.Namespace, folder: Path, strategy: str, engine: str, placement: str) -> list[str]:
+    """The command line of one run. strategy: the training engine."""
     work, devices = SUITES[args.suite], args.devices
     settings = {
         "algorithm.name": "grpo",
@@ -53,6 +56,7 @@ def overrides(args: argparse.Namespace, folder: Path, engine: str, placement: st
         "actor_rollout_ref.rollout.n": work.samples,
         "actor_rollout_ref.rollout.ignore_eos": "true",
         "actor_rollout_ref.rollout.gpu_memory_utilization": args.memory,
+        "actor_rollout_ref.actor.strategy": strategy,
         "actor_rollout_ref.actor.optim.lr": 1e-6,
         "actor_rollout_ref.actor.use_dynamic_bsz": "true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": args.tokens,
@@ -63,7 +67,7 @@ def overrides(args: argparse.Namespace, folder: Path, engine: str, placement: st
         "trainer.save_at_end": False,
         "trainer.resume_mode": "disable",
         "trainer.logger": "[jsonl]",
-        "trainer.default_local_dir": folder / f"{engine}_{placement}",
+        "trainer.default_local_dir": folder / f"{strategy}_{engine}_{placement}",
     }
     if placement == "split":
         half = devices // 2
@@ -71,13 +75,16 @@ def overrides(args: argparse.Namespace, folder: Path, engine: str, placement: st
         settings["placement.rollout_devices"] = json.dumps(list(range(half, devices)))
     elif args.tensor_parallel > 1:
         settings["actor_rollout_ref.rollout.tensor_model_parallel_size"] = args.tensor_parallel
+    if strategy == "megatron" and placement == "colocated":
+        settings["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] = args.tensor_parallel
     return [f"{key}={value}" for key, value in settings.items()] + args.set
 
 
-def run(args: argparse.Namespace, folder: Path, engine: str, placement: str) -> dict:
+def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, placement: str) -> dict:
     """Run one configuration. Returns its line of the record."""
-    out, start = folder / f"{engine}_{placement}.log", time.perf_counter()
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, folder, engine, placement)]
+    name, start = f"{strategy}_{engine}_{placement}", time.perf_counter()
+    out = folder / f"{name}.log"
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, folder, strategy, engine, placement)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     with out.open("w") as log:
         try:
@@ -86,11 +93,12 @@ def run(args: argparse.Namespace, folder: Path, engine: str, placement: str) -> 
             ).returncode
         except subprocess.TimeoutExpired:
             code = f"no end within {args.limit:g} s"
-    line = {"engine": engine, "placement": placement, "total_s": round(time.perf_counter() - start, 1)}
+    line = {"strategy": strategy, "engine": engine, "placement": placement}
+    line["total_s"] = round(time.perf_counter() - start, 1)
     if code != 0:
         print(out.read_text()[-3000:], file=sys.stderr)
         return line | {"failed": code}
-    metrics = folder / f"{engine}_{placement}" / "metrics.jsonl"
+    metrics = folder / name / "metrics.jsonl"
     steps = [json.loads(text) for text in metrics.read_text().splitlines()]
     steps = [step for step in steps if "timing_s/step" in step][args.warm_up :]
     for name, metric in COLUMNS.items():
@@ -105,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=SUITES, default="gpu")
     parser.add_argument("--engines", default="native,vllm", help="names of rollout engines")
+    parser.add_argument("--strategies", default="fsdp2", help="training engines: fsdp2, megatron")
     parser.add_argument("--placements", default="colocated,split")
     parser.add_argument("--devices", type=int, default=2, help="devices of a run")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of the colocated rollout")
@@ -124,12 +133,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(work, folder, work.prompts * args.steps)
-        for placement in args.placements.split(","):
-            for engine in args.engines.split(","):
-                record["lines"].append(run(args, folder, engine, placement))
-                print(json.dumps(record["lines"][-1]), flush=True)
-                if args.out:
-                    args.out.write_text(json.dumps(record, indent=1) + "\n")
+        choices = (args.placements.split(","), args.strategies.split(","), args.engines.split(","))
+        for placement, strategy, engine in itertools.product(*choices):
+            record["lines"].append(run(args, folder, strategy, engine, placement))
+            print(json.dumps(record["lines"][-1]), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,10 @@ PACKAGES = ("torch", "transformers", "trl", "vllm", "liger-kernel", "accelerate"
 
 @dataclass(frozen=True)
 class Work:
-    """A step: prompts x samples responses of `new` tokens to prompts of `prompt` tokens; one optimizer update."""
+    """A step: prompts x samples responses of `new` tokens to prompts of `prompt` tokens; one optimizer update.
+
+    With experts, the model is a Qwen3-MoE: 8 of `experts` experts of size `mlp` per token.
+    """
 
     hidden: int
     mlp: int
@@ -50,6 +53,7 @@ class Work:
     samples: int
     prompt: int
     new: int
+    experts: int = 0
 
     @property
     def rows(self) -> int:
@@ -59,7 +63,10 @@ class Work:
 SUITES = {
     "gpu": Work(896, 4864, 24, 14, 2, 151936, True, prompts=64, samples=8, prompt=128, new=512),  # Qwen2.5-0.5B
     "gpu-7b": Work(3584, 18944, 28, 28, 4, 152064, False, prompts=16, samples=8, prompt=128, new=128),  # Qwen2.5-7B
-    "cpu": Work(128, 256, 2, 4, 2, 553, False, prompts=16, samples=8, prompt=16, new=64),
+    # layers of Qwen3-30B-A3B: 8 of 48, with 64 of 128 experts; 3.2B parameters
+    "gpu-moe": Work(2048, 768, 8, 32, 4, 151936, False, prompts=32, samples=8, prompt=128, new=256, experts=64),
+    "cpu": Work(128, 256, 2, 4, 2, 554, False, prompts=16, samples=8, prompt=16, new=64),
+    "cpu-moe": Work(128, 64, 2, 4, 2, 554, False, prompts=16, samples=8, prompt=16, new=64, experts=16),
 }
 LEARNING_RATE = 1e-6
 #: options that the processes of the trainers need too
@@ -76,7 +83,7 @@ def make_inputs(work: Work, folder: Path, rows: int) -> None:
     """A model with random weights and its tokenizer in folder/model, prompts in folder/prompts.jsonl."""
     import torch
     from tokenizers import pre_tokenizers
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer, Qwen3MoeConfig
 
     # without merges a text is one token per byte, also ten digits; the other tokens appear only in responses
     end, fill = "<|endoftext|>", "<|fill|>"
@@ -85,7 +92,9 @@ def make_inputs(work: Work, folder: Path, rows: int) -> None:
     vocabulary = {token: i for i, token in enumerate([*alphabet, *words, end, fill])}
     Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token=end, pad_token=fill).save_pretrained(folder / "model")
     torch.manual_seed(0)
-    config = Qwen2Config(
+    experts = {"num_experts": work.experts, "num_experts_per_tok": 8, "moe_intermediate_size": work.mlp}
+    config = (Qwen3MoeConfig if work.experts else Qwen2Config)(
+        **(experts | {"head_dim": 128} if work.experts else {}),
         hidden_size=work.hidden,
         intermediate_size=work.mlp,
         num_hidden_layers=work.layers,
@@ -100,7 +109,7 @@ def make_inputs(work: Work, folder: Path, rows: int) -> None:
     )
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
-        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
     model.save_pretrained(folder / "model")
     generator = random.Random(1)
     with (folder / "prompts.jsonl").open("w") as file:

@@ -41,10 +41,10 @@ from verl.recipe.dpo import DPOTrainer
 from verl.recipe.prime import PRIMETrainer
 from verl.tracking.curves import WINDOW, moving_mean
 from verl.trainer.base import StepReport
-from verl.trainer.dynamic_sampling import PromptQueue
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.ppo_flow import build_validation_flow
-from verl.trainer.ppo_operators import generate, repeat
+from verl.trainer.ppo.dynamic_sampling import PromptQueue
+from verl.trainer.ppo.flow import build_validation_flow
+from verl.trainer.ppo.operators import generate, repeat
 from verl.trainer.ppo_trainer import PPOTrainer
 
 TEST_FREQ, SAMPLED_FREQ = 10, 100

@@ -165,7 +165,7 @@ def run_one(name: str, folder: Path) -> dict[str, float]:
 def predict(name: str, folder: Path, device: Device) -> Plan:
     """The plan of a configuration."""
     from verl.config import load_config
-    from verl.trainer.roles import roles_of
+    from verl.trainer.startup.roles import roles_of
 
     config = load_config(overrides=overrides_of(name, folder))
     shape = ModelShape.of(json.loads((folder / "model" / "config.json").read_text()), name)

@@ -17,9 +17,9 @@ from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import REWARD
 from verl.registry import load_object
 from verl.trainer.base import Trainer
-from verl.trainer.command_line import split_arguments
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft_trainer import SFTTrainer
+from verl.trainer.startup.command_line import split_arguments
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path for folder in ("examples", "verl/recipe") for path in (ROOT / folder).rglob("*.sh"))

@@ -33,9 +33,9 @@ from verl.config.presets import PRESETS
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
-from verl.trainer.display import next_lines, offline_commands
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.samples import generations
+from verl.trainer.output.display import next_lines, offline_commands
+from verl.trainer.output.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.log import setup_logging
 

@@ -28,7 +28,7 @@ from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.samples import generations
+from verl.trainer.output.samples import generations
 from verl.utils.log import setup_logging
 
 SCORER = str(Path(__file__).resolve().parent / "arithmetic.py")

@@ -15,7 +15,7 @@ from verl.cli.examples import FOLDER, names, needed
 from verl.cli.programs import PROGRAMS
 from verl.config import load_config
 from verl.config.presets import PRESETS
-from verl.trainer import command_line
+from verl.trainer.startup import command_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,7 +85,7 @@ def test_completion(shell):
 
 def test_a_closed_pipe_is_not_an_error():
     """`verl train --print-config | head -1`, as `python -m verl.trainer.main_ppo`: no traceback."""
-    code = "import sys; from verl.trainer.command_line import print_text; print_text('x\\n' * 100000); sys.exit(0)"
+    code = "import sys; from verl.trainer.startup.command_line import print_text as p; p('x\\n' * 100000); sys.exit(0)"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)

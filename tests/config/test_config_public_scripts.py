@@ -11,7 +11,7 @@ import pytest
 from verl.config import check_supported, load_config
 from verl.config.presets import PRESETS
 from verl.config.supported import check_built_in
-from verl.trainer.command_line import split_arguments
+from verl.trainer.startup.command_line import split_arguments
 
 COMMON = """
     data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=$HOME/data/gsm8k/test.parquet

@@ -11,7 +11,7 @@ from verl.config import trl as trl_names
 from verl.config.fields import fields_of
 from verl.config.presets import PRESETS
 from verl.config.schema import Config, SFTConfig
-from verl.trainer.command_line import split_arguments
+from verl.trainer.startup.command_line import split_arguments
 
 DOCS = Path(__file__).parents[2] / "docs"
 VERL, TRL = ((DOCS / f"migrate_from_{name}.md").read_text() for name in ("verl", "trl"))

@@ -15,7 +15,7 @@ from verl.recipe.dpo import RECIPE, DPOTrainer
 from verl.recipe.dpo.flow import pairs
 from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig, sequence_weights
 from verl.trainer.base import StepReport
-from verl.trainer.ppo_operators import Update, UpdatePlan
+from verl.trainer.ppo.operators import Update, UpdatePlan
 
 
 @pytest.fixture(scope="module")

@@ -106,9 +106,7 @@ def test_wrong_adapters_are_refused(path):
         receiver.receive_adapters(config, engine.adapter_weights(), 1)
     ReplicaSync(rollout).push(RolloutSource(engine, None), 1)
     tensors = list(engine.adapter_weights())
-    with pytest.raises(
-        ValueError, match=r"version 2: one of lora_A and lora_B of model.layers.* is missing"
-    ):
+    with pytest.raises(ValueError, match=r"version 2: one of lora_A and lora_B of model.layers.* is missing"):
         receiver.receive_adapters(config, tensors[1:], 2)
     with pytest.raises(ValueError, match=r"adapters of version 2: expected names .*, found 'model.norm.weight'"):
         receiver.receive_adapters(config, [("model.norm.weight", torch.ones(1))], 2)

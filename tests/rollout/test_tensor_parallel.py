@@ -18,7 +18,7 @@ from verl.rollout.native.slices import Slices, check_sizes
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ReplicaSync
-from verl.trainer.model_limits import ModelLimits
+from verl.trainer.checks.model_limits import ModelLimits
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(12, (), temperature=0)

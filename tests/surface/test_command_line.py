@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl.trainer.command_line import command_line
 from verl.trainer.main_ppo import main
+from verl.trainer.startup.command_line import command_line
 
 DATASET = '''
 import json

@@ -11,9 +11,9 @@ from verl.config import load_config
 from verl.protocol import DataProto
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
 from verl.trainer import main_ppo
-from verl.trainer.agents import describe_agents
+from verl.trainer.checks.agents import describe_agents
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.ppo_operators import check_failures
+from verl.trainer.ppo.operators import check_failures
 
 ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"

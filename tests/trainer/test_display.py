@@ -9,8 +9,8 @@ import pytest
 from verl.config import Config, load_config
 from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.sft import SFTConfig
-from verl.trainer.display import next_lines, offline_commands
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft import SFTTrainer
 from verl.utils.threads import oversubscription

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer import divergence
-from verl.trainer.divergence import (
+from verl.trainer.output import divergence
+from verl.trainer.output.divergence import (
     REWARD,
     DivergenceWatch,
     entropy_collapse,

@@ -11,9 +11,9 @@ from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.dataflow import HOLD, DataFlow, Operator
 from verl.protocol import DataProto
-from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.ppo_operators import GENERATED, Prompts, repeat
+from verl.trainer.ppo.dynamic_sampling import sample_dynamically
+from verl.trainer.ppo.operators import GENERATED, Prompts, repeat
 
 
 class Numbers:

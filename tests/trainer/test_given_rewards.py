@@ -11,7 +11,7 @@ from verl.dataflow.metrics import merge_passes
 from verl.protocol import DataProto
 from verl.rewards import RewardError
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.ppo_operators import Reward
+from verl.trainer.ppo.operators import Reward
 
 
 def steps(run: Path) -> list[dict]:

@@ -9,7 +9,7 @@ from verl.cli import plan as command
 from verl.config import ConfigError, load_config
 from verl.planner import devices
 from verl.planner.devices import GIB
-from verl.trainer import planning
+from verl.trainer.checks import planning
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 

@@ -16,10 +16,11 @@ from verl.config.upstream import upstream_engines
 from verl.recipe.dapo.main_dapo import DAPOTrainer
 from verl.single_controller.cluster import make_cluster
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
-from verl.trainer import main_ppo, preflight, sft_trainer
-from verl.trainer.launch import Recipe
+from verl.trainer import main_ppo, sft_trainer
+from verl.trainer.checks import preflight
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.startup.launch import Recipe
 
 
 @pytest.fixture
@@ -41,8 +42,8 @@ def test_a_dry_run_of_main_ppo_prints_the_checks_and_the_plan(settings, tmp_path
     assert main_ppo.main([*settings, "algorithm.name=grpo", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert lines_of_checks(shown) == [check.name for check in preflight.CHECKS]
-    plan = shown.splitlines()[-1]
-    assert plan.startswith("would train 180 steps of grpo from ") and "with 1 process on the local backend" in plan
+    plan = next(line for line in shown.splitlines() if line.startswith("would train "))
+    assert "180 steps of grpo from " in plan and "with 1 process on the local backend" in plan
     assert "flow: prompts -> repeat -> gen" in plan and "checkpoints: never, in " in plan
     assert not (tmp_path / "run").exists()
 
@@ -50,7 +51,7 @@ def test_a_dry_run_of_main_ppo_prints_the_checks_and_the_plan(settings, tmp_path
 def test_a_dry_run_of_a_recipe(settings, capsys, forbid_workers):
     further = ["reward.reward_kwargs.overlong_buffer.len=4", "trainer.n_gpus_per_node=2", "trainer.save_freq=5"]
     assert main_ppo.main([*settings, *further, "--dry-run"], trainer=DAPOTrainer) == 0
-    plan = capsys.readouterr().out.splitlines()[-1]
+    plan = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("would train "))
     assert "steps of DAPO from" in plan and "with 2 processes" in plan and "checkpoints: every 5 steps" in plan
 
 

@@ -10,8 +10,8 @@ from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.ppo_operators import advantage
-from verl.trainer.rollout_correction import check_correction, correct_rollout
+from verl.trainer.ppo.operators import advantage
+from verl.trainer.ppo.rollout_correction import check_correction, correct_rollout
 
 CORRECTION, LOSS = "algorithm.rollout_correction.", "actor_rollout_ref.actor.policy_loss.loss_mode"
 

@@ -10,8 +10,8 @@ import torch
 from verl.dataflow import HOLD
 from verl.dataflow.metrics import Total
 from verl.protocol import DataProto
-from verl.trainer.ppo_operators import Prompts
-from verl.trainer.sample_buffer import AsyncPrompts, SampleBuffer
+from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
+from verl.trainer.ppo.operators import Prompts
 
 B = 4
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.samples import choose_rows, generations, plain
+from verl.trainer.output.samples import choose_rows, generations, plain
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

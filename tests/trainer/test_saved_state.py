@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from verl.checkpoints.store import _seal
 from verl.protocol import DataProto
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.saved_state import load_state, save_state
+from verl.trainer.state.saved_state import load_state, save_state
 from verl.utils.rng import rng_state
 
 STATE = {

@@ -36,7 +36,7 @@ def run(sample, base_url, api_key, model):
     return {"score": len(found.choices[0].message.content) / 10, "turns": 3}
 '''
 
-ASYNC_AGENT = '''
+ASYNC_AGENT = """
 import openai
 
 
@@ -45,7 +45,7 @@ async def run(sample, base_url, api_key, model):
     found = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
     await client.close()
     return float("e" in found.choices[0].message.content)
-'''
+"""
 
 
 @pytest.fixture(scope="module")

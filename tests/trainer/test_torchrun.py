@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from verl.single_controller.worker import free_port
 from verl.trainer import sft_trainer
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.torchrun import Torchrun, launcher_settings
+from verl.trainer.startup.torchrun import Torchrun, launcher_settings
 
 MPI = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
 TORCHRUN = MPI | {

@@ -9,8 +9,8 @@ from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.config import load_config
 from verl.config.presets import PRESETS
 from verl.config.supported import settings_without_effect
+from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.unused_settings import unused_settings
 
 ACTOR = "actor_rollout_ref.actor."
 

@@ -10,7 +10,7 @@ import torch
 from verl import DataProto
 from verl.algorithms import torch_functional as functional
 from verl.rewards import public_scores
-from verl.trainer import batch_functions
+from verl.trainer.ppo import batch_functions
 from verl.utils import balance, device, hdfs_io, py_functional
 
 

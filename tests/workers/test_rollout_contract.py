@@ -10,7 +10,7 @@ from verl.config import schema
 from verl.protocol import DataProto
 from verl.rollout.agent_loop import AGENT_LOOPS, Prompt, Trajectory
 from verl.rollout.base import ROLLOUT_ENGINES, Completion, Request, RolloutEngine, RolloutEnv, SamplingParams
-from verl.trainer.ppo_operators import generate
+from verl.trainer.ppo.operators import generate
 from verl.workers.rollout.role import Rollout
 
 GOOD = Completion([5, 6, 7], [-0.1, -0.2, -0.3], "stop")

@@ -111,7 +111,7 @@ def _shape(name: str):
     from verl.planner import shapes
 
     if Path(name).is_dir():
-        from verl.trainer.planning import shape_of
+        from verl.trainer.checks.planning import shape_of
 
         return shape_of(name)
     return shapes.built_in(name)

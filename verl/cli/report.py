@@ -15,7 +15,7 @@ def report(
     The file needs no server and no network.
     """
     from verl.tracking.report import write_report
-    from verl.trainer.command_line import print_error
+    from verl.trainer.startup.command_line import print_error
 
     try:
         path = write_report(run, out)

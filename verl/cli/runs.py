@@ -63,7 +63,7 @@ def compare_runs(
     from verl.tracking.curves import save_comparison
     from verl.tracking.formatting import short_duration
     from verl.tracking.runs import differing_settings, labels, open_run
-    from verl.trainer.command_line import print_error
+    from verl.trainer.startup.command_line import print_error
 
     try:
         found = [open_run(folder) for folder in folders]

@@ -46,7 +46,7 @@ def serve(
     shutdown_seconds: Annotated[int, typer.Option(min=0, help="Seconds for running calls when stopped.")] = 30,
 ) -> None:
     """Serve MODEL over HTTP with OpenAI's API until SIGINT or SIGTERM."""
-    from verl.trainer.command_line import USER_ERRORS, print_error
+    from verl.trainer.startup.command_line import USER_ERRORS, print_error
 
     settings = {
         "name": engine,
@@ -118,8 +118,8 @@ def load(
     from verl.data.tokenization import load_tokenizer
     from verl.rollout.base import RolloutEnv, SamplingParams, make_rollout_engine
     from verl.rollout.server.service import ServedModel
-    from verl.trainer.inputs import stop_token_ids
-    from verl.trainer.model_limits import ModelLimits
+    from verl.trainer.checks.model_limits import ModelLimits
+    from verl.trainer.startup.inputs import stop_token_ids
     from verl.utils.device import resolve_device
 
     for problem in check_model_path("MODEL", model_settings["path"]):

@@ -22,7 +22,7 @@ _SEQUENCE_PARALLEL = "sequence parallelism is the setting actor.ulysses_sequence
 _PROFILER = "profilers are not supported: trainer.logger records the seconds of every operator as timing_s/*"
 _MEGATRON = "the Megatron engine is chosen by actor.strategy=megatron, and its settings are those of actor.megatron"
 
-_TRAINER = "verl.trainer.batch_functions:"
+_TRAINER = "verl.trainer.ppo.batch_functions:"
 _FUNCTIONAL = "verl.utils.py_functional:"
 _FUNCTIONS = "verl.algorithms.torch_functional:"
 _SCHEMA = "verl.config.schema:"
@@ -113,13 +113,13 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "compute_timing_metrics": _TRAINER + "compute_timing_metrics",
         "compute_throughout_metrics": _TRAINER + "compute_throughout_metrics",
         "reduce_metrics": _FUNCTIONAL + "reduce_metrics",
-        "process_validation_metrics": "verl.trainer.metrics.validation_metrics takes the batches of a validation",
+        "process_validation_metrics": "verl.trainer.output.metrics.validation_metrics takes a validation's batches",
         "bootstrap_metric": "verl.evaluation.statistics.bootstrap_means and bootstrap_intervals",
-        "calc_maj_val": "verl.trainer.metrics.validation_metrics reports maj@N",
+        "calc_maj_val": "verl.trainer.output.metrics.validation_metrics reports maj@N",
     },
     "verl.trainer.ppo.utils": {
-        "need_critic": "verl.trainer.ppo_flow:needs_critic",
-        "need_reference_policy": "verl.trainer.ppo_flow:needs_reference",
+        "need_critic": "verl.trainer.ppo.flow:needs_critic",
+        "need_reference_policy": "verl.trainer.ppo.flow:needs_reference",
         "need_reward_model": _TRAINER + "need_reward_model",
         "Role": _ROLES,
         "WorkerType": _WORKERS,

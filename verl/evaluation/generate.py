@@ -24,11 +24,11 @@ from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import ROLLOUT_ENGINES, stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
-from verl.trainer.command_line import USER_ERRORS, print_error
-from verl.trainer.inputs import stop_token_ids
-from verl.trainer.model_limits import ModelLimits
-from verl.trainer.ppo_operators import Roles, repeat
-from verl.trainer.torchrun import check_launcher, launcher_settings
+from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.ppo.operators import Roles, repeat
+from verl.trainer.startup.command_line import USER_ERRORS, print_error
+from verl.trainer.startup.inputs import stop_token_ids
+from verl.trainer.startup.torchrun import check_launcher, launcher_settings
 from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError

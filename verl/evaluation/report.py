@@ -30,7 +30,7 @@ from verl.evaluation.score import (
 from verl.evaluation.statistics import PairedComparison, bootstrap_intervals, compare_paired, pass_at_k
 from verl.registry import import_module
 from verl.rewards.outcome import RewardError
-from verl.trainer.command_line import USER_ERRORS, print_error
+from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskFullError
 from verl.utils.log import console, setup_logging
 

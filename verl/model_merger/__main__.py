@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.mode
     try:
         from verl.model_merger.merge import MergeOptions, compare, merge
     except ModuleNotFoundError as error:
-        from verl.trainer.command_line import print_missing_package
+        from verl.trainer.startup.command_line import print_missing_package
 
         return print_missing_package(error)
     from verl.utils.log import setup_logging

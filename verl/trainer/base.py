@@ -20,12 +20,12 @@ from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.single_controller import WorkerGroup
 from verl.tracking.trackers import Rows
-from verl.trainer.checkpointing import Checkpointer
-from verl.trainer.interruption import Interruption, Stopped
-from verl.trainer.metrics import timing_metrics
-from verl.trainer.preflight import FLOW, Run, run_checks
-from verl.trainer.run_log import RunLog
-from verl.trainer.validation_watch import ValidationWatch
+from verl.trainer.checks.preflight import FLOW, Run, run_checks
+from verl.trainer.output.metrics import timing_metrics
+from verl.trainer.output.run_log import RunLog
+from verl.trainer.state.checkpointing import Checkpointer
+from verl.trainer.state.interruption import Interruption, Stopped
+from verl.trainer.state.validation_watch import ValidationWatch
 from verl.utils.device import process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from verl.config import check_data, load_config
 from verl.config.load import read_config
 from verl.config.schema.offline import EvalConfig
-from verl.trainer.command_line import command_line, usage
+from verl.trainer.startup.command_line import command_line, usage
 from verl.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_e
 
     def plan(path: str | None, overrides: list[str]) -> int:
         from verl.evaluation.report import Evaluation
-        from verl.trainer.launch import dry_run
+        from verl.trainer.startup.launch import dry_run
 
         return dry_run(lambda: Evaluation(config_path=path, overrides=overrides))
 

@@ -11,8 +11,8 @@ from verl.config.inputs import check_generation
 from verl.config.load import read_config
 from verl.config.schema.offline import GenerationConfig
 from verl.config.supported import check_built_in
-from verl.trainer.command_line import command_line, usage
-from verl.trainer.torchrun import launcher_settings
+from verl.trainer.startup.command_line import command_line, usage
+from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_g
 
     def plan(path: str | None, overrides: list[str]) -> int:
         from verl.evaluation.generate import GenerationRun
-        from verl.trainer.launch import dry_run
+        from verl.trainer.startup.launch import dry_run
 
         return dry_run(lambda: GenerationRun(config_path=path, overrides=overrides))
 

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from verl.compat.hook import published_names
-from verl.trainer.command_line import command_line, usage
+from verl.trainer.startup.command_line import command_line, usage
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -53,8 +53,8 @@ def main(
     def settings(path: str | None, overrides: list[str]) -> "Config":
         from verl.config import load_config
         from verl.config.presets import PRESETS
-        from verl.trainer.launch import Recipe, recipe_of
-        from verl.trainer.torchrun import launcher_settings
+        from verl.trainer.startup.launch import Recipe, recipe_of
+        from verl.trainer.startup.torchrun import launcher_settings
 
         recipe = recipe_of(trainer) if trainer is not None else Recipe()
         return load_config(
@@ -67,12 +67,12 @@ def main(
         return (trainer or PPOTrainer)(config_path=path, overrides=overrides)
 
     def start(path: str | None, overrides: list[str]) -> int:
-        from verl.trainer.launch import run
+        from verl.trainer.startup.launch import run
 
         return run(lambda: build(path, overrides))
 
     def check(path: str | None, overrides: list[str]) -> int:
-        from verl.trainer.launch import dry_run
+        from verl.trainer.startup.launch import dry_run
 
         return dry_run(lambda: build(path, overrides))
 

@@ -17,33 +17,14 @@ from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
-from verl.trainer.agents import describe_agents
-from verl.trainer.arguments import ConfigSource, read_arguments
-from verl.trainer.asynchronous import Asynchronous, use_sampled_log_probs
+from verl.trainer.asynchronous.generation import Asynchronous, use_sampled_log_probs
 from verl.trainer.base import Trainer
-from verl.trainer.canary import Canary
-from verl.trainer.checkpointing import describe_saving
-from verl.trainer.dynamic_sampling import sample_dynamically
-from verl.trainer.inputs import given_rewards, load_inputs, stop_token_ids
-from verl.trainer.launch import Recipe, print_config_errors_plainly, recipe_of
-from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
-from verl.trainer.planning import describe_estimate
-from verl.trainer.ppo_flow import (
-    add_weight_sync,
-    build_ppo_flow,
-    build_validation_flow,
-    check_writers,
-    frees_cache,
-    needs_critic,
-    skip_old_log_prob,
-)
-from verl.trainer.ppo_operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
-from verl.trainer.preflight import INPUTS, prepare_run, run_checks
-from verl.trainer.recording import step_record
-from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
-from verl.trainer.rollout_correction import correct_rollout
-from verl.trainer.rollout_weights import RolloutWeights
-from verl.trainer.samples import (
+from verl.trainer.checks.agents import describe_agents
+from verl.trainer.checks.planning import describe_estimate
+from verl.trainer.checks.preflight import INPUTS, prepare_run, run_checks
+from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
+from verl.trainer.output.recording import step_record
+from verl.trainer.output.samples import (
     check_sampling,
     choose_rows,
     dump_generations,
@@ -52,6 +33,25 @@ from verl.trainer.samples import (
     response_texts,
     write_jsonl,
 )
+from verl.trainer.ppo.canary import Canary
+from verl.trainer.ppo.dynamic_sampling import sample_dynamically
+from verl.trainer.ppo.flow import (
+    add_weight_sync,
+    build_ppo_flow,
+    build_validation_flow,
+    check_writers,
+    frees_cache,
+    needs_critic,
+    skip_old_log_prob,
+)
+from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
+from verl.trainer.ppo.rollout_correction import correct_rollout
+from verl.trainer.ppo.weights import RolloutWeights
+from verl.trainer.startup.arguments import ConfigSource, read_arguments
+from verl.trainer.startup.inputs import given_rewards, load_inputs, stop_token_ids
+from verl.trainer.startup.launch import Recipe, print_config_errors_plainly, recipe_of
+from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
+from verl.trainer.state.checkpointing import describe_saving
 
 logger = logging.getLogger("verl.trainer")
 

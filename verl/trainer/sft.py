@@ -16,12 +16,12 @@ from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.single_controller.placement import ResourcePool
 from verl.tracking.tracking import setup_logging
-from verl.trainer.arguments import ConfigSource, read_arguments
 from verl.trainer.base import Trainer
-from verl.trainer.checkpointing import describe_saving
-from verl.trainer.inputs import load_sft_inputs
-from verl.trainer.launch import Recipe
-from verl.trainer.preflight import INPUTS, prepare_run, run_checks
+from verl.trainer.checks.preflight import INPUTS, prepare_run, run_checks
+from verl.trainer.startup.arguments import ConfigSource, read_arguments
+from verl.trainer.startup.inputs import load_sft_inputs
+from verl.trainer.startup.launch import Recipe
+from verl.trainer.state.checkpointing import describe_saving
 from verl.workers.sft import SFTWorker
 
 logger = logging.getLogger("verl.trainer")

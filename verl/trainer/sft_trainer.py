@@ -6,7 +6,7 @@ The class is in `verl.trainer.sft`. It is loaded at first use, so that a missing
 import sys
 from typing import TYPE_CHECKING, Any
 
-from verl.trainer.command_line import command_line, usage
+from verl.trainer.startup.command_line import command_line, usage
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
@@ -34,19 +34,19 @@ def main(arguments: list[str] | None = None, program: str = "verl.trainer.sft_tr
         return SFTTrainer(config_path=path, overrides=overrides)
 
     def start(path: str | None, overrides: list[str]) -> int:
-        from verl.trainer.launch import run
+        from verl.trainer.startup.launch import run
 
         return run(lambda: build(path, overrides))
 
     def check(path: str | None, overrides: list[str]) -> int:
-        from verl.trainer.launch import dry_run
+        from verl.trainer.startup.launch import dry_run
 
         return dry_run(lambda: build(path, overrides))
 
     def settings(path: str | None, overrides: list[str]) -> "SFTConfig":
         from verl.config import load_config
         from verl.config.schema import SFTConfig
-        from verl.trainer.torchrun import launcher_settings
+        from verl.trainer.startup.torchrun import launcher_settings
 
         return load_config(path, overrides, base=launcher_settings(), schema=SFTConfig)
 

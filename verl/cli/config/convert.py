@@ -13,7 +13,7 @@ from verl.config.fields import unflatten
 from verl.config.presets import PRESETS
 from verl.config.schema import Config
 from verl.registry import did_you_mean
-from verl.trainer.command_line import USER_ERRORS, print_error, print_text
+from verl.trainer.startup.command_line import USER_ERRORS, print_error, print_text
 
 
 def main(path: Path, source: str, of: str, gpus: int, overrides: bool) -> int:

@@ -13,7 +13,7 @@ from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.schema.sft import SFTConfig
 from verl.config.trl import key_of
 from verl.config.upstream import upstream_key
-from verl.trainer.command_line import print_text
+from verl.trainer.startup.command_line import print_text
 
 SCHEMAS: dict[str, type[Schema]] = {
     "ppo": Config,

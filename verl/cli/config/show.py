@@ -10,8 +10,8 @@ from verl.config.fields import Schema, flatten
 from verl.config.presets import PRESETS
 from verl.registry import did_you_mean
 from verl.tracking.runs import read_about
-from verl.trainer.command_line import USER_ERRORS, print_error, print_text
-from verl.trainer.torchrun import launcher_settings
+from verl.trainer.startup.command_line import USER_ERRORS, print_error, print_text
+from verl.trainer.startup.torchrun import launcher_settings
 
 _UNSET = "(not set)"
 

@@ -100,7 +100,11 @@ def _with_rollout_hosts(given: dict[str, Any]) -> dict[str, Any]:
     else:
         return given  # rejected by the checks
     first, last = hosts * own, hosts * own + rollout_hosts * rollout_own
-    return given | size | {
-        "placement.actor_devices": list(range(first)),
-        "placement.rollout_devices": list(range(first, last)),
-    }
+    return (
+        given
+        | size
+        | {
+            "placement.actor_devices": list(range(first)),
+            "placement.rollout_devices": list(range(first, last)),
+        }
+    )

@@ -5,7 +5,7 @@ DAPO (Yu et al. 2025, arXiv 2503.14476) is the main trainer's flow with dynamic 
     prompts -> repeat -> gen -> reward -> filter_groups -> old_log_prob -> adv -> update_actor
 
 - clip-higher, token-level loss: settings of the loss `vanilla`, in dapo.yaml
-- dynamic sampling: `verl.trainer.dynamic_sampling`, which `algorithm.filter_groups.enable` adds to any flow
+- dynamic sampling: `verl.trainer.ppo.dynamic_sampling`, which `algorithm.filter_groups.enable` adds to any flow
 - soft overlong penalty: the reward manager `dapo`
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import Config, Problem
-from verl.trainer.launch import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.startup.launch import Recipe
 
 
 def check_settings(config: Config) -> Iterator[Problem]:

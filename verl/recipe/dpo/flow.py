@@ -21,9 +21,9 @@ from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.recipe.dpo.worker import DPOConfig, DPOSection
 from verl.registry import did_you_mean
-from verl.trainer.dynamic_sampling import group_rows
-from verl.trainer.inputs import Inputs
-from verl.trainer.ppo_operators import SEQUENCES, Roles, Update, UpdatePlan
+from verl.trainer.ppo.dynamic_sampling import group_rows
+from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, UpdatePlan
+from verl.trainer.startup.inputs import Inputs
 
 SCORES = ("token_level_scores", "token_level_rewards")
 

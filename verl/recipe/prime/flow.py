@@ -17,8 +17,8 @@ from verl.config import Problem
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.recipe.prime.worker import PrimeConfig, PrimeSection, PromptFilterConfig
-from verl.trainer.dynamic_sampling import PromptQueue, group_rows, queue_prompts
-from verl.trainer.ppo_operators import SEQUENCES, Roles, Update, UpdatePlan
+from verl.trainer.ppo.dynamic_sampling import PromptQueue, group_rows, queue_prompts
+from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, UpdatePlan
 
 
 class PromptFilter:

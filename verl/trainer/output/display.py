@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.tracking.summary import summary_lines
-from verl.trainer.divergence import DivergenceWatch
+from verl.trainer.output.divergence import DivergenceWatch
 from verl.utils import log
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import bind_arguments
 from verl.config import schema
 from verl.protocol import DataProto
-from verl.trainer.metrics import data_metrics, timing_metrics
-from verl.trainer.ppo_operators import KLInReward
+from verl.trainer.output.metrics import data_metrics, timing_metrics
+from verl.trainer.ppo.operators import KLInReward
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:

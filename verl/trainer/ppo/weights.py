@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.rollout.weight_sync import SyncReport
 from verl.single_controller.worker_group import Future, WorkerGroup
-from verl.trainer.canary import Canary
+from verl.trainer.ppo.canary import Canary
 
 _POLL = 0.02  # seconds between two polls of calls that wait for one another
 

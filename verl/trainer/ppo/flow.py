@@ -22,7 +22,7 @@ from verl.config import schema
 from verl.dataflow import CONTROLLER, DataFlow, Operator
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
-from verl.trainer.ppo_operators import (
+from verl.trainer.ppo.operators import (
     GENERATED,
     SEQUENCES,
     GreedyBaseline,
@@ -46,7 +46,7 @@ from verl.trainer.ppo_operators import (
 )
 
 if TYPE_CHECKING:
-    from verl.trainer.rollout_weights import RolloutWeights
+    from verl.trainer.ppo.weights import RolloutWeights
 
 #: what generation reads
 PROMPTS = ("prompt_ids", "uid")

@@ -26,9 +26,9 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.dataflow import Pipeline
 from verl.single_controller import WorkerGroup
-from verl.trainer.interruption import Stopped
-from verl.trainer.saved_state import load_state, save_state
-from verl.trainer.validation_watch import ValidationWatch
+from verl.trainer.state.interruption import Stopped
+from verl.trainer.state.saved_state import load_state, save_state
+from verl.trainer.state.validation_watch import ValidationWatch
 from verl.utils.rng import rng_state, set_rng_state
 
 logger = logging.getLogger("verl.trainer")

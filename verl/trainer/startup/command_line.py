@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from verl.env_check.packages import CORE
-from verl.trainer.torchrun import run_under_launcher
+from verl.trainer.startup.torchrun import run_under_launcher
 
 if TYPE_CHECKING:
     from verl.config.fields import Schema

@@ -9,7 +9,7 @@ import torch
 
 from verl.algorithms.kl import k3
 from verl.protocol import DataProto
-from verl.trainer.samples import choose_rows, generations
+from verl.trainer.output.samples import choose_rows, generations
 
 #: response tokens of a sample that are recorded
 MAX_TOKENS = 512

@@ -53,17 +53,17 @@ from verl.single_controller.local.cluster import ProcessCluster
 from verl.tools.parsers import TOOL_PARSERS
 from verl.tracking.run_record import collected
 from verl.tracking.tracking import check_trackers
-from verl.trainer import planning
-from verl.trainer.agents import agent_loop_names, check_agent, check_tools_in_prompts
-from verl.trainer.dynamic_sampling import SUMMED_REWARD
-from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
-from verl.trainer.launch import Recipe
-from verl.trainer.model_limits import check_reads_tokens_of
-from verl.trainer.ppo_flow import needs_critic
-from verl.trainer.roles import pools_of, roles_of
-from verl.trainer.rollout_correction import check_correction
-from verl.trainer.torchrun import check_launcher
-from verl.trainer.unused_settings import unused_settings
+from verl.trainer.checks import planning
+from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tools_in_prompts
+from verl.trainer.checks.model_limits import check_reads_tokens_of
+from verl.trainer.checks.unused_settings import unused_settings
+from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
+from verl.trainer.ppo.flow import needs_critic
+from verl.trainer.ppo.rollout_correction import check_correction
+from verl.trainer.startup.inputs import Inputs, base_settings, dataset_class, try_rewards
+from verl.trainer.startup.launch import Recipe
+from verl.trainer.startup.roles import pools_of, roles_of
+from verl.trainer.startup.torchrun import check_launcher
 from verl.utils.device import resolve_device
 from verl.utils.log import setup_logging
 

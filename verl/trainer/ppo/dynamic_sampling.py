@@ -25,8 +25,8 @@ from verl.data.sequences import concat_sequences
 from verl.dataflow import HOLD, DataFlow, Operator, Stateful
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
-from verl.trainer.metrics import response_lengths
-from verl.trainer.ppo_operators import Prompts
+from verl.trainer.output.metrics import response_lengths
+from verl.trainer.ppo.operators import Prompts
 
 logger = logging.getLogger("verl.trainer")
 

@@ -20,16 +20,16 @@ import numpy as np
 from verl.config import schema
 from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
-from verl.trainer.dynamic_sampling import DynamicSampling, group_rows
-from verl.trainer.ppo_operators import (
+from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
+from verl.trainer.ppo.dynamic_sampling import DynamicSampling, group_rows
+from verl.trainer.ppo.operators import (
     Prompts,
     Roles,
     check_vocabulary,
     prompt_columns,
     uses_agent_loop,
 )
-from verl.trainer.rollout_correction import sampled_log_probs
-from verl.trainer.sample_buffer import AsyncPrompts, SampleBuffer
+from verl.trainer.ppo.rollout_correction import sampled_log_probs
 
 logger = logging.getLogger("verl.trainer")
 

@@ -29,8 +29,8 @@ from verl.dataflow import HOLD
 from verl.dataflow.metrics import Total
 from verl.dataflow.pipeline import RunReports, merge_reports
 from verl.protocol import DataProto
-from verl.trainer.dynamic_sampling import PromptQueue, group_rows
-from verl.trainer.ppo_operators import Prompts, check_failures, length_metrics
+from verl.trainer.ppo.dynamic_sampling import PromptQueue, group_rows
+from verl.trainer.ppo.operators import Prompts, check_failures, length_metrics
 
 _LOOK = 0.5  # seconds between two checks for signals and errors while the training loop waits
 

@@ -21,14 +21,14 @@ from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.rollout.agent_loop import SINGLE_TURN
 from verl.single_controller.worker_group import WorkerGroup
-from verl.trainer.metrics import response_lengths
+from verl.trainer.output.metrics import response_lengths
 from verl.utils.balance import balanced_partition
 from verl.utils.rng import fork_seed
 
 logger = logging.getLogger("verl.trainer")
 
 if TYPE_CHECKING:
-    from verl.trainer.rollout_weights import RolloutWeights
+    from verl.trainer.ppo.weights import RolloutWeights
 
 #: what `gen` adds to the prompts
 GENERATED = (

@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 
 from verl.config import Config, ConfigError, Problem
 from verl.config.fields import Schema
-from verl.trainer.command_line import USER_ERRORS, print_error
-from verl.trainer.interruption import Stopped
+from verl.trainer.startup.command_line import USER_ERRORS, print_error
+from verl.trainer.state.interruption import Stopped
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
-    from verl.trainer.inputs import Inputs
+    from verl.trainer.startup.inputs import Inputs
 
 
 @dataclass(frozen=True)

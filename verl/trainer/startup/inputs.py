@@ -28,9 +28,9 @@ from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import check_registered
 from verl.rewards.sandbox.pool import WorkerError
 from verl.rollout.agent_loop.base import NO_FACTS
-from verl.trainer.launch import Recipe
-from verl.trainer.model_limits import ModelLimits
-from verl.trainer.torchrun import launcher_settings
+from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.startup.launch import Recipe
+from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.data_names import with_split
 
 logger = logging.getLogger("verl.trainer")

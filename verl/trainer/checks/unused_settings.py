@@ -12,7 +12,7 @@ from verl.algorithms.policy_losses import FIXED_AGG_MODE, POLICY_LOSS_REGISTRY
 from verl.config import differences, schema
 from verl.config.fields import derived_fields
 from verl.registry import Registry
-from verl.trainer.ppo_flow import needs_critic, needs_reference
+from verl.trainer.ppo.flow import needs_critic, needs_reference
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 

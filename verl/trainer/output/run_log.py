@@ -11,7 +11,7 @@ from verl.config import differences, to_flat_dict
 from verl.config.fields import Schema, redacted
 from verl.tracking.run_record import RunRecord
 from verl.tracking.tracking import Tracking
-from verl.trainer.display import RunDisplay
+from verl.trainer.output.display import RunDisplay
 
 if TYPE_CHECKING:
     from verl.trainer.base import StepReport, Trainer

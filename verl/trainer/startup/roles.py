@@ -7,7 +7,7 @@ from verl.config import schema
 from verl.rollout.base import stop_strings
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
-from verl.trainer.ppo_flow import needs_critic, needs_reference
+from verl.trainer.ppo.flow import needs_critic, needs_reference
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker, RefWorker
 from verl.workers.reward_model import RewardModelWorker

@@ -1,0 +1,1 @@
+"""Policy optimization: its flow, its operators, and edits of the flow."""

@@ -1,0 +1,1 @@
+"""What a run saves and restores, and when it stops."""
