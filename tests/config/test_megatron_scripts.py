@@ -8,7 +8,7 @@ import pytest
 from verl.config import ConfigError, check_supported, load_config
 from verl.config.presets import PRESETS
 from verl.config.schema import Config, SFTConfig
-from verl.trainer.command_line import split_arguments
+from verl.trainer.startup.command_line import split_arguments
 
 ACTOR, REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
 TRANSFORMER = f"+{ACTOR}override_transformer_config."
