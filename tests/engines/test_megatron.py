@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, megatron_engine, read_shards
 from tests.engines.ranks import make_batch, make_engine, save_model, train
 from verl.engines.base import MicroBatching
-from verl.engines.megatron.layout import Place, conversions
+from verl.engines.megatron.layout import ShardRank, conversions
 from verl.engines.megatron.offload import optimizer_tensors
 from verl.model_merger.__main__ import main as merger
 
@@ -157,11 +157,11 @@ def test_conversions_are_inverse(name, size):
         full = {source: torch.randn(shapes.pop(source)) for source in conversion.sources}
         assert tuple(tuple(x.shape) for x in full.values()) == conversion.shapes
         found = {source: torch.full_like(x, float("nan")) for source, x in full.items()}
-        places = [Place(t, size, e, size) for t in range(size) for e in range(size if conversion.is_expert else 1)]
-        for place in places:
-            regions = conversion.regions(place)
-            local = conversion.join([full[region.source][region.slices] for region in regions], place)
-            for region, values in conversion.boxes(local, place):
+        ranks = [(t, e) for t in range(size) for e in range(size if conversion.is_expert else 1)]
+        for position in (ShardRank(t, size, e, size) for t, e in ranks):
+            regions = conversion.regions(position)
+            local = conversion.join([full[region.source][region.slices] for region in regions], position)
+            for region, values in conversion.boxes(local, position):
                 found[region.source][region.slices] = values
         assert all(torch.equal(found[source], x) for source, x in full.items())
     assert not shapes

@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from tests.engines.megatron_cpu.ranks import MODELS, megatron_engine
 from tests.engines.ranks import save_model
-from verl.engines.megatron.layout import Place, conversions
+from verl.engines.megatron.layout import ShardRank, conversions
 from verl.engines.megatron.weight_files import WeightFiles
 from verl.model_merger.__main__ import main
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_of_megatron_core_is_merged(name, singleton, tmp_path):
     assert main([*words, "--target_dir", str(tmp_path / "merged")]) == 0
     files, parameters = WeightFiles(str(tmp_path / "merged")), dict(model.named_parameters())
     for conversion in conversions(hf, "causal_lm"):
-        found = conversion.join([files.read(region) for region in conversion.regions(Place())], Place())
+        found = conversion.join([files.read(region) for region in conversion.regions(ShardRank())], ShardRank())
         stored = [parameters.pop(each) for each in own_name(conversion.name)]
         expected = torch.stack(stored) if conversion.is_expert else stored[0]
         assert torch.equal(found, expected[: len(found)]), conversion.name

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from verl.engines.megatron.layout import ARCHITECTURES, Conversion, Place, conversions
+from verl.engines.megatron.layout import ARCHITECTURES, Conversion, ShardRank, conversions
 from verl.model_merger.sources import Shape, ShardFiles, TensorInfo, WeightSource
 
 FOLDER = "dist_ckpt"
@@ -107,9 +107,9 @@ class MegatronCheckpoint(WeightSource):
             tensors = [read(key, index) for key, index in parts]
             stacked.append(torch.cat(tensors, -2) if len(tensors) > 1 else tensors[0])
         full = stacked[0] if not conversion.is_expert or stacked[0].dim() == 3 else torch.stack(stacked)
-        place = Place()
+        position = ShardRank()
         found = {s: full.new_empty(shape) for s, shape in zip(conversion.sources, conversion.shapes)}
-        for region, values in conversion.boxes(full, place):
+        for region, values in conversion.boxes(full, position):
             if values.shape != region.shape:
                 raise ValueError(
                     f"{self.folder}: {region.source} has the shape {list(values.shape)}, expected {list(region.shape)} "

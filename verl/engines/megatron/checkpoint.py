@@ -21,7 +21,7 @@ from verl.checkpoints.shard_files import ShardReader
 from verl.engines.checkpoint import load_shards
 from verl.engines.megatron.layout import Conversion
 from verl.engines.megatron.runtime import ParallelRanks
-from verl.engines.megatron.weights import own_parameters, place_of
+from verl.engines.megatron.weights import own_parameters, rank_of
 
 _STEP = "optimizer.step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,7 +69,7 @@ class EngineState:
         return found
 
     def _add(self, found: Boxes, conversion: Conversion, local: torch.Tensor, key: str) -> None:
-        for region, values in conversion.boxes(local, place_of(conversion, self._ranks)):
+        for region, values in conversion.boxes(local, rank_of(conversion, self._ranks)):
             copied = values.contiguous().to("cpu", copy=True)
             found.setdefault(key.format(region.source), []).append((region, copied))
 
@@ -108,13 +108,13 @@ class EngineState:
     def _request(self, wanted: Boxes, conversion: Conversion, key: str, dtype: torch.dtype) -> list[torch.Tensor]:
         """Ask for the parts of a parameter; they are filled by reading."""
         parts = []
-        for region in conversion.regions(place_of(conversion, self._ranks)):
+        for region in conversion.regions(rank_of(conversion, self._ranks)):
             parts.append(torch.zeros(region.shape, dtype=dtype))
             wanted.setdefault(key.format(region.source), []).append((region, parts[-1]))
         return parts
 
     def _join(self, conversion: Conversion, parts: list[torch.Tensor]) -> torch.Tensor:
-        return conversion.join(parts, place_of(conversion, self._ranks))
+        return conversion.join(parts, rank_of(conversion, self._ranks))
 
 
 def _stored_keys(folder: Path) -> set[str]:

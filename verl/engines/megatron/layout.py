@@ -42,7 +42,7 @@ _DIMENSION = {"rows": 0, "columns": 1, "qkv": 0, "gated": 0, "experts_gated": 1,
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardRank:
     """Which shard of a parameter: `rank` of `size` (expert-)tensor-parallel ranks, `e` of `e_size` of experts."""
 
     rank: int = 0
@@ -73,20 +73,20 @@ class Conversion:
     def is_expert(self) -> bool:
         return self.layout.startswith("experts")
 
-    def regions(self, place: Place) -> list[Region]:
+    def regions(self, position: ShardRank) -> list[Region]:
         """The boxes that the parameter of a rank consists of, in the order of `split`. One may be empty."""
         found = []
         for source, full in zip(self.sources, self.shapes):
             offset, shape = [0] * len(full), list(full)
             if self.is_expert:
-                shape[0] //= place.e_size
-                offset[0] = place.e * shape[0]
+                shape[0] //= position.e_size
+                offset[0] = position.e * shape[0]
             halves = 2 if self.layout == "experts_gated" else 1
             if self.layout != "replicated":
                 dimension = _DIMENSION[self.layout]
                 length = full[dimension] // halves
-                size = -(-length // place.size)  # the last ranks of "rows" may have fewer, or none
-                start = min(place.rank * size, length)
+                size = -(-length // position.size)  # the last ranks of "rows" may have fewer, or none
+                start = min(position.rank * size, length)
                 offset[dimension], shape[dimension] = start, min(size, length - start)
             found.append(Region(source, tuple(offset), tuple(shape), full))
             if halves == 2:
@@ -106,7 +106,7 @@ class Conversion:
             return [x.flatten(0, 1) for x in by_group.split([heads * size, size, size], 1)]
         return [local]
 
-    def join(self, parts: list[torch.Tensor], place: Place) -> torch.Tensor:
+    def join(self, parts: list[torch.Tensor], position: ShardRank) -> torch.Tensor:
         """The parameter of a rank from its parts."""
         if self.layout == "experts_gated":
             return torch.cat(parts, 1)
@@ -115,12 +115,12 @@ class Conversion:
             by_group = [x.unflatten(0, (-1, n * size)) for x, n in zip(parts, (heads, 1, 1))]
             return torch.cat(by_group, 1).flatten(0, 1)
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-        fill = -(-self.shapes[0][0] // place.size) - len(joined) if self.layout == "rows" else 0
+        fill = -(-self.shapes[0][0] // position.size) - len(joined) if self.layout == "rows" else 0
         return pad(joined, (0, 0, 0, fill)) if fill else joined
 
-    def boxes(self, local: torch.Tensor, place: Place) -> Iterator[tuple[Region, torch.Tensor]]:
+    def boxes(self, local: torch.Tensor, position: ShardRank) -> Iterator[tuple[Region, torch.Tensor]]:
         """(box, values) of a rank's parameter."""
-        for region, part in zip(self.regions(place), self.split(local)):
+        for region, part in zip(self.regions(position), self.split(local)):
             yield region, part[: region.shape[0]] if self.layout == "rows" else part
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.engines.megatron.layout import Conversion, Place
+from verl.engines.megatron.layout import Conversion, ShardRank
 from verl.engines.megatron.runtime import ParallelRanks
 from verl.engines.megatron.weight_files import WeightFiles
 
@@ -14,11 +14,11 @@ from verl.engines.megatron.weight_files import WeightFiles
 _PARTITION = {"columns": 1, "experts_gated": 1, "experts_columns": 2}
 
 
-def place_of(conversion: Conversion, ranks: ParallelRanks) -> Place:
+def rank_of(conversion: Conversion, ranks: ParallelRanks) -> ShardRank:
     """The shard of a parameter that a rank has."""
     if conversion.is_expert:
-        return Place(ranks.et, ranks.et_size, ranks.e, ranks.e_size)
-    return Place(ranks.t, ranks.t_size)
+        return ShardRank(ranks.et, ranks.et_size, ranks.e, ranks.e_size)
+    return ShardRank(ranks.t, ranks.t_size)
 
 
 def global_names(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
@@ -48,8 +48,8 @@ def load_weights(
         if name.startswith("score.") and name not in files:
             parameter.zero_()  # the first advantages are then the returns themselves
             continue
-        place = place_of(conversion, ranks)
-        value = conversion.join([files.read(region) for region in conversion.regions(place)], place)
+        position = rank_of(conversion, ranks)
+        value = conversion.join([files.read(region) for region in conversion.regions(position)], position)
         if not value.isfinite().all():
             raise ValueError(f"{files.path!r}: expected finite weights, found NaN or infinite values in {name}")
         parameter.copy_(value)
@@ -147,6 +147,6 @@ class WeightGatherer:
             dist.all_gather(shards, local, group=group)
         full = {name: local.new_empty(shape) for name, shape in zip(conversion.sources, conversion.shapes)}
         for i, shard in enumerate(shards):
-            for region, values in conversion.boxes(shard, Place(i % size, size, i // size, count)):
+            for region, values in conversion.boxes(shard, ShardRank(i % size, size, i // size, count)):
                 full[region.source][region.slices] = values
         return list(full.values())
