@@ -335,7 +335,7 @@ def test_an_architecture_that_the_engine_of_generation_does_not_know(complaint, 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
     shown = complaint(f"actor_rollout_ref.model.path={folder}")
-    assert "Qwen3ForCausalLM; found OtherForCausalLM. Use rollout.name=hf" in shown
+    assert "Qwen3ForCausalLM, " in shown and "; found OtherForCausalLM. Use rollout.name=hf" in shown
 
 
 def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):
