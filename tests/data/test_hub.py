@@ -35,7 +35,8 @@ def fake(monkeypatch):
         return found[name, config, split]
 
     errors = types.SimpleNamespace(DatasetsError=type("DatasetsError", (Exception,), {}))
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=errors))
+    fake_library = types.SimpleNamespace(load_dataset=load_dataset, exceptions=errors, Dataset=type("Dataset", (), {}))
+    monkeypatch.setitem(sys.modules, "datasets", fake_library)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return types.SimpleNamespace(found=found, calls=calls)
 

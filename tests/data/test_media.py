@@ -129,6 +129,24 @@ def test_a_parquet_file_as_public_verl_writes_it(models, tmp_path):
         assert dataset[1]["raw_prompt_ids"] == dataset[1]["prompt_ids"]
 
 
+def test_a_dataset_of_the_datasets_library(models, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    rows = datasets.Dataset.from_list([row(), row("text", [])], features=features)
+    rows.save_to_disk(str(tmp_path / "saved"))
+    dataset = dataset_of(models, [str(tmp_path / "saved")])
+    assert isinstance(dataset.dataframe[0]["images"][0]["bytes"], bytes)  # not decoded
+    for found in (dataset, dataset_of(models, rows)):
+        assert found[0]["multi_modal_data"]["images"][0].size == (16, 24)
+        assert found[1]["multi_modal_data"] is None
+
+
 def test_columns_and_limits_can_be_set(models):
     rows = [{"prompt": "<image>?", "answer": "3", "shots": [png(picture(1, 160, 160))], "note": "n"}]
     item = dataset_of(models, rows, image_key="shots", max_pixels=64)[0]

@@ -239,7 +239,7 @@ def _sorted(batch: DataProto) -> DataProto:
     return batch.select_idxs(order)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_ranks_give_the_gradients_of_one_device(family, tmp_path):
     path = save_vl_model(family, tmp_path)
     alone = engine_of(path)

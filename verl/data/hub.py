@@ -64,6 +64,7 @@ def open_dataset(entry: str | Path) -> RowTable:
     except (OSError, ValueError, KeyError, library.exceptions.DatasetsError) as error:
         hint = f" (read from the folder {Path(name.path).resolve()}, not from the hub)" if name.is_folder else ""
         raise ValueError(f"{name}: the dataset cannot be loaded{hint}: {type(error).__name__}: {error}") from error
+    rows = _with_stored_images(library, rows)
     if known:
         logger.info("%s: prompt and ground truth as examples/data_preprocess makes them", name)
         rows = _Converted(rows, known.convert, name)
@@ -94,6 +95,19 @@ def _load(library: ModuleType, name: DataName) -> Any:
     if name.split not in found:
         raise ValueError(f"expected one of the splits {', '.join(found)}, found {name.split!r}")
     return found[name.split]
+
+
+def _with_stored_images(library: ModuleType, rows: Any) -> Any:
+    """The rows with images as bytes or paths: `datasets` would decode them whenever a row is read."""
+    if not isinstance(rows, library.Dataset):
+        return rows
+    for name, feature in rows.features.items():
+        stored = library.Image(decode=False)
+        if isinstance(feature, library.Image):
+            rows = rows.cast_column(name, stored)
+        elif isinstance(getattr(feature, "feature", None), library.Image):  # a list of images
+            rows = rows.cast_column(name, type(feature)(stored))
+    return rows
 
 
 def _check_reachable(name: DataName) -> None:

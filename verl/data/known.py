@@ -81,13 +81,13 @@ def _math_row(source: str) -> Callable[[Mapping[str, Any], str, int], dict[str, 
 
 def geo3k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
     """Convert a problem of Geometry3K (Lu et al. 2021, arXiv 2105.04165), which has `<image>` in its text."""
-    problem, answer = _texts(row, "problem", "answer")
+    problem, truth = _texts(row, "problem", "answer")
     images = row.get("images")
     if not isinstance(images, list) or problem.count("<image>") != len(images):
         found = len(images) if isinstance(images, list) else repr(images)[:60]
         raise ValueError(f"expected one of images for each <image> of the problem, found {found}: {problem[:60]!r}")
-    info = {"split": split, "index": index, "question": problem, "answer": answer}
-    return _row(GEO3K, problem, GEO3K_INSTRUCTION, answer, info) | {"images": images}
+    info = {"split": split, "index": index, "question": problem, "answer": truth}
+    return _row(GEO3K, problem, GEO3K_INSTRUCTION, truth, info) | {"images": images}
 
 
 KNOWN: dict[str, KnownDataset] = {

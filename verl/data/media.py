@@ -340,8 +340,8 @@ def _typed_message(
         raise MediaError(f'{where}: expected messages like {{"role": "user", "content": ...}}, found {message!r:.200}')
     content = message["content"]
     if isinstance(content, str):
-        pieces = [piece for piece in _PLACEHOLDER.split(content) if piece]
-        parts = [{"type": p[1:-1]} if _PLACEHOLDER.fullmatch(p) else {"type": "text", "text": p} for p in pieces]
+        fragments = [fragment for fragment in _PLACEHOLDER.split(content) if fragment]
+        parts = [{"type": p[1:-1]} if _PLACEHOLDER.fullmatch(p) else {"type": "text", "text": p} for p in fragments]
     else:
         parts = [_part(part, where) for part in _as_list(content)]
     kept: list[dict[str, Any]] = []

@@ -342,7 +342,7 @@ class NativeRollout(RolloutEngine):
         longest = _longest(rows)
         wanted, responses, line = min(paged_scheduler.blocks_for(samples), one * slots), sum(r.limit for r in rows), 0
         if continuous:
-            longest = min(max(longest, self.max_length), decoder.max_positions)
+            longest = max(longest, min(self.max_length, decoder.max_positions))
             one = max(one, paged_scheduler.blocks_for_length(longest))
             line = max(max(row.limit for row in rows), self.max_response or longest // 2)
             wanted, responses = one * slots, line * slots

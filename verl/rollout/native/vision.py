@@ -147,5 +147,5 @@ def rotary_rows(table: RopeTable, axes: torch.Tensor, positions: torch.Tensor) -
     Returns:
         Tensors (N, R) or (N, R / 2).
     """
-    index = positions[axes.to(positions.device)].t()
+    index = positions[axes.to(positions.device)].t().contiguous()  # kernels read the result row by row
     return tuple(t.gather(0, index if t.shape[1] == len(axes) else torch.cat((index, index), 1)) for t in table)
