@@ -245,18 +245,12 @@ def test_a_critic_with_the_same_tokenizer_or_none(settings, tiny, tmp_path, forb
     assert f"critic {str(copy)!r} has no tokenizer to compare with that of the policy" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("Qwen2_5_VLConfig", "vision-language models are not supported yet"),
-        ("ViTConfig", "ViTConfig has no CausalLM model"),
-    ],
-)
-def test_a_model_of_another_kind_is_refused_by_name(name, message, settings, tiny, tmp_path, capsys, forbid_workers):
-    import transformers
+def test_a_model_of_another_kind_is_refused_by_name(settings, tiny, tmp_path, capsys, forbid_workers):
+    from transformers import ViTConfig
 
+    message = "ViTConfig has no CausalLM model"
     shutil.copytree(tiny / "model", tmp_path / "model")
-    getattr(transformers, name)().save_pretrained(tmp_path / "model")
+    ViTConfig().save_pretrained(tmp_path / "model")
     assert main_ppo.main([*settings, "algorithm.name=grpo", f"actor_rollout_ref.model.path={tmp_path / 'model'}"]) == 1
     shown = capsys.readouterr().err
     assert shown.count("error:") == 1 and message in shown and "AutoModel" not in shown and "Traceback" not in shown

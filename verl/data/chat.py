@@ -50,18 +50,17 @@ def encode_conversations(
     """
     turns = [(i, t) for i, chat in enumerate(chats) for t, m in enumerate(chat) if t > 0 and m["role"] == "assistant"]
     _check_every_chat_has_a_turn(chats, turns, where)
-    settings = {"chat_template": chat_template, "template_kwargs": template_kwargs}
-    settings |= {"where": lambda k: where(turns[k][0])}
-    prefixes = render_chats(tokenizer, [chats[i][:t] for i, t in turns], add_generation_prompt=True, **settings)
-    with_turn = render_chats(tokenizer, [chats[i][: t + 1] for i, t in turns], add_generation_prompt=False, **settings)
+    settings = {"template_kwargs": template_kwargs, "where": lambda k: where(turns[k][0])}
+    render = functools.partial(render_chats, tokenizer, chat_template=chat_template, **settings)
+    prefixes = render([chats[i][:t] for i, t in turns], add_generation_prompt=True)
+    with_turn = render([chats[i][: t + 1] for i, t in turns], add_generation_prompt=False)
     contexts, responses, done = [], [], [""] * len(chats)
     for (i, t), prefix, text in zip(turns, prefixes, with_turn):
         if not (prefix.startswith(done[i]) and text.startswith(prefix)):
             raise ValueError(
                 f"{where(i)}: the chat template renders the messages before turn {t} differently once that turn is "
-                "added (some templates drop the reasoning of earlier turns, or start a response differently), so "
-                "training would not match generation: use one row per assistant turn, or another "
-                "model.custom_chat_template"
+                "added (some templates drop the reasoning of earlier turns, or start a response differently), so that "
+                "training differs from generation: use one row per assistant turn, or model.custom_chat_template"
             )
         expand = (expanders or {}).get(i, str)
         contexts.append(expand(prefix[len(done[i]) :]))

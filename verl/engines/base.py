@@ -31,9 +31,6 @@ from verl.utils.shards import Shard
 
 Tensors = dict[str, torch.Tensor]
 
-#: magnitude beyond which a weight has diverged; those of pretrained models are below 1e3
-LARGEST_WEIGHT = 1e6
-
 #: model outputs that `infer` and an objective may request, each (B, T) at the positions of the response tokens; `infer`
 #: also has routed_experts (B, P + T, layers, k), the choices of the routers, in engines that support router replay
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
@@ -259,7 +256,7 @@ class TrainEngine(ABC):
     def non_finite_state(self) -> list[str]:
         """Names of the trained weights and optimizer state that are broken, the same on every rank.
 
-        Broken: NaN or infinity; for weights also magnitudes beyond LARGEST_WEIGHT. Called by all ranks after the
+        Broken: NaN or infinity; for weights also magnitudes beyond 1e6. Called by all ranks after the
         updates of a step and before each checkpoint; such state is not saved.
         """
         return []

@@ -259,13 +259,13 @@ class VisionForward:
 
     def __init__(self, module: nn.Module, always: bool = False):
         self.config, self.trunk, self.always = module.config, module.base_model, always
-        self.places_features = self.config.model_type in PACKED
+        self.inserts_features = self.config.model_type in PACKED
         self.tower = tower_of(module)[1]
         self.parameters = inspect.signature(self.trunk.forward).parameters
 
     def __call__(self, model_input: Any, extra: Mapping[str, Any]) -> torch.Tensor:
         """Last hidden states (b, L, H) of a `packing.ModelInput`. extra: arguments of the attention."""
-        run = self._placed if self.places_features else self._row_by_row
+        run = self._packed if self.inserts_features else self._row_by_row
         return run(model_input, {"use_cache": False, **extra})
 
     # ---- models in PACKED
@@ -279,13 +279,13 @@ class VisionForward:
             found = self.tower(torch.cat(pixels).to(self.tower.dtype), grid_thw=torch.cat(grids), return_dict=True)
         return [found.pooler_output, *dict(found).get("deepstack_features", ())]
 
-    def _placed(self, model_input: Any, extra: dict[str, Any]) -> torch.Tensor:
+    def _packed(self, model_input: Any, extra: dict[str, Any]) -> torch.Tensor:
         embeds = self.trunk.get_input_embeddings()(model_input.input_ids)
         vision = model_input.vision
         if vision is None and self.always:
             vision = self._no_image(embeds.device)
         if vision is not None:
-            embeds, features = place_features(embeds, self.features(vision.tensors), vision)
+            embeds, features = insert_features(embeds, self.features(vision.tensors), vision)
             extra |= features
         return self.trunk.language_model(
             inputs_embeds=embeds,
@@ -324,7 +324,7 @@ class VisionForward:
         ).last_hidden_state
 
 
-def place_features(
+def insert_features(
     embeds: torch.Tensor, features: Sequence[torch.Tensor], vision: VisionInput
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Replace the embeddings of placeholder tokens.

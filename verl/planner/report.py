@@ -28,11 +28,11 @@ def gib(size: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
-def table(rows: Sequence[Sequence[str]], gap: int = 2) -> list[str]:
-    """Aligned columns: the first one to the left. gap: spaces between them."""
+def table(rows: Sequence[Sequence[str]], spaces: int = 2) -> list[str]:
+    """Aligned columns: the first one to the left, with `spaces` between them."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
-        (" " * gap).join(
+        (" " * spaces).join(
             cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
         )
         for row in rows
@@ -50,7 +50,7 @@ def memory_lines(plan: Plan) -> list[str]:
                 sums = [sum(items.get(name, 0.0) for name in names) for names in COLUMNS.values()]
                 rows.append([phase, *(gib(size) if size else "-" for size in sums), gib(total(items))])
         count = f"{group.devices} device{'s' * (group.devices > 1)}"
-        lines += ["", f"memory of {', '.join(group.names)} on {count}", *table(rows, gap=1)]
+        lines += ["", f"memory of {', '.join(group.names)} on {count}", *table(rows, spaces=1)]
     peak, available = plan.peak, plan.available
     verb = "fits into" if plan.fits else "DOES NOT FIT into"
     return [*lines, "", f"peak {gib(peak)} GiB per device: {verb} {gib(available)} GiB ({plan.device.name})"]
@@ -86,14 +86,14 @@ def choice_lines(plans: Sequence[Plan], devices: int) -> list[str]:
     if simplest not in labels.values():
         labels["preferred"] = simplest
     rows = [["", "s/step", *STAGES, "GiB"]]
-    places = []
+    shown = []
     for label, plan in labels.items():
         stages = [f"{seconds:.3g}" for seconds in plan.stages]
         rows.append([label, f"{plan.seconds:.3g}", *stages, gib(plan.peak)])
         lines = [line for group in plan.groups for line in _wrapped(_group_words(plan, group))]
-        places += [f"{label if i == 0 else '':9}  {line}" for i, line in enumerate(lines)]
+        shown += [f"{label if i == 0 else '':9}  {line}" for i, line in enumerate(lines)]
     reasons = _wrapped(reason(plans)) if len(plans) > 1 else []
-    return [f"placements on {devices} device{'s' * (devices > 1)}", *table(rows), *places, *reasons]
+    return [f"placements on {devices} device{'s' * (devices > 1)}", *table(rows), *shown, *reasons]
 
 
 def placement_words(plan: Plan) -> str:

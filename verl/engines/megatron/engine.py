@@ -28,8 +28,8 @@ from torch.nn.functional import pad
 
 from verl.checkpoints.boxes import Boxes, BoxSavePlanner
 from verl.config import schema
-from verl.engines.base import LARGEST_WEIGHT, EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
-from verl.engines.checkpoint import CheckpointWriter, load_extra, save_description
+from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
+from verl.engines.checkpoint import LARGEST_WEIGHT, CheckpointWriter, load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module
 from verl.engines.megatron import convert
 from verl.engines.megatron.checkpoint import EngineState

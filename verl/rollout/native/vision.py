@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from verl.modeling.positions import multimodal_positions
-from verl.modeling.vision import INDEX, Media, VisionForward, is_vision_config, place_features
+from verl.modeling.vision import INDEX, Media, VisionForward, insert_features, is_vision_config
 from verl.rollout.native.decoder import RopeTable
 
 
@@ -104,7 +104,7 @@ class NativeVision:
         parameters = next(self.forward.tower.parameters()).dtype
         with torch.autocast(embeds.device.type, self.dtype, enabled=self.dtype != parameters):
             features = self.forward.features(vision.tensors)
-        placed, more = place_features(embeds[None], features, vision)
+        placed, more = insert_features(embeds[None], features, vision)
         positions = torch.arange(width).expand(count, 3, width).clone()
         for row, found in enumerate(images):
             if found is not None:

@@ -17,9 +17,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.binding import check_settings, parameter_names
-from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH, get_policy_loss_fn
+from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.checkpoints.atomic import check_folder
 from verl.config import (
     ConfigError,
@@ -44,7 +42,8 @@ from verl.data.collate import check_dataset
 from verl.data.mixture import Mixture
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.engines.base import ENGINES
+from verl.engines.base import ENGINES, check_device
+from verl.engines.loading import check_kernels, check_model
 from verl.registry import did_you_mean, import_module, location_of
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.server.agents import TRIAL_FACTS
@@ -55,8 +54,8 @@ from verl.tracking.run_record import collected
 from verl.tracking.tracking import check_trackers
 from verl.trainer.checks import planning
 from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tools_in_prompts
+from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings
 from verl.trainer.checks.model_limits import check_reads_tokens_of
-from verl.trainer.checks.models import devices, model_configs
 from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.ppo.flow import needs_critic
@@ -65,6 +64,7 @@ from verl.trainer.startup.inputs import Inputs, base_settings, dataset_class, tr
 from verl.trainer.startup.launch import Recipe
 from verl.trainer.startup.roles import pools_of, roles_of
 from verl.trainer.startup.torchrun import check_launcher
+from verl.utils.device import resolve_device
 from verl.utils.log import setup_logging
 
 logger = logging.getLogger("verl.trainer")
@@ -72,7 +72,6 @@ logger = logging.getLogger("verl.trainer")
 SETTINGS, CONFIG, INPUTS, FLOW = "settings", "config", "inputs", "flow"
 """When a check runs: while settings are read; with settings and imported modules; with inputs; with the flow."""
 
-_ACTOR = "actor_rollout_ref.actor"
 _TRAINING = (schema.Config, schema.SFTConfig)
 _OUTPUT_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 
@@ -256,23 +255,6 @@ def registered_engines(run: Run) -> list[Problem]:
     return check_registered(run.config, names)
 
 
-def required_settings(run: Run) -> None:
-    """Estimator and loss are registered and have a value for every required setting; the loss can be aggregated."""
-    actor, algorithm = run.config.actor_rollout_ref.actor, run.config.algorithm
-    estimator = get_adv_estimator_fn(algorithm.adv_estimator)
-    name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-    check_settings(name, estimator, algorithm.settings, "algorithm.adv_kwargs", algorithm.adv_kwargs)
-    loss, name = get_policy_loss_fn(actor.policy_loss.loss_mode), f"policy_loss.loss_mode={actor.policy_loss.loss_mode}"
-    settings = {**actor.loss_settings, **algorithm.rollout_correction.model_dump()}
-    check_settings(name, loss, settings, f"{_ACTOR}.policy_loss.loss_kwargs", actor.policy_loss.loss_kwargs)
-    if not {"log_prob", "loss_agg_mode"} <= (found := parameter_names(loss)) and "columns" not in found:
-        raise ValueError(
-            f"{name}: expected the parameters log_prob and loss_agg_mode, found {sorted(found)} (**kwargs receives "
-            "nothing): take loss_agg_mode and return agg_loss(losses, response_mask, loss_agg_mode), so that the "
-            "gradient does not depend on the micro-batch size"
-        )
-
-
 def worker_code(run: Run) -> None:
     """The loss is defined where workers in other processes can import it."""
     name = run.config.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -286,17 +268,6 @@ def worker_code(run: Run) -> None:
         )
 
 
-def group_size(run: Run) -> None:
-    """Estimators that compare the responses to one prompt have several of them."""
-    name, n = run.config.algorithm.adv_estimator, run.config.actor_rollout_ref.rollout.n
-    least = getattr(get_adv_estimator_fn(name), "min_group_size", 1)
-    if n < least:
-        raise ValueError(
-            f"algorithm.adv_estimator={name} compares the responses to one prompt: actor_rollout_ref.rollout.n must be "
-            f"at least {least}, found {n}"
-        )
-
-
 def placement(run: Run) -> None:
     """Roles are placed on existing devices, and share all devices with another role or none."""
     pools_of(run.config, roles_of(run.config))
@@ -307,22 +278,39 @@ def custom_dataset(run: Run) -> None:
     dataset_class(run.config, RLHFDataset)
 
 
-def micro_batch_losses(run: Run) -> None:
-    """Warn of a loss that selects among the tokens of one micro-batch if a mini-batch has several of them."""
+def model_configs(run: Run) -> None:
+    """The config of each model exists and accepts the overrides; LoRA finds its modules."""
     config = run.config
-    actor, trainer, loss = config.actor_rollout_ref.actor, config.trainer, config.actor_rollout_ref.actor.policy_loss
-    if loss.loss_mode not in SELECTS_PER_MICRO_BATCH:
+    if not isinstance(config, schema.Config):
+        check_model(config.model, "causal_lm")
         return
-    size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // (trainer.nnodes * trainer.n_gpus_per_node)
-    single = actor.ppo_micro_batch_size_per_gpu is not None and actor.ppo_micro_batch_size_per_gpu >= size
-    if actor.use_dynamic_bsz or not single:
-        logger.warning(
-            "actor.policy_loss.loss_mode=%s selects among the tokens of one micro-batch, so its gradient depends on "
-            "the micro-batch size; for one micro-batch per mini-batch set actor.ppo_micro_batch_size_per_gpu=%d and "
-            "actor.use_dynamic_bsz=false",
-            loss.loss_mode,
-            size,
-        )
+    policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
+    check_model(policy, "causal_lm")
+    if "critic" in roles_of(config):
+        check_model(critic, "value")
+    if reward.enable:
+        section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
+        check_model(section, "reward")
+
+
+def devices(run: Run) -> None:
+    """The training engines and the chosen kernels run on the device."""
+    config = run.config
+    if run.backend == "ray":  # the nodes may differ from this host: the workers check
+        return
+    device = resolve_device(config.trainer.device)
+    if isinstance(config, schema.SFTConfig):
+        check_device(config.engine.strategy, device)
+        check_kernels(config.model, device)
+        return
+    policy, roles = config.actor_rollout_ref, roles_of(config)
+    check_device(policy.actor.strategy, device)
+    check_kernels(policy.model, device)
+    if "ref" in roles:
+        check_device(policy.ref.strategy, device)
+    if "critic" in roles:
+        check_device(config.critic.strategy, device)
+        check_kernels(config.critic.model, device)
 
 
 def saved(run: Run) -> None:
@@ -442,9 +430,9 @@ CHECKS: tuple[Check, ...] = (
     Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),
     Check("reward model", CONFIG, reward_model, schema.Config),
     Check("agent loop", CONFIG, lambda run: check_agent(run.config.actor_rollout_ref.rollout), schema.Config),
-    Check("estimator and loss", CONFIG, required_settings, schema.Config),
+    Check("estimator and loss", CONFIG, lambda run: required_settings(run.config), schema.Config),
     Check("code of the workers", CONFIG, worker_code, schema.Config),
-    Check("group size", CONFIG, group_size, schema.Config),
+    Check("group size", CONFIG, lambda run: group_size(run.config), schema.Config),
     Check("rollout correction", CONFIG, lambda run: check_correction(run.config), schema.Config),
     Check("placement", CONFIG, placement, schema.Config),
     Check("dataset class", CONFIG, custom_dataset),
@@ -457,7 +445,7 @@ CHECKS: tuple[Check, ...] = (
         lambda run: planning.check_memory(run.config, roles_of(run.config), run.backend),
         schema.Config,
     ),
-    Check("micro-batch losses", CONFIG, micro_batch_losses, schema.Config),
+    Check("micro-batch losses", CONFIG, lambda run: micro_batch_losses(run.config), schema.Config),
     Check("unused settings", CONFIG, unused),
     Check("checkpoints", CONFIG, saved),
     Check("dataset items", INPUTS, items, schema.Config),

@@ -330,9 +330,7 @@ def uses_agent_loop(config: schema.Config) -> bool:
     return config.actor_rollout_ref.rollout.agent.default_agent_loop not in SINGLE_TURN
 
 
-def old_log_prob(
-    roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = ()
-) -> Callable[[DataProto], DataProto]:
+def old_log_prob(roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = ()) -> Callable[[DataProto], DataProto]:
     """Log-probs of the policy before the update, and its entropy.
 
     Args:
