@@ -40,6 +40,7 @@ class Device:
             cast once nor fused once per update.
         reserved: bytes that the process needs beside tensors: the CUDA context and communication buffers; on a CPU, the
             libraries and what the allocator keeps.
+        peak: published FLOP/s of dense matmuls in 16 bits; 0 if not known.
         source: where the figures are from.
     """
 
@@ -64,6 +65,7 @@ class Device:
     decode: float = 1.0
     sharded: float = 1.0
     reserved: float = 0.0
+    peak: float = 0.0
     source: str = ""
 
     def attention_rate(self, length: float, head_dim: int) -> float:
@@ -97,6 +99,7 @@ _H200 = Device(
     push_seconds=0.1,
     sharded=1.5,
     reserved=1.5 * GIB,
+    peak=989e12,
     source="measured on this GPU, benchmarks/results",
 )
 
@@ -109,6 +112,7 @@ def _scaled(name: str, memory: float, flops: float, bandwidth: float, link: floa
         _H200,
         name=name,
         memory=memory * GIB,
+        peak=flops,
         matmul=_H200.matmul * compute,
         attention=_H200.attention * compute,
         bandwidth=_H200.bandwidth * bandwidth / 4.8e12,

@@ -1,6 +1,7 @@
 """Base class of workers with a training engine: construction, update loop and checkpoints."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.utils.device import resolve_device
+from verl.workers.utilization import Utilization
 
 logger = logging.getLogger("verl.workers")
 
@@ -31,6 +33,7 @@ class EngineWorker(Worker):
 
     engine: TrainEngine
     checkpoint: schema.CheckpointConfig
+    _utilization: Utilization | None = None
 
     def build_engine(
         self,
@@ -60,7 +63,11 @@ class EngineWorker(Worker):
             world_size=self.world_size,
             local_rank=self.local_rank,
         )
-        return make_engine(strategy, spec)
+        built = make_engine(strategy, spec)
+        if optimizer is not None:
+            ranks = self.world_size // built.dp_size
+            self._utilization = Utilization.find(model, kind, spec.device, ranks, engine.dtype)
+        return built
 
     def layout(self, mesh: str | None = None) -> Coordinates:
         """Samples are split over the data-parallel ranks of the engine; model-parallel ranks get the same samples."""
@@ -97,9 +104,13 @@ class EngineWorker(Worker):
             for found in bad:
                 logger.error("%s: column %r has %s: the updates are skipped", prefix, found.column, found)
             update.skip()
+        start = time.perf_counter()
         with self.engine.on_device(optimizer=True):
             yield update
             update.check_weights()
+        if self._utilization is not None and update.mini_batches:
+            torch.cuda.synchronize(resolve_device("cuda", self.local_rank))
+            update.add({f"perf/mfu/{prefix}": (self._utilization.of(batch, time.perf_counter() - start), 1)})
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
