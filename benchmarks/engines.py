@@ -35,6 +35,7 @@ COLUMNS = {
     "step_s": "timing_s/step",
     "gen_s": "timing_s/gen",
     "update_s": "timing_s/update_actor",
+    "mfu": "perf/mfu/actor",
     "push_s": "weight_sync/seconds",
     "tokens_s": "rollout/tokens_per_second",
     "mismatch": "rollout/logprob_gap_mean",
