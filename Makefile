@@ -19,7 +19,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 quickstart: $(RUN)
 	$(VENV)/bin/python examples/quickstart/run.py $(ARGS)
 
-# Train SmolLM2-135M-Instruct on arithmetic, in about two minutes on two cores. MODEL=FOLDER uses a local model.
+# Train SmolLM2-135M-Instruct on arithmetic, in two to three minutes on two cores. MODEL=FOLDER uses a local model.
 showcase: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet "gguf>=0.10"
 	$(VENV)/bin/python examples/quickstart/run.py --model $(or $(MODEL),smollm2) $(ARGS)
