@@ -203,10 +203,12 @@ def test_bad_rows_can_be_skipped(models, caplog):
         row(),
     ]
     with caplog.at_level(logging.WARNING, logger="verl.data"):
-        dataset = dataset_of(models, rows, skip_bad_images=True)
+        dataset = dataset_of(models, rows, max_bad_rows=4)
     assert len(dataset) == 2 and [dataset[i]["index"] for i in range(2)] == [0, 5]
-    assert list(dataset.skipped) == [1, 2, 3, 4] and "damaged" in dataset.skipped[1]
-    assert "dropped 4 rows with bad images" in caplog.text
+    assert [bad["row"] for bad in dataset.bad_rows] == [1, 2, 3, 4] and "damaged" in dataset.bad_rows[0]["reason"]
+    assert "dropped 4 of 6 rows" in caplog.text
+    with pytest.raises(ValueError, match=r"4 of 6 rows cannot be used, more than data.max_bad_rows=3"):
+        dataset_of(models, rows, max_bad_rows=3)
 
 
 def test_a_damaged_picture_is_found_at_the_start(models):
@@ -408,8 +410,8 @@ def test_sft_refuses(models, bad, message):
 
 def test_sft_skips_bad_rows(models):
     rows = [{"prompt": "<image>?", "response": "a", "images": [image]} for image in (b"", png(picture(1)))]
-    dataset = SFTDataset(rows, models()[0], {"max_length": 200, "skip_bad_images": True}, processor=models()[1])
-    assert len(dataset) == 1 and dataset[0]["index"] == 1 and list(dataset.skipped) == [0]
+    dataset = SFTDataset(rows, models()[0], {"max_length": 200, "max_bad_rows": 1}, processor=models()[1])
+    assert len(dataset) == 1 and dataset[0]["index"] == 1 and dataset.bad_rows[0]["row"] == 0
 
 
 def test_prompts_of_offline_generation(models, tmp_path):

@@ -12,9 +12,7 @@ from verl.utils.boxed import last_boxed
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Reason step by step. End with a line of "####" followed by the final number alone.'
 GEO3K = "hiyouga/geometry3k"
-GEO3K_INSTRUCTION = (
-    "Reason step by step between <think> and </think>. After that, put the final answer in \\boxed{}."
-)
+GEO3K_INSTRUCTION = "Reason step by step between <think> and </think>. After that, put the final answer in \\boxed{}."
 MATH = "DigitalLearningGmbH/MATH-lighteval"
 MATH_500 = "HuggingFaceH4/MATH-500"
 MATH_INSTRUCTION = "Reason step by step. Put the final answer in \\boxed{}."

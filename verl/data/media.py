@@ -25,7 +25,6 @@ _PART_KEYS = {"type", "text", "image", "image_url", "video", "bytes", "path", "u
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _KINDS = ("image", "video")
 _DECODED = 128  # rows at the start of the data, and as many evenly spaced, whose images are decoded at the start
-_SHOWN = 5  # skipped rows whose errors are logged
 _SIZES = 4096  # sizes of pictures whose placeholders are kept
 
 
@@ -299,9 +298,9 @@ def media_columns(data: schema.MediaSection) -> tuple[str, str]:
     return data.image_key, data.video_key
 
 
-def rows_to_decode(count: int, all_rows: bool) -> Collection[int]:
-    """The rows whose images are decoded when the data is read: all of them, or evenly spaced ones."""
-    if all_rows or strict_check_enabled():
+def rows_to_decode(count: int) -> Collection[int]:
+    """The rows whose images are decoded when the data is read: evenly spaced ones; all in a strict check."""
+    if strict_check_enabled():
         return range(count)
     return {*range(min(_DECODED, count)), *range(0, count, max(count // _DECODED, 1))}
 
@@ -314,17 +313,6 @@ def note_unused_media_keys(data: schema.MediaSection, processor: Any) -> None:
     ]
     if processor is None and changed:
         logger.warning("no effect, because the model reads no images: %s", ", ".join(f"data.{n}" for n in changed))
-
-
-def report_skipped(skipped: Mapping[int, str]) -> None:
-    """Log the rows that `data.skip_bad_images` has dropped. skipped: row -> error."""
-    if skipped:
-        shown = "\n  ".join(list(skipped.values())[:_SHOWN])
-        logger.warning(
-            "dropped %s rows with bad images or videos (data.skip_bad_images), the first ones:\n  %s",
-            f"{len(skipped):,}",
-            shown,
-        )
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

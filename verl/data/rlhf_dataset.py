@@ -27,8 +27,7 @@ from verl.data.dataset import (
 )
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
-from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, report_skipped, rows_to_decode
-from verl.data.pictures import MediaError
+from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
 from verl.data.quarantine import check_values, usable_rows
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
@@ -45,8 +44,6 @@ from verl.tools.load import tool_schemas
 logger = logging.getLogger("verl.data")
 
 Prompt = str | list[dict[str, Any]] | MediaPrompt
-
-_SKIPPED = ""  # the prompt of a row that is dropped
 
 
 class RLHFDataset(Dataset):
@@ -77,7 +74,6 @@ class RLHFDataset(Dataset):
         max_samples: number of rows to use, from the first on; -1: `config.train_max_samples`.
 
     Attributes:
-        skipped: row -> why its images or videos cannot be used (`data.skip_bad_images`).
 
     Raises:
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
@@ -109,7 +105,6 @@ class RLHFDataset(Dataset):
         if processor is not None:
             kwargs = {"template_kwargs": self.apply_chat_template_kwargs, "chat_template": self.chat_template}
             self.media = MediaReader(processor, tokenizer, self.config, tools=self.tools, **kwargs)
-        self.skipped: dict[int, str] = {}
         self._tokenized: Rows | None = None
         self.streaming = self._rows is None and is_streamed(self.data_files, self.config.streaming)
         self._read_files_and_tokenize()
@@ -256,7 +251,7 @@ class RLHFDataset(Dataset):
         if config.max_bad_rows:
             checked = range(count) if only is None else sorted(only)
             only, self.bad_rows = usable_rows(rows, checked, partial(self._check_whole, rows), config.max_bad_rows)
-        decoded = rows_to_decode(count, config.skip_bad_images)
+        decoded = rows_to_decode(count)
         tokenized = tokenize_rows(
             self.tokenizer,
             rows,
@@ -267,8 +262,6 @@ class RLHFDataset(Dataset):
             only=only,
         )
         for index, (ids, _) in tokenized:
-            if index in self.skipped:
-                continue
             if len(ids) > config.max_prompt_length:
                 overlong[index] = len(ids)
                 if config.filter_overlong_prompts or config.truncation == "error":
@@ -278,7 +271,6 @@ class RLHFDataset(Dataset):
                 ids = truncate(ids, config.max_prompt_length, config.truncation)
             kept.append(index)
             self._prompt_ids.append(ids)
-        report_skipped(self.skipped)
         self._report_overlong(overlong, rows, count if only is None else len(only), bool(kept))
         return kept
 
@@ -290,18 +282,12 @@ class RLHFDataset(Dataset):
         self._encode([prompt], lambda i: rows.where(index))
 
     def _checked(self, row: Mapping[str, Any], rows: Rows, index: int, decoded: Collection[int]) -> Prompt:
-        """`_check_row`; pictures of the rows `decoded` are decoded. A row with bad pictures is skipped if so set."""
-        try:
-            prompt = self._check_row(row, rows, index)
-            if isinstance(prompt, MediaPrompt) and index in decoded:
-                prompt.decode()
-                self.media.token_ids(prompt)
-            return prompt
-        except MediaError as error:
-            if not self.config.skip_bad_images:
-                raise
-            self.skipped[index] = str(error)
-            return _SKIPPED
+        """`_check_row`; images of the rows `decoded` are decoded."""
+        prompt = self._check_row(row, rows, index)
+        if isinstance(prompt, MediaPrompt) and index in decoded:
+            prompt.decode()
+            self.media.token_ids(prompt)
+        return prompt
 
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
         """The prompt of a row. Raises ValueError if the row cannot be used."""
@@ -316,7 +302,7 @@ class RLHFDataset(Dataset):
 
     def _encode(self, prompts: list[Prompt], where: Callable[[int], str]) -> list[Encoded]:
         media = {i: self.media.token_ids(p) for i, p in enumerate(prompts) if isinstance(p, MediaPrompt)}
-        texts = [i for i, prompt in enumerate(prompts) if i not in media and prompt != _SKIPPED]
+        texts = [i for i, prompt in enumerate(prompts) if i not in media]
         encoded = encode_prompts(
             self.tokenizer,
             [prompts[i] for i in texts],

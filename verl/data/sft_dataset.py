@@ -20,8 +20,9 @@ from verl.data.dataset import (
     tokenize_rows,
 )
 from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
-from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, report_skipped, rows_to_decode
+from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, rows_to_decode
 from verl.data.pictures import MediaError
+from verl.data.quarantine import usable_rows
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     Message,
@@ -68,7 +69,6 @@ class _Columns:
 
 
 _Example = list[Message] | MediaPrompt | _Pair
-_SKIPPED = _Pair("", "")  # a row that is dropped
 
 
 class SFTDataset(Dataset):
@@ -98,7 +98,7 @@ class SFTDataset(Dataset):
         processor: the processor of a vision-language model; None: rows with images or videos are an error.
 
     Attributes:
-        skipped: row -> why its images or videos cannot be used (`data.skip_bad_images`).
+        bad_rows: place and reason of rows that were dropped (`data.max_bad_rows`).
 
     Raises:
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
@@ -123,14 +123,15 @@ class SFTDataset(Dataset):
             kwargs = {"template_kwargs": self.config.apply_chat_template_kwargs, "chat_template": self.chat_template}
             self.media = MediaReader(processor, tokenizer, self.config, **kwargs)
         self._refused = ("audios",) if self.media else ("audios", "images", "videos", *media_columns(self.config))
-        self.skipped: dict[int, str] = {}
+        self.bad_rows: list[dict[str, Any]] = []
         self._columns = _find_columns(self.rows, self.config)
         start = time.perf_counter()
         self._kept: list[int] = []  # entry of the tables -> row
         self._ids = TokenTable()
         self._mask = TokenTable("b")
         self._count = rows_to_use(self.rows, self.config.train_max_samples)
-        rows = needed(self._count) if needed is not None and self.config.truncation == "error" else None
+        drops = self.config.truncation != "error" or self.config.max_bad_rows
+        rows = needed(self._count) if needed is not None and not drops else None
         self._tokenize(rows)
         # row -> entry of the tables, if only some rows are tokenized
         self._entries = None if rows is None else {row: entry for entry, row in enumerate(self._kept)}
@@ -181,7 +182,11 @@ class SFTDataset(Dataset):
     def _tokenize(self, rows: Collection[int] | None) -> None:
         """Add the given rows to the tables; None: all rows."""
         overlong = {}  # row -> tokens
-        decoded = rows_to_decode(self._count, self.config.skip_bad_images)
+        usable, limit = rows, self.config.max_bad_rows
+        if limit:
+            checked = range(self._count) if rows is None else rows
+            usable, self.bad_rows = usable_rows(self.rows, checked, self._check_whole, limit)
+        decoded = rows_to_decode(self._count)
         tokenized = tokenize_rows(
             self.tokenizer,
             self.rows,
@@ -189,15 +194,12 @@ class SFTDataset(Dataset):
             read=lambda row, index: self._checked(row, index, decoded),
             texts_of=_texts_of,
             encode=self._encode,
-            only=rows,
+            only=usable,
         )
         for index, (ids, mask) in tokenized:
-            if index in self.skipped:
-                continue
             if len(ids) > self.config.max_length:
                 overlong[index] = len(ids)
             self._keep(index, ids, mask)
-        report_skipped(self.skipped)
         self._report(overlong, self._count if rows is None else len(rows))
         if rows is not None and (missing := {*rows} - {*self._kept}):
             where = self.rows.where(min(missing))
@@ -223,18 +225,16 @@ class SFTDataset(Dataset):
             self._mask.append(mask)
 
     def _checked(self, row: Mapping[str, Any], index: int, decoded: Collection[int]) -> _Example:
-        """`_example`; the pictures of the rows `decoded` are decoded. A row with bad pictures is skipped if so set."""
-        try:
-            example = self._example(row, index)
-            if isinstance(example, MediaPrompt) and index in decoded:
-                example.decode()
-                self.media.token_ids(example)
-            return example
-        except MediaError as error:
-            if not self.config.skip_bad_images:
-                raise
-            self.skipped[index] = str(error)
-            return _SKIPPED
+        """`_example`; images of the rows `decoded` are decoded."""
+        example = self._example(row, index)
+        if isinstance(example, MediaPrompt) and index in decoded:
+            example.decode()
+            self.media.token_ids(example)
+        return example
+
+    def _check_whole(self, row: Mapping[str, Any], index: int) -> None:
+        """Check a row, decode its images, and render it. Raises ValueError if the row cannot be used."""
+        self._encode([self._checked(row, index, [index])], lambda _: self.rows.where(index))
 
     def _example(self, row: Mapping[str, Any], index: int) -> _Example:
         """The row as a chat, with its images if it has any, or as two plain texts."""
@@ -292,7 +292,7 @@ class SFTDataset(Dataset):
         return self.chat_template is not None or self.tokenizer.chat_template is not None
 
     def _encode(self, examples: list[_Example], where: Callable[[int], str]) -> list[Encoded]:
-        pairs = [i for i, e in enumerate(examples) if isinstance(e, _Pair) and e != _SKIPPED]
+        pairs = [i for i, e in enumerate(examples) if isinstance(e, _Pair)]
         media = {i: e for i, e in enumerate(examples) if isinstance(e, MediaPrompt)}
         for example in media.values():
             self.media.check_text(example)

@@ -22,6 +22,9 @@ class DatasetClassConfig(CustomClassConfig):
     kwargs: dict[str, Any] = field({}, "further settings of the class: keys of its `config`")
 
 
+BAD_ROWS = "training rows that may be dropped because they cannot be used; they are listed in bad_rows.jsonl"
+
+
 class MediaSection(Section):
     """Images and videos of a vision-language model: part of every `data` section with prompts."""
 
@@ -33,7 +36,6 @@ class MediaSection(Section):
     max_images_per_prompt: int | None = field(None, "most images of a prompt; more are an error", ge=1)
     max_video_frames: int | None = field(None, "frames of a video, evenly spaced; null: all", ge=1)
     allow_image_urls: bool = field(False, "download images that are given as URLs")
-    skip_bad_images: bool = field(False, "drop rows with unusable images or videos; decodes all at the start")
 
 
 class DataConfig(MediaSection):
@@ -54,9 +56,7 @@ class DataConfig(MediaSection):
     reward_fn_key: str = field("data_source", "column that selects the reward function")
     max_prompt_length: int = field(512, "maximum prompt length in tokens", ge=1)
     max_response_length: int = field(512, "maximum response length in tokens", ge=1)
-    max_bad_rows: int = field(
-        0, "training rows that may be dropped because they cannot be used; they are listed in bad_rows.jsonl", ge=0
-    )
+    max_bad_rows: int = field(0, BAD_ROWS, ge=0)
     filter_overlong_prompts: bool = field(False, "drop prompts longer than max_prompt_length")
     truncation: Literal["error", "left", "right", "middle"] = field("error", "how to truncate overlong prompts")
     shuffle: bool = field(True, "shuffle the training rows in every epoch")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from verl.config.aliases import SFT
 from verl.config.fields import FilePaths, Precision, Schema, StrList, field, section
 from verl.config.naming import default_names
-from verl.config.schema.data import DatasetClassConfig, MediaSection, PromptFormat
+from verl.config.schema.data import BAD_ROWS, DatasetClassConfig, MediaSection, PromptFormat
 from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.model import CheckpointConfig, CheckpointContents, EngineConfig, ModelConfig, OptimConfig
 from verl.config.schema.trainer import RunConfig
@@ -33,6 +33,7 @@ class SFTDataConfig(MediaSection):
     prompt_format: PromptFormat = field("auto", "chat messages or plain text; auto: detect")
     max_length: int = field(1024, "maximum length of prompt and response in tokens", ge=2)
     truncation: Literal["error", "left", "right"] = field("error", "how to truncate overlong examples")
+    max_bad_rows: int = field(0, BAD_ROWS, ge=0)
     shuffle: bool = field(True, "shuffle the training rows in every epoch")
     seed: int = field(1, "shuffle seed", default_from="${trainer.seed}", ge=0)
     custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces SFTDataset")

@@ -95,7 +95,7 @@ def prompt_items(
         raise ValueError(f"generate: expected a list of prompts (texts or chats), found {prompts!r}")
     rows = [{data.prompt_key: prompt, "data_source": "generate"} for prompt in prompts]
     columns = {"ground_truth_key": "answer", "image_key": "images", "video_key": "videos"}
-    settings = data.model_copy(update={"filter_overlong_prompts": False, "skip_bad_images": False, **columns})
+    settings = data.model_copy(update={"filter_overlong_prompts": False, "max_bad_rows": 0, **columns})
     dataset = RLHFDataset(rows, tokenizer, settings.model_copy(update={"reward_fn_key": "data_source"}), processor)
     return [dataset[i] for i in range(len(dataset))]
 

@@ -84,7 +84,8 @@ def load_inputs(
     rewards = given_rewards(config, tokenizer, reward_manager) if given else load_rewards(config, tokenizer)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, val_dataset, config.data.val_max_samples, processor)
-    train = train if train is not None else _listing_bad_rows(config, tokenizer, processor)
+    if train is None:
+        train = _listing_bad_rows(config, lambda: load_dataset(config, tokenizer, processor))
     val = val if val is not None else load_val_dataset(config, tokenizer, processor)
     collate = PromptCollator(tokenizer, config.data, processor)
     return Inputs(model, tokenizer, train, val, rewards, collate, processor)
@@ -117,8 +118,9 @@ def load_sft_inputs(
     )
     if train is None:
         further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}
-        train = load(data.train_files, data.train_max_samples, **further)
+        train = _listing_bad_rows(config, lambda: load(data.train_files, data.train_max_samples, **further))
     if val is None and data.val_files:
+        data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
     return Inputs(config.model, tokenizer, train, val, processor=processor)
 
@@ -159,15 +161,16 @@ def dataset_class(config: schema.Config | schema.SFTConfig, default: type[Datase
     return load_dataset_class(custom.path, custom.name) if custom.path else default
 
 
-def _listing_bad_rows(config: schema.Config, tokenizer: Any, processor: Any) -> Dataset:
-    """`load_dataset`; bad rows are listed in the folder of the run."""
+def _listing_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], Dataset]) -> Dataset:
+    """Load the training data; bad rows are listed in the folder of the run."""
     folder = Path(config.trainer.default_local_dir)
     try:
-        train = load_dataset(config, tokenizer, processor)
+        train = load()
     except BadRowsError as error:
         raise ValueError(f"{error}\nAll of them are listed in {write_bad_rows(folder, error.rows)}") from None
     datasets = train.datasets if isinstance(train, Mixture) else [train]
-    write_bad_rows(folder, [row for each in datasets if isinstance(each, RLHFDataset) for row in each.bad_rows])
+    listing = [each for each in datasets if isinstance(each, RLHFDataset | SFTDataset)]
+    write_bad_rows(folder, [row for each in listing for row in each.bad_rows])
     return train
 
 
