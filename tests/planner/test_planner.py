@@ -166,6 +166,15 @@ def test_activations_by_hand():
 # ---- monotonicity ---------------------------------------------------------------------------------------------------
 
 
+def test_reserved_cache_takes_no_memory_of_a_cpu():
+    """64 rows of 256 tokens, keys and values of 2 layers with 2 heads of 2, 2 bytes each."""
+    cpu, job = host.base_profile(torch.device("cpu")), job_of(engine="vllm", memory_share=0.9)
+    (group,) = plan_groups(replace(job, strict=False), cpu, [(("actor",), 1)], True).groups
+    assert group.memory["generation"]["KV cache"] == 64 * 256 * 2 * 2 * 2 * 2 * 2
+    (group,) = plan_groups(replace(job, strict=False), H200, [(("actor",), 1)], True).groups
+    assert group.memory["generation"]["KV cache"] > 0.8 * H200.memory  # of a GPU it does
+
+
 @pytest.mark.parametrize("kind", ["torch", "megatron"])
 @pytest.mark.parametrize("roles", [("actor",), ("actor", "ref", "critic", "reward")])
 def test_more_devices_never_need_more_memory_per_device(kind, roles):

@@ -233,10 +233,10 @@ def generation_items(job: Job, role: Role, device: Device, taken: float) -> Item
     prefill = min(PREFILL_TOKENS, -(-rows // job.samples) * job.prompt_tokens)
     working = rows * s.vocabulary * (c + 4) + prefill * (2 * s.hidden + 3 * s.mlp_width / job.rollout_tensor) * c
     needed, least = kv_cache_bytes(job, role, rows), kv_cache_bytes(job, role, 1)
-    if job.engine in ("vllm", "sglang"):
-        cache = max(least, job.memory_share * device.memory - own - working)
-    elif device.kind == "cpu":
+    if device.kind == "cpu":  # what an engine reserves beyond that is never written, so it takes no memory
         cache = needed
+    elif job.engine in ("vllm", "sglang"):
+        cache = max(least, job.memory_share * device.memory - own - working)
     else:
         free = device.memory - device.reserved - taken - own - working
         cache = max(least, min(needed, 0.9 * max(0.0, free), job.memory_share * device.memory))
