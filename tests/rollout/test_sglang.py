@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import os
 import threading
+import time
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -114,6 +115,27 @@ def test_a_failed_process_ends_running_and_later_calls(service):
         with pytest.raises(ProcessFailed):
             service.submit(Request([100], SamplingParams(5, ()), 0, "b")).result(10)
         service._failed.clear()
+
+
+def test_an_abort_right_after_the_submission_is_not_lost(service, engine):
+    """Nor is one that SGLang ignores, because it has not registered the request yet."""
+    ignored, accept = [], engine.tokenizer_manager.abort_request
+
+    def abort_request(rid):
+        ignored.append(rid)
+        if len(ignored) > 2:
+            accept(rid=rid)
+
+    engine.tokenizer_manager.abort_request = abort_request
+    for first in range(100, 110):
+        waiting = service.submit(Request([first], SamplingParams(10**6, ()), 0, "a"))
+        service.abort(lambda request: True)
+        assert waiting.result(10).finish_reason == "abort"
+    waiting = service.submit(Request([100], SamplingParams(10**6, ()), 0, "a"))
+    while not engine.running:
+        time.sleep(0.001)
+    service.abort(lambda request: True)
+    assert waiting.result(10).finish_reason == "abort" and len(ignored) > 2
 
 
 def test_tokens_and_log_probs_of_concurrent_requests(service):
@@ -375,12 +397,14 @@ def test_arguments_that_capture_graphs_contradict_enforce_eager(given):
         settings.engine_args(config.model_copy(update={"enforce_eager": True}), pushed(), ENV)
 
 
-def test_the_engine_gets_its_share_of_the_free_memory(monkeypatch, caplog):
+def test_the_engine_gets_its_share_of_the_free_memory(monkeypatch):
+    warnings = []  # SGLang removes the handlers of the root logger, so caplog sees nothing after an engine has started
+    monkeypatch.setattr(settings.log, "warning", lambda text, *values: warnings.append(text % values))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
-    assert settings.memory_share(0.3, torch.device("cuda", 0)) == 0.6 and not caplog.messages
+    assert settings.memory_share(0.3, torch.device("cuda", 0)) == 0.6 and not warnings
     assert settings.memory_share(0.5, torch.device("cuda", 0)) == 0.9
-    assert "only 40.0 of 80.0 GiB are free on cuda:0, so SGLang gets 36.0 GiB" in caplog.text
+    assert "only 40.0 of 80.0 GiB are free on cuda:0, so SGLang gets 36.0 GiB" in warnings[0]
 
 
 def test_deterministic_needs_native():

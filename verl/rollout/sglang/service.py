@@ -19,6 +19,8 @@ from verl.rollout.sglang.capabilities import Capabilities
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+_ABORT_AGAIN = 0.05  # seconds until an abort is sent again
+
 
 class ProcessFailed(RuntimeError):
     """A process of SGLang has failed."""
@@ -132,7 +134,9 @@ class Service:
 
     def submit(self, request: Request) -> "Future[Completion]":
         """Start a request. Cancelling the future aborts it. If SGLang fails, its result is ProcessFailed."""
-        return asyncio.run_coroutine_threadsafe(self._unless_failed(self._complete(Job(request))), self._loop)
+        job = Job(request)
+        self._loop.call_soon_threadsafe(self._jobs.add, job)  # before the request starts: a later `abort` finds it
+        return asyncio.run_coroutine_threadsafe(self._unless_failed(self._complete(job)), self._loop)
 
     def fail(self) -> None:
         """End all running and later calls with ProcessFailed: SGLang does not answer any more."""
@@ -200,11 +204,15 @@ class Service:
         for job in self._jobs:
             if not job.aborted and matches(job.request):
                 job.aborted = True
-                if job.rid:
-                    self.engine.tokenizer_manager.abort_request(rid=job.rid)
+                self._send_abort(job)
+
+    def _send_abort(self, job: Job) -> None:
+        """Abort a request until it ends: SGLang ignores ids that it does not know yet."""
+        if job.rid and job in self._jobs:
+            self.engine.tokenizer_manager.abort_request(rid=job.rid)
+            self._loop.call_later(_ABORT_AGAIN, self._send_abort, job)
 
     async def _complete(self, job: Job) -> Completion:
-        self._jobs.add(job)
         try:
             while True:
                 await self._is_open.wait()
