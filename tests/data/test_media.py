@@ -183,6 +183,13 @@ def test_bad_rows_name_the_row(models, bad, message):
         dataset_of(models, [good, bad])
 
 
+def test_a_column_of_images_with_another_name_is_found(models):
+    renamed = {"image" if key == "images" else key: value for key, value in row().items()}
+    with pytest.raises(ValueError, match=r"no column 'images' .*, only 'image': set data.image_key=image"):
+        dataset_of(models, [renamed])
+    assert len(dataset_of(models, [renamed], image_key="image")) == 1
+
+
 def test_too_many_images(models):
     with pytest.raises(ValueError, match=r"expected at most 1 images \(data.max_images_per_prompt\), found 2"):
         dataset_of(models, [row("<image><image>", [png(picture(1))] * 2)], max_images_per_prompt=1)

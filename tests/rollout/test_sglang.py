@@ -1,17 +1,13 @@
-"""The SGLang adapter: requests with a stand-in for SGLang's engine, the loader, filters and settings, and with SGLang a
-push and training.
+"""The SGLang adapter: the loader, filters and settings, and with SGLang a push and training.
 
 Tests of `real` need SGLang: make test-sglang. Their device, dtype and arguments are those of the contract test
 (`tests.rollout.contract`); on a GPU VERL_CONTRACT_DTYPE=bf16 is needed.
 """
 
-import asyncio
 import importlib.util
 import os
-import threading
-import time
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,230 +17,18 @@ from tests.rollout.contract import DEVICE, DTYPE, IS_FLOAT32, KWARGS, SHAPE, rou
 from verl.config import load_config, schema
 from verl.config.errors import ConfigError
 from verl.config.supported import check_built_in
-from verl.rollout.base import Completion, Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang import capabilities, loader, settings, weights
-from verl.rollout.sglang.engine import SglangRollout, arguments_of
 from verl.rollout.sglang.filters import LogitFilter, filter_params
-from verl.rollout.sglang.service import FailureHandler, Job, ProcessFailed, Service
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.sglang.service import Job
 from verl.utils.device import resolve_device
 
 IS_INSTALLED = importlib.util.find_spec("sglang") is not None
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 real = pytest.mark.skipif(not IS_INSTALLED, reason="SGLang is not installed: make test-sglang")
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
-
-
-# ---- requests, with an engine that counts ---------------------------------------------------------------------------
-
-
-class Counting:
-    """Stands in for sglang.Engine: tokens are the prompt's last one + 1, 2, 3 ...; every 8 tokens are one output."""
-
-    def __init__(self):
-        self.tokenizer_manager = self
-        self.aborted: set[str] = set()
-        self.running = 0
-        self.gate = asyncio.Event()
-        self.eos: int | None = None
-        self.version = "default"
-
-    def abort_request(self, rid):
-        self.aborted.add(rid)
-
-    async def async_generate(self, **arguments):
-        found = self._outputs(**arguments)
-        if arguments["stream"]:
-            return found
-        *_, last = [output async for output in found]
-        return last
-
-    async def _outputs(self, input_ids, sampling_params, rid, **rest):
-        self.running += 1
-        pairs = []
-        try:
-            while True:
-                await asyncio.sleep(0)
-                log_prob = float("nan") if input_ids[0] == 9 else -0.5
-                pairs.append((log_prob, input_ids[-1] + 1 + len(pairs), None))
-                reason = self._reason(pairs, sampling_params, rid)
-                if reason or len(pairs) % 8 == 0:
-                    meta = {"finish_reason": reason, "weight_version": self.version}
-                    yield {"meta_info": meta | {"output_token_logprobs": list(pairs)}}
-                if reason:
-                    return
-        finally:
-            self.running -= 1
-
-    def _reason(self, pairs, params, rid):
-        token = pairs[-1][1]
-        if rid in self.aborted:
-            return {"type": "abort"}
-        if not params["ignore_eos"] and token in (*(params["stop_token_ids"] or ()), self.eos):
-            return {"type": "stop", "matched": token}
-        return {"type": "length"} if len(pairs) == params["max_new_tokens"] else None
-
-
-@pytest.fixture
-def engine():
-    return Counting()
-
-
-@pytest.fixture
-def service(engine):
-    return Service(engine, capabilities.Capabilities("test", update_sessions=False), arguments_of)
-
-
-def run(service, *prompts: int, **keys) -> list[Completion]:
-    params = SamplingParams(keys.pop("max_tokens", 20), keys.pop("stop_token_ids", ()), **keys)
-    return [f.result(10) for f in [service.submit(Request([first], params, first, str(first))) for first in prompts]]
-
-
-def test_a_failed_process_ends_running_and_later_calls(service):
-    handler = FailureHandler()
-    with pytest.raises(ProcessFailed):
-        handler(3, None)  # while the engine starts
-    handler.service = service
-    with service.exclusive("push"):
-        waiting = service.submit(Request([100], SamplingParams(5, ()), 0, "a"))
-        handler(3, None)
-        with pytest.raises(ProcessFailed, match="its error is in the log"):
-            waiting.result(10)
-        with pytest.raises(ProcessFailed):
-            service.submit(Request([100], SamplingParams(5, ()), 0, "b")).result(10)
-        service._failed.clear()
-
-
-def test_an_abort_right_after_the_submission_is_not_lost(service, engine):
-    """Nor is one that SGLang ignores, because it has not registered the request yet."""
-    ignored, accept = [], engine.tokenizer_manager.abort_request
-
-    def abort_request(rid):
-        ignored.append(rid)
-        if len(ignored) > 2:
-            accept(rid=rid)
-
-    engine.tokenizer_manager.abort_request = abort_request
-    for first in range(100, 110):
-        waiting = service.submit(Request([first], SamplingParams(10**6, ()), 0, "a"))
-        service.abort(lambda request: True)
-        assert waiting.result(10).finish_reason == "abort"
-    waiting = service.submit(Request([100], SamplingParams(10**6, ()), 0, "a"))
-    while not engine.running:
-        time.sleep(0.001)
-    service.abort(lambda request: True)
-    assert waiting.result(10).finish_reason == "abort" and len(ignored) > 2
-
-
-def test_tokens_and_log_probs_of_concurrent_requests(service):
-    found = run(service, 100, 200, max_tokens=3)
-    assert [(c.token_ids, c.log_probs, c.finish_reason) for c in found] == [
-        ([101, 102, 103], [-0.5] * 3, "length"),
-        ([201, 202, 203], [-0.5] * 3, "length"),
-    ]
-
-
-def test_only_the_end_tokens_of_the_request_end_it(service, engine):
-    engine.eos = 103  # of the model: the request goes on after it
-    (found,) = run(service, 100, stop_token_ids=(107,))
-    assert (found.token_ids, found.finish_reason) == (list(range(101, 108)), "stop")
-    (limited,) = run(service, 100, stop_token_ids=(107,), max_tokens=3)
-    assert (limited.token_ids, limited.finish_reason) == ([101, 102, 103], "length")
-
-
-def test_the_token_that_completes_a_stop_string_is_the_last(service, engine):
-    stop = StopStrings(("110 111",), lambda ids: " ".join(map(str, ids)))
-    (found,) = run(service, 100, max_tokens=10**6, stop=stop)
-    assert (found.token_ids, found.finish_reason) == (list(range(101, 112)), "stop")
-    assert len(found.log_probs) == 11 and len(engine.aborted) == 1
-
-
-def test_abort_returns_the_tokens_so_far(service, engine):
-    long = service.submit(Request([1], SamplingParams(10**9, ()), 0, "a"))
-    run(service, 50)
-    service.abort(lambda request: request.request_id == "a")
-    found = long.result(10)
-    assert found.finish_reason == "abort" and found.token_ids[:3] == [2, 3, 4]
-    assert len(found.log_probs) == len(found.token_ids)
-
-
-def test_a_cancelled_request_is_aborted(service, engine):
-    future = service.submit(Request([1], SamplingParams(10**9, ()), 0))
-    run(service, 50)
-    future.cancel()
-    run(service, 50, max_tokens=50)
-    assert len(engine.aborted) == 1 and not engine.running
-
-
-def test_logits_that_are_not_finite_fail_their_request_only(service):
-    with pytest.raises(ValueError, match="sample id 9, token 0: its logits are not finite"):
-        run(service, 9)
-    assert len(run(service, 10)[0].token_ids) == 20
-
-
-def test_an_end_that_nobody_asked_for_is_an_error(service, engine, monkeypatch):
-    monkeypatch.setattr(engine, "_reason", lambda *args: {"type": "abort", "message": "KV cache is full"})
-    with pytest.raises(ValueError, match=r"SGLang ended the request after 1 of 20 tokens: .*KV cache is full"):
-        run(service, 1)
-
-
-def test_a_response_of_other_weights_is_an_error(service, engine):
-    service.version = "3"
-    engine.version = "2"
-    with pytest.raises(ValueError, match="weights of version 2, expected version 3: the engine's weights are stale"):
-        run(service, 1)
-
-
-def test_an_exclusive_call_waits_for_running_requests_and_holds_back_new_ones(service, engine):
-    long = service.submit(Request([1], SamplingParams(3000, ()), 0, "a"))
-    while not engine.running:
-        pass
-    with pytest.raises(ValueError, match=r"sleep\(\) was called while requests are running"):
-        service.exclusive("sleep()", idle=True).__enter__()
-    with service.exclusive("a weight push"):
-        assert long.done() and not engine.running
-        waiting = service.submit(Request([1], SamplingParams(2, ()), 0, "b"))
-        threading.Event().wait(0.05)
-        assert not waiting.done() and not engine.running
-    assert waiting.result(10).token_ids == [2, 3]
-
-
-def test_event_loops_share_the_engine(service):
-    memory = SimpleNamespace(allocate=lambda *tags: None)
-    receiver = SimpleNamespace(check_filled=lambda: None)
-    rollout = SglangRollout(service, memory, receiver, vocab_size=10**6, max_length=100)
-
-    async def ask():
-        return await asyncio.gather(*(rollout.generate_one(Request([i], SamplingParams(4, ()), i)) for i in range(8)))
-
-    assert [c.token_ids[0] for c in asyncio.run(ask())] == [c.token_ids[0] for c in asyncio.run(ask())]
-    assert rollout.generate([Request([5], SamplingParams(2, ()), 0)])[0].token_ids == [6, 7]
-    assert rollout.stats.tokens == 2
-    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
-        rollout.generate([Request([], SamplingParams(2, ()), 0)])
-
-
-def test_a_greedy_request_has_no_filters():
-    job = Job(Request([1], SamplingParams(4, (2,), temperature=0.0, top_p=0.5), 0))
-    assert "custom_logit_processor" not in arguments_of(job)
-    sampling = arguments_of(job)["sampling_params"]
-    assert sampling["temperature"] == 0 and sampling["stop_token_ids"] == [2] and not sampling["ignore_eos"]
-
-
-def test_memory_is_freed_and_allocated_once(service, engine, monkeypatch):
-    calls = []
-    monkeypatch.setattr(engine, "release_memory_occupation", lambda tags: calls.append(("free", *tags)), raising=False)
-    monkeypatch.setattr(engine, "resume_memory_occupation", lambda tags: calls.append(("get", *tags)), raising=False)
-    memory = weights.SglangMemory(service, saves=True)
-    memory.free("kv_cache")
-    memory.free("kv_cache", "weights")
-    memory.allocate("kv_cache")
-    memory.allocate("kv_cache", "weights")
-    assert calls == [("free", "kv_cache"), ("free", "weights"), ("get", "kv_cache"), ("get", "weights")]
-    weights.SglangMemory(service, saves=False).free("kv_cache")
-    assert len(calls) == 4
 
 
 # ---- in the scheduler -----------------------------------------------------------------------------------------------

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.config import ConfigError, load_config
+from verl.engines.expert_parallel import check_experts
+from verl.trainer import main_ppo
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 POLICY = "actor_rollout_ref."
@@ -70,7 +73,29 @@ def test_settings_that_contradict_each_other(settings, message):
 
 
 def test_a_dense_model_has_no_choices(tiny, tmp_path):
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not a mixture of experts"):
+    with pytest.raises(ValueError, match="router replay needs a mixture of experts"):
         run(tiny, tmp_path, RECORDS, R3)
     with pytest.raises(ValueError, match="router replay needs a mixture of experts"):
         run(tiny, tmp_path / "r2", R2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["actor.router_replay.mode=R2"], "router replay needs a mixture of experts, and llama models have no experts"),
+        (["actor.fsdp_config.expert_parallel_size=2"], "expert_parallel_size=2, but llama models have no experts"),
+    ],
+)
+def test_a_dense_model_is_refused_before_it_is_loaded(keys, message, settings, capsys):
+    overrides = [f"actor_rollout_ref.{key}" for key in keys]
+    assert main_ppo.main([*settings, "trainer.n_gpus_per_node=2", *overrides, "--dry-run"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_experts_are_divided_by_ranks_and_ranks_by_experts():
+    config = Qwen3MoeConfig(num_experts=6)
+    check_experts(config, 3, 6)
+    with pytest.raises(ValueError, match="=4 does not divide the number of ranks, 6"):
+        check_experts(config, 4, 6)
+    with pytest.raises(ValueError, match="=4 does not divide the model's 6 experts"):
+        check_experts(config, 4, 8)

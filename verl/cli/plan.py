@@ -105,7 +105,7 @@ def _simulate(arguments: list[str]) -> int:
         return 1
     sizes = MEGATRON_SIZES if job.kind == "megatron" else None
     space = Space(separate_rollout=False, rollout_sizes=ROLLOUT_SIZES, model_sizes=sizes)
-    print("\n".join(_model_lines(job)))
+    print("\n".join([*_model_lines(job), *_workload_lines(args, device.name)]))
 
     def plans_of(job: Job, gpus: int, count: int) -> list[Plan]:
         """The plans with the largest share of the memory for the rollout with which there are any."""
@@ -173,6 +173,15 @@ def _model_lines(job: "Job") -> list[str]:
             role.name
         )
     return [f"{words} ({', '.join(names)})" for words, names in found.items()]
+
+
+def _workload_lines(args: argparse.Namespace, gpu: str) -> list[str]:
+    """What is simulated, with the options that change it."""
+    return [
+        f"simulated: {args.prompts} prompts x {args.samples} responses per step, {args.prompt_tokens} + "
+        f"{args.response_tokens} tokens, {args.updates} update{'s' * (args.updates > 1)};",
+        f"{args.strategy}, rollout {args.engine}, {args.gpus} x {gpu}; `verl plan --help` lists the options",
+    ]
 
 
 def _shape(name: str) -> "ModelShape":

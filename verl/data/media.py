@@ -63,6 +63,10 @@ class ProcessedPrompt:
     inputs: dict[str, Any]
 
 
+#: names of columns, without a plural s, that a dataset with another `data.image_key` or `data.video_key` may have
+_NAMES = {"image": {"image", "img", "picture", "photo", "image_path"}, "video": {"video", "clip", "video_path"}}
+
+
 class MediaReader:
     """Reads prompts with images and videos for one model.
 
@@ -139,6 +143,12 @@ class MediaReader:
         for kind, key in keys.items():
             texts = [m["content"] for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), str)]
             count = sum(text.count(f"<{kind}>") for text in texts)
+            others = [name for name in row if name != key and name.rstrip("s") in _NAMES[kind] and _as_list(row[name])]
+            if key not in row and count and others:
+                raise MediaError(
+                    f"{where}: the prompt has <{kind}>, but there is no column {key!r} (data.{kind}_key), only "
+                    f"{others[0]!r}: set data.{kind}_key={others[0]}"
+                )
             if key in row and count:
                 raise MediaError(
                     f"{where}: expected one entry in the column {key!r} for each <{kind}> of the prompt, found {count} "

@@ -320,9 +320,12 @@ class RLHFDataset(Dataset):
             return
         found = f"{len(overlong):,} of {count:,} prompts longer than {config.max_prompt_length:,} tokens"
         if overlong and not config.filter_overlong_prompts and config.truncation == "error":
+            drop = "set data.filter_overlong_prompts=True to drop them"
+            fix = f"{drop}, or data.truncation to left, right or middle"
+            if self.media is not None:
+                fix = f"reduce data.max_pixels, or {drop} (prompts with images are not truncated)"
             raise ValueError(
-                f"data.max_prompt_length: {found}; {overlong_figures(overlong, rows)}. Increase the limit, or "
-                "set data.filter_overlong_prompts=True to drop them, or data.truncation to left, right or middle"
+                f"data.max_prompt_length: {found}; {overlong_figures(overlong, rows)}. Increase the limit, or {fix}"
             )
         if not any_kept:
             what = f"{rows.names}: none of the {count:,} rows is usable"

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import PretrainedConfig
 
 from verl.modeling.expert_parallel import ExpertRanks
 from verl.modeling.moe import exchange_tokens, expert_modules, routing_of
@@ -28,6 +29,25 @@ def check_ranks(size: int, tensor: int, shard: int) -> None:
         raise ValueError(f"{KEY}={size} is not supported with tensor_parallel_size={tensor}: set one of them to 1")
     if shard % size:
         raise ValueError(f"{KEY}={size} does not divide the {shard} ranks that FSDP shards over (fsdp_size)")
+
+
+def experts_of(config: PretrainedConfig) -> int:
+    """Experts of a layer by the config of a model; 0: the model has none."""
+    settings = config.get_text_config().to_dict()
+    return settings.get("num_experts") or settings.get("num_local_experts") or settings.get("n_routed_experts") or 0
+
+
+def check_experts(config: PretrainedConfig, size: int, ranks: int) -> None:
+    """Raise ValueError if `expert_parallel_size` does not fit the model or the number of ranks."""
+    if size == 1:
+        return
+    experts = experts_of(config)
+    if not experts:
+        raise ValueError(f"{KEY}={size}, but {config.model_type} models have no experts: use {KEY}=1")
+    if ranks % size:
+        raise ValueError(f"{KEY}={size} does not divide the number of ranks, {ranks}")
+    if experts % size:
+        raise ValueError(f"{KEY}={size} does not divide the model's {experts} experts")
 
 
 def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:

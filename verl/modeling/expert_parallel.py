@@ -21,9 +21,7 @@ class _AllToAll(torch.autograd.Function):
     """Send sent[i] rows of x to rank i and receive received[i] rows from it. The gradient takes the way back."""
 
     @staticmethod
-    def forward(
-        ctx, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         found = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
@@ -46,9 +44,7 @@ class ExpertRanks:
     group: dist.ProcessGroup
     size: int
 
-    def __call__(
-        self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the chosen experts: x (N, H), chosen and weights (N, k) -> (N, H)."""
         order, counts = by_expert(chosen, module.num_experts)
         incoming = torch.empty_like(counts)

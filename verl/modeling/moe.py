@@ -257,9 +257,7 @@ def expert_outputs(
     return torch.cat(outputs)
 
 
-def weighted_sum(
-    outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def weighted_sum(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Sum the k outputs of each token. outputs: (N k, H), sorted as `by_expert`; weights: (N, k). Returns (N, H)."""
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)

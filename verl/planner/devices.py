@@ -100,7 +100,7 @@ _H200 = Device(
     sharded=1.5,
     reserved=1.5 * GIB,
     peak=989e12,
-    source="measured on this GPU, benchmarks/results",
+    source="measured on an H200, benchmarks/results",
 )
 
 
@@ -138,7 +138,7 @@ BUILT_IN = {
 
 def built_in(name: str) -> Device:
     """The built-in profile of this name. Raises ValueError if there is none."""
-    found = next((device for key, device in BUILT_IN.items() if key.lower() == name.lower()), None)
+    found = next((device for key, device in BUILT_IN.items() if key.lower() == name.lower()), known_gpu(name))
     if found is None:
         raise ValueError(f"there is no profile of the GPU {name!r}: {did_you_mean(name, BUILT_IN)}")
     return found

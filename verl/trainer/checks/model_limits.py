@@ -8,11 +8,32 @@ from typing import Any
 
 from verl.config import schema
 from verl.data.tokenization import load_tokenizer
-from verl.modeling.huggingface import model_source
+from verl.engines.expert_parallel import check_experts, experts_of
+from verl.modeling.huggingface import model_source, read_config
 from verl.rollout.native.model import family_of
 from verl.rollout.native.slices import check_sizes
 
 logger = logging.getLogger("verl.trainer")
+
+
+def check_mixture(config: schema.Config) -> None:
+    """Expert parallelism and router replay fit the policy.
+
+    Raises:
+        ValueError: a model without experts, or sizes that do not divide.
+    """
+    policy, devices = config.actor_rollout_ref, config.placement.actor_devices
+    actor, records = policy.actor, policy.rollout.enable_rollout_routing_replay
+    found = read_config(policy.model.path, policy.model.override_config, policy.model.trust_remote_code)
+    ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if actor.strategy in ("fsdp", "fsdp2"):
+        check_experts(found, actor.fsdp_config.expert_parallel_size, ranks)
+    if (actor.router_replay.mode != "disabled" or records) and not experts_of(found):
+        raise ValueError(
+            f"router replay needs a mixture of experts, and {found.model_type} models have no experts: set "
+            "actor.router_replay.mode=disabled and rollout.enable_rollout_routing_replay=false"
+        )
+
 
 #: fraction of differing tokens above which two vocabularies belong to different tokenizers
 _DIFFERENT_SHARE = 0.01
