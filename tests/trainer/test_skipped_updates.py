@@ -54,6 +54,20 @@ def test_a_run_that_cannot_update_ends(settings, tmp_path):
         run(settings, tmp_path, range(100))
 
 
+def test_the_message_names_a_dump_that_exists(settings, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"3 steps .* `verl replay .*/step_1` shows the samples"):
+        run(settings, tmp_path, range(100), "trainer.max_skipped_steps=3", "trainer.max_step_dumps=1")
+    assert [path.name for path in (tmp_path / "run/bad_steps").iterdir()] == ["step_1"]
+
+
+def test_a_dump_that_fails_is_not_named(settings, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/bad_steps").write_text("not a folder")
+    with pytest.raises(FloatingPointError) as error:
+        run(settings, tmp_path, range(100), "trainer.max_skipped_steps=2")
+    assert "verl replay" not in str(error.value)
+
+
 def test_what_was_saved_is_named(settings, tmp_path):
     with pytest.raises(FloatingPointError, match=r"2 steps in a row.* newest checkpoint is .*run/global_step_3$"):
         run(settings, tmp_path, range(7, 100), "trainer.max_skipped_steps=2", "trainer.save_freq=3")

@@ -60,6 +60,10 @@ def _calibrate() -> int:
     return 0
 
 
+def _not_negative(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -85,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=_positive, default=1024)
     parser.add_argument("--response-tokens", type=_positive, default=1024)
     parser.add_argument("--updates", type=_positive, default=1, help="updates per step")
-    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--lora-rank", type=_not_negative, default=0, help="0: no LoRA")
     return parser
 
 

@@ -38,6 +38,7 @@ class StepGuard:
     def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
         self._dumps = 0
+        self._dumped: Path | None = None  # the newest dump
         self.in_a_row = 0
         self.owes_save = False
 
@@ -73,8 +74,7 @@ class StepGuard:
             )
 
     def _how_to_replay(self) -> str:
-        folder = self._trainer.folder / FOLDER
-        return f"; `verl replay {folder}/step_{self._trainer.global_step}` shows the samples" if self._dumps else ""
+        return f"; `verl replay {self._dumped}` shows the samples" if self._dumped is not None else ""
 
     def _dump(self, report: "StepReport", bad: dict[str, float]) -> None:
         """Write what `verl replay` needs. A dump that fails is logged: it does not end the run."""
@@ -91,6 +91,7 @@ class StepGuard:
             shutil.rmtree(folder, ignore_errors=True)
             logger.error("step %d is bad (%s); it could not be dumped: %s", report.step, _words(bad), error)
             return
+        self._dumped = folder
         logger.error("step %d is bad (%s); look at it with: verl replay %s", report.step, _words(bad), folder)
 
     def _write(self, folder: Path, report: "StepReport", bad: dict[str, float]) -> None:
