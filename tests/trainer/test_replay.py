@@ -4,8 +4,10 @@ import re
 import shutil
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from verl import SFTTrainer
 from verl.cli.app import app
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state.replay import replay
@@ -53,7 +55,7 @@ def test_weights_that_are_gone_are_a_note(dump):
     shutil.rmtree(folder / "actor")
     found = replay(folder)
     assert not found.samples and not found.found
-    assert re.fullmatch("the update of the role 'actor' is not replayed .*step_1/actor has no weights .*", *found.notes)
+    assert re.fullmatch("the update of the actor is not replayed .*step_1/actor has no weights .*", *found.notes)
 
 
 def test_a_checkpoint_is_found_after_the_run_has_moved(settings, tmp_path):
@@ -100,3 +102,16 @@ def test_dumps_are_bounded(settings, tmp_path):
     limits = ["trainer.max_skipped_steps=0", "trainer.max_step_dumps=1", "trainer.total_training_steps=2"]
     LocalPPOTrainer(overrides=[*settings, *CHOSEN, *chosen, *limits]).fit()
     assert [path.name for path in (tmp_path / "run/bad_steps").iterdir()] == ["step_1"]
+
+
+def test_a_bad_step_of_sft_is_searched_but_not_replayed(tiny, tmp_path, monkeypatch):
+    (tmp_path / "sft.jsonl").write_text('{"prompt": "a=", "response": "ab"}\n' * 8)
+    paths = {"data.train_files": str(tmp_path / "sft.jsonl"), "model.path": str(tiny / "model")}
+    paths |= {"trainer.default_local_dir": str(tmp_path / "run"), "trainer.logger": ["jsonl"]}
+    sizes = {"data.train_batch_size": 4, "data.max_length": 16, "trainer.total_training_steps": 1}
+    skipped = torch.tensor(float("nan"))
+    monkeypatch.setattr("torch.nn.utils.get_total_norm", lambda *args, **kwargs: skipped)
+    SFTTrainer(paths | sizes).fit()
+    found = replay(tmp_path / "run/bad_steps/step_1")
+    assert "train/grad_skipped" in found.bad and not found.samples
+    assert found.notes == ["the update of the actor is not replayed: only its columns were searched"]

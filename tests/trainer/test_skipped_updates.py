@@ -178,6 +178,16 @@ def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path):
     assert steps == list(range(1, 9))
 
 
+def test_a_rollback_with_dynamic_sampling_repeats_no_prompt(settings, tmp_path):
+    """The queue of prompts is that of the bad step, not that of the checkpoint."""
+    seen = []
+    rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=1"]
+    groups = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"]
+    chosen = [*rollback, *groups, "trainer.total_training_steps=4"]
+    run(settings, tmp_path, range(5, 9), *chosen, seen=seen)  # steps 3 and 4
+    assert len(seen) == 5 and not set(seen[2]) & {uid for uids in seen[3:] for uid in uids}
+
+
 def test_a_second_rollback_is_refused(settings, tmp_path):
     rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=2"]
     with pytest.raises(FloatingPointError, match="2 steps in a row"):

@@ -61,13 +61,13 @@ def _calibrate() -> int:
 
 
 def _not_negative(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
+    return _positive(text, least=0)
 
 
-def _positive(text: str) -> int:
+def _positive(text: str, least: int = 1) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, found {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a number from {least}, found {value}")
     return value
 
 

@@ -151,9 +151,11 @@ def roll_back(trainer: "Trainer", error: BadStepsError) -> bool:
         reason = "the run has rolled back once already" if checkpointer.rollbacks else "there is no checkpoint yet"
         error.add_note(f"trainer.on_bad_steps=rollback: {reason}")
         return False
-    position = trainer.source.state_dict()
+    # the first operator is the source, which may have a queue of prompts (dynamic sampling)
+    source = trainer.pipeline.operators[0].stateful or trainer.source
+    position = source.state_dict()
     trainer.global_step = checkpointer.restore(checkpointer.saved_path)
-    trainer.source.load_state_dict(position)
+    source.load_state_dict(position)
     checkpointer.rollbacks += 1
     trainer.guard.in_a_row = 0
     trainer.after_restore()

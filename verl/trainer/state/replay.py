@@ -96,14 +96,8 @@ def replay(dump: Path) -> Replay:
         model = None if weights["path"] is None else _model(dump, weights["path"])
         is_rl = role in _UPDATES and any(name.startswith(f"{role}/") for name in state["bad"])  # SFT: train/...
         if not is_rl or model is None:
-            gone = (
-                f" ({dump / weights['path']} has no weights of a whole model)"
-                if role in _UPDATES and weights["path"]
-                else ""
-            )
-            result.notes.append(
-                f"the update of the role {role!r} is not replayed{gone}: only its columns were searched"
-            )
+            reason = f" ({dump / weights['path']} has no weights of a whole model)" if is_rl and weights["path"] else ""
+            result.notes.append(f"the update of the {role} is not replayed{reason}: only its columns were searched")
             continue
         if not weights["unchanged"]:
             result.notes.append(f"the weights of the {role} are not exactly those of the bad update")
