@@ -233,6 +233,18 @@ def test_a_critic_that_starts_from_a_copy_of_the_policy_is_the_same_experiment(t
         identity.Identity(other, tmp_path).check(saved, to_flat_dict(one), tmp_path)
 
 
+def test_edited_tools_are_refused(tiny, tmp_path):
+    tools = tmp_path / "tools.yaml"
+    tools.write_text("tools: []\n")
+    config = load_config(
+        overrides=[MODEL, f"data.train_files={tiny / 'train.jsonl'}", f"data.tool_config_path={tools}"]
+    )
+    saved = identity.Identity(config, tmp_path).state()
+    tools.write_text("tools: [{}]\n")
+    with pytest.raises(ValueError, match=r"\n  code: tools.yaml has other contents\n"):
+        identity.Identity(config, tmp_path).check(saved, to_flat_dict(config), tmp_path)
+
+
 def test_another_reward_file_is_refused_without_fingerprints(tiny, tmp_path):
     """In a checkpoint of a version that stored none, the paths are compared."""
     key = "reward.custom_reward_function.path"

@@ -28,6 +28,8 @@ Fingerprint = list[Any]
 _WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 64 << 20, 64, 1 << 16
 #: files of a model folder that decide what it computes
 _MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer.json", "*.model", "chat_template*")
+#: files of custom code, and of the tools and agent loops that name it
+_CODE = (".py", ".yaml", ".yml")
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "sglang", "megatron-core", "flash-attn", "verl")
 
 #: settings of another experiment ...
@@ -87,7 +89,7 @@ class Identity:
                     found["data"] += _data_files(path)
                 elif fnmatchcase(key, "*model.path") or key.endswith("model_path"):
                     found["model"] += _model_files(path)
-                elif path.suffix == ".py" and path.is_file():
+                elif path.suffix in _CODE and path.is_file():
                     found["reward" if key.startswith("reward.") else "code"].append(path)
         return {group: list(dict.fromkeys(paths)) for group, paths in found.items()}
 
