@@ -66,3 +66,6 @@ def test_a_run_lists_its_bad_rows(tiny_run, tmp_path):
     with pytest.raises(ValueError, match=r"2 of 26 rows(.|\n)*All of them are listed in .*run/bad_rows.jsonl"):
         LocalPPOTrainer(overrides=[*chosen, "data.max_bad_rows=1"])
     assert len((tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()) == 2
+    write(tmp_path / "train.jsonl", good)
+    LocalPPOTrainer(overrides=[*chosen, "data.max_bad_rows=1"])
+    assert not (tmp_path / "run" / "bad_rows.jsonl").exists()  # the data is repaired

@@ -1,8 +1,13 @@
 """A bad step is dumped, and its replay on a CPU names the sample, the operator and the line."""
 
+import re
+import shutil
+
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from verl import SFTTrainer
 from verl.cli.app import app
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state.replay import replay
@@ -45,6 +50,35 @@ def test_the_samples_the_operator_and_the_line_are_named(dump):
     assert found.notes == ["log-probs of the replay and of the run differ by at most 0"]
 
 
+def test_weights_that_are_gone_are_a_note(dump):
+    folder, _ = dump
+    shutil.rmtree(folder / "actor")
+    found = replay(folder)
+    assert not found.samples and not found.found
+    assert re.fullmatch("the update of the actor is not replayed .*step_1/actor has no weights .*", *found.notes)
+
+
+def test_a_checkpoint_is_found_after_the_run_has_moved(settings, tmp_path):
+    """Weights that are broken are not dumped: the replay reads those of the newest checkpoint."""
+    chosen = [*settings, "algorithm.name=grpo", "trainer.save_freq=1"]
+    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
+    diverging = [*chosen, "trainer.total_training_steps=2", "actor_rollout_ref.actor.optim.lr=1e9"]
+    with pytest.raises(FloatingPointError):
+        LocalPPOTrainer(overrides=[*diverging, "actor_rollout_ref.actor.optim.weight_decay=0"]).fit()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    found = replay(tmp_path / "moved/bad_steps/step_2")
+    assert found.notes[-1] == "log-probs of the replay and of the run differ by at most 0"
+
+
+def test_relative_imports_start_where_the_run_was_started(settings, tmp_path, monkeypatch):
+    (tmp_path / "loss.py").write_text(LOSS.replace("breaks_low_scores", "breaks_relative").replace("-0.3", "9"))
+    chosen = ["imports=[loss.py]", "actor_rollout_ref.actor.policy_loss.loss_mode=breaks_relative"]
+    with monkeypatch.context() as context:
+        context.chdir(tmp_path)
+        LocalPPOTrainer(overrides=[*settings, *CHOSEN, *chosen]).fit()
+    assert len(replay(tmp_path / "run/bad_steps/step_1").samples["actor"]) == 8
+
+
 def test_a_bad_column_is_named_with_its_writer(settings, tmp_path):
     (tmp_path / "bad.py").write_text(
         "from verl.algorithms.advantages import register_adv_est\n"
@@ -68,3 +102,16 @@ def test_dumps_are_bounded(settings, tmp_path):
     limits = ["trainer.max_skipped_steps=0", "trainer.max_step_dumps=1", "trainer.total_training_steps=2"]
     LocalPPOTrainer(overrides=[*settings, *CHOSEN, *chosen, *limits]).fit()
     assert [path.name for path in (tmp_path / "run/bad_steps").iterdir()] == ["step_1"]
+
+
+def test_a_bad_step_of_sft_is_searched_but_not_replayed(tiny, tmp_path, monkeypatch):
+    (tmp_path / "sft.jsonl").write_text('{"prompt": "a=", "response": "ab"}\n' * 8)
+    paths = {"data.train_files": str(tmp_path / "sft.jsonl"), "model.path": str(tiny / "model")}
+    paths |= {"trainer.default_local_dir": str(tmp_path / "run"), "trainer.logger": ["jsonl"]}
+    sizes = {"data.train_batch_size": 4, "data.max_length": 16, "trainer.total_training_steps": 1}
+    skipped = torch.tensor(float("nan"))
+    monkeypatch.setattr("torch.nn.utils.get_total_norm", lambda *args, **kwargs: skipped)
+    SFTTrainer(paths | sizes).fit()
+    found = replay(tmp_path / "run/bad_steps/step_1")
+    assert "train/grad_skipped" in found.bad and not found.samples
+    assert found.notes == ["the update of the actor is not replayed: only its columns were searched"]

@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from verl.config import load_config, to_flat_dict
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state import identity
+
+MODEL = "actor_rollout_ref.model.path=none"
 
 
 def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
@@ -202,6 +205,55 @@ def test_the_same_files_elsewhere_and_tuned_settings_are_the_same_experiment(set
     moved = [f"actor_rollout_ref.model.path={tmp_path / 'copy'}", f"data.train_files={tmp_path / 'renamed.jsonl'}"]
     assert refused(chosen, 2, *moved, "actor_rollout_ref.actor.optim.lr=2e-3") == ""
     assert "actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002" in caplog.text
+
+
+def test_a_folder_of_data_is_compared_by_its_files(tmp_path):
+    """Not only its path, and without the caches that the datasets library writes into it."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "train.jsonl").write_text('{"prompt": "a"}\n' * (1 + (name == "c")))
+    (tmp_path / "b" / "cache-1.arrow").write_text("1")
+    experiments = {name: load_config(overrides=[f"data.train_files={tmp_path / name}", MODEL]) for name in "abc"}
+    first = identity.Identity(experiments["a"], tmp_path)
+    saved, flat = first.state(), to_flat_dict(experiments["a"])
+    identity.Identity(experiments["b"], tmp_path).check(saved, flat, tmp_path)
+    with pytest.raises(ValueError, match=r"\n  data: train.jsonl has other contents\n"):
+        identity.Identity(experiments["c"], tmp_path).check(saved, flat, tmp_path)
+
+
+def test_a_critic_that_starts_from_a_copy_of_the_policy_is_the_same_experiment(tiny, tmp_path):
+    shutil.copytree(tiny / "model", tmp_path / "copy")
+    settings = [f"data.train_files={tiny / 'train.jsonl'}", f"actor_rollout_ref.model.path={tiny / 'model'}"]
+    one = load_config(overrides=[*settings, "algorithm.adv_estimator=gae"])
+    other = load_config(overrides=[*settings, "algorithm.adv_estimator=gae", f"critic.model.path={tmp_path / 'copy'}"])
+    saved = identity.Identity(one, tmp_path).state()
+    identity.Identity(other, tmp_path).check(saved, to_flat_dict(one), tmp_path)
+    (tmp_path / "copy" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"\n  model: config.json is new\n"):
+        identity.Identity(other, tmp_path).check(saved, to_flat_dict(one), tmp_path)
+
+
+def test_edited_tools_are_refused(tiny, tmp_path):
+    tools = tmp_path / "tools.yaml"
+    tools.write_text("tools: []\n")
+    config = load_config(
+        overrides=[MODEL, f"data.train_files={tiny / 'train.jsonl'}", f"data.tool_config_path={tools}"]
+    )
+    saved = identity.Identity(config, tmp_path).state()
+    tools.write_text("tools: [{}]\n")
+    with pytest.raises(ValueError, match=r"\n  code: tools.yaml has other contents\n"):
+        identity.Identity(config, tmp_path).check(saved, to_flat_dict(config), tmp_path)
+
+
+def test_another_reward_file_is_refused_without_fingerprints(tiny, tmp_path):
+    """In a checkpoint of a version that stored none, the paths are compared."""
+    key = "reward.custom_reward_function.path"
+    one, other = (
+        load_config(overrides=[MODEL, f"data.train_files={tiny / 'train.jsonl'}", f"{key}={tiny / name}"])
+        for name in ("reward.py", "other.py")
+    )
+    with pytest.raises(ValueError, match=rf"\n  {key}: .*reward.py -> .*other.py\n"):
+        identity.Identity(other, tmp_path).check({}, to_flat_dict(one), tmp_path)
 
 
 def test_large_files_are_read_in_blocks_and_not_at_all_if_size_and_time_agree(tmp_path, monkeypatch):

@@ -54,6 +54,20 @@ def test_a_run_that_cannot_update_ends(settings, tmp_path):
         run(settings, tmp_path, range(100))
 
 
+def test_the_message_names_a_dump_that_exists(settings, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"3 steps .* `verl replay .*/step_1` shows the samples"):
+        run(settings, tmp_path, range(100), "trainer.max_skipped_steps=3", "trainer.max_step_dumps=1")
+    assert [path.name for path in (tmp_path / "run/bad_steps").iterdir()] == ["step_1"]
+
+
+def test_a_dump_that_fails_is_not_named(settings, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/bad_steps").write_text("not a folder")
+    with pytest.raises(FloatingPointError) as error:
+        run(settings, tmp_path, range(100), "trainer.max_skipped_steps=2")
+    assert "verl replay" not in str(error.value)
+
+
 def test_what_was_saved_is_named(settings, tmp_path):
     with pytest.raises(FloatingPointError, match=r"2 steps in a row.* newest checkpoint is .*run/global_step_3$"):
         run(settings, tmp_path, range(7, 100), "trainer.max_skipped_steps=2", "trainer.save_freq=3")
@@ -162,6 +176,16 @@ def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path):
     assert seen == drawn[:5] + drawn[6:]
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 9))
+
+
+def test_a_rollback_with_dynamic_sampling_repeats_no_prompt(settings, tmp_path):
+    """The queue of prompts is that of the bad step, not that of the checkpoint."""
+    seen = []
+    rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=1"]
+    groups = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"]
+    chosen = [*rollback, *groups, "trainer.total_training_steps=4"]
+    run(settings, tmp_path, range(5, 9), *chosen, seen=seen)  # steps 3 and 4
+    assert len(seen) == 5 and not set(seen[2]) & {uid for uids in seen[3:] for uid in uids}
 
 
 def test_a_second_rollback_is_refused(settings, tmp_path):

@@ -10,10 +10,12 @@ import pytest
 from PIL import Image, ImageDraw
 
 from tests.pages import ROOT
+from tests.trainer.test_replay import LOSS
 from tests.vl_models import save_vl_model
 from verl import PPOTrainer, SFTTrainer
 from verl.evaluation.generate import GenerationRun
 from verl.tracking.report.report import write_report
+from verl.trainer.state.replay import replay
 
 COLORS = {"a": (220, 30, 30), "b": (30, 30, 220)}
 
@@ -81,6 +83,16 @@ def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     page = write_report(tmp_path / "run").read_text()
     assert shown[0]["images"][0] in page
     assert trainer.generate([[{"role": "user", "content": [{"type": "image", "image": str(vision / "0.png")}]}]])
+
+
+def test_a_replay_sees_the_images_of_the_run(vision, tmp_path):
+    (tmp_path / "loss.py").write_text(LOSS.replace("breaks_low_scores", "breaks_images").replace("-0.3", "9"))
+    more = {"imports": [str(tmp_path / "loss.py")], "trainer.total_training_steps": 1, "trainer.test_freq": -1}
+    more |= {"actor_rollout_ref.actor.policy_loss.loss_mode": "breaks_images"}
+    PPOTrainer(settings(vision, tmp_path / "run", **more), reward_fn=letters).fit()
+    found = replay(tmp_path / "run/bad_steps/step_1")
+    assert found.notes == ["log-probs of the replay and of the run differ by at most 0"]
+    assert len(found.samples["actor"]) == 8
 
 
 def test_sft_on_images(vision, tmp_path):

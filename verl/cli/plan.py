@@ -60,10 +60,14 @@ def _calibrate() -> int:
     return 0
 
 
-def _positive(text: str) -> int:
+def _not_negative(text: str) -> int:
+    return _positive(text, least=0)
+
+
+def _positive(text: str, least: int = 1) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, found {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a number from {least}, found {value}")
     return value
 
 
@@ -85,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=_positive, default=1024)
     parser.add_argument("--response-tokens", type=_positive, default=1024)
     parser.add_argument("--updates", type=_positive, default=1, help="updates per step")
-    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--lora-rank", type=_not_negative, default=0, help="0: no LoRA")
     return parser
 
 

@@ -107,8 +107,9 @@ def _figures(bad: list[dict[str, Any]], indices: Collection[int]) -> tuple[int, 
 
 
 def write_bad_rows(folder: Path, bad: Sequence[Mapping[str, Any]]) -> Path | None:
-    """List bad rows in `bad_rows.jsonl` of a folder. Returns the file; None if there are none."""
+    """List bad rows in `bad_rows.jsonl` of a folder. Returns the file; None, and no file, if there are none."""
     if not bad:
+        (folder / FILE).unlink(missing_ok=True)  # of an earlier start, before the data was repaired
         return None
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / FILE) as draft:

@@ -38,6 +38,7 @@ class StepGuard:
     def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
         self._dumps = 0
+        self._dumped: Path | None = None  # the newest dump
         self.in_a_row = 0
         self.owes_save = False
 
@@ -73,8 +74,7 @@ class StepGuard:
             )
 
     def _how_to_replay(self) -> str:
-        folder = self._trainer.folder / FOLDER
-        return f"; `verl replay {folder}/step_{self._trainer.global_step}` shows the samples" if self._dumps else ""
+        return f"; `verl replay {self._dumped}` shows the samples" if self._dumped is not None else ""
 
     def _dump(self, report: "StepReport", bad: dict[str, float]) -> None:
         """Write what `verl replay` needs. A dump that fails is logged: it does not end the run."""
@@ -91,6 +91,7 @@ class StepGuard:
             shutil.rmtree(folder, ignore_errors=True)
             logger.error("step %d is bad (%s); it could not be dumped: %s", report.step, _words(bad), error)
             return
+        self._dumped = folder
         logger.error("step %d is bad (%s); look at it with: verl replay %s", report.step, _words(bad), folder)
 
     def _write(self, folder: Path, report: "StepReport", bad: dict[str, float]) -> None:
@@ -150,9 +151,11 @@ def roll_back(trainer: "Trainer", error: BadStepsError) -> bool:
         reason = "the run has rolled back once already" if checkpointer.rollbacks else "there is no checkpoint yet"
         error.add_note(f"trainer.on_bad_steps=rollback: {reason}")
         return False
-    position = trainer.source.state_dict()
+    # the first operator is the source, which may have a queue of prompts (dynamic sampling)
+    source = trainer.pipeline.operators[0].stateful or trainer.source
+    position = source.state_dict()
     trainer.global_step = checkpointer.restore(checkpointer.saved_path)
-    trainer.source.load_state_dict(position)
+    source.load_state_dict(position)
     checkpointer.rollbacks += 1
     trainer.guard.in_a_row = 0
     trainer.after_restore()

@@ -17,6 +17,7 @@ from typing import Any
 from verl.config import to_flat_dict
 from verl.config.fields import Schema, redacted
 from verl.registry import did_you_mean
+from verl.utils.data_names import SUFFIXES, DataName
 
 logger = logging.getLogger("verl.trainer")
 
@@ -27,6 +28,8 @@ Fingerprint = list[Any]
 _WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 64 << 20, 64, 1 << 16
 #: files of a model folder that decide what it computes
 _MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer.json", "*.model", "chat_template*")
+#: files of custom code, and of the tools and agent loops that name it
+_CODE = (".py", ".yaml", ".yml")
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "sglang", "megatron-core", "flash-attn", "verl")
 
 #: settings of another experiment ...
@@ -82,11 +85,11 @@ class Identity:
         found: dict[str, list[Path]] = {group: [] for group in GROUPS}
         for key, value in self._flat.items():
             for path in (self._working_dir / v for v in _texts(value)):
-                if key == "data.train_files" and path.is_file():
-                    found["data"].append(path)
+                if key == "data.train_files":
+                    found["data"] += _data_files(path)
                 elif fnmatchcase(key, "*model.path") or key.endswith("model_path"):
                     found["model"] += _model_files(path)
-                elif path.suffix == ".py" and path.is_file():
+                elif path.suffix in _CODE and path.is_file():
                     found["reward" if key.startswith("reward.") else "code"].append(path)
         return {group: list(dict.fromkeys(paths)) for group, paths in found.items()}
 
@@ -104,7 +107,7 @@ class Identity:
         allowed = list(self._config.trainer.allow_change)
         _check_allowed(allowed, self._flat)
         changes = self._changed_files(saved) if saved else {}
-        settings = self._changed_settings(saved_config, compared={"model", "data"} if saved else set())
+        settings = self._changed_settings(saved_config, compared=set(GROUPS) if saved else set())
         changes |= {key: text for key, text in settings.items() if _is_experiment(key)}
         refused = {name: text for name, text in changes.items() if not any(fnmatchcase(name, x) for x in allowed)}
         if refused:
@@ -127,6 +130,8 @@ class Identity:
         found = {}
         for group in GROUPS:
             before, after = (_contents(each.get(group, [])) for each in (saved, now))
+            if group == "model":  # roles may share a folder, or have equal ones
+                before, after = list(dict.fromkeys(before)), list(dict.fromkeys(after))
             if before != after and (text := _difference(before, after)):
                 found[group] = text
         return found
@@ -139,7 +144,7 @@ class Identity:
                 "data" in compared and key == "data.train_files"
             )
             old, new = saved.get(key), self._flat.get(key)
-            if old == new or _is_code(key, new):
+            if old == new or ("code" in compared and _without_code(old) == _without_code(new)):
                 continue
             if not (is_path and all((self._working_dir / text).exists() for text in _texts(new))):
                 found[key] = f"{old} -> {new}"
@@ -183,10 +188,9 @@ def _difference(before: list[tuple[str, int, str]], after: list[tuple[str, int, 
     """Names of the files that differ; empty if only their names do."""
     if [x[1:] for x in before] == [x[1:] for x in after]:
         return ""
-    old, new = ({name: contents for name, *contents in each} for each in (before, after))
-    words = [f"{name} has other contents" for name in new if name in old and old[name] != new[name]]
-    words += [f"{name} is new" for name in new if name not in old]
-    words += [f"{name} is missing" for name in old if name not in new]
+    added, removed = ([x[0] for x in each if x not in other] for each, other in ((after, before), (before, after)))
+    words = [f"{name} {'has other contents' if name in removed else 'is new'}" for name in added]
+    words += [f"{name} is missing" for name in removed if name not in added]
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "") or "in another order"
 
 
@@ -195,9 +199,11 @@ def _is_experiment(key: str) -> bool:
     return matches[0] and not matches[1]
 
 
-def _is_code(key: str, value: Any) -> bool:
-    """Whether a setting is the address of custom code, whose contents are compared instead."""
-    return key == "imports" or any(text.endswith(".py") for text in _texts(value))
+def _without_code(value: Any) -> Any:
+    """A setting without the files of custom code, whose contents are compared instead."""
+    if isinstance(value, list | tuple):
+        return [each for each in value if not str(each).endswith(".py")]
+    return None if isinstance(value, str) and value.endswith(".py") else value
 
 
 def _check_allowed(allowed: Iterable[str], flat: Mapping[str, Any]) -> None:
@@ -214,6 +220,17 @@ def _model_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     return sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()})
+
+
+def _data_files(path: Path) -> list[Path]:
+    """A data file, or those of a folder, which may have a configuration and a split; not the caches of `datasets`."""
+    if path.is_file():
+        return [path]
+    folder = Path(DataName.parse(path).path)
+    found = [file for file in folder.rglob("*") if file.suffix.lower() in (*SUFFIXES, ".arrow") and file.is_file()]
+    names = {file: file.relative_to(folder) for file in found}
+    is_cache = {file: any(part.startswith((".", "cache-")) for part in name.parts) for file, name in names.items()}
+    return sorted(file for file in found if not is_cache[file])
 
 
 def _texts(value: Any) -> list[str]:

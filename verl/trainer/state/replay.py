@@ -74,7 +74,8 @@ class Replay:
                 where = f", {sample.line}" if sample.line else ""
                 yield f"{role}: sample {sample.row} (uid {sample.uid}): {sample.operator}{where}"
             if not samples:
-                yield f"{role}: the update of every sample is finite"
+                which = "sample without a bad column" if self.columns else "sample"
+                yield f"{role}: the update of every {which} is finite"
         yield from (f"note: {note}" for note in self.notes)
 
 
@@ -92,27 +93,42 @@ def replay(dump: Path) -> Replay:
     result = Replay(state["step"], state["bad"], columns)
     for role in state["roles"]:
         weights = state["weights"][role]
-        if role not in _UPDATES or weights["path"] is None:
-            result.notes.append(f"the update of the role {role!r} is not replayed: only its columns were searched")
+        model = None if weights["path"] is None else _model(dump, weights["path"])
+        is_rl = role in _UPDATES and any(name.startswith(f"{role}/") for name in state["bad"])  # SFT: train/...
+        if not is_rl or model is None:
+            reason = f" ({dump / weights['path']} has no weights of a whole model)" if is_rl and weights["path"] else ""
+            result.notes.append(f"the update of the {role} is not replayed{reason}: only its columns were searched")
             continue
         if not weights["unchanged"]:
             result.notes.append(f"the weights of the {role} are not exactly those of the bad update")
-        worker = _worker(role, dump, weights["path"], state["total_steps"])
+        worker = _worker(role, dump, model, state)
         if role == "actor" and "old_log_probs" in batch:
             result.notes.append(_compare(worker, batch))
         result.samples[role] = list(_bad_samples(worker, role, batch))
     return result
 
 
-def _worker(role: str, dump: Path, weights: str, total_steps: int) -> Worker:
+def _model(dump: Path, weights: str) -> Path | None:
+    """The model of a role: in the dump, or in a checkpoint, also if the folder of the run has moved. None: gone.
+
+    A checkpoint of a LoRA run has the weights of the adapters only.
+    """
+    for folder in (dump / weights, dump.resolve().parents[1].joinpath(*Path(weights).parts[-2:])):
+        if any((folder / "huggingface").glob("*.safetensors")):
+            return (folder / "huggingface").resolve()
+    return None
+
+
+def _worker(role: str, dump: Path, model: Path, state: dict[str, Any]) -> Worker:
     """The worker of a role on a CPU, with the weights of the dump and a learning rate of 0."""
-    section, model = _UPDATES[role][1], (dump / weights / "huggingface").resolve()
+    section, total_steps = _UPDATES[role][1], state["total_steps"]
     path = "actor_rollout_ref.model" if role == "actor" else "critic.model"
     settings = {"trainer.device": "cpu", f"{section}.strategy": "fsdp2", f"{path}.path": str(model)}
     settings |= {f"{section}.optim.lr": 0.0, f"{path}.lora_rank": 0}
     config = load_config(dump / "config.yaml", settings, schema=Config)
-    for address in config.imports:
-        import_module(address)
+    for address in config.imports:  # relative paths start where the run was started
+        is_file = address.endswith(".py")
+        import_module(str(Path(state["working_dir"]) / Path(address).expanduser()) if is_file else address)
     if role == "critic":
         return CriticWorker(config.critic, device="cpu", total_training_steps=total_steps)
     return ActorWorker(
@@ -128,7 +144,7 @@ def _worker(role: str, dump: Path, weights: str, total_steps: int) -> Worker:
 
 def _compare(worker: Any, batch: DataProto) -> str:
     """How far log-probs of this replay are from those of the run."""
-    inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], [], [])
+    inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], _images(batch), [])
     inputs.meta_info["outputs"] = ()
     mask = batch.batch["response_mask"].bool()
     found = worker.compute_log_prob(inputs).batch["old_log_probs"]
@@ -136,9 +152,14 @@ def _compare(worker: Any, batch: DataProto) -> str:
     return f"log-probs of the replay and of the run differ by at most {difference:.3g}"
 
 
+def _images(batch: DataProto) -> list[str]:
+    """The object columns that a model reads."""
+    return [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
+
+
 def _bad_samples(worker: Any, role: str, batch: DataProto) -> Iterator[BadSample]:
     """The samples whose update is not finite, with the operator that is the cause."""
-    rows = batch.select(None, [], [])
+    rows = batch.select(None, _images(batch), [])
     if "loss_mask" in rows:
         rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
     update = getattr(worker, _UPDATES[role][0])
