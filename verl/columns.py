@@ -219,7 +219,7 @@ def check_contents(batch: "DataProto") -> None:
     _check_finite(tensors)
     _check_positions(tensors, batch.non_tensor_batch.get("multi_modal_inputs"))
     _check_ids(tensors, batch.meta_info.get("vocab_size"))
-    _check_routes(tensors)
+    _check_routed_experts(tensors)
     _check_media(batch)
 
 
@@ -328,20 +328,20 @@ def _check_positions(tensors: dict[str, torch.Tensor], media: Any) -> None:
         )
 
 
-def _check_routes(tensors: dict[str, torch.Tensor]) -> None:
+def _check_routed_experts(tensors: dict[str, torch.Tensor]) -> None:
     """Every token has k different experts in every layer, or none; padding has none."""
     if "routed_experts" not in tensors:
         return
-    routes = tensors["routed_experts"]
-    ordered = routes.sort(-1).values
+    experts = tensors["routed_experts"]
+    ordered = experts.sort(-1).values
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & (ordered[..., -1] >= 0)
-    some = (routes < 0).any(-1) & (routes >= 0).any(-1)
-    wrong = (repeated | some | (routes < -1).any(-1)).any(-1)
+    some = (experts < 0).any(-1) & (experts >= 0).any(-1)
+    wrong = (repeated | some | (experts < -1).any(-1)).any(-1)
     if at := _first(wrong):
-        found = f"{routes[at].tolist()} at row {at[0]}, position {at[1]}"
+        found = f"{experts[at].tolist()} at row {at[0]}, position {at[1]}"
         _fail("routed_experts", "different experts, or -1 only, in every layer", found)
     if "attention_mask" in tensors:
-        padded = (routes >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
+        padded = (experts >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
         if at := _first(padded):
             _fail("routed_experts", "-1 where attention_mask is 0", f"experts at row {at[0]}, position {at[1]}")
 

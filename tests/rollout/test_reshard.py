@@ -17,7 +17,7 @@ from verl.rollout.weight_sync.grouping import HybridGroups
 from verl.rollout.weight_sync.plan import RankLayout, Stored, make_plan
 from verl.rollout.weight_sync.position_sums import position_sum
 from verl.rollout.weight_sync.reshard import Peers
-from verl.utils.shards import Box, Part, Shard, matrix_shape, whole
+from verl.utils.shards import Box, Chunk, Shard, matrix_shape, whole
 
 CPU = torch.device("cpu")
 
@@ -219,7 +219,7 @@ def wrong(targets, sources):
 
 
 def doubled(targets, sources):
-    """One part also at the place of another one of the same size."""
+    """One chunk also at the place of another one of the same size."""
     for i, a in enumerate(targets):
         for j in range(i):
             if a.shape == targets[j].shape and not torch.equal(sources[i], sources[j]):
@@ -228,7 +228,7 @@ def doubled(targets, sources):
 
 
 def swapped(targets, sources):
-    """Two parts of the same tensor in each other's place."""
+    """Two chunks of the same tensor in each other's place."""
     for i, a in enumerate(targets):
         for j in range(i):
             b = targets[j]
@@ -284,7 +284,7 @@ def test_a_stale_slice_is_named():
 
 def test_layouts_that_do_not_fit_are_refused():
     shape, dtype = (4, 6), torch.float32
-    full = Stored(shape, 4, 6, (Part(whole(shape)),), dtype)
+    full = Stored(shape, 4, 6, (Chunk(whole(shape)),), dtype)
     top, bottom = Box(0, 2, 0, 6), Box(2, 4, 0, 6)
 
     def plan(shards: list[list[Shard]], stored: dict) -> None:
@@ -301,8 +301,8 @@ def test_layouts_that_do_not_fit_are_refused():
         plan([[Shard("a", shape, whole(shape))]], {})
     with pytest.raises(ValueError, match=r"a has shape \(6, 4\) in training, \(4, 6\) in the rollout"):
         plan([[Shard("a", (6, 4), whole((6, 4)))]], {"a": full})
-    half = Stored(shape, 2, 6, (Part(top),), dtype)
-    with pytest.raises(ValueError, match="stored parts of a: expected each of 24 elements once, found 12"):
+    half = Stored(shape, 2, 6, (Chunk(top),), dtype)
+    with pytest.raises(ValueError, match="stored chunks of a: expected each of 24 elements once, found 12"):
         plan([[Shard("a", shape, whole(shape))]], {"a": half})
 
 
@@ -315,7 +315,7 @@ class Grid(SlicedWeights):
         mine = Box(box.left * rows, box.right * rows, 0, shape[1])
         self.tensors = {f"{i}": torch.zeros(mine.rows, shape[1]) for i in range(layers)}
         self._layout = {
-            name: Stored(shape, mine.rows, mine.columns, (Part(mine),), torch.float32) for name in self.tensors
+            name: Stored(shape, mine.rows, mine.columns, (Chunk(mine),), torch.float32) for name in self.tensors
         }
 
     def slice_layout(self):
@@ -371,7 +371,7 @@ def test_real_collectives_move_the_bytes_of_the_paper(sizes, strided, monkeypatc
         share = Fraction(groups.needs(rank).numel - (own.numel if own else 0), groups.pp * groups.tp)
         assert counted[rank] == report.bytes == model_bytes * share
         for name, tensor in receiver.tensors.items():
-            stored = receiver.slice_layout()[name].parts[0].box
+            stored = receiver.slice_layout()[name].chunks[0].box
             assert torch.equal(tensor, Trained(groups, rank, layers, shape).full(name)[stored.top : stored.bottom])
     worst = Fraction(max(counted), model_bytes)
     if strided:

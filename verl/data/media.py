@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.columns import strict_check_enabled
 from verl.config import schema
-from verl.data.pictures import MediaError, Picture, PictureLimits
+from verl.data.images import ImageLimits, MediaError, RowImage
 from verl.data.tokenization import Message, check_encodable, encode, render_chats
 from verl.data.videos import Video
 
@@ -25,7 +25,7 @@ _PART_KEYS = {"type", "text", "image", "image_url", "video", "bytes", "path", "u
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _KINDS = ("image", "video")
 _DECODED = 128  # rows at the start of the data, and as many evenly spaced, whose images are decoded at the start
-_SIZES = 4096  # sizes of pictures whose placeholders are kept
+_SIZES = 4096  # sizes of images whose placeholders are kept
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MediaPrompt:
     """
 
     messages: list[Message]
-    images: tuple[Picture, ...]
+    images: tuple[RowImage, ...]
     videos: tuple[Video, ...]
     where: str
 
@@ -86,7 +86,7 @@ class MediaReader:
         tools: Sequence[Mapping[str, Any]] = (),
     ):
         self.processor, self.tokenizer, self.data = processor, tokenizer, data
-        self.limits = PictureLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
+        self.limits = ImageLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
         self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
         self._placeholder = functools.lru_cache(_SIZES)(self._placeholder_of_size)
 
@@ -125,7 +125,7 @@ class MediaReader:
             raise MediaError(
                 f"{where}: expected at most {most} images (data.max_images_per_prompt), found {len(sources['image'])}"
             )
-        images = (Picture(s, f"{where}, image {i}", folder, self.limits) for i, s in enumerate(sources["image"]))
+        images = (RowImage(s, f"{where}, image {i}", folder, self.limits) for i, s in enumerate(sources["image"]))
         frames = self.data.max_video_frames
         videos = (Video(s, f"{where}, video {i}", folder, self.limits, frames) for i, s in enumerate(sources["video"]))
         return MediaPrompt(typed, tuple(images), tuple(videos), where)
@@ -151,7 +151,7 @@ class MediaReader:
         """Token ids with expanded placeholders. Of images only the headers are read; videos are decoded.
 
         Raises:
-            MediaError: a picture that cannot be used, or a chat template without placeholders.
+            MediaError: an image that cannot be used, or a chat template without placeholders.
         """
         return encode(self.tokenizer, [self.expander(prompt)(self._text(prompt))], add_special_tokens=False)[0]
 
@@ -174,12 +174,12 @@ class MediaReader:
         """Decode the images and videos, and run the processor.
 
         Raises:
-            MediaError: a picture or video that cannot be used, or that the processor refuses.
+            MediaError: an image or video that cannot be used, or that the processor refuses.
         """
         text = self._text(prompt)
         further = _video_inputs(prompt.videos)
         if prompt.images:
-            further["images"] = [picture.decode() for picture in prompt.images]
+            further["images"] = [image.decode() for image in prompt.images]
         with _errors_of(prompt.where):
             found = self.processor(
                 text=[text], return_tensors="pt", add_special_tokens=False, **further, **self.data.mm_processor_kwargs

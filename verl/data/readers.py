@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.quarantine import parse_json
+from verl.data.bad_rows import parse_json
 from verl.utils.data_names import source_name
 
 logger = logging.getLogger("verl.data")

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.upstream import upstream_defaults
+from verl.data.bad_rows import check_values, usable_rows
 from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
 from verl.data.dataset import (
     DatasetConfig,
@@ -28,7 +29,6 @@ from verl.data.dataset import (
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
-from verl.data.quarantine import check_values, usable_rows
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
     TokenTable,

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from verl.config import schema
+from verl.data.bad_rows import usable_rows
 from verl.data.chat import encode_conversations
 from verl.data.dataset import (
     DatasetConfig,
@@ -20,9 +21,8 @@ from verl.data.dataset import (
     tokenize_rows,
 )
 from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
+from verl.data.images import MediaError
 from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, rows_to_decode
-from verl.data.pictures import MediaError
-from verl.data.quarantine import usable_rows
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     Message,

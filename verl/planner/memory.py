@@ -67,7 +67,7 @@ def weights(job: Job, role: Role) -> float:
     layout = role.layout
     if job.kind == "megatron":
         return role.compute_bytes * role.megatron_share
-    return role.parameters * role.weight_bytes / layout.parts
+    return role.parameters * role.weight_bytes / layout.shards
 
 
 def optimizer_bytes(job: Job, role: Role) -> float:
@@ -76,7 +76,7 @@ def optimizer_bytes(job: Job, role: Role) -> float:
     if job.kind == "megatron":
         size = 8 if role.compute_bytes == 4 else 12
         return size * (role.trained / layout.devices if role.sharded_optimizer else role.trains * role.megatron_share)
-    return 2 * role.weight_bytes * role.trained / layout.parts
+    return 2 * role.weight_bytes * role.trained / layout.shards
 
 
 def gradients(job: Job, role: Role) -> float:
@@ -84,7 +84,7 @@ def gradients(job: Job, role: Role) -> float:
     layout = role.layout
     if job.kind == "megatron":
         return 4 * role.megatron_share if role.trains else 0.0
-    return role.weight_bytes * role.trained / layout.parts
+    return role.weight_bytes * role.trained / layout.shards
 
 
 def gathered(job: Job, role: Role, training: bool) -> float:
@@ -183,7 +183,7 @@ def _one_backward_pass(role: Role, items: Items, layer: float) -> Items:
         items: those of several micro-batches, which have gradients from the begin.
         layer: bytes of the activations of one layer.
     """
-    head = 0.0 if role.value_head or role.lora_rank else role.shape.embedding * role.weight_bytes / role.layout.parts
+    head = 0.0 if role.value_head or role.lora_rank else role.shape.embedding * role.weight_bytes / role.layout.shards
     begin = items | {"gradients": min(items["gradients"], head)}
     end = items | {"activations": layer, "logits, working memory": layer}
     return max(begin, end, key=total)

@@ -30,7 +30,7 @@ class Layout:
     expert_tensor: int | None = None
 
     @property
-    def expert_parts(self) -> int:
+    def expert_shards(self) -> int:
         """Into how many shards Megatron divides the experts."""
         tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
         return self.expert * tensor * self.pipeline
@@ -40,7 +40,7 @@ class Layout:
         return self.devices // (self.tensor * self.pipeline * self.sequence)
 
     @property
-    def parts(self) -> int:
+    def shards(self) -> int:
         """Into how many shards the engines fsdp and fsdp2 divide the parameters."""
         return self.devices if self.shard == -1 else min(self.devices, self.shard * self.tensor)
 
@@ -48,7 +48,7 @@ class Layout:
         """Whether the sizes divide the devices, the heads, the layers and the experts."""
         size = self.tensor * self.pipeline * self.sequence
         heads = shape.heads % (self.tensor * self.sequence) == 0 and shape.kv_heads % self.tensor == 0
-        experts = shape.experts % self.expert == 0 and self.devices % self.expert_parts == 0
+        experts = shape.experts % self.expert == 0 and self.devices % self.expert_shards == 0
         return self.devices % size == 0 and heads and shape.layers % self.pipeline == 0 and experts
 
 
@@ -104,7 +104,7 @@ class Role:
         """Parameters of one rank with Megatron: tensor- and pipeline-parallel ranks share them, others the experts."""
         experts = self.shape.expert_parameters
         layout = self.layout
-        return (self.parameters - experts) / (layout.tensor * layout.pipeline) + experts / layout.expert_parts
+        return (self.parameters - experts) / (layout.tensor * layout.pipeline) + experts / layout.expert_shards
 
     def on(self, devices: int) -> "Role":
         """The role on this number of devices."""

@@ -59,7 +59,7 @@ def _is_thumbnail(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(_PREFIX)
 
 
-def picture_of(uri: str) -> Any:
+def image_of(uri: str) -> Any:
     """The PIL image of a thumbnail."""
     from PIL import Image
 

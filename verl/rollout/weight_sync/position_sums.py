@@ -1,8 +1,8 @@
-"""Checksums of parts of a parameter that add up to those of the parameter, whatever the parts are.
+"""Checksums of chunks of a parameter that add up to those of the parameter, whatever the chunks are.
 
 The words of row i are summed and multiplied by an odd factor of i; where boxes have some of the columns, those of
 column j as well. i and j count in the full parameter, so the sums of disjoint boxes add up, modulo 2^64, to the sum of
-the parameter, and a part at a wrong place changes it. One call sums the rows of many parameters.
+the parameter, and a chunk at a wrong place changes it. One call sums the rows of many parameters.
 """
 
 from collections.abc import Sequence
@@ -117,7 +117,7 @@ class PositionSums:
 
 
 def position_sum(full: torch.Tensor, word: int, split_columns: bool) -> int:
-    """The sum of a full parameter, for comparison with the total of its parts."""
+    """The sum of a full parameter, for comparison with the total of its chunks."""
     words = full.detach().contiguous().view(full.shape[0] if full.ndim else 1, -1)
     words = words.view(WORDS[word]).to(torch.int64)
     rows = words.sum(1).tolist()
