@@ -71,8 +71,8 @@ COLUMNS: dict[str, Column] = {
     "raw_prompt": Column("B", "object", "the chat messages or the text before tokenization"),
     "prompt_ids": Column("B", "object", "prompt token ids as a list, without padding"),
     "raw_prompt_ids": Column("B", "object", "the same with one placeholder for each image or video"),
-    "multi_modal_data": Column("B", "object", "decoded images and videos; None in a row of text"),
-    "multi_modal_inputs": Column("B", "object", "tensors of the processor; None in a row of text"),
+    "multi_modal_data": Column("B", "object", "decoded images and videos; None in a text-only row"),
+    "multi_modal_inputs": Column("B", "object", "tensors of the processor; None in a text-only row"),
 }
 
 _DIMS = {column.dims for column in COLUMNS.values()}
@@ -347,7 +347,7 @@ def _check_routed_experts(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _check_axes(attention: torch.Tensor, positions: torch.Tensor, counted: torch.Tensor, media: Any) -> None:
-    """Positions of several axes: not negative; in rows of text (media: None), those of text on every axis."""
+    """Positions of several axes: not negative; in text-only rows (media: None), those of text on every axis."""
     is_text = torch.tensor([inputs is None for inputs in media] if media is not None else [False] * len(positions))
     is_text = is_text.to(positions.device)[:, None, None]
     wrong = attention[:, None] & ((positions < 0) | (is_text & (positions != counted[:, None])))

@@ -107,7 +107,7 @@ def test_the_header_is_enough_to_find_it(name, tmp_path):
         RowImage(BAD[name][0], "row 3", tmp_path).size()
 
 
-def test_a_text_file_with_the_name_of_a_image(tmp_path):
+def test_a_text_file_with_the_name_of_an_image(tmp_path):
     (tmp_path / "a.png").write_text("PNG, honestly")
     with pytest.raises(MediaError, match=r"row 3 \(a.png\): .*start with b'PNG, honestly'"):
         RowImage("a.png", "row 3", tmp_path).size()

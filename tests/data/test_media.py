@@ -172,7 +172,7 @@ def test_columns_and_limits_can_be_set(models):
         (row("<video>x", videos=[[random_image(1)] * 4], images=[]), "videos need the package torchvision"),
         (
             row(images=[png(Image.new("RGB", (5000, 8)))]),
-            "row 1 .*, image 0: the model's processor refuses it: .*ratio",
+            "row 1 .*, image 0: the model's processor rejects it: .*ratio",
         ),
         (row([{"role": "user", "content": [{"type": "sound"}]}]), "expected parts like .*found {'type': 'sound'}"),
     ],

@@ -12,10 +12,10 @@ from tests.rollout.test_native_families import model
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ReshardSync, SlicedWeights, SyncReport, reshard
-from verl.rollout.weight_sync.checksums import combine
+from verl.rollout.weight_sync.checksums import combine, wrap
 from verl.rollout.weight_sync.grouping import HybridGroups
 from verl.rollout.weight_sync.plan import RankLayout, Stored, make_plan
-from verl.rollout.weight_sync.position_sums import position_sum
+from verl.rollout.weight_sync.position_sums import WORDS
 from verl.rollout.weight_sync.reshard import Peers
 from verl.utils.shards import Box, Chunk, Shard, matrix_shape, whole
 
@@ -177,6 +177,17 @@ def test_every_rank_gets_its_slices_and_only_what_it_lacks(ranks, tp, boxes, cas
         lacks, has = needed(trained, boxes, receiver, rank, ranks)
         assert (report.bytes, report.kept) == (2 * lacks, 2 * has)
         assert report.checksum == reports[0].checksum
+
+
+def position_sum(full: torch.Tensor, word: int, split_columns: bool) -> int:
+    """The sum of a full parameter, for comparison with the total of its chunks."""
+    words = full.detach().contiguous().view(full.shape[0] if full.ndim else 1, -1)
+    words = words.view(WORDS[word]).to(torch.int64)
+    rows = words.sum(1).tolist()
+    total = sum((2 * i + 1) * 0x9E3779B97F4A7C15 * value for i, value in enumerate(rows))
+    if split_columns:
+        total += sum((2 * j + 1) * 0xC2B2AE3D27D4EB4F * value for j, value in enumerate(words.sum(0).tolist()))
+    return wrap(total)
 
 
 def test_the_checksum_is_that_of_the_full_parameters():

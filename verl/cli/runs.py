@@ -54,7 +54,7 @@ def compare_runs(
     out: Annotated[Path, typer.Option(help="plot to write")] = Path("compare.png"),
     metric: Annotated[list[str] | None, typer.Option(help="metric to plot; several: --metric A --metric B")] = None,
 ) -> None:
-    """Plot the curves of runs into one plot, and print what differs.
+    """Plot the curves of runs together, and print what differs.
 
     The tables list the settings that differ, and the first, last and best value of each metric in the plot.
     """

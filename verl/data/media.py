@@ -93,7 +93,7 @@ class MediaReader:
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, row: Mapping[str, Any], prompt: Any, folder: Path, where: str) -> MediaPrompt | None:
-        """The prompt of a row with images or videos; None for a row of text.
+        """The prompt of a row with images or videos; None for a text-only row.
 
         Args:
             row: its media columns are read.
@@ -133,7 +133,7 @@ class MediaReader:
     def _check_no_placeholders(
         self, row: Mapping[str, Any], keys: Mapping[str, str], messages: Any, where: str
     ) -> None:
-        """A row of text in a file with a media column must not have placeholders; without the column they are text."""
+        """In a file with a media column, a text-only row must not have placeholders; in other files they are text."""
         if not isinstance(messages, Sequence):
             return
         for kind, key in keys.items():
@@ -193,7 +193,7 @@ class MediaReader:
         """The columns of media of an item, decoded if the prompt is a MediaPrompt.
 
         Args:
-            prompt: a MediaPrompt, or the prompt of a row of text.
+            prompt: a MediaPrompt, or the prompt of a text-only row.
             prompt_ids: its token ids.
 
         Raises:
@@ -214,7 +214,7 @@ class MediaReader:
         }
 
     def tensors(self, example: Any, ids: Sequence[int]) -> dict[str, Any] | None:
-        """The processor's tensors of an SFT example; None for one of text.
+        """The processor's tensors of an SFT example; None for a text-only one.
 
         Args:
             example: a MediaPrompt, or an example of text.
@@ -306,7 +306,7 @@ def rows_to_decode(count: int) -> Collection[int]:
 
 
 def note_unused_media_keys(data: schema.MediaSection, processor: Any) -> None:
-    """Warn of settings of images that are set for a model of text."""
+    """Warn of settings of images that are set for a text-only model."""
     fields = schema.MediaSection.model_fields
     changed = [
         name for name, field in fields.items() if getattr(data, name) != field.get_default(call_default_factory=True)
@@ -422,4 +422,4 @@ def _errors_of(where: str) -> Iterator[None]:
     except MediaError:
         raise
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise MediaError(f"{where}: the model's processor refuses it: {error}") from error
+        raise MediaError(f"{where}: the model's processor rejects it: {error}") from error

@@ -59,7 +59,7 @@ class RLHFDataset(Dataset):
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
     extra_info, index (the row's number in the files), and the other columns of the row. With a processor it also has
     multi_modal_data (decoded images and videos), multi_modal_inputs (the tensors of the processor) and raw_prompt_ids
-    (with one placeholder for each image); the first two are None for a row of text.
+    (with one placeholder for each image); the first two are None for a text-only row.
 
     A subclass may override `__getitem__`, and as in public verl `_build_messages` (the prompt of a row),
     `_read_files_and_tokenize` (sets `self.dataframe`, a sequence of dicts) and `maybe_filter_out_long_prompts` (selects

@@ -83,7 +83,7 @@ class SFTDataset(Dataset):
     assistant message at the start of a chat is context only.
 
     With a processor, a row may have images and videos before its first token in the loss; they are decoded when the row
-    is read, and `dataset[i]` also has multi_modal_inputs (None for a row of text).
+    is read, and `dataset[i]` also has multi_modal_inputs (None for a text-only row).
 
     `dataset[i]` is a dict: prompt_ids (all tokens before the first one in the loss), response_ids (the rest),
     response_mask (one per response token: 1 if it is in the loss), index (the row's number in the files).
@@ -263,7 +263,7 @@ class SFTDataset(Dataset):
         return found
 
     def _chat_or_pair(self, row: Mapping[str, Any], where: str) -> _Example:
-        """A row of text."""
+        """A text-only row."""
         columns = self._columns
         if columns.messages is not None:
             for name, fix in _NOT_RENDERED.items():

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers: routing that can be recorded and replayed, and the matmuls of the experts.
+"""Mixture-of-experts (MoE) layers: routing that can be recorded and replayed, and the matmuls of the experts.
 
 A router scores E experts for every token and sends it to k of them; the output is the sum of their outputs, weighted by
 the softmax of the scores. The choice is discrete: a rounding difference between rollout and training can send a token
@@ -257,9 +257,7 @@ def expert_outputs(
     return torch.cat(outputs)
 
 
-def weighted_sum(
-    outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def weighted_sum(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Sum the k outputs of each token. outputs: (N k, H), sorted as `by_expert`; weights: (N, k). Returns (N, H)."""
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)

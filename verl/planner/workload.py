@@ -5,8 +5,6 @@ from typing import Literal
 
 from verl.planner.shapes import ModelShape
 
-ENGINE_KINDS = ("torch", "megatron")
-
 
 @dataclass(frozen=True)
 class Layout:

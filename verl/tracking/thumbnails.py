@@ -16,7 +16,7 @@ def thumbnails(data: Mapping[str, Any] | None) -> list[str]:
     """Data URIs of the first images of a prompt, or of the first frames of its videos; of a few kB each.
 
     Args:
-        data: an entry of the column multi_modal_data; None in a row of text.
+        data: an entry of the column multi_modal_data; None in a text-only row.
     """
     return [thumbnail(image) for image in _images(data or {})[:MOST]]
 

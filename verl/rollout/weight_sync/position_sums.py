@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from verl.rollout.weight_sync.checksums import wrap
-
 _ROW = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _COLUMN = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -114,14 +112,3 @@ class PositionSums:
             content = words.as_strided((matrix.rows, columns), (columns, 1), at)
             torch.sum(content, matrix.dim, dtype=torch.int64, out=out)
         return total.index_add_(0, cells, sums.mul_(weights))
-
-
-def position_sum(full: torch.Tensor, word: int, split_columns: bool) -> int:
-    """The sum of a full parameter, for comparison with the total of its chunks."""
-    words = full.detach().contiguous().view(full.shape[0] if full.ndim else 1, -1)
-    words = words.view(WORDS[word]).to(torch.int64)
-    rows = words.sum(1).tolist()
-    total = sum((2 * i + 1) * _ROW * value for i, value in enumerate(rows))
-    if split_columns:
-        total += sum((2 * j + 1) * _COLUMN * value for j, value in enumerate(words.sum(0).tolist()))
-    return wrap(total)
