@@ -202,6 +202,9 @@ def calibrated(host: Mapping[str, str], name: str) -> tuple[Device | None, str]:
 
     Returns:
         (profile or None, why there is none).
+
+    Raises:
+        ValueError: the file is damaged.
     """
     path = cache_file()
     entry = _profiles(path).get(name)

@@ -152,7 +152,7 @@ def _splits_sequences(job: Job, role: Role) -> bool:
 
 
 def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
-    """Working memory of an update. taken: bytes of everything else on the device."""
+    """Bytes that an update needs beside weights and optimizer state. taken: bytes of everything else on the device."""
     items = {"gathered weights": gathered(job, role, training=True)}
     if job.kind != "megatron":
         items["gradients"] = gradients(job, role)
@@ -226,7 +226,7 @@ def kv_cache_bytes(job: Job, role: Role, rows: int) -> float:
 
 
 def generation_items(job: Job, role: Role, device: Device, taken: float) -> Items:
-    """Memory of generation on one device. taken: bytes of everything else."""
+    """Bytes of generation on one device, by item. taken: bytes of everything else."""
     own = rollout_weights(job, role)
     rows = min(rollout_rows(job, role), job.max_rows)
     s, c = role.shape, role.compute_bytes
@@ -306,6 +306,7 @@ def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) ->
 
 
 def total(items: Mapping[str, float]) -> float:
+    """The sum of the bytes."""
     return sum(items.values())
 
 

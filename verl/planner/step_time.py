@@ -54,11 +54,12 @@ class Pass:
 
 
 def matmul_rate(role: Role, device: Device) -> float:
+    """FLOP/s of the matmuls of a role."""
     return device.matmul * (FLOAT32_FACTOR if device.kind == "cuda" and role.compute_bytes == 4 else 1)
 
 
 def forward_pass(role: Role, tokens: Tokens, job: Job, device: Device, micro_batches: float) -> Pass:
-    """One forward pass over `tokens`, in this number of micro-batches."""
+    """One forward pass of one rank over `tokens`, in this number of micro-batches."""
     s, c, layout = role.shape, role.compute_bytes, role.layout
     ranks = layout.tensor * layout.pipeline
     head = 0 if role.value_head else s.embedding
@@ -139,7 +140,7 @@ def _gather_seconds(job: Job, role: Role, device: Device) -> float:
 
 
 def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> float:
-    """Seconds of all updates of a step."""
+    """Seconds of all updates of a step. taken: bytes of everything else on the device."""
     tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, device.kind == "cuda")
     size, checkpoints = update_choice(job, role, device, taken)
     count = max(1.0, math.ceil(tokens.total / size))

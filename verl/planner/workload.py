@@ -195,7 +195,7 @@ def shares_prefix(job: Job, role: Role, on_gpu: bool) -> bool:
 
 
 def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
-    """The tokens of `rows` sequences on one rank, of which those of a prompt are together."""
+    """The tokens of `rows` sequences on one rank. A shared prefix counts once for the samples that are together."""
     # balancing the ranks spreads the samples of a prompt over them
     together = min(job.samples / role.layout.data, rows) if shares_prefix(job, role, on_gpu) else 1
     together = max(1.0, together)

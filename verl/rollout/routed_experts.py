@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.modeling.moe import NOT_RECORDED
-
 #: the key that turns `Completion.routed_experts` on, in messages
 RECORDING_KEY = "rollout.enable_rollout_routing_replay=true"
+#: the router of training decides; `verl.modeling.moe.NOT_RECORDED`, whose module takes long to import
+NOT_RECORDED = -1
 
 
 def check_records(config: Any, name: str, supported: bool) -> None:
