@@ -129,7 +129,7 @@ def gradients(engine: Any, batch: DataProto, micro: MicroBatching) -> tuple[dict
     objective = value_objective(0.5, 1.0, agg) if value else policy_objective("vanilla", SETTINGS, agg)
     found: dict[str, torch.Tensor] = {}
 
-    def step(is_finite: bool) -> dict[str, float]:
+    def step(loss: torch.Tensor) -> dict[str, float]:
         found.update({n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None})
         return {"grad_norm": 0.0, "grad_skipped": 0.0}
 

@@ -42,7 +42,7 @@ from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
 from verl.modeling.packing import build_input, row_lengths, to_device
-from verl.modeling.vision import Media, tower_of
+from verl.modeling.vision import Media, packs, tower_of
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
 
@@ -87,6 +87,7 @@ class TorchEngine(TrainEngine):
         trains = spec.optimizer is not None
         self.module = self.sharding.build(self.model_spec) if module is None else checked(module, spec.kind)
         self.model = TokenModel(self.module, self.model_spec)
+        self.packs = spec.model.use_remove_padding and packs(self.module.config)
         self.module.eval()
         self.adapters = Adapters(self.module) if self.model_spec.section.has_adapters else None
         if self.adapters is None:
@@ -175,7 +176,7 @@ class TorchEngine(TrainEngine):
         self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float, media: Media | None
     ) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
-        model_input = build_input(columns, self.model_spec.packs, shared_prefix, media)
+        model_input = build_input(columns, self.packs, shared_prefix, media)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
         model_input = model_input.to(self.device)
@@ -212,7 +213,7 @@ class TorchEngine(TrainEngine):
 
     def _shares_prefix(self, lengths: list[int]) -> bool:
         """Whether to compute a prompt once for all its rows: if attention processes all rows in one call."""
-        if not self.model_spec.packs or self.sharding.sp_size > 1:
+        if not self.packs or self.sharding.sp_size > 1:
             return False
         narrow = self.model_spec.compute_dtype.itemsize == 2
         one_call = narrow and sum(lengths) < attention.LONG_ROWS * len(lengths)

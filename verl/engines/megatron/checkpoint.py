@@ -106,15 +106,15 @@ class EngineState:
             slot.fill(one, {name: self._join(conversion, given) for name, given in boxes.items()}, int(step))
 
     def _request(self, wanted: Boxes, conversion: Conversion, key: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Ask for the chunks of a parameter; they are filled by reading."""
-        chunks = []
+        """Ask for the values of a parameter; they are filled by reading."""
+        values = []
         for region in conversion.regions(rank_of(conversion, self._ranks)):
-            chunks.append(torch.zeros(region.shape, dtype=dtype))
-            wanted.setdefault(key.format(region.source), []).append((region, chunks[-1]))
-        return chunks
+            values.append(torch.zeros(region.shape, dtype=dtype))
+            wanted.setdefault(key.format(region.source), []).append((region, values[-1]))
+        return values
 
-    def _join(self, conversion: Conversion, chunks: list[torch.Tensor]) -> torch.Tensor:
-        return conversion.join(chunks, rank_of(conversion, self._ranks))
+    def _join(self, conversion: Conversion, values: list[torch.Tensor]) -> torch.Tensor:
+        return conversion.join(values, rank_of(conversion, self._ranks))
 
 
 def _stored_keys(folder: Path) -> set[str]:
