@@ -2,7 +2,7 @@
 
 The files are those of torch.distributed.checkpoint; megatron-core is not needed to read them. Its parameters are
 converted to HuggingFace's as in the engine of strategy=megatron. A layer's tensor is a slice of one tensor of all
-layers, or has a key of its own:
+layers, or has a separate key:
 
 | parameter         | keys                                                                                        |
 |-------------------|---------------------------------------------------------------------------------------------|

@@ -53,7 +53,7 @@ class Space:
     """What the search may change.
 
     Attributes:
-        separate_rollout: the rollout may have devices of its own.
+        separate_rollout: the rollout may have separate devices.
         rollout_sizes: tensor-parallel sizes of the rollout.
         model_sizes: (tensor, pipeline) sizes of training; None: those of the job.
         expert_sizes: devices that share the experts of a layer; None: that of the job.
@@ -94,7 +94,7 @@ class Search:
         ]
 
     def is_split(self, partition: Partition) -> bool:
-        """Whether the rollout has devices of its own."""
+        """Whether the rollout has separate devices."""
         return ("rollout",) in partition
 
     def group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:

@@ -124,7 +124,7 @@ class Job:
         max_rows: largest number of concurrent sequences of an engine.
         bucket_bytes: bucket of the weight sync.
         kind: training engine: "torch" (one process or FSDP2), or "megatron".
-        overlaps: generation of the next batch runs during training, on devices of its own.
+        overlaps: generation of the next batch runs during training, on separate devices.
         generations: responses that are generated per response that is trained on (2 for ReMax).
         strict: a batch that the ranks do not divide is not possible; otherwise the largest share counts.
     """
