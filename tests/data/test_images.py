@@ -152,7 +152,7 @@ def test_limits_of_pixels():
 
 
 def test_a_url_is_downloaded_once_if_allowed(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
     asked = []
 
     def urlopen(url, timeout):

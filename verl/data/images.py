@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.utils.disk import cache_folder
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -204,7 +206,7 @@ class RowImage:
 
     def _download(self, url: str) -> bytes:
         """The bytes of a URL; they are stored in the cache folder, and downloaded once."""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "images"
+        cache = cache_folder() / "images"
         stored = cache / hashlib.sha256(url.encode()).hexdigest()
         if stored.is_file():
             return stored.read_bytes()
