@@ -43,7 +43,7 @@ test-sglang: $(VENV_SGLANG)/.ready-to-test
 		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py tests/rollout/test_sglang_service.py \
 		-k "sglang" $(ARGS)
 
-# The training engine megatron, in an environment of its own with megatron-core, on a CPU: about 15 minutes.
+# The training engine megatron, in a separate environment with megatron-core, on a CPU: about 15 minutes.
 test-megatron: $(VENV_MEGATRON)/.ready-to-test
 	$(VENV_MEGATRON)/bin/python -W ignore -m pytest tests/engines/test_megatron.py tests/engines/test_megatron_ranks.py \
 		tests/engines/test_megatron_public_layout.py tests/trainer/test_megatron_run.py $(ARGS)

@@ -5,7 +5,7 @@
 
 The recorded runs are those of benchmarks/results; `ratio` is predicted / measured.
 
-With --cpu, each configuration trains in a process of its own, which measures the rates of the engines right after it:
+With --cpu, each configuration trains in a separate process, which measures the rates of the engines right after it:
 other programs on the machine slow both down. Seconds per step are medians of processor time (of the controller, plus
 the worker with most); `wall` is the clock. Memory is measured in a step that is not timed: `mib` are the bytes of
 tensors at their peak, `resident_mib` is the resident memory of the largest process, with the libraries and what the

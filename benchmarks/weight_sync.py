@@ -11,7 +11,7 @@ Weights are random: float32 in training, bfloat16 in the rollout. Cases:
 - `full`: the same by `reshard`.
 - `gather`: FSDP2 on both devices, and a tensor-parallel half of the model on each; all weights are gathered
   (`replica`).
-- `slices`: the same by `reshard`: each device receives the parts that it lacks.
+- `slices`: the same by `reshard`: each device receives the chunks that it lacks.
 - `ipc`: training and rollout in two processes on device 0 (`ipc`).
 - `disk`: written by process 0, read by process 1 (`disk`).
 

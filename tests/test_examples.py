@@ -87,7 +87,7 @@ def run_to(folder: Path) -> list[str]:
 def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str, list[str]]:
     """The module that a script runs, and the arguments that it gives to it. WARM: the model of the last of several.
 
-    A script of a vision-language model gets such a model and pictures.
+    A script of a vision-language model gets such a model and images.
     """
     if script.name == "run_qwen_05_sp2_liger.sh":
         further = (*further, "model.use_liger=false")  # its kernels need a GPU

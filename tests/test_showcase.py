@@ -59,7 +59,7 @@ def test_the_settings_were_chosen_on_other_questions():
 @pytest.fixture
 def sources(monkeypatch, tmp_path):
     """The names of the sources that were asked; each one fails unless its name is in `works`."""
-    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(smollm2, "check_tokenizer", lambda folder: None)
     asked, works = [], set()
 

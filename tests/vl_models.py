@@ -163,7 +163,7 @@ def save_vl_model(family: str, folder: Path, weights: bool = True, head_dim: int
 
 
 class TinyProcessor:
-    """What a processor of Qwen-VL does, for one text: expands placeholders and turns pictures into patches."""
+    """What a processor of Qwen-VL does, for one text: expands placeholders and turns images into patches."""
 
     def __init__(self, family: str):
         self.family = family
@@ -207,8 +207,8 @@ def processor(family: str) -> Any:
     return call
 
 
-def picture(seed: int = 0, width: int = 16, height: int = 24) -> Image.Image:
-    """A random picture."""
+def random_image(seed: int = 0, width: int = 16, height: int = 24) -> Image.Image:
+    """A random image."""
     pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())
 

@@ -71,8 +71,8 @@ COLUMNS: dict[str, Column] = {
     "raw_prompt": Column("B", "object", "the chat messages or the text before tokenization"),
     "prompt_ids": Column("B", "object", "prompt token ids as a list, without padding"),
     "raw_prompt_ids": Column("B", "object", "the same with one placeholder for each image or video"),
-    "multi_modal_data": Column("B", "object", "decoded images and videos; None in a row of text"),
-    "multi_modal_inputs": Column("B", "object", "tensors of the processor; None in a row of text"),
+    "multi_modal_data": Column("B", "object", "decoded images and videos; None in a text-only row"),
+    "multi_modal_inputs": Column("B", "object", "tensors of the processor; None in a text-only row"),
 }
 
 _DIMS = {column.dims for column in COLUMNS.values()}
@@ -219,7 +219,7 @@ def check_contents(batch: "DataProto") -> None:
     _check_finite(tensors)
     _check_positions(tensors, batch.non_tensor_batch.get("multi_modal_inputs"))
     _check_ids(tensors, batch.meta_info.get("vocab_size"))
-    _check_routes(tensors)
+    _check_routed_experts(tensors)
     _check_media(batch)
 
 
@@ -328,26 +328,26 @@ def _check_positions(tensors: dict[str, torch.Tensor], media: Any) -> None:
         )
 
 
-def _check_routes(tensors: dict[str, torch.Tensor]) -> None:
+def _check_routed_experts(tensors: dict[str, torch.Tensor]) -> None:
     """Every token has k different experts in every layer, or none; padding has none."""
     if "routed_experts" not in tensors:
         return
-    routes = tensors["routed_experts"]
-    ordered = routes.sort(-1).values
+    experts = tensors["routed_experts"]
+    ordered = experts.sort(-1).values
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & (ordered[..., -1] >= 0)
-    some = (routes < 0).any(-1) & (routes >= 0).any(-1)
-    wrong = (repeated | some | (routes < -1).any(-1)).any(-1)
+    some = (experts < 0).any(-1) & (experts >= 0).any(-1)
+    wrong = (repeated | some | (experts < -1).any(-1)).any(-1)
     if at := _first(wrong):
-        found = f"{routes[at].tolist()} at row {at[0]}, position {at[1]}"
+        found = f"{experts[at].tolist()} at row {at[0]}, position {at[1]}"
         _fail("routed_experts", "different experts, or -1 only, in every layer", found)
     if "attention_mask" in tensors:
-        padded = (routes >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
+        padded = (experts >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
         if at := _first(padded):
             _fail("routed_experts", "-1 where attention_mask is 0", f"experts at row {at[0]}, position {at[1]}")
 
 
 def _check_axes(attention: torch.Tensor, positions: torch.Tensor, counted: torch.Tensor, media: Any) -> None:
-    """Positions of several axes: not negative; in rows of text (media: None), those of text on every axis."""
+    """Positions of several axes: not negative; in text-only rows (media: None), those of text on every axis."""
     is_text = torch.tensor([inputs is None for inputs in media] if media is not None else [False] * len(positions))
     is_text = is_text.to(positions.device)[:, None, None]
     wrong = attention[:, None] & ((positions < 0) | (is_text & (positions != counted[:, None])))

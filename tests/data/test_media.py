@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.vl_models import FAMILIES, PLACEHOLDER, picture, processor, save_vl_model
+from tests.vl_models import FAMILIES, PLACEHOLDER, processor, random_image, save_vl_model
 from verl.columns import DataProtoValidationError, check
 from verl.config.schema import DataConfig, GenerationConfig, ModelConfig
 from verl.data.collate import PromptCollator
@@ -52,7 +52,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def row(prompt="<image>How many?", images=None, **more):
-    return {"prompt": prompt, "answer": "3", "images": [png(picture(1))] if images is None else images, **more}
+    return {"prompt": prompt, "answer": "3", "images": [png(random_image(1))] if images is None else images, **more}
 
 
 def dataset_of(models, rows, family="qwen2_vl", **settings):
@@ -69,7 +69,7 @@ def chat(text: str) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_item_has_what_the_processor_returns(models, family):
-    first, second = picture(1), picture(2, 40, 24)
+    first, second = random_image(1), random_image(2, 40, 24)
     text = "Here <image> and <image>?"
     item = dataset_of(models, [row(text, [png(first), {"bytes": png(second), "path": None}])], family)[0]
     rendered = chat(text.replace("<image>", PLACEHOLDER[family]))
@@ -93,7 +93,7 @@ def test_placeholders_are_as_many_as_the_patches(models):
 
 
 def test_forms_of_prompts_with_the_same_meaning(models, tmp_path):
-    (tmp_path / "a.png").write_bytes(png(picture(1)))
+    (tmp_path / "a.png").write_bytes(png(random_image(1)))
     text, image = {"type": "text", "text": "How many?"}, {"type": "image"}
     path = tmp_path / "rows.jsonl"
     lines = [
@@ -116,7 +116,7 @@ def test_forms_of_prompts_with_the_same_meaning(models, tmp_path):
 
 def test_a_parquet_file_as_public_verl_writes_it(models, tmp_path):
     images = pa.array(
-        [[{"bytes": png(picture(1)), "path": "1.png"}], []],
+        [[{"bytes": png(random_image(1)), "path": "1.png"}], []],
         pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})),
     )
     prompts = [[{"role": "user", "content": text}] for text in ("<image>How many?", "How many?")]
@@ -148,7 +148,7 @@ def test_a_dataset_of_the_datasets_library(models, tmp_path):
 
 
 def test_columns_and_limits_can_be_set(models):
-    rows = [{"prompt": "<image>?", "answer": "3", "shots": [png(picture(1, 160, 160))], "note": "n"}]
+    rows = [{"prompt": "<image>?", "answer": "3", "shots": [png(random_image(1, 160, 160))], "note": "n"}]
     item = dataset_of(models, rows, image_key="shots", max_pixels=64)[0]
     assert item["multi_modal_data"]["images"][0].size == (8, 8) and item["note"] == "n" and "shots" not in item
     sized = dataset_of(
@@ -169,10 +169,10 @@ def test_columns_and_limits_can_be_set(models):
         (row(images=[b""]), "row 1 .*, image 0: .*found 0 bytes"),
         (row(images=["no.png"]), r"row 1 .*, image 0 \(no.png\): expected a file"),
         (row("<image><|image_pad|>"), "expected 1 placeholders .* found 2: the text must not contain"),
-        (row("<video>x", videos=[[picture(1)] * 4], images=[]), "videos need the package torchvision"),
+        (row("<video>x", videos=[[random_image(1)] * 4], images=[]), "videos need the package torchvision"),
         (
             row(images=[png(Image.new("RGB", (5000, 8)))]),
-            "row 1 .*, image 0: the model's processor refuses it: .*ratio",
+            "row 1 .*, image 0: the model's processor rejects it: .*ratio",
         ),
         (row([{"role": "user", "content": [{"type": "sound"}]}]), "expected parts like .*found {'type': 'sound'}"),
     ],
@@ -192,7 +192,7 @@ def test_a_column_of_images_with_another_name_is_found(models):
 
 def test_too_many_images(models):
     with pytest.raises(ValueError, match=r"expected at most 1 images \(data.max_images_per_prompt\), found 2"):
-        dataset_of(models, [row("<image><image>", [png(picture(1))] * 2)], max_images_per_prompt=1)
+        dataset_of(models, [row("<image><image>", [png(random_image(1))] * 2)], max_images_per_prompt=1)
 
 
 def test_a_text_model_refuses_images(models):
@@ -203,7 +203,7 @@ def test_a_text_model_refuses_images(models):
 def test_bad_rows_can_be_skipped(models, caplog):
     rows = [
         row(),
-        row(images=[png(picture(2))[:60]]),
+        row(images=[png(random_image(2))[:60]]),
         row("no placeholder"),
         row(images=[b"x"]),
         row(images=[png(Image.new("RGB", (5000, 8)))]),
@@ -218,21 +218,21 @@ def test_bad_rows_can_be_skipped(models, caplog):
         dataset_of(models, rows, max_bad_rows=3)
 
 
-def test_a_damaged_picture_is_found_at_the_start(models):
-    with pytest.raises(ValueError, match=r"row 1 .*, image 0: expected a whole picture, found a damaged file"):
-        dataset_of(models, [row(), row(images=[png(picture(2, 64, 64))[:3000]])])
+def test_a_damaged_image_is_found_at_the_start(models):
+    with pytest.raises(ValueError, match=r"row 1 .*, image 0: expected a complete image, found a damaged file"):
+        dataset_of(models, [row(), row(images=[png(random_image(2, 64, 64))[:3000]])])
 
 
 def test_an_image_that_changes_after_the_start(models, tmp_path):
-    (tmp_path / "a.png").write_bytes(png(picture(1)))
+    (tmp_path / "a.png").write_bytes(png(random_image(1)))
     dataset = dataset_of(models, [row(images=[str(tmp_path / "a.png")])])
-    (tmp_path / "a.png").write_bytes(png(picture(1, 80, 80)))
+    (tmp_path / "a.png").write_bytes(png(random_image(1, 80, 80)))
     with pytest.raises(ValueError, match="the files of the images or videos have changed"):
         dataset[0]
 
 
 def test_image_tokens_count_for_the_length(models):
-    rows = [row(), row(images=[png(picture(1, 64, 64))])]  # the second has 64 patches more: 10 tokens more
+    rows = [row(), row(images=[png(random_image(1, 64, 64))])]  # the second has 64 patches more: 10 tokens more
     lengths = [len(dataset_of(models, rows)[i]["prompt_ids"]) for i in range(2)]
     assert lengths[1] - lengths[0] == 16 - 6
     kept = dataset_of(models, rows, max_prompt_length=lengths[0], filter_overlong_prompts=True)
@@ -247,7 +247,7 @@ def test_image_tokens_count_for_the_length(models):
 
 
 def test_samples_of_a_prompt_share_its_pixels(models):
-    dataset = dataset_of(models, [row(images=[png(picture(i, 60, 60))]) for i in range(2)])
+    dataset = dataset_of(models, [row(images=[png(random_image(i, 60, 60))]) for i in range(2)])
     batch = PromptCollator(models()[0], DataConfig(), models()[1])([dataset[i] for i in range(2)])
     pixels = batch.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"]
     one = len(pickle.dumps(batch))
@@ -266,7 +266,7 @@ def test_samples_of_a_prompt_share_its_pixels(models):
 
 
 def test_pixels_are_sent_to_a_worker_once_per_prompt(models):
-    dataset = dataset_of(models, [row(images=[png(picture(i, 60, 60))]) for i in range(2)])
+    dataset = dataset_of(models, [row(images=[png(random_image(i, 60, 60))]) for i in range(2)])
     batch = PromptCollator(models()[0], DataConfig(), models()[1])([dataset[i] for i in range(2)]).repeat(8)
     head, buffers = dumps(batch.select([], ["multi_modal_inputs"]))
     pixels = [batch.non_tensor_batch["multi_modal_inputs"][i]["pixel_values"] for i in (0, 8)]
@@ -331,7 +331,7 @@ def test_the_strict_check_of_images(models, monkeypatch):
 
 def test_items_are_not_kept(models):
     """The dataset keeps the compressed bytes; a decoded image and its tensors live as long as the item."""
-    dataset = dataset_of(models, [row(images=[png(picture(i, 32, 32))]) for i in range(4)])
+    dataset = dataset_of(models, [row(images=[png(random_image(i, 32, 32))]) for i in range(4)])
     pixels = [weakref.ref(dataset[i]["multi_modal_inputs"]["pixel_values"]) for i in (0, 1, 0)]
     images = [weakref.ref(dataset[i]["multi_modal_data"]["images"][0]) for i in (0, 1, 0)]
     gc.collect()
@@ -347,17 +347,20 @@ def test_items_of_custom_datasets(models):
     own = dataset_of(models, [row()])[0]
     further = {"data_source": "x", "reward_model": {"ground_truth": "3"}}
     messages = [
-        {"role": "user", "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": "How many?"}]}
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": random_image(1)}, {"type": "text", "text": "How many?"}],
+        }
     ]
     typed = [{"role": "user", "content": "<image>How many?"}]
     given = [
         {**further, "raw_prompt": messages},
-        {**further, "raw_prompt": typed, "multi_modal_data": {"image": [picture(1)]}},
+        {**further, "raw_prompt": typed, "multi_modal_data": {"image": [random_image(1)]}},
         {
             **further,
             "input_ids": torch.tensor(own["prompt_ids"]),
             "raw_prompt_ids": own["raw_prompt_ids"],
-            "multi_modal_data": {"image": [picture(1)]},
+            "multi_modal_data": {"image": [random_image(1)]},
             "multi_modal_inputs": own["multi_modal_inputs"],
         },
     ]
@@ -385,11 +388,11 @@ def test_text_and_images_mix(models):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sft_examples_have_images_before_the_loss(models, family):
     tokenizer, loaded = models(family)
-    rows = [{"prompt": "<image>How many?", "response": "three", "images": [png(picture(1))]}]
+    rows = [{"prompt": "<image>How many?", "response": "three", "images": [png(random_image(1))]}]
     rows += [{"prompt": "text", "response": "ok", "images": None}]
     dataset = SFTDataset(rows, tokenizer, {"max_length": 200}, processor=loaded)
     rendered = chat(PLACEHOLDER[family] + "How many?")
-    expected = processor(family)(text=rendered, images=[picture(1)])
+    expected = processor(family)(text=rendered, images=[random_image(1)])
     assert dataset[0]["prompt_ids"] == expected["input_ids"][0].tolist()
     assert tokenizer.decode(dataset[0]["response_ids"]) == "three<|im_end|>"
     assert torch.equal(dataset[0]["multi_modal_inputs"]["pixel_values"], expected["pixel_values"])
@@ -408,7 +411,7 @@ def test_sft_examples_have_images_before_the_loss(models, family):
     ],
 )
 def test_sft_refuses(models, bad, message):
-    rows = [{"messages": [{"role": role, "content": text} for role, text in bad], "images": [png(picture(1))]}]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in bad], "images": [png(random_image(1))]}]
     with pytest.raises(ValueError, match=f"row 0 .*{message}"):
         SFTDataset(rows, models()[0], {"max_length": 200}, processor=models()[1])
     with pytest.raises(ValueError, match="use a vision-language model"):
@@ -416,13 +419,13 @@ def test_sft_refuses(models, bad, message):
 
 
 def test_sft_skips_bad_rows(models):
-    rows = [{"prompt": "<image>?", "response": "a", "images": [image]} for image in (b"", png(picture(1)))]
+    rows = [{"prompt": "<image>?", "response": "a", "images": [image]} for image in (b"", png(random_image(1)))]
     dataset = SFTDataset(rows, models()[0], {"max_length": 200, "max_bad_rows": 1}, processor=models()[1])
     assert len(dataset) == 1 and dataset[0]["index"] == 1 and dataset.bad_rows[0]["row"] == 0
 
 
 def test_prompts_of_offline_generation(models, tmp_path):
-    (tmp_path / "a.png").write_bytes(png(picture(1)))
+    (tmp_path / "a.png").write_bytes(png(random_image(1)))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "<image>?", "images": ["a.png"]}) + "\n" + json.dumps({"prompt": "b"}) + "\n")
     config = GenerationConfig.model_validate(

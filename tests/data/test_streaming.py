@@ -57,7 +57,7 @@ def test_the_copy_is_made_once_and_again_when_the_file_changes(write, cache):
 def test_a_cache_that_cannot_be_written(write, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ValueError, match=r"no copy for streaming was written to .*Set XDG_CACHE_HOME"):
+    with pytest.raises(ValueError, match=r"no copy for streaming was written to .*Set VERL_CACHE_DIR"):
         read_rows(write("a.parquet", ROWS), streaming=True)
 
 

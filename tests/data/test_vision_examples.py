@@ -1,4 +1,4 @@
-"""Preprocessing of Geometry3K, pictures to count, and the tiny vision-language model of the examples."""
+"""Preprocessing of Geometry3K, images to count, and the tiny vision-language model of the examples."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def shapes_in(image: Image.Image) -> int:
     return sum(image.getpixel((x, y)) != (255, 255, 255) for x in points for y in points)
 
 
-def test_the_pictures_have_as_many_shapes_as_the_answer(tmp_path, capsys, tiny):
+def test_the_images_have_as_many_shapes_as_the_answer(tmp_path, capsys, tiny):
     count_shapes.main(["--save_dir", str(tmp_path), "--train", "40", "--test", "8"])
     assert "train.parquet: 40 rows" in capsys.readouterr().out
     train, test = (pq.read_table(tmp_path / f"{split}.parquet").to_pylist() for split in ("train", "test"))
@@ -61,14 +61,14 @@ def geometry(folder, rows):
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
 
 
-def picture(width=40) -> dict:
+def random_image(width=40) -> dict:
     out = io.BytesIO()
     Image.new("RGB", (width, 24), "red").save(out, "PNG")
     return {"bytes": out.getvalue(), "path": None}
 
 
 def test_geometry3k_becomes_rows(tmp_path, tiny, capsys):
-    geometry(tmp_path, [{"images": [picture()], "problem": "<image>Find x.", "answer": "2 \\sqrt { 221 }"}] * 300)
+    geometry(tmp_path, [{"images": [random_image()], "problem": "<image>Find x.", "answer": "2 \\sqrt { 221 }"}] * 300)
     geo3k.main(["--local_dir", str(tmp_path), "--save_dir", str(tmp_path / "out")])
     assert "test.parquet: 300 rows" in capsys.readouterr().out
     row = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()[299]
@@ -83,7 +83,7 @@ def test_geometry3k_becomes_rows(tmp_path, tiny, capsys):
 def test_geometry3k_errors(tmp_path):
     with pytest.raises(SystemExit, match=r"expected train\*.parquet .* found none"):
         geo3k.main(["--local_dir", str(tmp_path), "--save_dir", str(tmp_path / "out")])
-    geometry(tmp_path, [{"images": [picture()], "problem": "Find x.", "answer": "2"}])
+    geometry(tmp_path, [{"images": [random_image()], "problem": "Find x.", "answer": "2"}])
     with pytest.raises(SystemExit, match=r"row 0 .*expected one of images for each <image> of the problem, found 1"):
         geo3k.main(["--local_dir", str(tmp_path), "--save_dir", str(tmp_path / "out")])
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.engines.ranks import FLOAT64, SETTINGS, make_engine, run_on_ranks, train
-from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, picture, processor, save_vl_model, video
+from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, processor, random_image, save_vl_model, video
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
@@ -29,12 +29,12 @@ def prompts(family: str) -> list[tuple[list[int], dict[str, Any] | None]]:
     """Prompts with two images, none, one, and a video (Qwen): (token ids, tensors of the processor)."""
     sign = PLACEHOLDER[family]
     made = [
-        processor(family)(f"a{sign}b{sign}", [picture(0), picture(1, 16, 16)]),
+        processor(family)(f"a{sign}b{sign}", [random_image(0), random_image(1, 16, 16)]),
         processor(family)("cde"),
-        processor(family)(f"{sign}f", [picture(2, 24, 16)]),
+        processor(family)(f"{sign}f", [random_image(2, 24, 16)]),
     ]
     if family in QWEN:
-        made.append(processor(family)(sign.replace("image", "video") + sign, [picture(3)], [video()]))
+        made.append(processor(family)(sign.replace("image", "video") + sign, [random_image(3)], [video()]))
     found = []
     for tensors in made:
         rest = {name: values for name, values in tensors.items() if name not in ("input_ids", "token_type_ids")}

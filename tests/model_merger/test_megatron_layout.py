@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core in the layout of public verl: `dist_ckpt/` next to `huggingface/`."""
+"""Checkpoints of megatron-core in the layout of public verl: `dist_ckpt/` next to `huggingface/`."""
 
 from pathlib import Path
 

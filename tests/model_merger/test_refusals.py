@@ -101,7 +101,7 @@ def test_folders_of_another_kind(copied, made, tmp_path):
     (tmp_path / "run" / "global_step_7").mkdir(parents=True)
     assert_refused(tmp_path / "run", r"is a run: give the role of one checkpoint.*global_step_7/actor")
     (tmp_path / "mega" / "dist_ckpt").mkdir(parents=True)
-    assert_refused(tmp_path / "mega", r"is a checkpoint of Megatron-Core without weights")
+    assert_refused(tmp_path / "mega", r"is a checkpoint of megatron-core without weights")
     assert_refused(root / "actor", r"contains rank files of FSDP: use --backend fsdp", backend="megatron")
     shutil.copytree(made / "trained", tmp_path / "model")
     assert_refused(tmp_path / "model", r"is already a HuggingFace model: nothing to merge")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, Qwen2Config
 
-from tests.vl_models import MERGE, QWEN, make_config, picture, processor, video
+from tests.vl_models import MERGE, QWEN, make_config, processor, random_image, video
 from verl.modeling.positions import multimodal_positions, position_axes
 
 IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
@@ -24,7 +24,7 @@ def test_positions_equal_those_of_transformers_on_random_layouts(family):
                 text += "x" * generator.randint(1, 9)
             elif kind == "image":
                 text += IMAGE
-                images.append(picture(0, 8 * generator.randint(1, 4), 8 * generator.randint(1, 4)))
+                images.append(random_image(0, 8 * generator.randint(1, 4), 8 * generator.randint(1, 4)))
             else:  # not longer than wide: transformers 5 lets the text after a longer video overlap it
                 text += VIDEO
                 videos.append(video(0, 2 * generator.randint(1, 2), 8 * generator.randint(4, 6), 8))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from tests.vl_models import QWEN, make_config, picture, processor
+from tests.vl_models import QWEN, make_config, processor, random_image
 from verl.modeling import vision_attention
 
 SIGN = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -12,7 +12,7 @@ SIGN = "<|vision_start|><|image_pad|><|vision_end|>"
 
 @pytest.mark.parametrize("family", QWEN)
 def test_features_and_gradients_equal_the_default(family, monkeypatch):
-    made = processor(family)(SIGN * 3, [picture(0, 24, 40), picture(1, 16, 16), picture(2, 24, 40)])
+    made = processor(family)(SIGN * 3, [random_image(0, 24, 40), random_image(1, 16, 16), random_image(2, 24, 40)])
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(make_config(family)).double()
     calls, found = [], {}

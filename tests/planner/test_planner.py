@@ -12,9 +12,9 @@ from verl.planner import devices, host, shapes
 from verl.planner.devices import GIB
 from verl.planner.fixes import Change, describe, plan_with, smallest_change
 from verl.planner.memory import activation_bytes, gradients, kv_cache_bytes, optimizer_bytes, weights
-from verl.planner.placement import STAGES, is_possible, plan_groups
+from verl.planner.placement import STAGES, Plan, is_possible, plan_groups
 from verl.planner.report import choice_lines, memory_lines, reason, time_lines
-from verl.planner.search import MEGATRON_SIZES, NEAR, Search, Space, brute_force, partitions, preferred, sizes_up_to
+from verl.planner.search import MEGATRON_SIZES, NEAR, Search, Space, partitions, preferred, sizes_up_to
 from verl.planner.shapes import ModelShape
 from verl.planner.step_time import activations_exchange, collective_seconds
 from verl.planner.workload import Job, Layout, Role
@@ -223,6 +223,19 @@ def test_sizes_of_groups():
     assert sizes_up_to(6, 8) == [1, 2, 3, 4, 5, 6]
     assert sizes_up_to(32, 8) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32]
     assert max(sizes_up_to(1024, 8)) == 1024 and len(sizes_up_to(1024, 8)) < 80
+
+
+def brute_force(search: Search, devices: int) -> Plan | None:
+    """The fastest plan, by trying every allocation of every partition."""
+    best: Plan | None = None
+    for partition in search.partitions():
+        split = search.is_split(partition)
+        for sizes in itertools.product(range(1, devices + 1), repeat=len(partition)):
+            groups = [search.group(names, split, size) for names, size in zip(partition, sizes)]
+            if sum(sizes) <= devices and None not in groups:
+                plan = search._plan(groups, split)
+                best = plan if best is None or plan.seconds < best.seconds else best
+    return best
 
 
 @pytest.mark.parametrize("devices_", [1, 2, 3, 5, 8])

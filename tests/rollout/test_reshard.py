@@ -12,12 +12,12 @@ from tests.rollout.test_native_families import model
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ReshardSync, SlicedWeights, SyncReport, reshard
-from verl.rollout.weight_sync.checksums import combine
+from verl.rollout.weight_sync.checksums import combine, wrap
 from verl.rollout.weight_sync.grouping import HybridGroups
 from verl.rollout.weight_sync.plan import RankLayout, Stored, make_plan
-from verl.rollout.weight_sync.position_sums import position_sum
+from verl.rollout.weight_sync.position_sums import WORDS
 from verl.rollout.weight_sync.reshard import Peers
-from verl.utils.shards import Box, Part, Shard, matrix_shape, whole
+from verl.utils.shards import Box, Chunk, Shard, matrix_shape, whole
 
 CPU = torch.device("cpu")
 
@@ -179,6 +179,17 @@ def test_every_rank_gets_its_slices_and_only_what_it_lacks(ranks, tp, boxes, cas
         assert report.checksum == reports[0].checksum
 
 
+def position_sum(full: torch.Tensor, word: int, split_columns: bool) -> int:
+    """The sum of a full parameter, for comparison with the total of its chunks."""
+    words = full.detach().contiguous().view(full.shape[0] if full.ndim else 1, -1)
+    words = words.view(WORDS[word]).to(torch.int64)
+    rows = words.sum(1).tolist()
+    total = sum((2 * i + 1) * 0x9E3779B97F4A7C15 * value for i, value in enumerate(rows))
+    if split_columns:
+        total += sum((2 * j + 1) * 0xC2B2AE3D27D4EB4F * value for j, value in enumerate(words.sum(0).tolist()))
+    return wrap(total)
+
+
 def test_the_checksum_is_that_of_the_full_parameters():
     """Whatever the layouts are."""
     sums = []
@@ -219,7 +230,7 @@ def wrong(targets, sources):
 
 
 def doubled(targets, sources):
-    """One part also at the place of another one of the same size."""
+    """One chunk also at the place of another one of the same size."""
     for i, a in enumerate(targets):
         for j in range(i):
             if a.shape == targets[j].shape and not torch.equal(sources[i], sources[j]):
@@ -228,7 +239,7 @@ def doubled(targets, sources):
 
 
 def swapped(targets, sources):
-    """Two parts of the same tensor in each other's place."""
+    """Two chunks of the same tensor in each other's place."""
     for i, a in enumerate(targets):
         for j in range(i):
             b = targets[j]
@@ -284,7 +295,7 @@ def test_a_stale_slice_is_named():
 
 def test_layouts_that_do_not_fit_are_refused():
     shape, dtype = (4, 6), torch.float32
-    full = Stored(shape, 4, 6, (Part(whole(shape)),), dtype)
+    full = Stored(shape, 4, 6, (Chunk(whole(shape)),), dtype)
     top, bottom = Box(0, 2, 0, 6), Box(2, 4, 0, 6)
 
     def plan(shards: list[list[Shard]], stored: dict) -> None:
@@ -301,8 +312,8 @@ def test_layouts_that_do_not_fit_are_refused():
         plan([[Shard("a", shape, whole(shape))]], {})
     with pytest.raises(ValueError, match=r"a has shape \(6, 4\) in training, \(4, 6\) in the rollout"):
         plan([[Shard("a", (6, 4), whole((6, 4)))]], {"a": full})
-    half = Stored(shape, 2, 6, (Part(top),), dtype)
-    with pytest.raises(ValueError, match="stored parts of a: expected each of 24 elements once, found 12"):
+    half = Stored(shape, 2, 6, (Chunk(top),), dtype)
+    with pytest.raises(ValueError, match="stored chunks of a: expected each of 24 elements once, found 12"):
         plan([[Shard("a", shape, whole(shape))]], {"a": half})
 
 
@@ -315,7 +326,7 @@ class Grid(SlicedWeights):
         mine = Box(box.left * rows, box.right * rows, 0, shape[1])
         self.tensors = {f"{i}": torch.zeros(mine.rows, shape[1]) for i in range(layers)}
         self._layout = {
-            name: Stored(shape, mine.rows, mine.columns, (Part(mine),), torch.float32) for name in self.tensors
+            name: Stored(shape, mine.rows, mine.columns, (Chunk(mine),), torch.float32) for name in self.tensors
         }
 
     def slice_layout(self):
@@ -371,7 +382,7 @@ def test_real_collectives_move_the_bytes_of_the_paper(sizes, strided, monkeypatc
         share = Fraction(groups.needs(rank).numel - (own.numel if own else 0), groups.pp * groups.tp)
         assert counted[rank] == report.bytes == model_bytes * share
         for name, tensor in receiver.tensors.items():
-            stored = receiver.slice_layout()[name].parts[0].box
+            stored = receiver.slice_layout()[name].chunks[0].box
             assert torch.equal(tensor, Trained(groups, rank, layers, shape).full(name)[stored.top : stored.bottom])
     worst = Fraction(max(counted), model_bytes)
     if strided:

@@ -10,7 +10,7 @@ import torch
 
 from tests.engines.ranks import make_engine, qwen2, save_model
 from tests.engines.test_vision import prompts
-from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, picture, processor, save_vl_model, tokenizer
+from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, processor, random_image, save_vl_model, tokenizer
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
@@ -73,11 +73,11 @@ def test_vllm_gives_the_log_probs_of_training_also_after_a_push(tmp_path):
     family = "qwen2_5_vl"
     engine = make_engine(save_vl_model(family, tmp_path, head_dim=64))
     rollout, sign = make_rollout("vllm", engine, max_num_seqs=8), PLACEHOLDER[family]
-    pictures, text = [picture(0), picture(1, 16, 16)], f"a{sign}b{sign}c"
-    made = processor(family)(text, pictures)
+    images, text = [random_image(0), random_image(1, 16, 16)], f"a{sign}b{sign}c"
+    made = processor(family)(text, images)
     ids, raw = made.pop("input_ids")[0].tolist(), tokenizer(family).encode(text, add_special_tokens=False)
     params = SamplingParams(6, (0,), seed=1)
-    media = {"multi_modal_data": {"images": pictures}, "multi_modal_inputs": made, "raw_prompt_ids": raw}
+    media = {"multi_modal_data": {"images": images}, "multi_modal_inputs": made, "raw_prompt_ids": raw}
     every = [Request(ids, params, i, **media) for i in range(2)] + [Request([70, 71, 72], params, 5)]
     for version in (1, 2):
         rollout.receiver().receive(engine.rollout_weights(None), version)

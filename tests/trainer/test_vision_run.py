@@ -27,7 +27,7 @@ def letters(solution_str, ground_truth, data_source, extra_info=None):
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory):
-    """A folder with a tiny model, pictures, and files of prompts with and without one."""
+    """A folder with a tiny model, images, and files of prompts with and without one."""
     folder = tmp_path_factory.mktemp("vision")
     save_vl_model("qwen2_vl", folder / "model")
     rows = []

@@ -51,12 +51,12 @@ def list_runs(folder: _Folder = Path("checkpoints")) -> None:
 @runs.command("compare")
 def compare_runs(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of two or more runs")],
-    out: Annotated[Path, typer.Option(help="picture to write")] = Path("compare.png"),
+    out: Annotated[Path, typer.Option(help="plot to write")] = Path("compare.png"),
     metric: Annotated[list[str] | None, typer.Option(help="metric to plot; several: --metric A --metric B")] = None,
 ) -> None:
-    """Plot the curves of runs into one picture, and print what differs.
+    """Plot the curves of runs together, and print what differs.
 
-    The tables list the settings that differ, and the first, last and best value of each metric in the picture.
+    The tables list the settings that differ, and the first, last and best value of each metric in the plot.
     """
     from rich.table import Table
 
@@ -69,7 +69,7 @@ def compare_runs(
         found = [open_run(folder) for folder in folders]
         if len(found) < 2:
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
-        picture = save_comparison(found, out, metric)
+        plot = save_comparison(found, out, metric)
     except (ValueError, OSError) as error:
         raise typer.Exit(print_error(error)) from None
     names = [str(run.folder) for run in found]
@@ -90,7 +90,7 @@ def compare_runs(
     table.add_row("steps", *(str(run.steps) for run in found))
     table.add_row("time", *(short_duration(run.seconds) for run in found))
     _print(table)
-    typer.echo(f"legend: {'; '.join(labels(found))}\npicture: {picture}")
+    typer.echo(f"legend: {'; '.join(labels(found))}\nplot: {plot}")
 
 
 _NUMBERS = ("steps", "reward", "best", "validation")

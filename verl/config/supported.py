@@ -103,6 +103,7 @@ _OF_MEGATRON = (
 _OF_FSDP = (
     *("model_dtype", "dtype", "use_torch_compile", "param_offload", "optimizer_offload", "offload_policy"),
     *("reshard_after_forward", "fsdp_size", "ulysses_sequence_parallel_size", "tensor_parallel_size"),
+    "expert_parallel_size",
 )
 
 _SHARED = ("dtype", "param_offload", "optimizer_offload")

@@ -78,7 +78,11 @@ def _math_row(source: str) -> Callable[[Mapping[str, Any], str, int], dict[str, 
 
 
 def geo3k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Convert a problem of Geometry3K (Lu et al. 2021, arXiv 2105.04165), which has `<image>` in its text."""
+    """Convert a problem of Geometry3K (Lu et al. 2021, arXiv 2105.04165), which has `<image>` in its text.
+
+    Raises:
+        ValueError: another number of images than of `<image>`.
+    """
     problem, truth = _texts(row, "problem", "answer")
     images = row.get("images")
     if not isinstance(images, list) or problem.count("<image>") != len(images):

@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.columns import strict_check_enabled
 from verl.config import schema
-from verl.data.pictures import MediaError, Picture, PictureLimits
+from verl.data.images import ImageLimits, MediaError, RowImage
 from verl.data.tokenization import Message, check_encodable, encode, render_chats
 from verl.data.videos import Video
 
@@ -25,7 +25,7 @@ _PART_KEYS = {"type", "text", "image", "image_url", "video", "bytes", "path", "u
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _KINDS = ("image", "video")
 _DECODED = 128  # rows at the start of the data, and as many evenly spaced, whose images are decoded at the start
-_SIZES = 4096  # sizes of pictures whose placeholders are kept
+_SIZES = 4096  # sizes of images whose placeholders are kept
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MediaPrompt:
     """
 
     messages: list[Message]
-    images: tuple[Picture, ...]
+    images: tuple[RowImage, ...]
     videos: tuple[Video, ...]
     where: str
 
@@ -90,14 +90,14 @@ class MediaReader:
         tools: Sequence[Mapping[str, Any]] = (),
     ):
         self.processor, self.tokenizer, self.data = processor, tokenizer, data
-        self.limits = PictureLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
+        self.limits = ImageLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
         self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
         self._placeholder = functools.lru_cache(_SIZES)(self._placeholder_of_size)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, row: Mapping[str, Any], prompt: Any, folder: Path, where: str) -> MediaPrompt | None:
-        """The prompt of a row with images or videos; None for a row of text.
+        """The prompt of a row with images or videos; None for a text-only row.
 
         Args:
             row: its media columns are read.
@@ -129,7 +129,7 @@ class MediaReader:
             raise MediaError(
                 f"{where}: expected at most {most} images (data.max_images_per_prompt), found {len(sources['image'])}"
             )
-        images = (Picture(s, f"{where}, image {i}", folder, self.limits) for i, s in enumerate(sources["image"]))
+        images = (RowImage(s, f"{where}, image {i}", folder, self.limits) for i, s in enumerate(sources["image"]))
         frames = self.data.max_video_frames
         videos = (Video(s, f"{where}, video {i}", folder, self.limits, frames) for i, s in enumerate(sources["video"]))
         return MediaPrompt(typed, tuple(images), tuple(videos), where)
@@ -137,7 +137,7 @@ class MediaReader:
     def _check_no_placeholders(
         self, row: Mapping[str, Any], keys: Mapping[str, str], messages: Any, where: str
     ) -> None:
-        """A row of text in a file with a media column must not have placeholders; without the column they are text."""
+        """In a file with a media column, a text-only row must not have placeholders; in other files they are text."""
         if not isinstance(messages, Sequence):
             return
         for kind, key in keys.items():
@@ -161,7 +161,7 @@ class MediaReader:
         """Token ids with expanded placeholders. Of images only the headers are read; videos are decoded.
 
         Raises:
-            MediaError: a picture that cannot be used, or a chat template without placeholders.
+            MediaError: an image that cannot be used, or a chat template without placeholders.
         """
         return encode(self.tokenizer, [self.expander(prompt)(self._text(prompt))], add_special_tokens=False)[0]
 
@@ -184,12 +184,12 @@ class MediaReader:
         """Decode the images and videos, and run the processor.
 
         Raises:
-            MediaError: a picture or video that cannot be used, or that the processor refuses.
+            MediaError: an image or video that cannot be used, or that the processor refuses.
         """
         text = self._text(prompt)
         further = _video_inputs(prompt.videos)
         if prompt.images:
-            further["images"] = [picture.decode() for picture in prompt.images]
+            further["images"] = [image.decode() for image in prompt.images]
         with _errors_of(prompt.where):
             found = self.processor(
                 text=[text], return_tensors="pt", add_special_tokens=False, **further, **self.data.mm_processor_kwargs
@@ -203,7 +203,7 @@ class MediaReader:
         """The columns of media of an item, decoded if the prompt is a MediaPrompt.
 
         Args:
-            prompt: a MediaPrompt, or the prompt of a row of text.
+            prompt: a MediaPrompt, or the prompt of a text-only row.
             prompt_ids: its token ids.
 
         Raises:
@@ -224,7 +224,7 @@ class MediaReader:
         }
 
     def tensors(self, example: Any, ids: Sequence[int]) -> dict[str, Any] | None:
-        """The processor's tensors of an SFT example; None for one of text.
+        """The processor's tensors of an SFT example; None for a text-only one.
 
         Args:
             example: a MediaPrompt, or an example of text.
@@ -316,7 +316,7 @@ def rows_to_decode(count: int) -> Collection[int]:
 
 
 def note_unused_media_keys(data: schema.MediaSection, processor: Any) -> None:
-    """Warn of settings of images that are set for a model of text."""
+    """Warn of settings of images that are set for a text-only model."""
     fields = schema.MediaSection.model_fields
     changed = [
         name for name, field in fields.items() if getattr(data, name) != field.get_default(call_default_factory=True)
@@ -432,4 +432,4 @@ def _errors_of(where: str) -> Iterator[None]:
     except MediaError:
         raise
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise MediaError(f"{where}: the model's processor refuses it: {error}") from error
+        raise MediaError(f"{where}: the model's processor rejects it: {error}") from error

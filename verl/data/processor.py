@@ -15,7 +15,7 @@ logger = logging.getLogger("verl.data")
 
 
 def load_processor(model: schema.ModelConfig, tokenizer: Any) -> Any | None:
-    """Load the processor of a model; None for a model of text.
+    """Load the processor of a model; None for a text-only model.
 
     Without torchvision, the image processor is the PIL one of transformers, and videos are refused when they are used.
 

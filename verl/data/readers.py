@@ -22,8 +22,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.quarantine import parse_json
+from verl.data.bad_rows import parse_json
 from verl.utils.data_names import source_name
+from verl.utils.disk import cache_folder
 
 logger = logging.getLogger("verl.data")
 
@@ -303,7 +304,7 @@ def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
 def _copy_of(path: Path) -> Path:
     """The Arrow copy of a file; it is written if there is none of the file as it is now."""
     state = path.stat()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "rows"
+    cache = cache_folder() / "rows"
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     copy = cache / f"{name}-{state.st_size}-{state.st_mtime_ns}.arrow"
     if copy.is_file():
@@ -323,7 +324,7 @@ def _copy_of(path: Path) -> Path:
         raise ValueError(f"{path}: not a valid {path.suffix.lower()[1:]} file: {error}") from error
     except OSError as error:
         raise ValueError(
-            f"{path}: no copy for streaming was written to {cache}: {error}. Set XDG_CACHE_HOME to a folder with "
+            f"{path}: no copy for streaming was written to {cache}: {error}. Set VERL_CACHE_DIR to a folder with "
             "enough space, or data.streaming=false"
         ) from error
     return copy

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.upstream import upstream_defaults
+from verl.data.bad_rows import check_values, usable_rows
 from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
 from verl.data.dataset import (
     DatasetConfig,
@@ -28,7 +29,6 @@ from verl.data.dataset import (
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
-from verl.data.quarantine import check_values, usable_rows
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
     TokenTable,
@@ -59,7 +59,7 @@ class RLHFDataset(Dataset):
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
     extra_info, index (the row's number in the files), and the other columns of the row. With a processor it also has
     multi_modal_data (decoded images and videos), multi_modal_inputs (the tensors of the processor) and raw_prompt_ids
-    (with one placeholder for each image); the first two are None for a row of text.
+    (with one placeholder for each image); the first two are None for a text-only row.
 
     A subclass may override `__getitem__`, and as in public verl `_build_messages` (the prompt of a row),
     `_read_files_and_tokenize` (sets `self.dataframe`, a sequence of dicts) and `maybe_filter_out_long_prompts` (selects

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from verl.config import schema
+from verl.data.bad_rows import usable_rows
 from verl.data.chat import encode_conversations
 from verl.data.dataset import (
     DatasetConfig,
@@ -20,9 +21,8 @@ from verl.data.dataset import (
     tokenize_rows,
 )
 from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
+from verl.data.images import MediaError
 from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, rows_to_decode
-from verl.data.pictures import MediaError
-from verl.data.quarantine import usable_rows
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     Message,
@@ -83,7 +83,7 @@ class SFTDataset(Dataset):
     assistant message at the start of a chat is context only.
 
     With a processor, a row may have images and videos before its first token in the loss; they are decoded when the row
-    is read, and `dataset[i]` also has multi_modal_inputs (None for a row of text).
+    is read, and `dataset[i]` also has multi_modal_inputs (None for a text-only row).
 
     `dataset[i]` is a dict: prompt_ids (all tokens before the first one in the loss), response_ids (the rest),
     response_mask (one per response token: 1 if it is in the loss), index (the row's number in the files).
@@ -263,7 +263,7 @@ class SFTDataset(Dataset):
         return found
 
     def _chat_or_pair(self, row: Mapping[str, Any], where: str) -> _Example:
-        """A row of text."""
+        """A text-only row."""
         columns = self._columns
         if columns.messages is not None:
             for name, fix in _NOT_RENDERED.items():

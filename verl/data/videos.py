@@ -1,4 +1,4 @@
-"""Videos of data files: lists of frames, animated pictures, and files that PyAV decodes."""
+"""Videos of data files: lists of frames, animated images, and files that PyAV decodes."""
 
 import io
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.pictures import NO_LIMITS, MediaError, Picture, PictureLimits
+from verl.data.images import NO_LIMITS, ImageLimits, MediaError, RowImage
 
 DEFAULT_FPS = 2.0
 """Frames per second of a list of frames that has no `fps`: that of Qwen-VL."""
@@ -18,7 +18,7 @@ class Video:
     """A video of a row, decoded by `decode`.
 
     Args:
-        source: a list of frames (each as a `Picture` takes it), a uint8 array (T, H, W, 3), bytes or a path of an
+        source: a list of frames (each as a `RowImage` takes it), a uint8 array (T, H, W, 3), bytes or a path of an
             animated GIF, WebP or PNG or of a video file, or {"video": ..., "fps": ...}.
         where: names the video in errors.
         folder: the folder that relative paths start from.
@@ -31,7 +31,7 @@ class Video:
         source: Any,
         where: str,
         folder: Path = Path(),
-        limits: PictureLimits = NO_LIMITS,
+        limits: ImageLimits = NO_LIMITS,
         max_frames: int | None = None,
     ):
         self.where, self._folder, self._limits, self._max_frames = where, folder, limits, max_frames
@@ -64,7 +64,7 @@ class Video:
             kept = np.linspace(0, len(frames) - 1, self._max_frames).round().astype(int)
             fps *= len(kept) / len(frames)
         decoded = [
-            np.asarray(Picture(frames[i], f"{self.where}, frame {i}", self._folder, self._limits).decode())
+            np.asarray(RowImage(frames[i], f"{self.where}, frame {i}", self._folder, self._limits).decode())
             for i in kept
         ]
         sizes = {frame.shape for frame in decoded}
@@ -93,7 +93,7 @@ class Video:
         return path.read_bytes()
 
     def _animation(self, data: bytes) -> tuple[list[Any], float] | None:
-        """Frames of a picture with several frames and their number per second; None for another file."""
+        """Frames of an image with several frames and their number per second; None for another file."""
         from PIL import Image, ImageSequence, UnidentifiedImageError
 
         try:
@@ -109,7 +109,7 @@ class Video:
             import av
         except ModuleNotFoundError as error:
             raise MediaError(
-                f"{self.where}: expected a list of frames or an animated picture, found a file of {len(data):,} bytes "
+                f"{self.where}: expected a list of frames or an animated image, found a file of {len(data):,} bytes "
                 "that Pillow does not read; video files need PyAV: pip install av"
             ) from error
         try:

@@ -181,7 +181,7 @@ class TrainEngine(ABC):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def shard_layout(self) -> Sequence[Shard] | None:
-        """Which part of each parameter `shards` yields on this rank; the same object in every call.
+        """Which chunk of each parameter `shards` yields on this rank; the same object in every call.
 
         A parameter may have several shards, such as the heads of a fused projection, or none on this rank. Every
         element is on some rank. None: shards cannot be read; `weights` is used.

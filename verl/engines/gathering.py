@@ -149,7 +149,7 @@ class _Gather:
 
 
 def shard_of(name: str, tensor: torch.Tensor) -> Shard | None:
-    """Which part of a parameter this rank has; None if its layout is not one of boxes, such as a sum over ranks."""
+    """Which chunk of a parameter this rank has; None if its layout is not one of boxes, such as a sum over ranks."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Shard(name, shape, whole(shape))
@@ -174,7 +174,7 @@ def shard_of(name: str, tensor: torch.Tensor) -> Shard | None:
 
 
 def local_shard(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """This rank's part of a parameter. like: sharded in the same way as this one; None: as it is. Without gradient."""
+    """This rank's chunk of a parameter. like: sharded in the same way as this one; None: as it is. Without gradient."""
     if not isinstance(tensor, DTensor):
         return tensor
     if isinstance(like, DTensor) and like.placements != tensor.placements:

@@ -26,8 +26,8 @@ def check_routing(routing: Routing | None) -> Routing:
     """Raise ValueError if the model has no router whose choices can be recorded and replayed."""
     if routing is None:
         raise ValueError(
-            "router replay needs a mixture of experts with softmax routers (Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral), "
-            "which this model is not: set actor.router_replay.mode=disabled"
+            "router replay needs a mixture of experts with softmax routers (Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral); "
+            "this model has none: set actor.router_replay.mode=disabled"
         )
     return routing
 

@@ -2,7 +2,7 @@
 
 With FSDP2, every rank has a shard of each parameter, gradient and optimizer state. Ranks compute different samples or,
 within a model-parallel group, different tokens of the same samples (sequence parallelism) or different shards of every
-layer (tensor parallelism). Ranks with different samples may share the experts of a mixture (expert parallelism).
+layer (tensor parallelism). Ranks with different samples may share the experts of a layer (expert parallelism).
 """
 
 import dataclasses

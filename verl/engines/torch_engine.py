@@ -377,7 +377,7 @@ class TorchEngine(TrainEngine):
 
     def reference(self) -> AbstractContextManager[None]:
         if self.adapters is None:
-            raise ValueError("all weights are trained, so the initial weights are gone")
+            raise ValueError("all weights are trained, so the initial weights are not available")
         return self.adapters.reference()
 
     @contextmanager

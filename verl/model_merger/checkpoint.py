@@ -119,7 +119,7 @@ def _full_weights(folder: Path, ranks: bool, shards: bool) -> tuple[WeightSource
     if (folder / DIST_CKPT / ".metadata").is_file() and (folder / "huggingface" / "config.json").is_file():
         megatron = MegatronCheckpoint(folder / DIST_CKPT, folder / "huggingface")
         if megatron.has_model:
-            return megatron, "a checkpoint of Megatron-Core"
+            return megatron, "a checkpoint of megatron-core"
     if has_weights(folder / "huggingface"):
         return SafetensorsFolder(folder / "huggingface"), "already a HuggingFace model"
     return None, ""
@@ -149,7 +149,7 @@ def _describe_folder(folder: Path) -> str:
         return f"{folder} is a run: give the role of one checkpoint, for example {folder / steps[-1] / 'actor'}"
     if (folder / DIST_CKPT).is_dir():
         return (
-            f"{folder} is a checkpoint of Megatron-Core without weights: expected {DIST_CKPT}/.metadata with the model "
+            f"{folder} is a checkpoint of megatron-core without weights: expected {DIST_CKPT}/.metadata with the model "
             "and huggingface/config.json (from the base model), or huggingface/*.safetensors"
         )
     if has_weights(folder):

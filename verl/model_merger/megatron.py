@@ -1,8 +1,8 @@
-"""Checkpoints of Megatron-Core: `dist_ckpt/`, written by megatron.core.dist_checkpointing (format torch_dist).
+"""Checkpoints of megatron-core: `dist_ckpt/`, written by megatron.core.dist_checkpointing (format torch_dist).
 
 The files are those of torch.distributed.checkpoint; megatron-core is not needed to read them. Its parameters are
 converted to HuggingFace's as in the engine of strategy=megatron. A layer's tensor is a slice of one tensor of all
-layers, or has a key of its own:
+layers, or has a separate key:
 
 | parameter         | keys                                                                                        |
 |-------------------|---------------------------------------------------------------------------------------------|

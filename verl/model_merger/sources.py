@@ -273,7 +273,7 @@ class ShardFiles:
                 raise ValueError(f"{self.folder / name} is truncated: expected at least {end} bytes, found {size}")
 
     def read_box(self, key: str, index: Shape = ()) -> torch.Tensor:
-        """Read a tensor, or its slice at `index` of the first dimensions."""
+        """Read a tensor, or its slice at `index` of the first dimensions. Raises ValueError for a damaged file."""
         entry, depth = self.tensors[key], len(index)
         full = torch.empty(entry.size[depth:], dtype=entry.properties.dtype)
         region = Region(key, (*index, *[0] * full.dim()), (*[1] * depth, *full.shape), tuple(entry.size))

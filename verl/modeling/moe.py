@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers: routing that can be recorded and replayed, and the matmuls of the experts.
+"""Mixture-of-experts (MoE) layers: routing that can be recorded and replayed, and the matmuls of the experts.
 
 A router scores E experts for every token and sends it to k of them; the output is the sum of their outputs, weighted by
 the softmax of the scores. The choice is discrete: a rounding difference between rollout and training can send a token

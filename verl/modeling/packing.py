@@ -128,7 +128,7 @@ class ModelInput:
 
     def to(self, device: torch.device) -> "ModelInput":
         """A copy whose tensors are moved from the host to a device."""
-        mask, packing, routes = self.attention_mask, self.packing, self.routed_experts
+        mask, packing, routed_experts = self.attention_mask, self.packing, self.routed_experts
         return dataclasses.replace(
             self,
             input_ids=to_device(self.input_ids, device),
@@ -139,7 +139,7 @@ class ModelInput:
             targets=to_device(self.targets, device),
             slots=to_device(self.slots, device),
             tokens=to_device(self.tokens, device),
-            routed_experts=None if routes is None else to_device(routes, device),
+            routed_experts=None if routed_experts is None else to_device(routed_experts, device),
             vision=None if self.vision is None else self.vision.to(device),
         )
 
@@ -148,9 +148,9 @@ class ModelInput:
         total = self.input_ids.shape[1]
         tokens = -(-total // ranks.size)
         fill, start = tokens * ranks.size - total, ranks.rank * tokens
-        routes = self.routed_experts
-        if routes is not None:
-            routes = pad(routes, (0, 0, 0, 0, 0, fill), value=-1)[start : start + tokens]
+        routed_experts = self.routed_experts
+        if routed_experts is not None:
+            routed_experts = pad(routed_experts, (0, 0, 0, 0, 0, fill), value=-1)[start : start + tokens]
         own = (self.states >= start) & (self.states < start + tokens)
         return dataclasses.replace(
             self,
@@ -161,7 +161,7 @@ class ModelInput:
             targets=self.targets[own],
             slots=self.slots[own],
             tokens=self.tokens[start : start + tokens],
-            routed_experts=routes,
+            routed_experts=routed_experts,
             vision=None if self.vision is None else self.vision.share_of(start, tokens),
         )
 
@@ -204,7 +204,7 @@ def build_input(
         positions = rows["position_ids"] if rows["position_ids"].ndim == 2 else rows["position_ids"].transpose(0, 1)
         return ModelInput(
             *(rows["input_ids"], positions, attention.long(), None, states, targets, slots, shape),
-            *_routes(rows, torch.arange(b * total)),
+            *_routed_experts(rows, torch.arange(b * total)),
             vision,
         )
     first = first_with_prompt(attention, rows["input_ids"], width, rows.get(INDEX)) if shared_prefix else range(b)
@@ -222,13 +222,15 @@ def build_input(
     else:
         positions = positions.transpose(0, 1).flatten(1)[:, None, kept]
     vision = None if media is None else media.input_of(rows, kept)
-    return ModelInput(ids, positions, None, packing, states, targets, slots, shape, *_routes(rows, kept), vision)
+    return ModelInput(
+        ids, positions, None, packing, states, targets, slots, shape, *_routed_experts(rows, kept), vision
+    )
 
 
-def _routes(rows: Tensors, tokens: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+def _routed_experts(rows: Tensors, tokens: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor | None]:
     """`ModelInput.tokens`, `ModelInput.width` and `ModelInput.routed_experts`."""
-    routes = rows.get("routed_experts")
-    return tokens, rows["input_ids"].shape[1], None if routes is None else routes.flatten(0, 1)[tokens]
+    routed_experts = rows.get("routed_experts")
+    return tokens, rows["input_ids"].shape[1], None if routed_experts is None else routed_experts.flatten(0, 1)[tokens]
 
 
 def _pack_shared(

@@ -214,7 +214,7 @@ class Media:
         token = self.config.to_dict().get("image_token_index") if token is None else token
         if bool(((rows["responses"] == token) & rows["attention_mask"][:, -width:].bool()).any()):
             raise ValueError(
-                f"a response contains the image token {token}, which {self.config.model_type} would take for an image: "
+                f"a response contains the image token {token}, which {self.config.model_type} would read as an image: "
                 "exclude it from sampling"
             )
         nothing = torch.zeros(0, dtype=torch.long)

@@ -62,7 +62,7 @@ def calibrate(device: torch.device, say: Callable[[str], None] = lambda line: No
 
     Args:
         device: the device to measure.
-        say: receives a line per measured part.
+        say: receives a line per measurement.
     """
     found = base_profile(device)
     size = 8192 if device.type == "cuda" else 512

@@ -1,7 +1,6 @@
 """What a device can do: built-in profiles of GPUs, and the profile of this host that `verl plan --calibrate` stores."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.registry import did_you_mean
+from verl.utils.disk import cache_folder
 
 GIB = 2**30
 
@@ -158,9 +158,8 @@ FORMAT = 2
 
 
 def cache_file() -> Path:
-    """The file of the calibrations: in VERL_CACHE_DIR, or in verl/ of the user's cache folder."""
-    folder = os.environ.get("VERL_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "verl"
-    return Path(folder).expanduser() / "calibration.json"
+    """The file of the calibrations."""
+    return cache_folder() / "calibration.json"
 
 
 def save(device: Device, host: Mapping[str, str]) -> Path:
@@ -202,6 +201,9 @@ def calibrated(host: Mapping[str, str], name: str) -> tuple[Device | None, str]:
 
     Returns:
         (profile or None, why there is none).
+
+    Raises:
+        ValueError: the file is damaged.
     """
     path = cache_file()
     entry = _profiles(path).get(name)

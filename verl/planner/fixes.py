@@ -143,7 +143,7 @@ def _changes(job: Job, device: Device) -> Iterator[Change]:
 
 
 def _megatron_sizes(job: Job) -> Iterator[Change]:
-    """Divide the models of all roles into more parts."""
+    """Divide the models of all roles into more shards."""
     names = [role.name for role in job.roles if role.name in MEGATRON_SECTION]
     now = job.role("actor").layout
     for tensor, pipeline in MEGATRON_SIZES:

@@ -67,7 +67,7 @@ def weights(job: Job, role: Role) -> float:
     layout = role.layout
     if job.kind == "megatron":
         return role.compute_bytes * role.megatron_share
-    return role.parameters * role.weight_bytes / layout.parts
+    return role.parameters * role.weight_bytes / layout.shards
 
 
 def optimizer_bytes(job: Job, role: Role) -> float:
@@ -76,7 +76,7 @@ def optimizer_bytes(job: Job, role: Role) -> float:
     if job.kind == "megatron":
         size = 8 if role.compute_bytes == 4 else 12
         return size * (role.trained / layout.devices if role.sharded_optimizer else role.trains * role.megatron_share)
-    return 2 * role.weight_bytes * role.trained / layout.parts
+    return 2 * role.weight_bytes * role.trained / layout.shards
 
 
 def gradients(job: Job, role: Role) -> float:
@@ -84,7 +84,7 @@ def gradients(job: Job, role: Role) -> float:
     layout = role.layout
     if job.kind == "megatron":
         return 4 * role.megatron_share if role.trains else 0.0
-    return role.weight_bytes * role.trained / layout.parts
+    return role.weight_bytes * role.trained / layout.shards
 
 
 def gathered(job: Job, role: Role, training: bool) -> float:
@@ -152,7 +152,7 @@ def _splits_sequences(job: Job, role: Role) -> bool:
 
 
 def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
-    """Working memory of an update. taken: bytes of everything else on the device."""
+    """Bytes that an update needs beside weights and optimizer state. taken: bytes of everything else on the device."""
     items = {"gathered weights": gathered(job, role, training=True)}
     if job.kind != "megatron":
         items["gradients"] = gradients(job, role)
@@ -183,7 +183,7 @@ def _one_backward_pass(role: Role, items: Items, layer: float) -> Items:
         items: those of several micro-batches, which have gradients from the begin.
         layer: bytes of the activations of one layer.
     """
-    head = 0.0 if role.value_head or role.lora_rank else role.shape.embedding * role.weight_bytes / role.layout.parts
+    head = 0.0 if role.value_head or role.lora_rank else role.shape.embedding * role.weight_bytes / role.layout.shards
     begin = items | {"gradients": min(items["gradients"], head)}
     end = items | {"activations": layer, "logits, working memory": layer}
     return max(begin, end, key=total)
@@ -226,7 +226,7 @@ def kv_cache_bytes(job: Job, role: Role, rows: int) -> float:
 
 
 def generation_items(job: Job, role: Role, device: Device, taken: float) -> Items:
-    """Memory of generation on one device. taken: bytes of everything else."""
+    """Bytes of generation on one device, by item. taken: bytes of everything else."""
     own = rollout_weights(job, role)
     rows = min(rollout_rows(job, role), job.max_rows)
     s, c = role.shape, role.compute_bytes
@@ -306,6 +306,7 @@ def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) ->
 
 
 def total(items: Mapping[str, float]) -> float:
+    """The sum of the bytes."""
     return sum(items.values())
 
 

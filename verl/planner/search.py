@@ -53,7 +53,7 @@ class Space:
     """What the search may change.
 
     Attributes:
-        separate_rollout: the rollout may have devices of its own.
+        separate_rollout: the rollout may have separate devices.
         rollout_sizes: tensor-parallel sizes of the rollout.
         model_sizes: (tensor, pipeline) sizes of training; None: those of the job.
         expert_sizes: devices that share the experts of a layer; None: that of the job.
@@ -94,7 +94,7 @@ class Search:
         ]
 
     def is_split(self, partition: Partition) -> bool:
-        """Whether the rollout has devices of its own."""
+        """Whether the rollout has separate devices."""
         return ("rollout",) in partition
 
     def group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:
@@ -229,16 +229,3 @@ def preferred(plans: Sequence[Plan]) -> Plan:
     """The simplest of the plans within 5 % of the fastest one, which is the first."""
     near = [plan for plan in plans if plan.seconds <= NEAR * plans[0].seconds]
     return min(near, key=lambda plan: (plan.complexity, plan.seconds))
-
-
-def brute_force(search: Search, devices: int) -> Plan | None:
-    """The fastest plan, by trying every allocation of every partition. For tests: exponential."""
-    best: Plan | None = None
-    for partition in search.partitions():
-        split = search.is_split(partition)
-        for sizes in product(range(1, devices + 1), repeat=len(partition)):
-            groups = [search.group(names, split, size) for names, size in zip(partition, sizes)]
-            if sum(sizes) <= devices and None not in groups:
-                plan = search._plan(groups, split)
-                best = plan if best is None or plan.seconds < best.seconds else best
-    return best

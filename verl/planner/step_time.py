@@ -54,23 +54,24 @@ class Pass:
 
 
 def matmul_rate(role: Role, device: Device) -> float:
+    """FLOP/s of the matmuls of a role."""
     return device.matmul * (FLOAT32_FACTOR if device.kind == "cuda" and role.compute_bytes == 4 else 1)
 
 
 def forward_pass(role: Role, tokens: Tokens, job: Job, device: Device, micro_batches: float) -> Pass:
-    """One forward pass over `tokens`, in this number of micro-batches."""
+    """One forward pass of one rank over `tokens`, in this number of micro-batches."""
     s, c, layout = role.shape, role.compute_bytes, role.layout
-    parts = layout.tensor * layout.pipeline
+    ranks = layout.tensor * layout.pipeline
     head = 0 if role.value_head else s.embedding
-    matmul = 2 * (tokens.total * s.matrices() + tokens.response * head) / parts
+    matmul = 2 * (tokens.total * s.matrices() + tokens.response * head) / ranks
     if role.lora_rank:
-        matmul += 2 * tokens.total * s.lora_parameters(role.lora_rank) / parts
+        matmul += 2 * tokens.total * s.lora_parameters(role.lora_rank) / ranks
     # a token attends to those before it
     keys = tokens.response * (job.prompt_tokens + job.response_tokens / 2) + tokens.prompt * job.prompt_tokens / 2
-    attention = 4 * s.q_size * s.layers * keys / parts
+    attention = 4 * s.q_size * s.layers * keys / ranks
     dispatched = 4 * s.active_experts * s.hidden * s.sparse_layers / s.layers  # to the experts and back
     layer = (24 * s.hidden + 6 * s.mlp_width + 4 * (s.q_size + 2 * s.kv_size) + 2 * dispatched) * c / 2
-    moved = tokens.total * s.layers * layer / parts + tokens.response * (0 if role.value_head else s.vocabulary * c)
+    moved = tokens.total * s.layers * layer / ranks + tokens.response * (0 if role.value_head else s.vocabulary * c)
     rate = matmul_rate(role, device)
     return Pass(
         matmul / rate,
@@ -135,11 +136,11 @@ def _gather_seconds(job: Job, role: Role, device: Device) -> float:
     if job.kind == "megatron" or layout.devices == 1:
         return 0.0
     size = role.parameters * role.compute_bytes / layout.tensor
-    return collective_seconds(size, layout.parts // layout.tensor, device) + role.shape.layers * device.latency
+    return collective_seconds(size, layout.shards // layout.tensor, device) + role.shape.layers * device.latency
 
 
 def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> float:
-    """Seconds of all updates of a step."""
+    """Seconds of all updates of a step. taken: bytes of everything else on the device."""
     tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, device.kind == "cuda")
     size, checkpoints = update_choice(job, role, device, taken)
     count = max(1.0, math.ceil(tokens.total / size))
@@ -154,9 +155,9 @@ def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> 
     busy = _overlapped(compute * _bubble(role, count), exchange, device)
     busy += passes * activations_exchange(role, tokens.total, device)
     once = reduce if job.kind == "megatron" else 0.0
-    once += role.trained / role.layout.parts * ADAM_BYTES / device.bandwidth
+    once += role.trained / role.layout.shards * ADAM_BYTES / device.bandwidth
     if role.optimizer_offload or role.param_offload:
-        once += 2 * role.weight_bytes * 3 * role.parameters / role.layout.parts / HOST_LINK
+        once += 2 * role.weight_bytes * 3 * role.parameters / role.layout.shards / HOST_LINK
     return role.updates * role.epochs * (busy + once)
 
 
@@ -166,7 +167,7 @@ def _reduce_seconds(job: Job, role: Role, device: Device) -> float:
     if layout.devices == 1:
         return 0.0
     if job.kind == "torch":
-        return collective_seconds(4 * role.trained / layout.tensor, layout.parts // layout.tensor, device)
+        return collective_seconds(4 * role.trained / layout.tensor, layout.shards // layout.tensor, device)
     if layout.data == 1:
         return 0.0
     # all tensor- and pipeline-parallel ranks of a node share its links
@@ -232,4 +233,4 @@ def push_seconds(job: Job, role: Role, device: Device, generator: Role) -> float
         t, p, tg = role.layout.tensor, role.layout.pipeline, job.rollout_tensor
         share = max(0.0, (t * p - tg) / (tg * t * p))
         return device.push_seconds + share * size / device.link_of(max(1, t * p // tg))
-    return device.push_seconds + collective_seconds(size, role.layout.parts, device)
+    return device.push_seconds + collective_seconds(size, role.layout.shards, device)

@@ -5,8 +5,6 @@ from typing import Literal
 
 from verl.planner.shapes import ModelShape
 
-ENGINE_KINDS = ("torch", "megatron")
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -30,7 +28,7 @@ class Layout:
     expert_tensor: int | None = None
 
     @property
-    def expert_parts(self) -> int:
+    def expert_shards(self) -> int:
         """Into how many shards Megatron divides the experts."""
         tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
         return self.expert * tensor * self.pipeline
@@ -40,7 +38,7 @@ class Layout:
         return self.devices // (self.tensor * self.pipeline * self.sequence)
 
     @property
-    def parts(self) -> int:
+    def shards(self) -> int:
         """Into how many shards the engines fsdp and fsdp2 divide the parameters."""
         return self.devices if self.shard == -1 else min(self.devices, self.shard * self.tensor)
 
@@ -48,7 +46,7 @@ class Layout:
         """Whether the sizes divide the devices, the heads, the layers and the experts."""
         size = self.tensor * self.pipeline * self.sequence
         heads = shape.heads % (self.tensor * self.sequence) == 0 and shape.kv_heads % self.tensor == 0
-        experts = shape.experts % self.expert == 0 and self.devices % self.expert_parts == 0
+        experts = shape.experts % self.expert == 0 and self.devices % self.expert_shards == 0
         return self.devices % size == 0 and heads and shape.layers % self.pipeline == 0 and experts
 
 
@@ -104,7 +102,7 @@ class Role:
         """Parameters of one rank with Megatron: tensor- and pipeline-parallel ranks share them, others the experts."""
         experts = self.shape.expert_parameters
         layout = self.layout
-        return (self.parameters - experts) / (layout.tensor * layout.pipeline) + experts / layout.expert_parts
+        return (self.parameters - experts) / (layout.tensor * layout.pipeline) + experts / layout.expert_shards
 
     def on(self, devices: int) -> "Role":
         """The role on this number of devices."""
@@ -126,7 +124,7 @@ class Job:
         max_rows: largest number of concurrent sequences of an engine.
         bucket_bytes: bucket of the weight sync.
         kind: training engine: "torch" (one process or FSDP2), or "megatron".
-        overlaps: generation of the next batch runs during training, on devices of its own.
+        overlaps: generation of the next batch runs during training, on separate devices.
         generations: responses that are generated per response that is trained on (2 for ReMax).
         strict: a batch that the ranks do not divide is not possible; otherwise the largest share counts.
     """
@@ -197,7 +195,7 @@ def shares_prefix(job: Job, role: Role, on_gpu: bool) -> bool:
 
 
 def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
-    """The tokens of `rows` sequences on one rank, of which those of a prompt are together."""
+    """The tokens of `rows` sequences on one rank. A shared prefix counts once for the samples that are together."""
     # balancing the ranks spreads the samples of a prompt over them
     together = min(job.samples / role.layout.data, rows) if shares_prefix(job, role, on_gpu) else 1
     together = max(1.0, together)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from verl.config.schema.rollout import SamplingConfig
 from verl.registry import Registry, load_object
 from verl.rollout.gathering import GatheredRequests
-from verl.rollout.routes import check_records
+from verl.rollout.routed_experts import check_records
 from verl.rollout.stop_strings import StopStrings
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 
@@ -190,7 +190,7 @@ class Completion:
         finish_reason: "stop" (a stop token or string), "length" (max_tokens), or "abort".
         weight_versions: spans (first token, weight version from that token on). May be empty: the whole response was
             then sampled with the last synchronized version.
-        routed_experts: the choices of the routers of a mixture of experts (`verl.rollout.routes`); None: not recorded.
+        routed_experts: the experts that the routers chose (`verl.rollout.routed_experts`); None: not recorded.
     """
 
     token_ids: list[int]

@@ -30,7 +30,7 @@ from verl.rollout.base import (
 )
 from verl.rollout.checks import check_request
 from verl.rollout.loading import empty_module, load_module
-from verl.rollout.routes import RECORDING_KEY
+from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS, check_finite, choose, uniform
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import ModuleReceiver
@@ -214,13 +214,13 @@ class HFRollout(RolloutEngine):
         every = zip(output.tolist(), log_probs, requests)
         completions = [self._truncate(tokens, lps, request.params) for tokens, lps, request in every]
         if calls is not None:
-            routes = self._routes(calls, len(prompts))  # (b, tokens - 1, layers, k)
-            for prompt, completion, found in zip(prompts, completions, routes):
+            routed_experts = self._routed_experts(calls, len(prompts))  # (b, tokens - 1, layers, k)
+            for prompt, completion, found in zip(prompts, completions, routed_experts):
                 first, end = width - len(prompt), width + len(completion.token_ids) - 1
                 completion.routed_experts = found[first:end].numpy()
         return completions
 
-    def _routes(self, calls: list[torch.Tensor], rows: int) -> torch.Tensor:
+    def _routed_experts(self, calls: list[torch.Tensor], rows: int) -> torch.Tensor:
         """The choices of all forward passes of `generate`, in order of the tokens. calls: of every layer of each."""
         layers = self.routing.layers
         passes = [torch.stack(calls[at : at + layers], 1) for at in range(0, len(calls), layers)]

@@ -16,7 +16,7 @@ def thumbnails(data: Mapping[str, Any] | None) -> list[str]:
     """Data URIs of the first images of a prompt, or of the first frames of its videos; of a few kB each.
 
     Args:
-        data: an entry of the column multi_modal_data; None in a row of text.
+        data: an entry of the column multi_modal_data; None in a text-only row.
     """
     return [thumbnail(image) for image in _images(data or {})[:MOST]]
 
@@ -59,7 +59,7 @@ def _is_thumbnail(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(_PREFIX)
 
 
-def picture_of(uri: str) -> Any:
+def image_of(uri: str) -> Any:
     """The PIL image of a thumbnail."""
     from PIL import Image
 

@@ -17,7 +17,7 @@ import numpy as np
 from verl.tracking.console import TrainingProgress
 from verl.tracking.formatting import headline, one_line, printable, short
 from verl.tracking.step_files import open_steps
-from verl.tracking.thumbnails import are_thumbnails, picture_of
+from verl.tracking.thumbnails import are_thumbnails, image_of
 from verl.utils.log import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class TensorboardTracker(Tracker):
         self._writer.add_text(name, _markdown(without_thumbnails(rows)), step)
         for i, row in enumerate(rows):
             if are_thumbnails(images := row.get("images")):
-                self._writer.add_image(f"{name}/{i}", np.asarray(picture_of(images[0])), step, dataformats="HWC")
+                self._writer.add_image(f"{name}/{i}", np.asarray(image_of(images[0])), step, dataformats="HWC")
 
     def finish(self, failed: bool) -> None:
         if not self._has_session:
@@ -221,7 +221,7 @@ class WandbTracker(Tracker):
 
     def _cell(self, value: Any) -> Any:
         """Of several images the first is shown."""
-        return self._wandb.Image(picture_of(value[0])) if are_thumbnails(value) else _cell(value)
+        return self._wandb.Image(image_of(value[0])) if are_thumbnails(value) else _cell(value)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

@@ -1,4 +1,4 @@
-"""Errors of a full disk: detected in any library, and reported with sizes and the fix."""
+"""The cache folder, and errors of a full disk: detected in any library, and reported with sizes and the fix."""
 
 import errno
 import os
@@ -10,6 +10,12 @@ from pathlib import Path
 #: no space left; quota exceeded; larger than `ulimit -f` or the file system allows
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PROBE = 1 << 20  # bytes
+
+
+def cache_folder() -> Path:
+    """VERL_CACHE_DIR; by default verl/ in XDG_CACHE_HOME or in ~/.cache. It may not exist."""
+    folder = os.environ.get("VERL_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "verl"
+    return Path(folder).expanduser()
 
 
 class DiskFullError(OSError):

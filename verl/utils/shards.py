@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank has: a box of rows and columns of the full parameter.
+"""Which chunk of a parameter a rank has: a box of rows and columns of the full parameter.
 
 A parameter is read as a matrix: its first dimension is the rows, all others together are the columns. A parameter of
 one dimension has one column.
@@ -31,7 +31,7 @@ class Box(NamedTuple):
         return self.rows * self.columns
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part; None if it is empty."""
+        """The intersection; None if it is empty."""
         top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
         left, right = max(self.left, other.left), min(self.right, other.right)
         return Box(top, bottom, left, right) if top < bottom and left < right else None
@@ -39,12 +39,12 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a parameter that a training rank has.
+    """The chunk of a parameter that a training rank has.
 
     Attributes:
         name: HuggingFace name.
         shape: of the full parameter.
-        box: the part; may be empty.
+        box: the chunk; may be empty.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Part:
+class Chunk:
     """A box of a full parameter, and the row and column where it begins in the tensor that a rank stores."""
 
     box: Box

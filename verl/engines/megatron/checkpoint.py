@@ -106,15 +106,15 @@ class EngineState:
             slot.fill(one, {name: self._join(conversion, given) for name, given in boxes.items()}, int(step))
 
     def _request(self, wanted: Boxes, conversion: Conversion, key: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Ask for the parts of a parameter; they are filled by reading."""
-        parts = []
+        """Ask for the values of a parameter; they are filled by reading."""
+        values = []
         for region in conversion.regions(rank_of(conversion, self._ranks)):
-            parts.append(torch.zeros(region.shape, dtype=dtype))
-            wanted.setdefault(key.format(region.source), []).append((region, parts[-1]))
-        return parts
+            values.append(torch.zeros(region.shape, dtype=dtype))
+            wanted.setdefault(key.format(region.source), []).append((region, values[-1]))
+        return values
 
-    def _join(self, conversion: Conversion, parts: list[torch.Tensor]) -> torch.Tensor:
-        return conversion.join(parts, rank_of(conversion, self._ranks))
+    def _join(self, conversion: Conversion, values: list[torch.Tensor]) -> torch.Tensor:
+        return conversion.join(values, rank_of(conversion, self._ranks))
 
 
 def _stored_keys(folder: Path) -> set[str]:

@@ -360,7 +360,7 @@ class MegatronEngine(TrainEngine):
             yield f"model.rotary_emb.{name}", buffer
 
     def reference(self) -> AbstractContextManager[None]:
-        raise ValueError("strategy=megatron trains all weights, so the initial weights are gone")
+        raise ValueError("strategy=megatron trains all weights, so the initial weights are not available")
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

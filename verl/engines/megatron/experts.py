@@ -14,7 +14,7 @@ from torch.nn.functional import grouped_mm, linear, silu
 
 
 class Router(TopKRouter):
-    """megatron-core's router; the product of its own needs Transformer Engine."""
+    """megatron-core's router, whose own matmul needs Transformer Engine."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits of the experts, in `moe_router_dtype`."""
@@ -59,5 +59,5 @@ def _grouped(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.
 
 
 def _one_by_one(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """`_grouped` as one product per expert."""
+    """`_grouped` as one matmul per expert."""
     return torch.cat([linear(rows, matrix) for rows, matrix in zip(x.split(counts), weight)])

@@ -95,7 +95,7 @@ class Conversion:
         return found
 
     def split(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a rank's parameter, one for each of `regions`; of "rows", with the padding."""
+        """The values of a rank's parameter, one for each of `regions`; of "rows", with the padding."""
         if self.layout == "gated":
             return list(local.chunk(2))
         if self.layout == "experts_gated":
@@ -106,25 +106,26 @@ class Conversion:
             return [x.flatten(0, 1) for x in by_group.split([heads * size, size, size], 1)]
         return [local]
 
-    def join(self, parts: list[torch.Tensor], position: ShardRank) -> torch.Tensor:
-        """The parameter of a rank from its parts."""
+    def join(self, values: list[torch.Tensor], position: ShardRank) -> torch.Tensor:
+        """The parameter of a rank from its values."""
         if self.layout == "experts_gated":
-            return torch.cat(parts, 1)
+            return torch.cat(values, 1)
         if self.layout == "qkv":
             heads, size = self.per_group
-            by_group = [x.unflatten(0, (-1, n * size)) for x, n in zip(parts, (heads, 1, 1))]
+            by_group = [x.unflatten(0, (-1, n * size)) for x, n in zip(values, (heads, 1, 1))]
             return torch.cat(by_group, 1).flatten(0, 1)
-        joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+        joined = torch.cat(values) if len(values) > 1 else values[0]
         fill = -(-self.shapes[0][0] // position.size) - len(joined) if self.layout == "rows" else 0
         return pad(joined, (0, 0, 0, fill)) if fill else joined
 
     def boxes(self, local: torch.Tensor, position: ShardRank) -> Iterator[tuple[Region, torch.Tensor]]:
         """(box, values) of a rank's parameter."""
-        for region, part in zip(self.regions(position), self.split(local)):
-            yield region, part[: region.shape[0]] if self.layout == "rows" else part
+        for region, values in zip(self.regions(position), self.split(local)):
+            yield region, values[: region.shape[0]] if self.layout == "rows" else values
 
 
 def head_size(hf: Any) -> int:
+    """The size of an attention head."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 

@@ -59,10 +59,6 @@ class ParallelRanks:
     groups: Any
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.p == self.p_size - 1
-
-    @property
     def is_first_rank(self) -> bool:
         """Whether this rank writes the files that no other rank has."""
         return self.p == 0 and self.t == 0 and self.c == 0 and self.d == 0

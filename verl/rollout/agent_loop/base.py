@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from verl.registry import Registry
 from verl.rollout.base import Completion, FinishReason, Request, SamplingParams, media_of
-from verl.rollout.routes import extended
+from verl.rollout.routed_experts import extended
 from verl.utils.rng import fork_seed
 
 logger = logging.getLogger("verl.rollout")

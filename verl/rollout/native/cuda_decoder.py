@@ -123,8 +123,8 @@ class StaticBuffers:
         self.tokens = torch.zeros(size.responses, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(size.responses, dtype=torch.float32, device=device)
         # the last row takes what rows that are not live write
-        shape = (size.responses + 1, *decoder.routes_shape) if records else (0,)
-        self.routes = torch.zeros(shape, dtype=torch.int16, device=device)
+        shape = (size.responses + 1, *decoder.routed_experts_shape) if records else (0,)
+        self.routed_experts = torch.zeros(shape, dtype=torch.int16, device=device)
         self.is_stop = torch.zeros(decoder.vocab_size, dtype=torch.int8, device=device)
         self.vocab_blocks = triton.cdiv(decoder.vocab_size, triton_kernels.VOCABULARY_BLOCK)
         self.arrived = torch.zeros(slots, decoder.kv_heads, dtype=torch.int32, device=device)
@@ -139,7 +139,7 @@ class CudaDecoder(Layers):
     """Runs a `Decoder` over `StaticBuffers`: prefill in plain torch, decode steps as CUDA graphs if `graphs` is set."""
 
     def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool = True):
-        super().__init__(decoder, 0, records=len(buffers.routes) > 0)
+        super().__init__(decoder, 0, records=len(buffers.routed_experts) > 0)
         self.use_graphs = graphs
         self.tables = buffers.tables
         self.buffers = buffers
@@ -263,19 +263,19 @@ class CudaDecoder(Layers):
                 y = self._split_matmul(layer.down, self._gate(layer.gate_up(h)))
             self._add_norm(x, y, layer.mlp_post_norm, next_norm, h)
         if self.records:
-            self._store_routes(rows)
+            self._store_experts(rows)
         logits = decoder.project(h)
         if params is not None:
             self._sample(logits, 0, params, decoder.final_softcap)
         return logits
 
-    def _store_routes(self, rows: int) -> None:
+    def _store_experts(self, rows: int) -> None:
         """Write the choices of the routers for the input tokens of a step next to these tokens."""
         buffers = self.buffers
         fields = (triton_kernels.OUT, triton_kernels.STEP, triton_kernels.STATUS)
         out, step, status = (buffers.state[i, :rows].long() for i in fields)
-        at = torch.where(status == triton_kernels.LIVE, out + step - 1, len(buffers.routes) - 1)
-        buffers.routes.index_copy_(0, at, self.collect_routes())
+        at = torch.where(status == triton_kernels.LIVE, out + step - 1, len(buffers.routed_experts) - 1)
+        buffers.routed_experts.index_copy_(0, at, self.collect_experts())
 
     def _paged_attention(self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         """Rotary embedding, KV-cache write and attention: qkv (B, (HQ + 2 HK) D) -> (B, HQ D)."""

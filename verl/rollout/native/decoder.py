@@ -165,19 +165,19 @@ class Decoder:
         return self.embedding.shape[1]
 
     @property
-    def mixtures(self) -> list["Experts"]:
+    def experts(self) -> list["Experts"]:
         """The experts of the layers that have them, in order."""
         return [layer.experts for layer in self.layers if layer.experts is not None]
 
     @property
-    def routes_shape(self) -> tuple[int, int]:
+    def routed_experts_shape(self) -> tuple[int, int]:
         """Layers with experts, and experts per token."""
-        return len(self.mixtures), self.mixtures[0].top_k
+        return len(self.experts), self.experts[0].top_k
 
     @property
     def mlp_width(self) -> int:
         """Widest intermediate result of an MLP per token."""
-        experts = [e.top_k * e.gate_up.shape[1] for e in self.mixtures]
+        experts = [e.top_k * e.gate_up.shape[1] for e in self.experts]
         return max([layer.gate_up.matrix.shape[1] for layer in self.layers if layer.gate_up is not None] + experts)
 
     def cache_bytes_per_token(self) -> int:

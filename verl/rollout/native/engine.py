@@ -26,7 +26,7 @@ from verl.rollout.native.model import check_supported, read_decoder
 from verl.rollout.native.requests import Row, admission_order
 from verl.rollout.native.scheduler import SlotScheduler
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
-from verl.rollout.routes import RECORDING_KEY
+from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
 from verl.rollout.weight_sync import ModuleReceiver
@@ -383,7 +383,7 @@ class NativeRollout(RolloutEngine):
 
     def _routes_bytes(self, decoder: Decoder, tokens: int) -> int:
         """Bytes of the recorded choices of the routers for `tokens` tokens."""
-        return 2 * tokens * math.prod(decoder.routes_shape) if self.records else 0
+        return 2 * tokens * math.prod(decoder.routed_experts_shape) if self.records else 0
 
     def _gpu_budget(self, decoder: Decoder, slots: int) -> int:
         """Bytes available for the KV cache, after the working memory of prefill and logits."""

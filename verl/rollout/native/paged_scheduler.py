@@ -32,7 +32,7 @@ class Group:
     shared_blocks: list[int] = field(default_factory=list)
     tail_blocks: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None  # after the prompt, (V,) float32
-    routes: torch.Tensor | None = None  # choices of the routers for the prompt, with decoder.records
+    routed_experts: torch.Tensor | None = None  # choices of the routers for the prompt, with decoder.records
 
     @property
     def num_full_blocks(self) -> int:
@@ -371,8 +371,8 @@ class PagedScheduler:
             logits = self.decoder.prefill([g.prompt for g in fresh], blocks, *images)
             for group, row in zip(fresh, logits):
                 group.logits = row
-            for group, routes in zip(fresh, self.decoder.prompt_routes):
-                group.routes = routes
+            for group, routed_experts in zip(fresh, self.decoder.prompt_experts):
+                group.routed_experts = routed_experts
         self._copy_tails(chosen)
         self._fill_slots(chosen)
         for group in {id(s.group): s.group for s in chosen}.values():
@@ -441,6 +441,6 @@ class PagedScheduler:
         cut = "length" if end == row.limit else "abort"
         completion = Completion(tokens[:end].tolist(), log_probs[:end].tolist(), "stop" if stopped else cut)
         if self.decoder.records:
-            own = self.buffers.routes[sample.out : sample.out + max(0, end - 1)]
-            completion.routed_experts = torch.cat((sample.group.routes, own)).cpu().numpy()
+            own = self.buffers.routed_experts[sample.out : sample.out + max(0, end - 1)]
+            completion.routed_experts = torch.cat((sample.group.routed_experts, own)).cpu().numpy()
         return completion

@@ -48,11 +48,11 @@ class SlotScheduler:
         self.log_probs = torch.zeros(lines * width, dtype=torch.float32, device=self.device)
         self.lengths = [0] * lines
         #: choices of the routers per output token, and of the prompt of each line (with decoder.records)
-        self.routes: torch.Tensor | None = None
-        self.prompt_routes: dict[int, torch.Tensor] = {}
+        self.routed_experts: torch.Tensor | None = None
+        self.prompt_experts: dict[int, torch.Tensor] = {}
         if decoder.records:
-            shape = (lines * width, *decoder.decoder.routes_shape)
-            self.routes = torch.zeros(shape, dtype=torch.int16, device=self.device)
+            shape = (lines * width, *decoder.decoder.routed_experts_shape)
+            self.routed_experts = torch.zeros(shape, dtype=torch.int16, device=self.device)
         self.state = torch.zeros(_SEED + 1, slots, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(slots, _BLOCK_STEPS, dtype=torch.float64, device=self.device)
         self.column = 0  # column of `uniforms` for the next token
@@ -135,10 +135,10 @@ class SlotScheduler:
 
     def _routes_of(self, line: int, length: int) -> np.ndarray | None:
         """The choices for a prompt and all but the last of `length` response tokens."""
-        if self.routes is None:
+        if self.routed_experts is None:
             return None
         start = line * self.width
-        return torch.cat((self.prompt_routes[line], self.routes[start : start + length - 1])).cpu().numpy()
+        return torch.cat((self.prompt_experts[line], self.routed_experts[start : start + length - 1])).cpu().numpy()
 
     def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
         """New tokens of active rows and their log-probs. since: Row.index -> tokens that the caller already has."""
@@ -162,7 +162,7 @@ class SlotScheduler:
             return new.flatten(0, 1)
 
         self.tokens, self.log_probs = widened(self.tokens), widened(self.log_probs)
-        self.routes = None if self.routes is None else widened(self.routes)
+        self.routed_experts = None if self.routed_experts is None else widened(self.routed_experts)
         shift = self.state[_LINE] * (width - self.width)
         self.state[_OUT] += shift
         self.state[_LAST] += shift
@@ -191,10 +191,10 @@ class SlotScheduler:
         first = [rows[members[0] - self.active] for members in groups.values()]
         images = ([row.images for row in first],) if self.decoder.decoder.vision is not None else ()
         logits = self.decoder.prefill([row.prompt for row in first], list(groups.values()), *images)
-        if self.routes is not None:
-            by_prompt = zip(groups.values(), self.decoder.prompt_routes)
-            of_slot = {slot: routes for members, routes in by_prompt for slot in members}
-            self.prompt_routes |= {line: of_slot[slot] for slot, line in enumerate(lines, self.active)}
+        if self.routed_experts is not None:
+            by_prompt = zip(groups.values(), self.decoder.prompt_experts)
+            of_slot = {slot: routed_experts for members, routed_experts in by_prompt for slot in members}
+            self.prompt_experts |= {line: of_slot[slot] for slot, line in enumerate(lines, self.active)}
         group_of = {slot: g for g, members in enumerate(groups.values()) for slot in members}
         self.state[:, slots] = torch.tensor(
             [
@@ -225,8 +225,8 @@ class SlotScheduler:
                 self.uniforms[live] = self._random(live, self.state[_STEP, live] + 1)
             self._check()
         logits = self.decoder.step(self.state[_TOKEN, live])
-        if self.routes is not None:
-            self.routes.index_copy_(0, self.state[_OUT, live], self.decoder.step_routes)
+        if self.routed_experts is not None:
+            self.routed_experts.index_copy_(0, self.state[_OUT, live], self.decoder.step_experts)
         self.due -= 1
         self.steps += 1
         tokens = self._sample(logits, live)
@@ -295,7 +295,7 @@ class SlotScheduler:
     def _free_line(self, line: int) -> None:
         self.rows[line], self.searched[line] = None, 0
         self.text_ends.pop(line, None)
-        self.prompt_routes.pop(line, None)
+        self.prompt_experts.pop(line, None)
         self.aborted.discard(line)
         self.free_lines.append(line)
 

@@ -14,7 +14,7 @@ from torch import nn
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ModuleReceiver
 from verl.rollout.weight_sync.plan import Stored
-from verl.utils.shards import Part, matrix_shape, whole
+from verl.utils.shards import Chunk, matrix_shape, whole
 
 KEY = "rollout.tensor_model_parallel_size"
 #: settings of a model's config that the number of ranks must divide, or be a multiple of in the case of _HEADS
@@ -80,27 +80,27 @@ class Slices:
         if dim == 1 and kind == "bias":  # added once, after the sum over the ranks
             return full if self.tp.leads else torch.zeros_like(full)
         unit = full.shape[dim] // units
-        parts = [full.narrow(dim, start * unit, (end - start) * unit) for start, end in ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        chunks = [full.narrow(dim, start * unit, (end - start) * unit) for start, end in ranges]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
 
     def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Stored:
-        """Which parts of a parameter `of` returns, as boxes."""
+        """Which chunks of a parameter `of` returns, as boxes."""
         shape = tuple(shape)
         full, (rows, columns) = whole(shape), matrix_shape(shape)
         layer, _, kind = name.rpartition(".")
         rule = self._rules.get(layer.rpartition(".")[2])
         if rule is None or (rule[0] == 1 and kind == "bias"):
             zeros = rule is not None and not self.tp.leads
-            return Stored(shape, rows, columns, () if zeros else (Part(full),), dtype)
+            return Stored(shape, rows, columns, () if zeros else (Chunk(full),), dtype)
         dim, units, ranges = rule
-        unit, at, parts = (rows, columns)[dim] // units, 0, []
+        unit, at, chunks = (rows, columns)[dim] // units, 0, []
         for start, end in ranges:
             if dim == 0:
-                parts.append(Part(full._replace(top=start * unit, bottom=end * unit), row=at))
+                chunks.append(Chunk(full._replace(top=start * unit, bottom=end * unit), row=at))
             else:
-                parts.append(Part(full._replace(left=start * unit, right=end * unit), column=at))
+                chunks.append(Chunk(full._replace(left=start * unit, right=end * unit), column=at))
             at += (end - start) * unit
-        return Stored(shape, at if dim == 0 else rows, at if dim == 1 else columns, tuple(parts), dtype)
+        return Stored(shape, at if dim == 0 else rows, at if dim == 1 else columns, tuple(chunks), dtype)
 
     def cut(self, module: nn.Module) -> None:
         """Replace the parameters of a module on "meta" by parameters of the shapes of their slices."""

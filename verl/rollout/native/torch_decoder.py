@@ -29,7 +29,7 @@ class Layers:
         self.decoder = decoder
         self.records = records
         self.chosen: list[torch.Tensor] = []  # of the layers with experts since they were last collected
-        self.prompt_routes: list[torch.Tensor] = []  # of the last prefill: per prompt (tokens, layers, k)
+        self.prompt_experts: list[torch.Tensor] = []  # of the last prefill: per prompt (tokens, layers, k)
         self.tp = decoder.tp
         self.activation = ACTIVATIONS[decoder.activation]
         self.tables = [rope.table(length, decoder.stream_dtype, decoder.folded) for rope in decoder.ropes]
@@ -45,7 +45,7 @@ class Layers:
         """
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.embedding.device)
-        self.prompt_routes = [logits] * len(prompts) if self.records else []
+        self.prompt_experts = [logits] * len(prompts) if self.records else []
         while order:
             count = _prefill_batch_size([len(prompts[i]) for i in order])
             chosen, order = order[:count], order[count:]
@@ -82,15 +82,15 @@ class Layers:
                 x = vision.added(x, index)
         if self.records:
             x = x[last]
-            routes = self.collect_routes().unflatten(0, (count, width))
+            routed_experts = self.collect_experts().unflatten(0, (count, width))
             for i, prompt in enumerate(prompts):
-                self.prompt_routes[chosen[i]] = routes[i, : len(prompt)]
+                self.prompt_experts[chosen[i]] = routed_experts[i, : len(prompt)]
         return decoder.logits(x)
 
-    def collect_routes(self) -> torch.Tensor:
+    def collect_experts(self) -> torch.Tensor:
         """The choices of the routers since the last call, (N, layers, k) int16."""
-        routes, self.chosen = torch.stack(self.chosen, 1).to(torch.int16), []
-        return routes
+        routed_experts, self.chosen = torch.stack(self.chosen, 1).to(torch.int16), []
+        return routed_experts
 
     def _upload(self, values: list) -> torch.Tensor:
         """Integers (nested lists) as a tensor on the decoder's device."""
@@ -178,7 +178,7 @@ class TorchDecoder(Layers):
     def __init__(self, decoder: Decoder, cache: SlotCache, positions: int, records: bool = False):
         """positions: max sequence length. records: keep the choices of the routers."""
         super().__init__(decoder, positions, records)
-        self.step_routes: torch.Tensor | None = None  # of the last step: (B, layers, k)
+        self.step_experts: torch.Tensor | None = None  # of the last step: (B, layers, k)
         self.table_length = positions
         self.cache = cache
 
@@ -236,7 +236,7 @@ class TorchDecoder(Layers):
             attended = self._attend(layer.window, qkv[:, : decoder.heads], index, views)
             x = self._finish(layer, x, attended)
         if self.records:
-            self.step_routes = self.collect_routes()
+            self.step_experts = self.collect_experts()
         cache.extend()
         return decoder.logits(x)
 

@@ -62,7 +62,7 @@ class ShardSource(WeightSource, Protocol):
     """A training engine whose shards can be read without gathering them."""
 
     def shard_layout(self) -> Sequence[Shard] | None:
-        """Which part of each parameter this rank has; the same object in every call. None: use `weights`."""
+        """Which chunk of each parameter this rank has; the same object in every call. None: use `weights`."""
 
     def shards(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that `shard_layout` describes, in that order. Collective."""

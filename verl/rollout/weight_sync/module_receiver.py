@@ -7,7 +7,7 @@ import torch
 from verl.rollout.weight_sync.adapters import MergedAdapters
 from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, SlicedWeights, StoredWeights, check_parameters
 from verl.rollout.weight_sync.plan import Stored
-from verl.utils.shards import Part, matrix_shape, whole
+from verl.utils.shards import Chunk, matrix_shape, whole
 
 
 class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
@@ -59,7 +59,7 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
 
     def _stored_layout(self, name: str, parameter: torch.Tensor) -> Stored:
         shape = tuple(self.shapes[name])
-        return Stored(shape, *matrix_shape(shape), (Part(whole(shape)),), parameter.dtype)
+        return Stored(shape, *matrix_shape(shape), (Chunk(whole(shape)),), parameter.dtype)
 
     def open_slices(self) -> Mapping[str, torch.Tensor]:
         """See `SlicedWeights.open_slices`."""

@@ -1,7 +1,7 @@
-"""The static plan of a reshard: which rank sends which part of which parameter to which rank, in which bucket.
+"""The static plan of a reshard: which rank sends which chunk of which parameter to which rank, in which bucket.
 
 It is a pure function of the boxes that every rank has in training and stores in the rollout, computed once per layout.
-A part that a rank has already is only copied. Of several ranks with the same part, such as the replicas of HSDP, one
+A chunk that a rank has already is only copied. Of several ranks with the same chunk, such as the replicas of HSDP, one
 that needs it is its own source; otherwise sources take turns.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl.utils.shards import Box, Part, Shard, matrix_shape, whole
+from verl.utils.shards import Box, Chunk, Shard, matrix_shape, whole
 
 _ALIGNMENT = 8  # bytes; words of the checksums
 
@@ -25,14 +25,14 @@ class Stored:
     Attributes:
         shape: of the full parameter.
         rows, columns: of the tensor that the rank stores, as a matrix.
-        parts: the boxes of the full parameter in it; none: zeros.
+        chunks: the boxes of the full parameter in it; none: zeros.
         dtype: of the tensor.
     """
 
     shape: tuple[int, ...]
     rows: int
     columns: int
-    parts: tuple[Part, ...]
+    chunks: tuple[Chunk, ...]
     dtype: torch.dtype
 
 
@@ -138,11 +138,11 @@ def make_plan(layouts: Sequence[RankLayout], bucket_bytes: int) -> Plan:
 
     Args:
         layouts: of every rank.
-        bucket_bytes: max bytes that a rank sends, keeps and receives in one bucket. A part with one row may be larger.
+        bucket_bytes: max bytes that a rank sends, keeps and receives in one bucket. A chunk with one row may be larger.
 
     Raises:
         ValueError: the rollout needs a parameter that training does not have, or the reverse; the shards do not
-            cover a parameter exactly once; or the stored parts of one rank or another overlap in part.
+            cover a parameter exactly once; or the stored chunks of one rank or another overlap partly.
     """
     sources = _sources(layouts)
     _check_names(sources, layouts)
@@ -209,19 +209,19 @@ def _moves(
     """The moves of one parameter."""
     moves, seen = [], set()
     for target, tensor in enumerate(stored):
-        for part in tensor.parts:
-            first = part.box not in seen
-            seen.add(part.box)
+        for chunk in tensor.chunks:
+            first = chunk.box not in seen
+            seen.add(chunk.box)
             for box, owners in sources.items():
-                common = box.intersect(part.box)
+                common = box.intersect(chunk.box)
                 if common is None:
                     continue
                 own = [owner for owner in owners if owner[0] == target]
                 source, shard = own[0] if own else owners[target % len(owners)]
                 at = common.top - box.top, common.left - box.left
-                to = part.row + common.top - part.box.top, part.column + common.left - part.box.left
+                to = chunk.row + common.top - chunk.box.top, chunk.column + common.left - chunk.box.left
                 moves.append(Move(source, target, shard, common, at, to, first))
-    _check_coverage(f"the stored parts of {name}", shape, seen)
+    _check_coverage(f"the stored chunks of {name}", shape, seen)
     return tuple(moves)
 
 

@@ -1,8 +1,8 @@
-"""Checksums of parts of a parameter that add up to those of the parameter, whatever the parts are.
+"""Checksums of chunks of a parameter that add up to those of the parameter, whatever the chunks are.
 
 The words of row i are summed and multiplied by an odd factor of i; where boxes have some of the columns, those of
 column j as well. i and j count in the full parameter, so the sums of disjoint boxes add up, modulo 2^64, to the sum of
-the parameter, and a part at a wrong place changes it. One call sums the rows of many parameters.
+the parameter, and a chunk at a wrong place changes it. One call sums the rows of many parameters.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
-from verl.rollout.weight_sync.checksums import wrap
 
 _ROW = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _COLUMN = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
@@ -114,14 +112,3 @@ class PositionSums:
             content = words.as_strided((matrix.rows, columns), (columns, 1), at)
             torch.sum(content, matrix.dim, dtype=torch.int64, out=out)
         return total.index_add_(0, cells, sums.mul_(weights))
-
-
-def position_sum(full: torch.Tensor, word: int, split_columns: bool) -> int:
-    """The sum of a full parameter, for comparison with the total of its parts."""
-    words = full.detach().contiguous().view(full.shape[0] if full.ndim else 1, -1)
-    words = words.view(WORDS[word]).to(torch.int64)
-    rows = words.sum(1).tolist()
-    total = sum((2 * i + 1) * _ROW * value for i, value in enumerate(rows))
-    if split_columns:
-        total += sum((2 * j + 1) * _COLUMN * value for j, value in enumerate(words.sum(0).tolist()))
-    return wrap(total)

@@ -1,10 +1,10 @@
-"""`reshard`: every rank receives the parts of the parameters that it stores, and no others.
+"""`reshard`: every rank receives the chunks of the parameters that it stores, and no others.
 
 Training and rollout share the devices, and every rank stores slices of the parameters, as with tensor parallelism.
-The plan is computed at the first push. A bucket is one all-to-all of the parts of many parameters; the next one is
-packed while it is sent. Parts that a rank has already are copied.
+The plan is computed at the first push. A bucket is one all-to-all of the chunks of many parameters; the next one is
+packed while it is sent. Chunks that a rank has already are copied.
 
-Every push is verified: the position sums of all parts that a rank was to get, computed by their senders, must be those
+Every push is verified: the position sums of all chunks that a rank was to get, computed by their senders, must be those
 of what it stores.
 """
 
@@ -80,13 +80,13 @@ class Peers:
 
 @dataclass(frozen=True)
 class _Copy:
-    """One part in a buffer, and where it is in a tensor: a shard that it is read from, or a stored tensor.
+    """One chunk in a buffer, and where it is in a tensor: a shard that it is read from, or a stored tensor.
 
     Attributes:
         key: (parameter, index of the shard), or (parameter, -1) of a stored tensor.
         start: first element in the buffer.
         at: first element in the tensor.
-        shape, stride: in the tensor; a contiguous part has one dimension.
+        shape, stride: in the tensor; a contiguous chunk has one dimension.
     """
 
     key: tuple[int, int]
@@ -96,11 +96,11 @@ class _Copy:
     stride: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of the tensor, which is contiguous."""
+        """The chunk of the tensor, which is contiguous."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.at)
 
     def in_buffer(self, buffer: torch.Tensor, offset: int) -> torch.Tensor:
-        """The part in the buffer. offset: of the buffer in its storage."""
+        """The chunk in the buffer. offset: of the buffer in its storage."""
         stride = (1,) if len(self.shape) == 1 else (self.shape[1], 1)
         return buffer.as_strided(self.shape, stride, offset + self.start)
 
@@ -134,13 +134,13 @@ class _Own:
 class _RankBucket:
     """The share of one rank in a bucket: what it reads from its shards, sends, receives and stores.
 
-    A buffer has the parts for the other ranks, by rank, then those that this rank keeps.
+    A buffer has the chunks for the other ranks, by rank, then those that this rank keeps.
 
     Attributes:
-        reads: parts of shards, and where they are in the buffer of what is sent.
+        reads: chunks of shards, and where they are in the buffer of what is sent.
         kept: those of them that this rank stores itself.
-        stores: parts that are received, and where they are in the buffer of what is received.
-        sums: of all reads, by target, whether the target is the first one that needs the part, and parameter.
+        stores: chunks that are received, and where they are in the buffer of what is received.
+        sums: of all reads, by target, whether the target is the first one that needs the chunk, and parameter.
         sent, received: bytes to and from each rank.
         bytes: of the buffer of what is sent and kept.
     """
@@ -194,17 +194,17 @@ def _sums_of_stored(plan: Plan, own: _Own, device: torch.device) -> PositionSums
     for index, (parameter, stored) in enumerate(zip(plan.parameters, own.stored)):
         per_word = parameter.word // parameter.dtype.itemsize
         columns = stored.columns // per_word
-        boxes = [part.box for part in sorted(stored.parts, key=lambda part: (part.row, part.column))]
+        boxes = [chunk.box for chunk in sorted(stored.chunks, key=lambda chunk: (chunk.row, chunk.column))]
         ranges = {dim: [(0, size, index)] for dim, size in ((1, stored.rows), (0, columns))}  # of zeros
         if boxes:
             ranges[1] = [(box.top, box.rows, index) for box in boxes]
             ranges[0] = [(box.left // per_word, box.columns // per_word, index) for box in boxes]
-            if len({(box.left, box.right) for box in boxes}) == 1:  # parts below each other
+            if len({(box.left, box.right) for box in boxes}) == 1:  # chunks below each other
                 ranges[0] = ranges[0][:1]
             elif len({(box.top, box.bottom) for box in boxes}) == 1:  # next to each other
                 ranges[1] = ranges[1][:1]
             else:
-                raise ValueError(f"weight sync: {parameter.name}: expected parts of the same rows or columns: {boxes}")
+                raise ValueError(f"weight sync: {parameter.name}: expected chunks of the same rows or columns: {boxes}")
         for dim in (1, 0) if parameter.split_columns else (1,):
             sums.add(Summed(index, 0, stored.rows, columns, parameter.word, dim), ranges[dim])
     return sums
@@ -219,7 +219,7 @@ class _RankPlan:
         self.buckets = [_RankBucket(bucket, plan, self.own, device) for bucket in plan.buckets]
         self.stored_sums = _sums_of_stored(plan, self.own, device)
         self.last_use = {copy.key: number for number, bucket in enumerate(self.buckets) for copy in bucket.reads}
-        self.zeros = [index for index, stored in enumerate(self.own.stored) if not stored.parts]
+        self.zeros = [index for index, stored in enumerate(self.own.stored) if not stored.chunks]
         self.sizes = [
             max((bucket.bytes + sum(bucket.received) for bucket in self.buckets[parity::2]), default=0)
             for parity in (0, 1)
@@ -343,8 +343,8 @@ class ReshardSync(WeightSync):
         packed, received = slot[: bucket.bytes], slot[bucket.bytes : bucket.bytes + sum(bucket.received)]
         buffer = packed.view(bucket.dtype)
         offset = buffer.storage_offset()
-        parts = [copy.of(shards[copy.key]) for copy in bucket.reads]
-        _copy([copy.in_buffer(buffer, offset) for copy in bucket.reads], parts)
+        chunks = [copy.of(shards[copy.key]) for copy in bucket.reads]
+        _copy([copy.in_buffer(buffer, offset) for copy in bucket.reads], chunks)
         if self.peers.size == 1:
             return packed, received, None
         sent = packed[: sum(bucket.sent)]
@@ -364,8 +364,8 @@ class ReshardSync(WeightSync):
                 work.wait()
             buffer = content.view(bucket.dtype)
             offset = buffer.storage_offset()
-            parts = [copy.in_buffer(buffer, offset) for copy in copies]
-            _copy([copy.of(stored[copy.key[0]]) for copy in copies], parts)
+            chunks = [copy.in_buffer(buffer, offset) for copy in copies]
+            _copy([copy.of(stored[copy.key[0]]) for copy in copies], chunks)
 
     def _verify(self, plan: _RankPlan, stored: Sequence[torch.Tensor], sums: torch.Tensor, version: int) -> int:
         """Compare what every rank stores with what was sent to it. Collective. Returns the checksum of the push."""

@@ -56,7 +56,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-/** An empty picture with a grid: its SVG element and the scales x and y. */
+/** An empty plot with a grid: its SVG element and the scales x and y. */
 function axes(host, title, xs, ys, height = 190, marks = null) {
   const width = Math.max(host.clientWidth, 240), left = 46, right = 16, top = 8, bottom = 22;
   const [x0, x1] = xs[0] === xs[1] ? [xs[0] - 1, xs[1] + 1] : xs;
@@ -278,8 +278,8 @@ function sampleCard(sample, step) {
     for (const kind of ["pointerover", "click"]) output.addEventListener(kind, (event) => describeToken(event, sample));
   } else output.append(sample.output);
   const images = (Array.isArray(sample.images) ? sample.images : []).filter((uri) => String(uri).startsWith("data:image/"));
-  const pictures = images.map((src) => el("img", { src, alt: "image of the prompt", class: "thumbnail" }));
-  return el("div", { class: "card sample" }, head, ...pictures, el("div", { class: "prompt" }, sample.input), output);
+  const thumbnails = images.map((src) => el("img", { src, alt: "image of the prompt", class: "thumbnail" }));
+  return el("div", { class: "card sample" }, head, ...thumbnails, el("div", { class: "prompt" }, sample.input), output);
 }
 
 function describeToken(event, sample) {

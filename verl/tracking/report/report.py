@@ -15,7 +15,7 @@ from verl.tracking.metric_names import describe
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
 from verl.tracking.summary import best_point
 
-#: points of a curve, and columns of a picture over time, that are shown; more are thinned evenly
+#: points of a curve, and columns of a heat map, that are shown; more are thinned evenly
 MAX_POINTS = 1000
 MAX_COLUMNS = 120
 #: best and worst samples that are listed

@@ -144,7 +144,7 @@ def _search(config: schema.Config, found: Estimate) -> Search:
         job = replace(job, roles=roles)
     fixed = policy.model.has_adapters or rollout.name == "hf" or rollout.deterministic
     sizes = (rollout.tensor_model_parallel_size,) if fixed else ROLLOUT_SIZES
-    # a rollout of its own idles during training, unless training is asynchronous
+    # a rollout with separate devices idles during training, unless training is asynchronous
     models = None
     if job.kind == "megatron":  # the sizes of the settings, and those of the search
         now = job.role("actor").layout

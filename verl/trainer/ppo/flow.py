@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 #: what generation reads
 PROMPTS = ("prompt_ids", "uid")
 #: the experts that the routers of a mixture of experts chose
-ROUTES = ("routed_experts",)
+ROUTED_EXPERTS = ("routed_experts",)
 
 
 def estimator_columns(algorithm: schema.AlgorithmConfig) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def loss_columns(config: schema.Config) -> tuple[str, ...]:
 
 def generated(config: schema.Config) -> tuple[str, ...]:
     """The columns that generation writes."""
-    return GENERATED + (ROUTES if config.actor_rollout_ref.rollout.enable_rollout_routing_replay else ())
+    return GENERATED + (ROUTED_EXPERTS if config.actor_rollout_ref.rollout.enable_rollout_routing_replay else ())
 
 
 def reward_operators(config: schema.Config, roles: Roles, reward: Reward) -> list[Operator]:
@@ -124,8 +124,8 @@ def build_ppo_flow(
         flow.add_operator(Operator("reward_baseline", greedy.score, "uid", "reward_baselines"))
     extra = tuple(name for name in ("sum_pi_squared",) if name in required)
     replay = config.actor_rollout_ref.actor.router_replay.mode
-    extra += ROUTES if replay == "R2" else ()
-    replayed = ROUTES if replay == "R3" else ()
+    extra += ROUTED_EXPERTS if replay == "R2" else ()
+    replayed = ROUTED_EXPERTS if replay == "R3" else ()
     reads = (*SEQUENCES, "response_mask", "rollout_log_probs", *replayed)
     writes = ("old_log_probs", "entropys", *extra)
     flow.add_operator(Operator("old_log_prob", old_log_prob(roles, extra, replayed), reads, writes, on="actor"))
@@ -163,8 +163,8 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
         flow.add_operator(Operator("update_critic", update, reads, on="critic"))
     warmup = config.trainer.critic_warmup
     plan = UpdatePlan(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup)
-    routes = ROUTES if actor.router_replay.mode == "R2" or "routed_experts" in generated(config) else ()
-    required = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config), *routes)
+    experts = ROUTED_EXPERTS if actor.router_replay.mode == "R2" or "routed_experts" in generated(config) else ()
+    required = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config), *experts)
     reads, on = _reads(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), required, "actor")
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 

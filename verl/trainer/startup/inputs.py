@@ -13,13 +13,13 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.config import schema
+from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.files import row_count
 from verl.data.media import media_columns, note_unused_media_keys
 from verl.data.mixture import Mixture
 from verl.data.order import ResumableSampler, check_batch_size
 from verl.data.processor import load_processor
-from verl.data.quarantine import BadRowsError, write_bad_rows
 from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset

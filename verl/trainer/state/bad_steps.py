@@ -92,7 +92,7 @@ class StepGuard:
             logger.error("step %d is bad (%s); it could not be dumped: %s", report.step, _words(bad), error)
             return
         self._dumped = folder
-        logger.error("step %d is bad (%s); look at it with: verl replay %s", report.step, _words(bad), folder)
+        logger.error("step %d is bad (%s); inspect it with: verl replay %s", report.step, _words(bad), folder)
 
     def _write(self, folder: Path, report: "StepReport", bad: dict[str, float]) -> None:
         trainer, roles = self._trainer, list(dict.fromkeys(map(_role, bad)))

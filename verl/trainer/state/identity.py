@@ -44,7 +44,7 @@ _TUNED = (
     *("reward.on_error", "reward.retries", "reward.max_failure_rate", "reward.sandbox_fusion.*"),
     *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len*", "*use_remove_padding", "*.trust_remote_code"),
 )
-#: settings that may change without a word
+#: settings whose changes are not logged
 _FREE = (
     *("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs"),
     *("trainer.logger", "trainer.save_at_end", "trainer.allow_change"),

@@ -1,7 +1,7 @@
 """Verification of resume: N steps without an interruption equal k steps, a resume, and N - k steps.
 
 Both runs use the given configuration, in a temporary folder. Every tensor and file of the two checkpoints and every
-metric of every step is compared, except what a clock measures.
+metric of every step is compared, except times.
 """
 
 import json
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from verl.checkpoints.store import MANIFEST
 from verl.trainer.state.saved_state import load_state
 
-#: metrics that a clock or the machine decides
+#: metrics of time and of the machine
 _MEASURED = ("time", "timing_s/", "perf/", "rollout/tokens_per_second", "weight_sync/seconds", "weight_sync/gb_per")
 #: files that name the folder of the run
 _NAMES_FOLDER = ("config.yaml", "trainer.json", ".metadata")

@@ -23,7 +23,7 @@ from verl.rollout.base import (
     make_rollout_engine,
     media_of,
 )
-from verl.rollout.routes import routes_column
+from verl.rollout.routed_experts import routed_experts_column
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import SyncReport, WeightSync, local_sync
 from verl.utils.coroutines import gather_coroutines, run_coroutine
@@ -219,8 +219,10 @@ class Rollout:
             raise ValueError(f"sample {row}, token {token}: expected a finite log-prob of at most 0, found {found:g}")
         columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
         if any(trajectory.routed_experts is not None for trajectory in trajectories):
-            routes = [trajectory.routed_experts for trajectory in trajectories]
-            columns["routed_experts"] = routes_column(routes, list(map(len, prompts)), prompt_width, response_width)
+            experts = [trajectory.routed_experts for trajectory in trajectories]
+            columns["routed_experts"] = routed_experts_column(
+                experts, list(map(len, prompts)), prompt_width, response_width
+            )
         reasons = ["length" if len(t) > limit else t.finish_reason for t in trajectories]
         metrics = {}
         objects = {"finish_reason": reasons, "agent_facts": [trajectory.agent_facts for trajectory in trajectories]}

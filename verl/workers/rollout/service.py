@@ -22,7 +22,7 @@ import torch
 
 from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
 from verl.rollout.base import Completion, Request, RolloutEngine
-from verl.rollout.routes import extended
+from verl.rollout.routed_experts import extended
 from verl.utils.coroutines import gather_coroutines
 from verl.utils.rng import fork_seed
 

@@ -1,4 +1,4 @@
-"""Pictures of data files: found, checked, and decoded when they are used.
+"""Images of data files: found, checked, and decoded when they are used.
 
 A source is bytes, a path (relative to the folder of the data file), {"bytes": ...}, {"path": ...}, {"image": ...}, a
 data URI, base64 text, a uint8 array (height, width, channels) or a PIL image. A URL is refused unless
@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.utils.disk import cache_folder
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 89_478_485
-"""Pictures with more pixels are refused before they are decoded; the limit of Pillow."""
+"""Images with more pixels are refused before they are decoded; the limit of Pillow."""
 LEAST_SIDE = 4
-"""Pictures with a shorter side are refused: an array (1, 1, 3) has no unique order of height, width and channels."""
+"""Images with a shorter side are refused: an array (1, 1, 3) has no unique order of height, width and channels."""
 
 _SOURCES = "bytes, a path, a PIL image, a uint8 array, or a dict with 'bytes', 'path' or 'image'"
 _ROTATED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
@@ -37,12 +39,12 @@ _TIMEOUT = 20.0  # seconds
 
 
 class MediaError(ValueError):
-    """A picture or video that cannot be used. The message names file, row, what was expected and found."""
+    """An image or video that cannot be used. The message names file, row, what was expected and found."""
 
 
 @dataclass(frozen=True)
-class PictureLimits:
-    """Settings of all pictures of a dataset: data.min_pixels, data.max_pixels and data.allow_image_urls."""
+class ImageLimits:
+    """Settings of all images of a dataset: data.min_pixels, data.max_pixels and data.allow_image_urls."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -60,27 +62,27 @@ class PictureLimits:
         return max(rounded(width * scale), 1), max(rounded(height * scale), 1)
 
 
-NO_LIMITS = PictureLimits()
+NO_LIMITS = ImageLimits()
 
 
-class Picture:
-    """A picture of a row, decoded by `decode`.
+class RowImage:
+    """An image of a row, decoded by `decode`.
 
     Args:
         source: see the module docstring.
-        where: names the picture in errors: file, row and number.
+        where: names the image in errors: file, row and number.
         folder: the folder that relative paths start from.
         limits: settings of the dataset.
     """
 
-    def __init__(self, source: Any, where: str, folder: Path = Path(), limits: PictureLimits = NO_LIMITS):
+    def __init__(self, source: Any, where: str, folder: Path = Path(), limits: ImageLimits = NO_LIMITS):
         self._source, self.where, self._folder, self._limits = source, where, folder, limits
 
     def size(self) -> tuple[int, int]:
-        """Width and height of the decoded picture. Only the header is read.
+        """Width and height of the decoded image. Only the header is read.
 
         Raises:
-            MediaError: no such file, no picture, or one that is not supported.
+            MediaError: no such file, no image, or one that is not supported.
         """
         image = self._open()
         try:
@@ -90,7 +92,7 @@ class Picture:
         return self._limits.resized(*(image.size[::-1] if rotated else image.size))
 
     def decode(self) -> "Image":
-        """The picture as RGB: rotated as its EXIF data says, transparent parts white, resized to the limits.
+        """The image as RGB: rotated as its EXIF data says, transparent parts white, resized to the limits.
 
         Raises:
             MediaError: as `size`, and for a truncated or damaged file.
@@ -110,7 +112,7 @@ class Picture:
     # ---- opening ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> "Image":
-        """The picture with its header read and checked."""
+        """The image with its header read and checked."""
         found = self._found(self._source)
         if isinstance(found, bytes):
             found = self._parsed(found)
@@ -118,11 +120,11 @@ class Picture:
         if width * height > MOST_PIXELS:
             raise self._error(
                 f"expected at most {MOST_PIXELS:,} pixels, found {width} x {height} = {width * height:,}: "
-                "store a smaller picture"
+                "store a smaller image"
             )
         if min(width, height) < LEAST_SIDE:
             raise self._error(
-                f"expected at least {LEAST_SIDE} pixels on each side, found {width} x {height}: replace the picture or "
+                f"expected at least {LEAST_SIDE} pixels on each side, found {width} x {height}: replace the image or "
                 "remove the row"
             )
         frames = getattr(found, "n_frames", 1)  # only the formats with several frames have it
@@ -137,14 +139,14 @@ class Picture:
         from PIL import Image, UnidentifiedImageError
 
         if not data:
-            raise self._error("expected a picture, found 0 bytes: write the file again, or remove the row")
+            raise self._error("expected an image, found 0 bytes: write the file again, or remove the row")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked by `_open`
                 return Image.open(io.BytesIO(data))
         except UnidentifiedImageError as error:
             raise self._error(
-                f"expected a picture (PNG, JPEG, WebP, ...), found {len(data):,} bytes of another kind, which start "
+                f"expected an image (PNG, JPEG, WebP, ...), found {len(data):,} bytes of another kind, which start "
                 f"with {data[:16]!r}: convert the file, or remove the row"
             ) from error
         except Image.DecompressionBombError as error:
@@ -157,7 +159,7 @@ class Picture:
             raise self._damaged(error) from error
 
     def _found(self, source: Any) -> "Image | bytes":
-        """The bytes of the picture, or the picture itself."""
+        """The bytes of the image, or the image itself."""
         from PIL import Image
 
         if isinstance(source, Image.Image):
@@ -181,7 +183,7 @@ class Picture:
         if re.match(r"https?://", text):
             if not self._limits.allow_urls:
                 raise self._error(
-                    f"expected a file or bytes, found the URL {text:.100}: save the picture next to the data file, or "
+                    f"expected a file or bytes, found the URL {text:.100}: save the image next to the data file, or "
                     "set data.allow_image_urls=true to download it once"
                 )
             return self._download(text)
@@ -204,7 +206,7 @@ class Picture:
 
     def _download(self, url: str) -> bytes:
         """The bytes of a URL; they are stored in the cache folder, and downloaded once."""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "pictures"
+        cache = cache_folder() / "images"
         stored = cache / hashlib.sha256(url.encode()).hexdigest()
         if stored.is_file():
             return stored.read_bytes()
@@ -212,7 +214,7 @@ class Picture:
             with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:
                 data = reply.read(_LARGEST_DOWNLOAD + 1)
         except (OSError, ValueError) as error:
-            raise self._error(f"expected a picture at {url:.200}, found {type(error).__name__}: {error}") from error
+            raise self._error(f"expected an image at {url:.200}, found {type(error).__name__}: {error}") from error
         if len(data) > _LARGEST_DOWNLOAD:
             raise self._error(f"expected at most {_LARGEST_DOWNLOAD >> 20} MiB at {url:.200}, found more")
         cache.mkdir(parents=True, exist_ok=True)
@@ -224,7 +226,7 @@ class Picture:
     # ---- pixels -----------------------------------------------------------------------------------------------------
 
     def _as_rgb(self, image: "Image") -> "Image":
-        """The picture as RGB on a white ground."""
+        """The image as RGB on a white ground."""
         from PIL import Image
 
         if image.mode.startswith("I;16"):  # 16 bits per pixel: the upper 8
@@ -232,7 +234,7 @@ class Picture:
         if image.mode in ("I", "F"):
             raise self._error(
                 f"expected 8 or 16 bits per channel, found 32 (mode {image.mode}), whose range is unknown: save the "
-                "picture with 8 bits per channel"
+                "image with 8 bits per channel"
             )
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
             image = image.convert("RGBA")
@@ -244,7 +246,7 @@ class Picture:
 
     def _damaged(self, error: Exception) -> MediaError:
         return self._error(
-            f"expected a whole picture, found a damaged file ({error}): write it again or remove the row"
+            f"expected a complete image, found a damaged file ({error}): write it again or remove the row"
         )
 
     def _error(self, what: str) -> MediaError:

@@ -1,4 +1,4 @@
-"""Pictures: every kind of source, and one clear error for every kind of bad picture."""
+"""Images: every kind of source, and one clear error for every kind of bad image."""
 
 import base64
 import io
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from verl.data.pictures import MediaError, Picture, PictureLimits
+from verl.data.images import ImageLimits, MediaError, RowImage
 from verl.data.videos import Video
 
 RED = (255, 0, 0)
@@ -53,17 +53,17 @@ def bomb() -> bytes:
         bytearray(written(plain())),
     ],
 )
-def test_every_kind_of_source_is_the_same_picture(source, tmp_path):
+def test_every_kind_of_source_is_the_same_image(source, tmp_path):
     (tmp_path / "a.png").write_bytes(written(plain()))
-    picture = Picture(source, "row 3", tmp_path)
-    assert picture.size() == (12, 8)
-    image = picture.decode()
+    found = RowImage(source, "row 3", tmp_path)
+    assert found.size() == (12, 8)
+    image = found.decode()
     assert image.mode == "RGB" and image.size == (12, 8) and image.getpixel((0, 0)) == RED
 
 
 def test_a_file_uri_is_an_absolute_path(tmp_path):
     (tmp_path / "a.png").write_bytes(written(plain()))
-    assert Picture(f"file://{tmp_path}/a.png", "row 3").size() == (12, 8)
+    assert RowImage(f"file://{tmp_path}/a.png", "row 3").size() == (12, 8)
 
 
 def half(data: bytes) -> bytes:
@@ -75,13 +75,13 @@ def noise(size: int = 64) -> Image.Image:
 
 
 BAD = {
-    "truncated png": (half(written(noise())), "expected a whole picture, found a damaged file"),
-    "truncated jpeg": (half(written(noise(), "JPEG")), "expected a whole picture, found a damaged file .*truncated"),
+    "truncated png": (half(written(noise())), "expected a complete image, found a damaged file"),
+    "truncated jpeg": (half(written(noise(), "JPEG")), "expected a complete image, found a damaged file .*truncated"),
     "one pixel": (written(plain(1, 1)), "expected at least 4 pixels on each side, found 1 x 1"),
     "bomb": (bomb(), "expected at most 89,478,485 pixels, found 400,000,000 in"),
-    "large": (written(Image.new("1", (10_000, 9_000))), "found 10000 x 9000 = 90,000,000: store a smaller picture"),
+    "large": (written(Image.new("1", (10_000, 9_000))), "found 10000 x 9000 = 90,000,000: store a smaller image"),
     "empty": (b"", "found 0 bytes"),
-    "text": (b"hello, I am no picture", "22 bytes of another kind, which start with b'hello, I am no p'"),
+    "text": (b"hello, I am text alone", "22 bytes of another kind, which start with b'hello, I am text'"),
     "gif": (animated(), r"expected one frame, found an animation \(GIF\) of 5 frames.*data.video_key"),
     "webp": (animated("WEBP"), r"found an animation \(WEBP\) of 5 frames"),
     "missing": ("no/such.png", r"row 3 \(no/such.png\): expected a file 'no/such.png' \(in .*found no such file"),
@@ -94,23 +94,23 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_picture_is_one_error_with_row_and_fix(name, tmp_path):
+def test_a_bad_image_is_one_error_with_row_and_fix(name, tmp_path):
     source, message = BAD[name]
     with pytest.raises(MediaError, match=message) as raised:
-        Picture(source, "a.parquet, row 3", tmp_path).decode()
+        RowImage(source, "a.parquet, row 3", tmp_path).decode()
     assert str(raised.value).startswith("a.parquet, row 3") and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if not name.startswith(("truncated", "32"))])
 def test_the_header_is_enough_to_find_it(name, tmp_path):
     with pytest.raises(MediaError, match=BAD[name][1]):
-        Picture(BAD[name][0], "row 3", tmp_path).size()
+        RowImage(BAD[name][0], "row 3", tmp_path).size()
 
 
-def test_a_text_file_with_the_name_of_a_picture(tmp_path):
+def test_a_text_file_with_the_name_of_an_image(tmp_path):
     (tmp_path / "a.png").write_text("PNG, honestly")
     with pytest.raises(MediaError, match=r"row 3 \(a.png\): .*start with b'PNG, honestly'"):
-        Picture("a.png", "row 3", tmp_path).size()
+        RowImage("a.png", "row 3", tmp_path).size()
 
 
 def test_transparent_parts_are_white():
@@ -118,18 +118,18 @@ def test_transparent_parts_are_white():
     palette = hidden.convert("P")
     palette.info["transparency"] = palette.getpixel((0, 0))
     grey = Image.new("LA", (8, 8), (0, 128))
-    assert Picture(written(hidden), "x").decode().getpixel((0, 0)) == (255, 255, 255)
-    assert Picture(written(palette), "x").decode().getpixel((0, 0)) == (255, 255, 255)
-    assert Picture(written(grey), "x").decode().getpixel((0, 0)) == (127, 127, 127)
+    assert RowImage(written(hidden), "x").decode().getpixel((0, 0)) == (255, 255, 255)
+    assert RowImage(written(palette), "x").decode().getpixel((0, 0)) == (255, 255, 255)
+    assert RowImage(written(grey), "x").decode().getpixel((0, 0)) == (127, 127, 127)
 
 
 def test_other_modes():
-    cmyk = Picture(written(plain(mode="CMYK", color=(0, 255, 255, 0)), "JPEG", quality=95), "x").decode()
+    cmyk = RowImage(written(plain(mode="CMYK", color=(0, 255, 255, 0)), "JPEG", quality=95), "x").decode()
     assert np.allclose(cmyk.getpixel((3, 3)), RED, atol=8)
     grey16 = Image.fromarray(np.full((8, 8), 0x8001, dtype=np.uint16))
-    assert Picture(written(grey16), "x").decode().getpixel((0, 0)) == (128, 128, 128)
-    assert Picture(written(plain(mode="1", color=1)), "x").decode().getpixel((0, 0)) == (255, 255, 255)
-    assert Picture(written(plain(mode="L", color=9)), "x").decode().getpixel((0, 0)) == (9, 9, 9)
+    assert RowImage(written(grey16), "x").decode().getpixel((0, 0)) == (128, 128, 128)
+    assert RowImage(written(plain(mode="1", color=1)), "x").decode().getpixel((0, 0)) == (255, 255, 255)
+    assert RowImage(written(plain(mode="L", color=9)), "x").decode().getpixel((0, 0)) == (9, 9, 9)
 
 
 def test_the_exif_orientation_is_applied():
@@ -137,39 +137,39 @@ def test_the_exif_orientation_is_applied():
     image.paste(RED, (0, 0, 6, 8))  # left half
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise: left becomes top
-    picture = Picture(written(image, "PNG", exif=exif), "x")
-    found = picture.decode()
-    assert picture.size() == found.size == (8, 12)
+    source = RowImage(written(image, "PNG", exif=exif), "x")
+    found = source.decode()
+    assert source.size() == found.size == (8, 12)
     assert found.getpixel((4, 1)) == RED and found.getpixel((4, 10)) == (0, 0, 255)
 
 
 def test_limits_of_pixels():
-    small, large = PictureLimits(min_pixels=400), PictureLimits(max_pixels=48)
+    small, large = ImageLimits(min_pixels=400), ImageLimits(max_pixels=48)
     for limits, expected in ((small, (25, 17)), (large, (8, 5))):  # 12 x 8 times sqrt(400 / 96) and sqrt(1 / 2)
-        picture = Picture(written(plain()), "x", limits=limits)
-        assert picture.size() == picture.decode().size == expected
-    assert Picture(plain(), "x", limits=PictureLimits(96, 96)).size() == (12, 8)
+        image = RowImage(written(plain()), "x", limits=limits)
+        assert image.size() == image.decode().size == expected
+    assert RowImage(plain(), "x", limits=ImageLimits(96, 96)).size() == (12, 8)
 
 
 def test_a_url_is_downloaded_once_if_allowed(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
     asked = []
 
     def urlopen(url, timeout):
         asked.append(url)
         return io.BytesIO(written(plain()))
 
-    monkeypatch.setattr("verl.data.pictures.urllib.request.urlopen", urlopen)
+    monkeypatch.setattr("verl.data.images.urllib.request.urlopen", urlopen)
     for _ in range(2):
-        assert Picture("https://a.example/b.png", "x", limits=PictureLimits(allow_urls=True)).size() == (12, 8)
+        assert RowImage("https://a.example/b.png", "x", limits=ImageLimits(allow_urls=True)).size() == (12, 8)
     assert asked == ["https://a.example/b.png"]
 
     def down(url, timeout):
         raise OSError("no route")
 
-    monkeypatch.setattr("verl.data.pictures.urllib.request.urlopen", down)
-    with pytest.raises(MediaError, match=r"expected a picture at https://a.example/c.png, found OSError: no route"):
-        Picture("https://a.example/c.png", "x", limits=PictureLimits(allow_urls=True)).size()
+    monkeypatch.setattr("verl.data.images.urllib.request.urlopen", down)
+    with pytest.raises(MediaError, match=r"expected an image at https://a.example/c.png, found OSError: no route"):
+        RowImage("https://a.example/c.png", "x", limits=ImageLimits(allow_urls=True)).size()
 
 
 # ---- videos ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Bad rows of the training data: parsed with one message each, and set aside up to `data.max_bad_rows`.
+"""Bad rows of the training data: parsed with one message each, and dropped up to `data.max_bad_rows`.
 
 By default, the first bad row ends the run before a model is loaded. With `data.max_bad_rows=N`, bad rows are dropped
 and listed in `bad_rows.jsonl` of the run's folder; more than N end the run.
@@ -69,7 +69,7 @@ def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
 def usable_rows(
     rows: Any, indices: Collection[int], check: Callable[[Mapping[str, Any], int], Any], limit: int
 ) -> tuple[Sequence[int], list[dict[str, Any]]]:
-    """Check rows, and set aside those that cannot be used.
+    """Check rows, and drop those that cannot be used.
 
     Args:
         rows: rows with `where(index)`.

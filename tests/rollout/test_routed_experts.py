@@ -23,7 +23,7 @@ from verl.rollout.base import (
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
-from verl.rollout.routes import extended, routes_column
+from verl.rollout.routed_experts import extended, routed_experts_column
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.workers.rollout.service import extend
 
@@ -32,7 +32,7 @@ SAMPLED = SamplingParams(12, (3, 50), seed=5)
 CASES = pytest.mark.parametrize("case", ["qwen3-moe", "mixtral"])
 
 
-def expected_routes(module: torch.nn.Module, tokens: list[int]) -> np.ndarray:
+def expected_experts(module: torch.nn.Module, tokens: list[int]) -> np.ndarray:
     """Of all tokens but the last, from one forward pass."""
     routing = routing_of(module)
     routing.start(None)
@@ -41,9 +41,9 @@ def expected_routes(module: torch.nn.Module, tokens: list[int]) -> np.ndarray:
     return routing.recorded().numpy()
 
 
-def assert_routes(module: torch.nn.Module, requests: list[Request], completions: list[Completion]) -> None:
+def assert_routed_experts(module: torch.nn.Module, requests: list[Request], completions: list[Completion]) -> None:
     for request, completion in zip(requests, completions, strict=True):
-        expected = expected_routes(module, [*request.prompt_ids, *completion.token_ids])
+        expected = expected_experts(module, [*request.prompt_ids, *completion.token_ids])
         found = completion.routed_experts
         assert found.dtype == np.int16 and found.shape == expected.shape
         assert np.array_equal(np.sort(found, -1), np.sort(expected, -1))
@@ -60,7 +60,7 @@ def test_engines_report_the_choices_of_the_model(case):
         NativeRollout(module, records=True),
         NativeRollout(module, records=True, cache_bytes=room),
     ):
-        assert_routes(module, requests, engine.generate(requests))
+        assert_routed_experts(module, requests, engine.generate(requests))
     assert all(c.routed_experts is None for c in NativeRollout(module).generate(requests))
 
 
@@ -73,7 +73,7 @@ def test_requests_that_arrive_over_time():
         await asyncio.sleep(0.003 * i)
         return await engine.generate_one(requests[i])
 
-    assert_routes(module, requests, run_coroutine(gather_coroutines([later(i) for i in range(5)])))
+    assert_routed_experts(module, requests, run_coroutine(gather_coroutines([later(i) for i in range(5)])))
 
 
 def test_a_dense_model_has_nothing_to_record():
@@ -98,7 +98,7 @@ def test_an_engine_that_does_not_report_them_is_refused():
 # ---- from completions to the column ---------------------------------------------------------------------------------
 
 
-def routes(*tokens: int) -> np.ndarray:
+def experts_of(*tokens: int) -> np.ndarray:
     """One layer and one expert per token."""
     return np.array(tokens, dtype=np.int16).reshape(-1, 1, 1)
 
@@ -106,21 +106,21 @@ def routes(*tokens: int) -> np.ndarray:
 def test_the_first_choice_of_a_token_is_kept():
     # the second request computes the tokens of the first again, with other choices
     trajectory = Trajectory(Prompt([1, 2], SAMPLED, 0))
-    trajectory.add_completion(Completion([3, 4], [0.0, 0.0], "stop", [], routes(0, 1, 2)))
+    trajectory.add_completion(Completion([3, 4], [0.0, 0.0], "stop", [], experts_of(0, 1, 2)))
     trajectory.add_tokens([5])
-    trajectory.add_completion(Completion([6], [0.0], "stop", [], routes(7, 7, 7, 3, 4)))
+    trajectory.add_completion(Completion([6], [0.0], "stop", [], experts_of(7, 7, 7, 3, 4)))
     assert trajectory.routed_experts.flatten().tolist() == [0, 1, 2, 3, 4]
-    whole = Completion([3], [0.0], "abort", [], routes(0, 1))
-    extend(whole, Completion([4], [0.0], "stop", [], routes(7, 7, 2)), 0, Request([1, 2], SAMPLED, 0))
+    whole = Completion([3], [0.0], "abort", [], experts_of(0, 1))
+    extend(whole, Completion([4], [0.0], "stop", [], experts_of(7, 7, 2)), 0, Request([1, 2], SAMPLED, 0))
     assert whole.routed_experts.flatten().tolist() == [0, 1, 2]
     assert extended(None, None, 0) is None
     # the last choice is for a token that was cut off
-    assert extended(routes(0, 1, 2, 3), routes(7, 7, 7, 4), length=3).flatten().tolist() == [0, 1, 2, 4]
+    assert extended(experts_of(0, 1, 2, 3), experts_of(7, 7, 7, 4), length=3).flatten().tolist() == [0, 1, 2, 4]
 
 
 def test_column_of_padded_samples():
-    found = routes_column([routes(4, 5, 6), routes(7)], [2, 1], prompt_width=3, response_width=2)
+    found = routed_experts_column([experts_of(4, 5, 6), experts_of(7)], [2, 1], prompt_width=3, response_width=2)
     assert found.shape == (2, 5, 1, 1) and found.dtype == torch.int16
     assert found.flatten(1).tolist() == [[-1, 4, 5, 6, -1], [-1, -1, 7, -1, -1]]
     with pytest.raises(ValueError, match=r"does not pass Completion\.routed_experts on"):
-        routes_column([routes(4), None], [1, 1], 1, 1)
+        routed_experts_column([experts_of(4), None], [1, 1], 1, 1)

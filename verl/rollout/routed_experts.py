@@ -13,7 +13,7 @@ import torch
 
 #: the key that turns `Completion.routed_experts` on, in messages
 RECORDING_KEY = "rollout.enable_rollout_routing_replay=true"
-#: the router of training decides; the same value as `verl.modeling.moe.NOT_RECORDED`
+#: the router of training decides; `verl.modeling.moe.NOT_RECORDED`, whose module takes long to import
 NOT_RECORDED = -1
 
 
@@ -40,27 +40,27 @@ def extended(known: np.ndarray | None, found: np.ndarray | None, length: int) ->
     return np.concatenate([known, found[len(known) :]])
 
 
-def routes_column(
-    routes: Sequence[np.ndarray | None], prompt_lengths: Sequence[int], prompt_width: int, response_width: int
+def routed_experts_column(
+    experts: Sequence[np.ndarray | None], prompt_lengths: Sequence[int], prompt_width: int, response_width: int
 ) -> torch.Tensor:
     """The column routed_experts (B, P + T, layers, k) int16, NOT_RECORDED at padding and at the last tokens.
 
     Args:
-        routes: of each sample, from the first prompt token on.
+        experts: of each sample, from the first prompt token on.
         prompt_lengths: tokens of each prompt, which are padded on the left.
         prompt_width, response_width: P and T.
 
     Raises:
         ValueError: a sample without choices, or of another number of layers or experts.
     """
-    shapes = {None if found is None else found.shape[1:] for found in routes}
+    shapes = {None if found is None else found.shape[1:] for found in experts}
     if None in shapes or len(shapes) > 1:
         raise ValueError(
             f"rollout.enable_rollout_routing_replay: expected the experts of every sample, found {shapes}: "
             "the rollout engine or the agent loop does not pass Completion.routed_experts on"
         )
-    column = torch.full((len(routes), prompt_width + response_width, *shapes.pop()), NOT_RECORDED, dtype=torch.int16)
-    for row, found, length in zip(column, routes, prompt_lengths):
+    column = torch.full((len(experts), prompt_width + response_width, *shapes.pop()), NOT_RECORDED, dtype=torch.int16)
+    for row, found, length in zip(column, experts, prompt_lengths):
         own = row[prompt_width - length :]
         count = min(len(found), len(own))
         own[:count] = torch.from_numpy(found[:count].astype(np.int16))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from verl.data.quarantine import BadRowsError
+from verl.data.bad_rows import BadRowsError
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.trainer.local_trainer import LocalPPOTrainer
 

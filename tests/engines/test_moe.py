@@ -46,11 +46,11 @@ def paths(tmp_path_factory) -> dict[str, str]:
     return {kind: save_model(config, tmp_path_factory.mktemp(kind)) for kind, config in CONFIGS.items()}
 
 
-def with_routes(batch: DataProto, routes: torch.Tensor, replays: bool = True) -> DataProto:
-    return DataProto.from_dict({**batch.tensors, ROUTED_EXPERTS: routes}, meta_info={REPLAYS: replays})
+def with_experts(batch: DataProto, experts: torch.Tensor, replays: bool = True) -> DataProto:
+    return DataProto.from_dict({**batch.tensors, ROUTED_EXPERTS: experts}, meta_info={REPLAYS: replays})
 
 
-def other_routes(batch: DataProto, seed: int = 0) -> torch.Tensor:
+def other_experts(batch: DataProto, seed: int = 0) -> torch.Tensor:
     """Random choices for every token, (B, P + T, 2, 2), -1 at padding."""
     mask = batch.batch["attention_mask"].bool()
     scores = torch.rand(*mask.shape, 2, 4, generator=torch.Generator().manual_seed(seed))
@@ -136,18 +136,18 @@ def test_statistics_by_hand(paths):
 def test_recorded_choices_replay_to_the_same_log_probs(paths, kind, packed):
     engine, batch = make_engine(paths[kind], use_remove_padding=packed), make_batch()
     plain = engine.infer(batch, ("log_probs", ROUTED_EXPERTS), ROWS2)
-    routes = plain[ROUTED_EXPERTS]
+    experts = plain[ROUTED_EXPERTS]
     mask = batch.batch["attention_mask"].bool()
-    assert routes.dtype == torch.int16 and (routes[~mask] == -1).all() and (routes[mask] >= 0).all()
-    again = engine.infer(with_routes(batch, routes), ("log_probs",), MicroBatching(rows=3))["log_probs"]
+    assert experts.dtype == torch.int16 and (experts[~mask] == -1).all() and (experts[mask] >= 0).all()
+    again = engine.infer(with_experts(batch, experts), ("log_probs",), MicroBatching(rows=3))["log_probs"]
     assert torch.allclose(plain["log_probs"], again, atol=1e-5)
-    other = engine.infer(with_routes(batch, other_routes(batch)), ("log_probs",), ROWS2)["log_probs"]
+    other = engine.infer(with_experts(batch, other_experts(batch)), ("log_probs",), ROWS2)["log_probs"]
     assert (other - again).abs().max() > 1e-2
 
 
 def test_replay_does_not_depend_on_the_micro_batches_or_on_recomputation(paths):
     batch = make_batch()
-    batch = with_routes(batch, other_routes(batch))
+    batch = with_experts(batch, other_experts(batch))
     expected = results(make_engine(paths["qwen3_moe"], OPTIMIZER, **FLOAT64), batch, MicroBatching())
     settings = ({}, {"enable_gradient_checkpointing": True}, {"use_remove_padding": False})
     for micro, keys in zip((UNEVEN, ROWS2, ROWS2), settings):
@@ -160,8 +160,8 @@ def test_choices_are_only_compared_without_replay(paths):
     batch = make_batch()
     engine = make_engine(paths["mixtral"], OPTIMIZER)
     own = engine.infer(batch, (ROUTED_EXPERTS,), ROWS2)[ROUTED_EXPERTS]
-    assert train(engine, with_routes(batch, own.flip(-1), False), ROWS2, steps=1)["moe/routing_mismatch"] == 0
-    compared = with_routes(batch, other_routes(batch), replays=False)
+    assert train(engine, with_experts(batch, own.flip(-1), False), ROWS2, steps=1)["moe/routing_mismatch"] == 0
+    compared = with_experts(batch, other_experts(batch), replays=False)
     one, two = (make_engine(paths["mixtral"], OPTIMIZER) for _ in range(2))
     found, expected = train(one, compared, ROWS2, steps=1), train(two, batch, ROWS2, steps=1)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
@@ -182,18 +182,18 @@ def test_replay_reduces_the_mismatch_of_a_noisy_router(paths):
         return float((trained.infer(given, ("log_probs",), ROWS2)["log_probs"] - rollout["log_probs"]).abs().mean())
 
     without = mismatch(batch)
-    replayed = mismatch(with_routes(batch, rollout[ROUTED_EXPERTS]))
+    replayed = mismatch(with_experts(batch, rollout[ROUTED_EXPERTS]))
     assert replayed < 0.7 * without, (replayed, without)
 
 
 def test_choices_of_another_model_are_refused(paths, tmp_path):
     batch = make_batch()
-    wrong = with_routes(batch, other_routes(batch)[:, :, :1])
+    wrong = with_experts(batch, other_experts(batch)[:, :, :1])
     with pytest.raises(ValueError, match="expected 2 layers with 2 experts per token, found \\(1, 2\\)"):
         make_engine(paths["mixtral"]).infer(wrong, ("log_probs",), ROWS2)
     dense = make_engine(save_model(qwen2(), tmp_path))
     with pytest.raises(ValueError, match="needs a mixture of experts"):
-        dense.infer(with_routes(batch, other_routes(batch)), ("log_probs",), ROWS2)
+        dense.infer(with_experts(batch, other_experts(batch)), ("log_probs",), ROWS2)
 
 
 # ---- checkpoints and adapters ---------------------------------------------------------------------------------------
