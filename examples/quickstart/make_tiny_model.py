@@ -13,7 +13,8 @@ from tiny_model import ARCHITECTURES, SIZES, tiny_model
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--like", choices=sorted(ARCHITECTURES), default="llama", help="the model family; make_tiny_vl_model.py: Qwen2-VL")
+    family = "the model family (make_tiny_vl_model.py writes a Qwen2-VL)"
+    parser.add_argument("--like", choices=sorted(ARCHITECTURES), default="llama", help=family)
     parser.add_argument("--size", choices=sorted(SIZES), help="default: the size of the family")
     parser.add_argument("--tokenizer", choices=["char", "bpe"], help="default: the tokenizer of the family")
     parser.add_argument("--text", type=Path, help="text file to train the bpe tokenizer on, one text per line")
