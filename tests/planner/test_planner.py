@@ -167,6 +167,12 @@ def test_activations_by_hand():
 # ---- monotonicity ---------------------------------------------------------------------------------------------------
 
 
+def test_megatron_has_its_gradient_buffers_on_a_cpu_too():
+    cpu, job = host.base_profile(torch.device("cpu")), job_of(kind="megatron", engine="native")
+    (group,) = plan_groups(replace(job, strict=False), cpu, [(("actor",), 1)], True).groups
+    assert group.memory["update of the actor"]["gradients"] == 4 * TINY.parameters()
+
+
 def test_reserved_cache_takes_no_memory_of_a_cpu():
     """64 rows of 256 tokens, keys and values of 2 layers with 2 heads of 2, 2 bytes each."""
     cpu, job = host.base_profile(torch.device("cpu")), job_of(engine="vllm", memory_share=0.9)

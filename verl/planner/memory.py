@@ -166,7 +166,8 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     items["activations"] += tokens * _head_states(role)
     # the gradients of one layer's activations come after those of the logits are freed
     items["logits, working memory"] = max(logits(job, role, tokens, device, training=True), tokens * layer)
-    if device.kind == "cpu" and largest <= tokens:  # a GPU's allocator keeps the blocks of activations
+    # a GPU's allocator keeps the blocks of activations, and Megatron has gradient buffers all the time
+    if device.kind == "cpu" and job.kind != "megatron" and largest <= tokens:
         return _one_backward_pass(role, items, tokens * layer)
     return items
 
