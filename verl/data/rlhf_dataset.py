@@ -276,17 +276,13 @@ class RLHFDataset(Dataset):
 
     def _check_whole(self, rows: Rows, row: Mapping[str, Any], index: int) -> None:
         """Check a row, decode its images, and render its prompt. Raises ValueError if the row cannot be used."""
-        prompt = self._check_row(row, rows, index)
-        if isinstance(prompt, MediaPrompt):
-            prompt.decode()
-        self._encode([prompt], lambda i: rows.where(index))
+        self._encode([self._checked(row, rows, index, [index])], lambda _: rows.where(index))
 
     def _checked(self, row: Mapping[str, Any], rows: Rows, index: int, decoded: Collection[int]) -> Prompt:
         """`_check_row`; images of the rows `decoded` are decoded."""
         prompt = self._check_row(row, rows, index)
         if isinstance(prompt, MediaPrompt) and index in decoded:
             prompt.decode()
-            self.media.token_ids(prompt)
         return prompt
 
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:

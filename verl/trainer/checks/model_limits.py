@@ -15,26 +15,6 @@ from verl.rollout.native.slices import check_sizes
 
 logger = logging.getLogger("verl.trainer")
 
-
-def check_mixture(config: schema.Config) -> None:
-    """Expert parallelism and router replay fit the policy.
-
-    Raises:
-        ValueError: a model without experts, or sizes that do not divide.
-    """
-    policy, devices = config.actor_rollout_ref, config.placement.actor_devices
-    actor, records = policy.actor, policy.rollout.enable_rollout_routing_replay
-    found = read_config(policy.model.path, policy.model.override_config, policy.model.trust_remote_code)
-    ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if actor.strategy in ("fsdp", "fsdp2"):
-        check_experts(found, actor.fsdp_config.expert_parallel_size, ranks)
-    if (actor.router_replay.mode != "disabled" or records) and not experts_of(found):
-        raise ValueError(
-            f"router replay needs a mixture of experts, and {found.model_type} models have no experts: set "
-            "actor.router_replay.mode=disabled and rollout.enable_rollout_routing_replay=false"
-        )
-
-
 #: fraction of differing tokens above which two vocabularies belong to different tokenizers
 _DIFFERENT_SHARE = 0.01
 
@@ -149,3 +129,25 @@ def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig
     if len(different) > _DIFFERENT_SHARE * len(ours):
         raise ValueError(f"the {role} has another tokenizer than the policy: {found}. {advice[0].upper()}{advice[1:]}")
     logger.warning("the tokenizers of policy and %s differ: %s", role, found)
+
+
+def check_moe(config: schema.Config) -> None:
+    """Expert parallelism and router replay fit the policy.
+
+    Raises:
+        ValueError: a model without experts, or sizes that do not divide.
+    """
+    policy, devices = config.actor_rollout_ref, config.placement.actor_devices
+    actor, records = policy.actor, policy.rollout.enable_rollout_routing_replay
+    size = actor.fsdp_config.expert_parallel_size if actor.strategy in ("fsdp", "fsdp2") else 1
+    replays = actor.router_replay.mode != "disabled" or records
+    if size == 1 and not replays:
+        return
+    found = read_config(policy.model.path, policy.model.override_config, policy.model.trust_remote_code)
+    ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
+    check_experts(found, size, ranks)
+    if replays and not experts_of(found):
+        raise ValueError(
+            f"router replay needs a mixture of experts, and {found.model_type} models have no experts: set "
+            "actor.router_replay.mode=disabled and rollout.enable_rollout_routing_replay=false"
+        )

@@ -55,7 +55,7 @@ from verl.tracking.tracking import check_trackers
 from verl.trainer.checks import planning
 from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings
-from verl.trainer.checks.model_limits import check_mixture, check_reads_tokens_of
+from verl.trainer.checks.model_limits import check_moe, check_reads_tokens_of
 from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.ppo.flow import needs_critic
@@ -286,7 +286,7 @@ def model_configs(run: Run) -> None:
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
     check_model(policy, "causal_lm")
-    check_mixture(config)
+    check_moe(config)
     if "critic" in roles_of(config):
         check_model(critic, "value")
     if reward.enable:
