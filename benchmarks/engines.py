@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--suite", choices=SUITES, default="gpu")
     parser.add_argument("--engines", default="native,vllm", help="names of rollout engines")
     parser.add_argument("--strategies", default="fsdp2", help="training engines: fsdp2, megatron")
+    parser.add_argument("--skip", default="", help="pairs to leave out, such as megatron/vllm")
     parser.add_argument("--placements", default="colocated,split")
     parser.add_argument("--devices", type=int, default=2, help="devices of a run")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of the colocated rollout")
@@ -136,6 +137,8 @@ def main() -> None:
         make_inputs(work, folder, work.prompts * args.steps)
         choices = (args.placements.split(","), args.strategies.split(","), args.engines.split(","))
         for placement, strategy, engine in itertools.product(*choices):
+            if f"{strategy}/{engine}" in args.skip.split(","):
+                continue
             record["lines"].append(run(args, folder, strategy, engine, placement))
             print(json.dumps(record["lines"][-1]), flush=True)
             if args.out:
