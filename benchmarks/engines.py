@@ -3,7 +3,7 @@
     python benchmarks/engines.py                                       # two GPUs: 0.5B, native and vllm
     python benchmarks/engines.py --suite gpu-7b --engines native,vllm  # 7B, FSDP2 over both GPUs
     python benchmarks/engines.py --suite gpu-moe --engines vllm --strategies fsdp2,megatron  # training engines
-    python benchmarks/engines.py --suite gpu-vl --devices 1 --placements colocated  # Qwen2.5-VL-3B, one image per prompt
+    python benchmarks/engines.py --suite gpu-vl --devices 1 --placements colocated  # Qwen2.5-VL-3B, an image each
     python benchmarks/engines.py --suite cpu --engines native,hf       # any machine
 
 Each line is one run of `verl.trainer.main_ppo`; the seconds of its operators are medians over the steps after the
