@@ -3,6 +3,7 @@
     python benchmarks/engines.py                                       # two GPUs: 0.5B, native and vllm
     python benchmarks/engines.py --suite gpu-7b --engines native,vllm  # 7B, FSDP2 over both GPUs
     python benchmarks/engines.py --suite gpu-moe --engines vllm --strategies fsdp2,megatron  # training engines
+    python benchmarks/engines.py --suite gpu-vl --devices 1 --placements colocated  # Qwen2.5-VL-3B, an image each
     python benchmarks/engines.py --suite cpu --engines native,hf       # any machine
 
 Each line is one run of `verl.trainer.main_ppo`; the seconds of its operators are medians over the steps after the
@@ -28,12 +29,15 @@ import time
 from pathlib import Path
 
 from grpo_step import SUITES, facts, make_inputs
+from vision_inputs import VISION_SUITES, VisionWork, make_vision_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
+ALL_SUITES = SUITES | VISION_SUITES
 #: column of the table -> metric of the run
 COLUMNS = {
     "step_s": "timing_s/step",
     "gen_s": "timing_s/gen",
+    "old_log_prob_s": "timing_s/old_log_prob",
     "update_s": "timing_s/update_actor",
     "mfu": "perf/mfu/actor",
     "push_s": "weight_sync/seconds",
@@ -45,7 +49,7 @@ COLUMNS = {
 
 def overrides(args: argparse.Namespace, folder: Path, strategy: str, engine: str, placement: str) -> list[str]:
     """The command line of one run. strategy: the training engine."""
-    work, devices = SUITES[args.suite], args.devices
+    work, devices = ALL_SUITES[args.suite], args.devices
     settings = {
         "algorithm.name": "grpo",
         "data.train_files": folder / "prompts.jsonl",
@@ -78,7 +82,8 @@ def overrides(args: argparse.Namespace, folder: Path, strategy: str, engine: str
         settings["actor_rollout_ref.rollout.tensor_model_parallel_size"] = args.tensor_parallel
     if strategy == "megatron" and placement == "colocated":
         settings["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] = args.tensor_parallel
-    return [f"{key}={value}" for key, value in settings.items()] + args.set
+    further = work.settings if isinstance(work, VisionWork) else ()
+    return [f"{key}={value}" for key, value in settings.items()] + [*further, *args.set]
 
 
 def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, placement: str) -> dict:
@@ -112,7 +117,7 @@ def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, plac
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=SUITES, default="gpu")
+    parser.add_argument("--suite", choices=ALL_SUITES, default="gpu")
     parser.add_argument("--engines", default="native,vllm", help="names of rollout engines")
     parser.add_argument("--strategies", default="fsdp2", help="training engines: fsdp2, megatron")
     parser.add_argument("--skip", default="", help="pairs to leave out, such as megatron/vllm")
@@ -128,13 +133,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the record to this file")
     args = parser.parse_args()
     args.threads, args.trl_python = os.cpu_count(), sys.executable
-    work = SUITES[args.suite]
+    work = ALL_SUITES[args.suite]
     record = facts(args) | {"lines": []}
     record["command"] = " ".join(["python benchmarks/engines.py", *sys.argv[1:]])
     record["versions"] = record["versions"]["ours"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_inputs(work, folder, work.prompts * args.steps)
+        make = make_vision_inputs if isinstance(work, VisionWork) else make_inputs
+        make(work, folder, work.prompts * args.steps)
         choices = (args.placements.split(","), args.strategies.split(","), args.engines.split(","))
         for placement, strategy, engine in itertools.product(*choices):
             if f"{strategy}/{engine}" in args.skip.split(","):
