@@ -111,6 +111,9 @@ def make_inputs(work: Work, folder: Path, rows: int) -> None:
     with torch.device("cuda" if gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
     model.save_pretrained(folder / "model")
+    del model
+    if gpu:
+        torch.cuda.empty_cache()  # for the runs, which are other processes
     generator = random.Random(1)
     with (folder / "prompts.jsonl").open("w") as file:
         for _ in range(rows):

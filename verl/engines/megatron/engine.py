@@ -87,7 +87,10 @@ class MegatronEngine(TrainEngine):
         self.model_parallel_rank = ranks.c * ranks.t_size + ranks.t
         self.pipeline_rank = ranks.p
         self.dtype = resolve_dtype(self.section.dtype, spec.device)
-        recompute = spec.optimizer is not None and spec.model.enable_gradient_checkpointing is True
+        checkpointing = spec.model.enable_gradient_checkpointing
+        recompute = spec.optimizer is not None and (
+            checkpointing is True or (checkpointing == "auto" and spec.device.type == "cuda")
+        )
         self.config = convert.decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
         # frees outputs that are sent; a GPU's stream still has them then, a send of gloo has not
         self.config.deallocate_pipeline_outputs = spec.device.type == "cuda"
