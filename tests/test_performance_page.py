@@ -73,3 +73,31 @@ def test_commands_for_any_machine(command):
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert any(line.get("update_seconds", line.get("update_actor_seconds", 0)) > 0 for line in lines)
+
+
+def test_the_table_of_engines_has_the_recorded_numbers():
+    record = json.loads((ROOT / "benchmarks" / "results" / "engines_h200.json").read_text())["lines"]
+    rows = [
+        row.split("|")
+        for row in PAGE.split("## Engines side by side")[1].splitlines()
+        if "`native`" in row or "`vllm`" in row
+    ]
+    assert len(rows) == 7
+    for row in rows:
+        cells = [cell.strip() for cell in row[2:-1]]
+        found = [
+            line
+            for line in record
+            if f"{line.get('step_s', 0):.2f}" == cells[2]
+            and {"FSDP2": "fsdp2"}.get(cells[0], "megatron") == line.get("strategy")
+        ]
+        assert len(found) == 1, cells
+        line = found[0]
+        assert cells[1].startswith(f"`{line['engine']}`")
+        numbers = [f"{line['gen_s']:.2f}", f"{line['update_s']:.2f}", f"{100 * line['mfu']:.0f} %"]
+        numbers += [
+            f"{line['push_s']:.3f}".replace("0.000", "0"),
+            f"{line['memory_gib']:.0f}",
+            f"{line['mismatch']:.2g}",
+        ]
+        assert cells[3:] == numbers
