@@ -115,7 +115,7 @@ def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, plac
     return line | {"steps": len(steps)}
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=ALL_SUITES, default="gpu")
     parser.add_argument("--engines", default="native,vllm", help="names of rollout engines")
@@ -131,7 +131,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="time limit of a run in seconds")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further override")
     parser.add_argument("--out", type=Path, help="also write the record to this file")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     args.threads, args.trl_python = os.cpu_count(), sys.executable
     work = ALL_SUITES[args.suite]
     record = facts(args) | {"lines": []}

@@ -30,6 +30,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "trl", "vllm", "liger-kernel", "accelerate")
@@ -79,21 +83,12 @@ def even_digits(response: str) -> float:
 
 
 # ------------------------------------------------------------------------------------------- what both read: made once
-def make_inputs(work: Work, folder: Path, rows: int) -> None:
-    """A model with random weights and its tokenizer in folder/model, prompts in folder/prompts.jsonl."""
-    import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer, Qwen3MoeConfig
+def model_config(work: Work, end: int | None = None, fill: int | None = None) -> "PretrainedConfig":
+    """The config of a model of this shape. end, fill: tokens that end and pad a response."""
+    from transformers import Qwen2Config, Qwen3MoeConfig
 
-    # without merges a text is one token per byte, also ten digits; the other tokens appear only in responses
-    end, fill = "<|endoftext|>", "<|fill|>"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"w{i}" for i in range(work.vocabulary - len(alphabet) - 2)]
-    vocabulary = {token: i for i, token in enumerate([*alphabet, *words, end, fill])}
-    Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token=end, pad_token=fill).save_pretrained(folder / "model")
-    torch.manual_seed(0)
     experts = {"num_experts": work.experts, "num_experts_per_tok": 8, "moe_intermediate_size": work.mlp}
-    config = (Qwen3MoeConfig if work.experts else Qwen2Config)(
+    return (Qwen3MoeConfig if work.experts else Qwen2Config)(
         **(experts | {"head_dim": 128} if work.experts else {}),
         hidden_size=work.hidden,
         intermediate_size=work.mlp,
@@ -104,9 +99,25 @@ def make_inputs(work: Work, folder: Path, rows: int) -> None:
         tie_word_embeddings=work.tied,
         max_position_embeddings=4096,
         bos_token_id=None,
-        eos_token_id=vocabulary[end],
-        pad_token_id=vocabulary[fill],
+        eos_token_id=end,
+        pad_token_id=fill,
     )
+
+
+def make_inputs(work: Work, folder: Path, rows: int) -> None:
+    """A model with random weights and its tokenizer in folder/model, prompts in folder/prompts.jsonl."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+
+    # without merges a text is one token per byte, also ten digits; the other tokens appear only in responses
+    end, fill = "<|endoftext|>", "<|fill|>"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"w{i}" for i in range(work.vocabulary - len(alphabet) - 2)]
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *words, end, fill])}
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token=end, pad_token=fill).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = model_config(work, vocabulary[end], vocabulary[fill])
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)

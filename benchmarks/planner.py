@@ -19,6 +19,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shlex
 import statistics
 import tempfile
 import time
@@ -28,8 +29,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import engines
 import psutil
-from grpo_step import Work, make_inputs
+from grpo_step import SUITES, Work, make_inputs, model_config
 
 from verl.planner import devices
 from verl.planner.devices import GIB, Device
@@ -232,6 +234,20 @@ def _job(model: str, rows: tuple[int, int, int, int], **settings: Any) -> Job:
     return Job(tuple(roles), *rows, **settings)
 
 
+def _engines_job(line: dict[str, Any]) -> Job:
+    """The job of a run of engines.py, from its settings."""
+    from verl.config import load_config
+    from verl.trainer.startup.roles import roles_of
+
+    args = engines.parser().parse_args(shlex.split(line["command"])[2:])
+    args.set += ["trainer.device=cuda"]
+    strategy = line.get("strategy", "fsdp2")
+    config = load_config(overrides=engines.overrides(args, Path(), strategy, line["engine"], line["placement"]))
+    shape = ModelShape.of(model_config(SUITES[line["suite"]]).to_dict(), line["suite"])
+    names = roles_of(config)
+    return job_of(config, dict.fromkeys(names, shape), names, on_gpu=True)
+
+
 def recorded_lines(device: Device) -> list[dict[str, Any]]:
     """Recorded seconds and memory (GiB) of H200 runs, and predictions."""
     lines: list[dict[str, Any]] = []
@@ -239,9 +255,9 @@ def recorded_lines(device: Device) -> list[dict[str, Any]]:
     def add(name: str, job: Job, count: int, operator: str, seconds: float, memory: float | None, extra: float) -> None:
         plan = plan_groups(job, device, [(job.names, count)])
         predicted = plan.seconds if operator == "step" else plan.groups[0].seconds[operator][1]
-        update = total(plan.groups[0].memory["update of the actor"]) - device.reserved + extra
+        peak = max(map(total, plan.groups[0].memory.values())) - device.reserved + extra
         lines.append({"name": name, "operator": operator, "devices": count})
-        lines[-1] |= _compared(predicted, seconds, update / GIB, memory, "gib")
+        lines[-1] |= _compared(predicted, seconds, peak / GIB, memory, "gib")
 
     for line in _read("train_step_gpu.json")["updates"]:
         if line["variant"] == "fused":
@@ -260,14 +276,16 @@ def recorded_lines(device: Device) -> list[dict[str, Any]]:
             name, job = "restructure_h200.json: 7B, 2 GPUs", _job("7B", (16, 8, 128, 128), ref=True)
             add(name, job, 2, "step", statistics.median(line["seconds_of_steps"]), line["peak_gib"], device.reserved)
     for line in _read("engines_h200.json")["lines"]:
-        if line["engine"] == "native" and line["suite"] == "gpu":
-            job, name = _job("0.5B", (64, 8, 128, 512)), "engines_h200.json: 0.5B, 2 GPUs"
-        elif line["suite"] == "gpu-7b":
-            job = _job("7B", (16, 8, 128, 128), engine=line["engine"], rollout_tensor=2, memory_share=0.4)
-            name = "engines_h200.json: 7B, vLLM TP 2"
-        else:
+        if "failed" in line or line["suite"] not in SUITES:  # images are not modelled
             continue
-        add(name, job, line["devices"], "step", line["step_s"], line["memory_gib"], 0.0)
+        job, engine = _engines_job(line), "vLLM" if line["engine"] == "vllm" else line["engine"]
+        parallel = f", TP {line['tensor_parallel']}" if "tensor_parallel" in line else ""
+        replay = f", {line['router_replay']}" if "router_replay" in line else ""
+        strategy = {"megatron": "Megatron"}.get(line.get("strategy"), "FSDP2")
+        name = f"engines_h200.json: {line['suite']}, {strategy}, {engine}{parallel}{replay}"
+        # torch counts the memory that vLLM has freed
+        memory = None if line["engine"] == "vllm" else line["memory_gib"]
+        add(name, job, line["devices"], "step", line["step_s"], memory, 0.0)
         add(name, job, line["devices"], "update_actor", line["update_s"], None, 0.0)
     return lines + _rollout_lines(device)
 

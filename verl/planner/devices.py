@@ -36,8 +36,9 @@ class Device:
         step_seconds: fixed seconds of a step outside of the models.
         push_seconds: fixed seconds of a weight push to another process or engine.
         forward, backward, decode: corrections of the time of a pass, from a calibration.
-        sharded: factor of the time of a pass with FSDP2 over several devices: its hooks, and weights that are neither
-            cast once nor fused once per update.
+        sharded: factor of the time of a pass with FSDP2 over several devices, whose weights are neither cast once nor
+            fused once per update.
+        sharded_layer_seconds: fixed seconds of one layer in a pass with FSDP2 over several devices: its hooks.
         reserved: bytes that the process needs beside tensors: the CUDA context and communication buffers; on a CPU, the
             libraries and what the allocator keeps.
         peak: published FLOP/s of dense matmuls in 16 bits; 0 if not known.
@@ -64,6 +65,7 @@ class Device:
     backward: float = 1.0
     decode: float = 1.0
     sharded: float = 1.0
+    sharded_layer_seconds: float = 0.0
     reserved: float = 0.0
     peak: float = 0.0
     source: str = ""
@@ -79,7 +81,7 @@ class Device:
 
 # measured on H200s (benchmarks/results): GEMMs of an update 660 TFLOP/s (train_step_gpu.json), element-wise kernels
 # 4.2 TB/s, attention 605 TFLOP/s at 16k tokens, all-gather 230 to 260 GB/s of 450 (weight_sync_h200.json), decoding
-# steps (rollout_h200.jsonl), FSDP2 on two GPUs against one (engines_h200.json, restructure_h200.json)
+# steps (rollout_h200.jsonl), FSDP2 on two GPUs against one (engines_h200.json: 0.5B and 7B)
 _H200 = Device(
     name="H200",
     kind="cuda",
@@ -97,7 +99,7 @@ _H200 = Device(
     decode_row_seconds=0.0,
     step_seconds=0.1,
     push_seconds=0.1,
-    sharded=1.5,
+    sharded_layer_seconds=1.5e-3,
     reserved=1.5 * GIB,
     peak=989e12,
     source="measured on an H200, benchmarks/results",

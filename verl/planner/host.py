@@ -70,7 +70,7 @@ def base_profile(device: torch.device) -> Device:
         decode_row_seconds=0.0,
         step_seconds=0.02,
         push_seconds=0.02,
-        sharded=1.5,  # as on a GPU
+        sharded=1.5,
         reserved=0.5 * GIB,
         source="nominal rates of a CPU",
     )

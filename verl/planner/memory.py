@@ -49,7 +49,7 @@ def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationB
         sequence_parallel: tensor-parallel ranks also split what is between the matrices.
     """
     s, c = role.shape, role.compute_bytes
-    stream = max(c, role.weight_bytes)
+    stream = c if role.layout.devices > 1 else max(c, role.weight_bytes)  # FSDP2 casts the embedding
     norms = 2 * (stream + c) * s.hidden + 2 * stream
     attention = c * (s.q_size + 2 * s.kv_size) + c * s.q_size + 4 * s.heads
     attention += c * (s.q_size + 2 * s.kv_size) * s.head_norms
@@ -58,7 +58,7 @@ def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationB
     layer = (attention + mlp + adapters) / role.layout.tensor
     layer += norms / (role.layout.tensor if sequence_parallel else 1)
     plain = s.layers / role.layout.pipeline * layer
-    inputs = s.layers / role.layout.pipeline * s.hidden * (stream + (2 if c == 2 else 0))
+    inputs = s.layers / role.layout.pipeline * s.hidden * (stream + (c if stream > c else 0))
     return ActivationBytes(plain, inputs / (role.layout.tensor if sequence_parallel else 1) + layer)
 
 
@@ -90,8 +90,9 @@ def gradients(job: Job, role: Role) -> float:
 def gathered(job: Job, role: Role, training: bool) -> float:
     """Bytes of casts of the weights or, with FSDP2, of what is gathered at a time.
 
-    FSDP2 gathers two layers, and the embedding with the output layer; in training also their gradients, which are
-    reduced in float32.
+    FSDP2 gathers two layers, and the embedding with the output layer. In training the gradients of these layers, which
+    are reduced in float32, and of the output layer are there too; that of the embedding comes last, when the
+    activations are freed.
     """
     shape, c, layout = role.shape, role.compute_bytes, role.layout
     if job.kind == "megatron":
@@ -102,7 +103,8 @@ def gathered(job: Job, role: Role, training: bool) -> float:
     root = role.parameters - shape.layers * shape.layer_parameters
     layers = 2 * shape.layer_parameters / layout.tensor
     if training and not role.lora_rank:
-        return (layers + root) * (2 * c + (4 if narrow else 0))
+        head = 0 if shape.tied or role.value_head else shape.embedding
+        return layers * (2 * c + (4 if narrow else 0)) + (root + head) * c
     return (layers + root) * c
 
 

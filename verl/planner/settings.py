@@ -56,6 +56,7 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
         memory_share=rollout.gpu_memory_utilization,
         max_rows=rollout.max_num_seqs,
         bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
+        replays=actor.router_replay.mode != "disabled",
         kind="megatron" if actor.strategy == "megatron" else "torch",
         generations=2 if config.algorithm.adv_estimator == "remax" else 1,
         overlaps=config.trainer.max_staleness > 0,

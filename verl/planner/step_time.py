@@ -29,6 +29,11 @@ ATTENTION_BACKWARD = 3.1
 HOST_LINK = 40e9
 #: layers with adapters have the forward pass of transformers, not the fused one (benchmarks/results/planner_cpu.json)
 ADAPTER_FACTOR = 1.6
+#: seconds of a pass of a mixture of experts on a GPU, relative to dense layers with as many FLOPs: permutations and
+#: grouped matmuls of small experts (benchmarks/results/engines_h200.json); of Megatron without Transformer Engine
+EXPERTS_FACTOR, MEGATRON_EXPERTS_FACTOR = 1.9, 3.3
+#: seconds of a layer with experts in a decoding step of the engine native on a GPU, beside those of a dense layer
+EXPERTS_DECODE_SECONDS = 0.18e-3
 #: a matmul in float32 on a GPU, relative to 16 bits
 FLOAT32_FACTOR = 1 / 12
 
@@ -113,10 +118,21 @@ def _bubble(role: Role, micro_batches: float) -> float:
     return 1 + (role.layout.pipeline - 1) / max(1.0, micro_batches)
 
 
+def _is_fsdp(job: Job, role: Role) -> bool:
+    return job.kind == "torch" and role.layout.devices > 1
+
+
 def _engine_factor(job: Job, role: Role, device: Device) -> float:
-    """What FSDP2 over several devices, and layers with adapters, multiply the computation with."""
-    sharded = device.sharded if job.kind == "torch" and role.layout.devices > 1 else 1.0
-    return sharded * (ADAPTER_FACTOR if role.lora_rank else 1.0)
+    """What FSDP2 over several devices, layers with adapters and experts multiply the computation with."""
+    factor = device.sharded if _is_fsdp(job, role) else 1.0
+    if role.shape.experts and device.kind == "cuda":
+        factor *= MEGATRON_EXPERTS_FACTOR if job.kind == "megatron" else EXPERTS_FACTOR
+    return factor * (ADAPTER_FACTOR if role.lora_rank else 1.0)
+
+
+def _hook_seconds(job: Job, role: Role, device: Device, passes: float) -> float:
+    """Seconds of the hooks of FSDP2 in so many passes over the model."""
+    return passes * role.shape.layers * device.sharded_layer_seconds if _is_fsdp(job, role) else 0.0
 
 
 def infer_seconds(job: Job, role: Role, device: Device) -> float:
@@ -125,7 +141,7 @@ def infer_seconds(job: Job, role: Role, device: Device) -> float:
     size = max(role.infer_tokens or 16384, job.length)
     count = max(1.0, math.ceil(tokens.total / size))
     compute = forward_pass(role, tokens, job, device, count).seconds(device) * _bubble(role, count)
-    compute *= _engine_factor(job, role, device)
+    compute = compute * _engine_factor(job, role, device) + _hook_seconds(job, role, device, count)
     exchange = _gather_seconds(job, role, device) * count
     return _overlapped(compute, exchange, device) + activations_exchange(role, tokens.total, device)
 
@@ -147,11 +163,11 @@ def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> 
     passed = forward_pass(role, tokens, job, device, count)
     compute = passed.seconds(device) * (2 if checkpoints else 1)
     compute += passed.backward_seconds(device, role.lora_rank > 0)
-    compute *= _engine_factor(job, role, device)
+    passes = 2 * (1.5 if checkpoints else 1)
+    compute = compute * _engine_factor(job, role, device) + _hook_seconds(job, role, device, count * passes)
     gather = _gather_seconds(job, role, device)
     reduce = _reduce_seconds(job, role, device)
     exchange = count * (2 * gather + reduce) if job.kind == "torch" else 0.0
-    passes = 2 * (1.5 if checkpoints else 1)
     busy = _overlapped(compute * _bubble(role, count), exchange, device)
     busy += passes * activations_exchange(role, tokens.total, device)
     once = reduce if job.kind == "megatron" else 0.0
@@ -196,6 +212,8 @@ def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0)
     sampling = alive * s.vocabulary * 2 * (c + 4) / device.bandwidth
     fixed = s.layers * device.decode_seconds + alive * device.decode_row_seconds
     step = (matmul + cache + sampling + fixed) * device.decode
+    if s.experts and device.kind == "cuda":
+        step += s.sparse_layers * EXPERTS_DECODE_SECONDS
     if job.engine in ("vllm", "sglang"):
         step = max(step, alive * SERVER_ROW_SECONDS)
     if tensor > 1:

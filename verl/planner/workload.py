@@ -123,6 +123,7 @@ class Job:
         memory_share: share of the device memory that the rollout may use.
         max_rows: largest number of concurrent sequences of an engine.
         bucket_bytes: bucket of the weight sync.
+        replays: router replay, with which every sample's prompt is computed.
         kind: training engine: "torch" (one process or FSDP2), or "megatron".
         overlaps: generation of the next batch runs during training, on separate devices.
         generations: responses that are generated per response that is trained on (2 for ReMax).
@@ -140,6 +141,7 @@ class Job:
     memory_share: float = 0.5
     max_rows: int = 1024
     bucket_bytes: int = 512 * 2**20
+    replays: bool = False
     kind: str = "torch"
     overlaps: bool = False
     generations: int = 1
@@ -189,7 +191,12 @@ class Tokens:
 
 def shares_prefix(job: Job, role: Role, on_gpu: bool) -> bool:
     """Whether the training engine computes a prompt once for its samples (`TorchEngine._shares_prefix`)."""
-    if job.kind != "torch" or role.layout.sequence > 1 or (role.lora_rank and on_gpu and role.compute_bytes > 2):
+    if (
+        job.kind != "torch"
+        or job.replays
+        or role.layout.sequence > 1
+        or (role.lora_rank and on_gpu and role.compute_bytes > 2)
+    ):
         return False
     return not on_gpu or (role.compute_bytes == 2 and job.length < 4096)
 
