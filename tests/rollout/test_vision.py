@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlavaConfig
 
 from tests.engines.ranks import make_engine, qwen2, save_model
 from tests.engines.test_vision import prompts
 from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, processor, random_image, save_vl_model, tokenizer
 from verl.config import schema
+from verl.data.processor import load_processor
+from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sequences import build_sequences
+from verl.data.tokenization import load_tokenizer
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine, media_of
@@ -49,14 +53,14 @@ def trained_log_probs(engine: Any, every: list[Request], answers: list[Any], tem
 
 
 def make_rollout(name: str, engine: Any, **keys: Any):
-    config = schema.RolloutConfig(name=name, prompt_length=64, response_length=8, **keys)
+    config = schema.RolloutConfig(name=name, prompt_length=100, response_length=8, **keys)
     env = RolloutEnv(
         rank=0, world_size=1, local_rank=0, device=engine.device, pad_token_id=0, compute_dtype=torch.float32
     )
     return make_rollout_engine(name, config, engine.spec.model, env, engine)
 
 
-@pytest.mark.parametrize(("name", "family"), [("hf", f) for f in FAMILIES] + [("native", f) for f in QWEN])
+@pytest.mark.parametrize(("name", "family"), [(e, f) for e in ("hf", "native") for f in FAMILIES])
 def test_log_probs_are_those_of_training(name, family, trainers):
     engine = trainers(family)
     rollout, every = make_rollout(name, engine, max_num_seqs=5), requests(family, temperature=0.8)
@@ -92,6 +96,27 @@ def test_vllm_gives_the_log_probs_of_training_also_after_a_push(tmp_path):
         rollout.generate([Request(ids, params, 0, multi_modal_inputs=made)])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("vllm") or not find_spec("torchvision"), reason="needs vLLM and torchvision")
+@pytest.mark.parametrize("family", QWEN)
+def test_vllm_places_the_frames_of_a_video_as_training_does(family, tmp_path):
+    path = save_vl_model(family, tmp_path, head_dim=64)
+    engine = make_engine(path)
+    rollout = make_rollout("vllm", engine, max_num_seqs=8)
+    rollout.receiver().receive(engine.rollout_weights(None), 1)
+    model = schema.ModelConfig(path=path)
+    tokens = load_tokenizer(model)
+    video = {"video": [random_image(i, 24, 16) for i in range(8)], "fps": 4}
+    row = {"prompt": "a<video>b<image>c", "answer": "1", "videos": [video], "images": [random_image(9)]}
+    data = {"max_prompt_length": 100, "max_video_frames": 6}
+    item = RLHFDataset([row], tokens, data, processor=load_processor(model, tokens))[0]
+    every = [Request(item["prompt_ids"], SamplingParams(6, (0,), seed=1), i, **media_of(item)) for i in range(2)]
+    answers = rollout.generate(every)
+    expected = trained_log_probs(engine, every, answers)
+    for row, answer in enumerate(answers):
+        assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl"])
 def test_images_are_computed_once_for_all_samples_and_batches_admit_rows(family, trainers):
     engine = trainers(family)
@@ -112,11 +137,15 @@ async def _concurrently(rollout: Any, every: list[Request]) -> list[Any]:
 
 
 def test_engines_refuse_models_and_images_by_name(trainers, tmp_path):
-    engine = trainers("gemma3")
-    with pytest.raises(ValueError, match=r"rollout.name=native generates with .*found Gemma3ForConditionalGeneration"):
-        make_rollout("native", engine)
-    with pytest.raises(ValueError, match=r"native.*found Gemma3ForConditionalGeneration"):
-        ModelLimits.of(engine.spec.model).check_engine(schema.RolloutConfig(name="native"))
+    llava = LlavaConfig(text_config=qwen2().to_dict(), vision_config={"model_type": "siglip_vision_model"})
+    llava.architectures = ["LlavaForConditionalGeneration"]
+    llava.save_pretrained(tmp_path / "llava")
+    model = schema.ModelConfig(path=str(tmp_path / "llava"))
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+    with pytest.raises(ValueError, match=r"rollout.name=native generates with .*found LlavaForConditionalGeneration"):
+        make_rollout_engine("native", schema.RolloutConfig(name="native"), model, env, None)
+    with pytest.raises(ValueError, match=r"native.*found LlavaForConditionalGeneration"):
+        ModelLimits.of(model).check_engine(schema.RolloutConfig(name="native"))
     text = make_engine(save_model(qwen2(), tmp_path))
     request = Request([1], SamplingParams(2, ()), 0, multi_modal_inputs={"pixel_values": torch.zeros(1)})
     for name in ("hf", "native"):
