@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlavaConfig
+from transformers import AutoModelForImageTextToText, LlavaConfig
 
-from tests.engines.ranks import make_engine, qwen2, save_model
+from tests.engines.ranks import make_engine, qwen2, run_on_ranks, save_model
 from tests.engines.test_vision import prompts
 from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, processor, random_image, save_vl_model, tokenizer
 from verl.config import schema
@@ -18,6 +18,8 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import load_tokenizer
 from verl.engines.base import MicroBatching
+from verl.engines.parallel import init_process_group
+from verl.modeling.vision import tower_of
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine, media_of
 from verl.trainer.checks.model_limits import ModelLimits
@@ -73,8 +75,8 @@ def test_log_probs_are_those_of_training(name, family, trainers):
 
 
 @pytest.mark.skipif(not find_spec("vllm") or not find_spec("torchvision"), reason="needs vLLM and torchvision")
-def test_vllm_gives_the_log_probs_of_training_also_after_a_push(tmp_path):
-    family = "qwen2_5_vl"
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "qwen2_5_vl")) for f in FAMILIES])
+def test_vllm_gives_the_log_probs_of_training_also_after_a_push(family, tmp_path):
     engine = make_engine(save_vl_model(family, tmp_path, head_dim=64))
     rollout, sign = make_rollout("vllm", engine, max_num_seqs=8), PLACEHOLDER[family]
     images, text = [random_image(0), random_image(1, 16, 16)], f"a{sign}b{sign}c"
@@ -90,7 +92,7 @@ def test_vllm_gives_the_log_probs_of_training_also_after_a_push(tmp_path):
         for row, answer in enumerate(answers):
             assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
         with torch.no_grad():  # features that vLLM kept would be stale
-            for parameter in engine.module.model.visual.parameters():
+            for parameter in tower_of(engine.module)[1].parameters():
                 parameter.mul_(0.8)
     with pytest.raises(ValueError, match="expected the columns multi_modal_data"):
         rollout.generate([Request(ids, params, 0, multi_modal_inputs=made)])
@@ -169,3 +171,44 @@ def test_a_gpu_gives_the_log_probs_of_training(family, tmp_path):
     expected = trained_log_probs(engine, every, answers)
     for row, answer in enumerate(answers):
         assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-3)
+
+
+def on_two_ranks(paths: dict[str, str]) -> dict[str, Any]:
+    """For `run_on_ranks`: what two ranks generate together, with the weights of the files and after a push."""
+    init_process_group(torch.device("cpu"))
+    rank, found = torch.distributed.get_rank(), {}
+    section = schema.RolloutConfig(tensor_model_parallel_size=2, prompt_length=100, response_length=8, max_num_seqs=5)
+    env = RolloutEnv(rank, 2, rank, torch.device("cpu"), 0, torch.float32, tp_rank=rank, tp_size=2)
+    for family, path in paths.items():
+        model, answers = schema.ModelConfig(path=path), []
+        rollout = make_rollout_engine("native", section, model, env, None)
+        trained = AutoModelForImageTextToText.from_pretrained(path)
+        for version in (1, 2):
+            if rank == 0:
+                with rollout.leading():
+                    answers.append(rollout.generate(requests(family, temperature=0.8)))
+            else:
+                rollout.follow()
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.mul_(0.9)
+            rollout.receiver().receive(trained.named_parameters(), version)
+        found[family] = answers or sum(p.numel() for p in rollout.module.parameters())
+    return found
+
+
+def test_two_ranks_generate_what_one_generates(tmp_path):
+    paths = {family: save_vl_model(family, tmp_path / family) for family in FAMILIES}
+    leader, follower = run_on_ranks(2, on_two_ranks, paths)
+    for family, path in paths.items():
+        engine = make_engine(path)
+        assert 0.5 < follower[family] / sum(p.numel() for p in engine.module.parameters()) < 0.9  # the tower is whole
+        for answers in leader[family]:
+            alone = make_rollout("native", engine).generate(requests(family, temperature=0.8))
+            assert [a.token_ids for a in answers] == [a.token_ids for a in alone]
+            expected = trained_log_probs(engine, requests(family), answers, 0.8)
+            for row, answer in enumerate(answers):
+                assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.mul_(0.9)
