@@ -75,7 +75,7 @@ def test_log_probs_are_those_of_training(name, family, trainers):
 
 
 @pytest.mark.skipif(not find_spec("vllm") or not find_spec("torchvision"), reason="needs vLLM and torchvision")
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "qwen2_5_vl")) for f in FAMILIES])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "qwen2_5_vl")) for f in QWEN])
 def test_vllm_gives_the_log_probs_of_training_also_after_a_push(family, tmp_path):
     engine = make_engine(save_vl_model(family, tmp_path, head_dim=64))
     rollout, sign = make_rollout("vllm", engine, max_num_seqs=8), PLACEHOLDER[family]
