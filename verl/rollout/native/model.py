@@ -14,7 +14,6 @@ together are adjacent, so that a rotation is one complex multiplication.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +52,6 @@ class Family:
     softcaps: bool = False
     rope_per_type: bool = False
     activation: str = "hidden_act"
-
 
 
 _GEMMA3 = Family(
