@@ -2,7 +2,6 @@
 
 import base64
 import io
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from PIL import Image
 
 from verl.data.images import ImageLimits, MediaError, RowImage
-from verl.data.videos import Video
 
 RED = (255, 0, 0)
 
@@ -170,41 +168,3 @@ def test_a_url_is_downloaded_once_if_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr("verl.data.images.urllib.request.urlopen", down)
     with pytest.raises(MediaError, match=r"expected an image at https://a.example/c.png, found OSError: no route"):
         RowImage("https://a.example/c.png", "x", limits=ImageLimits(allow_urls=True)).size()
-
-
-# ---- videos ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_video_is_frames_or_an_animation(tmp_path):
-    frames = [plain(color=(i, 0, 0)) for i in range(6)]
-    (tmp_path / "a.gif").write_bytes(animated())
-    shown, fps = Video([written(frame) for frame in frames], "x").decode()
-    assert shown.shape == (6, 8, 12, 3) and shown[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5] and fps == 2
-    assert Video({"video": frames, "fps": 4}, "x").decode()[1] == 4
-    for source in (animated(), "a.gif", {"bytes": animated()}, {"path": "a.gif"}):
-        shown, fps = Video(source, "x", tmp_path).decode()
-        assert shown.shape == (5, 8, 12, 3) and fps == 10
-
-
-def test_frames_are_chosen_evenly():
-    frames = [plain(color=(i, 0, 0)) for i in range(9)]
-    shown, fps = Video(frames, "x", max_frames=3).decode()
-    assert shown[:, 0, 0, 0].tolist() == [0, 4, 8] and fps == pytest.approx(2 / 3)
-
-
-@pytest.mark.parametrize(
-    "source, message",
-    [
-        ([], "expected at least one frame, found none"),
-        ([plain(), plain(20)], "expected frames of one size"),
-        ([plain(), b""], "row 3, frame 1: .*found 0 bytes"),
-        ("no.mp4", "expected a file 'no.mp4'.*no such file"),
-        ("https://a.example/b.mp4", "found the URL .*download the video"),
-        (b"\0\0\0 ftypisom", "video files need PyAV: pip install av"),
-        (7, "expected a list of frames, bytes, a path"),
-    ],
-)
-def test_bad_videos(source, message, monkeypatch):
-    monkeypatch.setitem(sys.modules, "av", None)  # not installed
-    with pytest.raises(MediaError, match=message):
-        Video(source, "row 3").decode()

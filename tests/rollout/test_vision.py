@@ -7,13 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText, LlavaConfig
 
-from tests.engines.ranks import make_engine, qwen2, save_model
+from tests.engines.ranks import make_engine, qwen2, run_on_ranks, save_model
 from tests.engines.test_vision import prompts
 from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, processor, random_image, save_vl_model, tokenizer
 from verl.config import schema
+from verl.data.processor import load_processor
+from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sequences import build_sequences
+from verl.data.tokenization import load_tokenizer
 from verl.engines.base import MicroBatching
+from verl.engines.parallel import init_process_group
+from verl.modeling.vision import tower_of
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine, media_of
 from verl.trainer.checks.model_limits import ModelLimits
@@ -49,14 +55,14 @@ def trained_log_probs(engine: Any, every: list[Request], answers: list[Any], tem
 
 
 def make_rollout(name: str, engine: Any, **keys: Any):
-    config = schema.RolloutConfig(name=name, prompt_length=64, response_length=8, **keys)
+    config = schema.RolloutConfig(name=name, prompt_length=100, response_length=8, **keys)
     env = RolloutEnv(
         rank=0, world_size=1, local_rank=0, device=engine.device, pad_token_id=0, compute_dtype=torch.float32
     )
     return make_rollout_engine(name, config, engine.spec.model, env, engine)
 
 
-@pytest.mark.parametrize(("name", "family"), [("hf", f) for f in FAMILIES] + [("native", f) for f in QWEN])
+@pytest.mark.parametrize(("name", "family"), [(e, f) for e in ("hf", "native") for f in FAMILIES])
 def test_log_probs_are_those_of_training(name, family, trainers):
     engine = trainers(family)
     rollout, every = make_rollout(name, engine, max_num_seqs=5), requests(family, temperature=0.8)
@@ -69,8 +75,8 @@ def test_log_probs_are_those_of_training(name, family, trainers):
 
 
 @pytest.mark.skipif(not find_spec("vllm") or not find_spec("torchvision"), reason="needs vLLM and torchvision")
-def test_vllm_gives_the_log_probs_of_training_also_after_a_push(tmp_path):
-    family = "qwen2_5_vl"
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "qwen2_5_vl")) for f in QWEN])
+def test_vllm_gives_the_log_probs_of_training_also_after_a_push(family, tmp_path):
     engine = make_engine(save_vl_model(family, tmp_path, head_dim=64))
     rollout, sign = make_rollout("vllm", engine, max_num_seqs=8), PLACEHOLDER[family]
     images, text = [random_image(0), random_image(1, 16, 16)], f"a{sign}b{sign}c"
@@ -86,10 +92,31 @@ def test_vllm_gives_the_log_probs_of_training_also_after_a_push(tmp_path):
         for row, answer in enumerate(answers):
             assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
         with torch.no_grad():  # features that vLLM kept would be stale
-            for parameter in engine.module.model.visual.parameters():
+            for parameter in tower_of(engine.module)[1].parameters():
                 parameter.mul_(0.8)
     with pytest.raises(ValueError, match="expected the columns multi_modal_data"):
         rollout.generate([Request(ids, params, 0, multi_modal_inputs=made)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("vllm") or not find_spec("torchvision"), reason="needs vLLM and torchvision")
+@pytest.mark.parametrize("family", QWEN)
+def test_vllm_places_the_frames_of_a_video_as_training_does(family, tmp_path):
+    path = save_vl_model(family, tmp_path, head_dim=64)
+    engine = make_engine(path)
+    rollout = make_rollout("vllm", engine, max_num_seqs=8)
+    rollout.receiver().receive(engine.rollout_weights(None), 1)
+    model = schema.ModelConfig(path=path)
+    tokens = load_tokenizer(model)
+    video = {"video": [random_image(i, 24, 16) for i in range(8)], "fps": 4}
+    row = {"prompt": "a<video>b<image>c", "answer": "1", "videos": [video], "images": [random_image(9)]}
+    data = {"max_prompt_length": 100, "max_video_frames": 6}
+    item = RLHFDataset([row], tokens, data, processor=load_processor(model, tokens))[0]
+    every = [Request(item["prompt_ids"], SamplingParams(6, (0,), seed=1), i, **media_of(item)) for i in range(2)]
+    answers = rollout.generate(every)
+    expected = trained_log_probs(engine, every, answers)
+    for row, answer in enumerate(answers):
+        assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"])
@@ -112,11 +139,15 @@ async def _concurrently(rollout: Any, every: list[Request]) -> list[Any]:
 
 
 def test_engines_refuse_models_and_images_by_name(trainers, tmp_path):
-    engine = trainers("gemma3")
-    with pytest.raises(ValueError, match=r"rollout.name=native generates with .*found Gemma3ForConditionalGeneration"):
-        make_rollout("native", engine)
-    with pytest.raises(ValueError, match=r"native.*found Gemma3ForConditionalGeneration"):
-        ModelLimits.of(engine.spec.model).check_engine(schema.RolloutConfig(name="native"))
+    llava = LlavaConfig(text_config=qwen2().to_dict(), vision_config={"model_type": "siglip_vision_model"})
+    llava.architectures = ["LlavaForConditionalGeneration"]
+    llava.save_pretrained(tmp_path / "llava")
+    model = schema.ModelConfig(path=str(tmp_path / "llava"))
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+    with pytest.raises(ValueError, match=r"rollout.name=native generates with .*found LlavaForConditionalGeneration"):
+        make_rollout_engine("native", schema.RolloutConfig(name="native"), model, env, None)
+    with pytest.raises(ValueError, match=r"native.*found LlavaForConditionalGeneration"):
+        ModelLimits.of(model).check_engine(schema.RolloutConfig(name="native"))
     text = make_engine(save_model(qwen2(), tmp_path))
     request = Request([1], SamplingParams(2, ()), 0, multi_modal_inputs={"pixel_values": torch.zeros(1)})
     for name in ("hf", "native"):
@@ -140,3 +171,44 @@ def test_a_gpu_gives_the_log_probs_of_training(family, tmp_path):
     expected = trained_log_probs(engine, every, answers)
     for row, answer in enumerate(answers):
         assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-3)
+
+
+def on_two_ranks(paths: dict[str, str]) -> dict[str, Any]:
+    """For `run_on_ranks`: what two ranks generate together, with the weights of the files and after a push."""
+    init_process_group(torch.device("cpu"))
+    rank, found = torch.distributed.get_rank(), {}
+    section = schema.RolloutConfig(tensor_model_parallel_size=2, prompt_length=100, response_length=8, max_num_seqs=5)
+    env = RolloutEnv(rank, 2, rank, torch.device("cpu"), 0, torch.float32, tp_rank=rank, tp_size=2)
+    for family, path in paths.items():
+        model, answers = schema.ModelConfig(path=path), []
+        rollout = make_rollout_engine("native", section, model, env, None)
+        trained = AutoModelForImageTextToText.from_pretrained(path)
+        for version in (1, 2):
+            if rank == 0:
+                with rollout.leading():
+                    answers.append(rollout.generate(requests(family, temperature=0.8)))
+            else:
+                rollout.follow()
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.mul_(0.9)
+            rollout.receiver().receive(trained.named_parameters(), version)
+        found[family] = answers or sum(p.numel() for p in rollout.module.parameters())
+    return found
+
+
+def test_two_ranks_generate_what_one_generates(tmp_path):
+    paths = {family: save_vl_model(family, tmp_path / family) for family in FAMILIES}
+    leader, follower = run_on_ranks(2, on_two_ranks, paths)
+    for family, path in paths.items():
+        engine = make_engine(path)
+        assert 0.5 < follower[family] / sum(p.numel() for p in engine.module.parameters()) < 0.9  # the tower is whole
+        for answers in leader[family]:
+            alone = make_rollout("native", engine).generate(requests(family, temperature=0.8))
+            assert [a.token_ids for a in answers] == [a.token_ids for a in alone]
+            expected = trained_log_probs(engine, requests(family), answers, 0.8)
+            for row, answer in enumerate(answers):
+                assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.mul_(0.9)

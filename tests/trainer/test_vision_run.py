@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -93,6 +94,46 @@ def test_a_replay_sees_the_images_of_the_run(vision, tmp_path):
     found = replay(tmp_path / "run/bad_steps/step_1")
     assert found.notes == ["log-probs of the replay and of the run differ by at most 0"]
     assert len(found.samples["actor"]) == 8
+
+
+def test_a_resume_notices_other_images_of_the_same_size(vision, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(vision, data)
+    PPOTrainer(settings(data, tmp_path / "run", **{"trainer.total_training_steps": 1}), reward_fn=letters).fit()
+    for path in data.glob("*.png"):  # copied elsewhere: other times
+        path.write_bytes(path.read_bytes())
+    more = {"trainer.total_training_steps": 2, "trainer.resume_mode": "auto"}
+    trainer = PPOTrainer(settings(data, tmp_path / "run", **more), reward_fn=letters)
+    trainer.fit()
+    assert trainer.global_step == 2
+    image = Image.open(data / "2.png")
+    image.putpixel((1, 1), (0, 0, 0))
+    image.save(data / "2.png")
+    more = {"trainer.total_training_steps": 3, "trainer.resume_mode": "auto"}
+    with pytest.raises(ValueError, match=r"global_step_2: images or videos of the training data have other contents"):
+        PPOTrainer(settings(data, tmp_path / "run", **more), reward_fn=letters).fit()
+    trainer = PPOTrainer(settings(data, tmp_path / "run", **more, **{"trainer.allow_change": ["data"]}), reward_fn=letters)
+    trainer.fit()
+    assert trainer.global_step == 3
+
+
+def test_sft_validates_a_batch_of_images_at_a_time(vision, tmp_path):
+    """The loss is that of all rows at once, also if the last batch is smaller."""
+    config = {
+        "data.train_files": str(vision / "sft.jsonl"),
+        "data.val_files": str(vision / "sft.jsonl"),
+        "data.max_length": 64,
+        "model.path": str(vision / "model"),
+        "trainer.default_local_dir": str(tmp_path / "run"),
+        "trainer.total_training_steps": 1,
+    }
+    losses, sizes = [], []
+    for size in (8, 3):
+        trainer = SFTTrainer(config | {"data.train_batch_size": size})
+        collate = trainer.collate
+        trainer.collate = lambda items, collate=collate: sizes.append(len(items)) or collate(items)
+        losses.append(trainer.validate()["val/loss"])
+    assert sizes == [8, 3, 3, 2] and losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
 def test_sft_on_images(vision, tmp_path):

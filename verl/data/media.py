@@ -196,7 +196,10 @@ class MediaReader:
             )
         inputs = {name: value for name, value in found.items() if name not in _TEXT_OUTPUTS}
         raw = encode(self.tokenizer, [text], add_special_tokens=False)[0]
-        data = {name: further[name] for name in ("images", "videos") if name in further}
+        data = {"images": further["images"]} if "images" in further else {}
+        if prompt.videos:  # engines need the times of the frames, and must not choose among them
+            metadata = ({**about, "do_sample_frames": False} for about in further["video_metadata"])
+            data["videos"] = list(zip(further["videos"], metadata))
         return ProcessedPrompt(found["input_ids"][0].tolist(), raw, data, inputs)
 
     def columns(self, prompt: Any, prompt_ids: list[int]) -> dict[str, Any]:
@@ -411,17 +414,11 @@ def _video_inputs(videos: Sequence[Video]) -> dict[str, Any]:
     if not videos:
         return {}
     decoded = [video.decode() for video in videos]
-    metadata = [
-        {
-            "total_num_frames": len(frames),
-            "fps": fps,
-            "frames_indices": list(range(len(frames))),
-            "height": frames.shape[1],
-            "width": frames.shape[2],
-        }
-        for frames, fps in decoded
-    ]
-    return {"videos": [frames for frames, _ in decoded], "video_metadata": metadata, "do_sample_frames": False}
+    return {
+        "videos": [video.frames for video in decoded],
+        "video_metadata": [video.metadata for video in decoded],
+        "do_sample_frames": False,
+    }
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from verl.data.dataset import (
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
+from verl.data.media_files import media_digest
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
     TokenTable,
@@ -200,6 +201,13 @@ class RLHFDataset(Dataset):
     def fingerprint(self) -> str:
         """See `verl.data.files.fingerprint`."""
         return fingerprint(self._rows, self.data_files)
+
+    @property
+    def media_fingerprint(self) -> str | None:
+        """See `verl.data.media_files.media_digest`; None without images."""
+        if self.media is None:
+            return None
+        return media_digest(self.dataframe, (*media_columns(self.config), self.prompt_key))
 
     @property
     def largest_token_id(self) -> int:

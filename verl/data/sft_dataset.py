@@ -23,6 +23,7 @@ from verl.data.dataset import (
 from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
 from verl.data.images import MediaError
 from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, rows_to_decode
+from verl.data.media_files import media_digest
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     Message,
@@ -144,6 +145,14 @@ class SFTDataset(Dataset):
     def fingerprint(self) -> str:
         """See `verl.data.files.fingerprint`."""
         return fingerprint(None if self.data_files else self.rows, self.data_files)
+
+    @property
+    def media_fingerprint(self) -> str | None:
+        """See `verl.data.media_files.media_digest`; None without images."""
+        if self.media is None:
+            return None
+        columns = self._columns.messages or self._columns.prompt
+        return media_digest(self.rows, (*media_columns(self.config), columns))
 
     @property
     def largest_token_id(self) -> int:

@@ -1,17 +1,62 @@
 """Videos of data files: lists of frames, animated images, and files that PyAV decodes."""
 
 import io
+import math
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl.data.images import NO_LIMITS, ImageLimits, MediaError, RowImage
+from verl.data.images import MOST_PIXELS, NO_LIMITS, ImageLimits, MediaError, RowImage
 
 DEFAULT_FPS = 2.0
 """Frames per second of a list of frames that has no `fps`: that of Qwen-VL."""
+MOST_VIDEO_PIXELS = 10 * MOST_PIXELS
+"""Videos whose kept frames have more pixels are refused before they are decoded: 2.7 GB."""
+
+_SHORTER = "set data.max_video_frames or data.max_pixels, or store a smaller video"
+
+
+@dataclass(frozen=True)
+class DecodedVideo:
+    """Frames of a video.
+
+    Attributes:
+        frames: (T, H, W, 3) uint8.
+        fps: frames per second of the whole video.
+        indices: (T,) which frames of the whole video these are.
+        total: number of frames of the whole video.
+    """
+
+    frames: np.ndarray
+    fps: float
+    indices: list[int]
+    total: int
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """`video_metadata` of transformers' processors; vLLM reads the same keys."""
+        return {
+            "total_num_frames": self.total,
+            "fps": self.fps,
+            "duration": self.total / self.fps,
+            "frames_indices": self.indices,
+            "height": self.frames.shape[1],
+            "width": self.frames.shape[2],
+        }
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A video before its frames are decoded. frames: indices, ascending -> these frames."""
+
+    total: int
+    fps: float
+    frames: Callable[[list[int]], Iterator[Any]]
 
 
 class Video:
@@ -35,42 +80,64 @@ class Video:
         max_frames: int | None = None,
     ):
         self.where, self._folder, self._limits, self._max_frames = where, folder, limits, max_frames
-        self._fps: float | None = None
+        self._fps: Any = None
         if isinstance(source, Mapping) and source.get("video") is not None:
             self._fps = source.get("fps")
             source = source["video"]
         self._source = source
 
-    def decode(self) -> tuple[np.ndarray, float]:
-        """The frames (T, H, W, 3) uint8 and their number per second.
+    def decode(self) -> DecodedVideo:
+        """Decode at most `max_frames` frames, evenly spaced. The others are not kept in memory.
 
         Raises:
-            MediaError: no such file, no frames, frames of different sizes, or a file that nothing here decodes.
+            MediaError: no such file, no frames, too many pixels, frames of different sizes, a damaged file, or one that
+                nothing here decodes.
         """
-        if isinstance(self._source, np.ndarray) and self._source.ndim == 4:
-            return self._chosen(list(self._source), self._fps or DEFAULT_FPS)
-        if isinstance(self._source, Sequence) and not isinstance(self._source, str | bytes | bytearray):
-            return self._chosen(self._source, self._fps or DEFAULT_FPS)
-        data = self._bytes()
-        frames, fps = self._animation(data) or self._video_file(data)
-        return self._chosen(frames, self._fps or fps)
-
-    def _chosen(self, frames: Sequence[Any], fps: float) -> tuple[np.ndarray, float]:
-        """Decode at most `max_frames` frames, evenly spaced."""
-        if not len(frames):
+        source = self._opened()
+        if not source.total:
             raise MediaError(f"{self.where}: expected at least one frame, found none")
-        kept = range(len(frames))
-        if self._max_frames is not None and len(frames) > self._max_frames:
-            kept = np.linspace(0, len(frames) - 1, self._max_frames).round().astype(int)
-            fps *= len(kept) / len(frames)
-        decoded = [
-            np.asarray(RowImage(frames[i], f"{self.where}, frame {i}", self._folder, self._limits).decode())
-            for i in kept
-        ]
-        sizes = {frame.shape for frame in decoded}
+        fps = source.fps if self._fps is None else self._fps
+        if isinstance(fps, bool) or not isinstance(fps, int | float | np.number) or not 0 < fps < math.inf:
+            raise MediaError(f"{self.where}: expected fps, frames per second, above 0, found {fps!r:.80}")
+        kept = list(range(source.total))
+        if self._max_frames is not None and source.total > self._max_frames:
+            kept = np.linspace(0, source.total - 1, self._max_frames).round().astype(int).tolist()
+        frames: list[np.ndarray] = []
+        for index, frame in zip(kept, source.frames(kept)):
+            image = RowImage(frame, f"{self.where}, frame {index}", self._folder, self._limits)
+            if not frames:
+                self._check_size(image.size(), len(kept))
+            frames.append(np.asarray(image.decode()))
+        if len(frames) < len(kept):
+            raise MediaError(
+                f"{self.where}: expected {source.total} frames, as the header says, found the end after frame "
+                f"{kept[len(frames) - 1] if frames else 0}: the file is truncated. Write it again or remove the row"
+            )
+        sizes = {frame.shape for frame in frames}
         if len(sizes) > 1:
             raise MediaError(f"{self.where}: expected frames of one size, found the shapes {sorted(sizes)}")
-        return np.stack(decoded), fps
+        return DecodedVideo(np.stack(frames), float(fps), kept, source.total)
+
+    def _check_size(self, size: tuple[int, int], count: int) -> None:
+        """Raise MediaError if `count` frames of a size (width, height) have too many pixels."""
+        width, height = size
+        if count * width * height > MOST_VIDEO_PIXELS:
+            raise MediaError(
+                f"{self.where}: expected at most {MOST_VIDEO_PIXELS:,} pixels, found {count:,} frames of {width} x "
+                f"{height} = {count * width * height:,}: {_SHORTER}"
+            )
+
+    # ---- sources ----------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> _Source:
+        source = self._source
+        is_array = isinstance(source, np.ndarray) and source.ndim == 4
+        if is_array or (isinstance(source, Sequence) and not isinstance(source, str | bytes | bytearray)):
+            return _Source(len(source), DEFAULT_FPS, lambda kept: (source[i] for i in kept))
+        data = self._bytes()
+        if not data:
+            raise MediaError(f"{self.where}: expected a video, found 0 bytes: write the file again, or remove the row")
+        return self._animation(data) or self._video_file(data)
 
     def _bytes(self) -> bytes:
         source = self._source
@@ -92,19 +159,33 @@ class Video:
             )
         return path.read_bytes()
 
-    def _animation(self, data: bytes) -> tuple[list[Any], float] | None:
-        """Frames of an image with several frames and their number per second; None for another file."""
-        from PIL import Image, ImageSequence, UnidentifiedImageError
+    def _animation(self, data: bytes) -> _Source | None:
+        """The frames of an image; None for another file."""
+        from PIL import Image, UnidentifiedImageError
 
         try:
-            image = Image.open(io.BytesIO(data))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked by `RowImage`
+                image = Image.open(io.BytesIO(data))
+            image.load()  # PNG and WebP have the duration with the first frame
+            total, milliseconds = getattr(image, "n_frames", 1), image.info.get("duration")
         except UnidentifiedImageError:
             return None
-        frames = [frame.convert("RGBA") for frame in ImageSequence.Iterator(image)]
-        milliseconds = image.info.get("duration") or 1000 / DEFAULT_FPS
-        return frames, 1000 / milliseconds
+        except Exception as error:  # Pillow raises errors of many types for damaged files
+            raise self._damaged(error) from error
 
-    def _video_file(self, data: bytes) -> tuple[list[Any], float]:
+        def frames(kept: list[int]) -> Iterator[Any]:
+            for index in kept:
+                try:
+                    image.seek(index)
+                    frame = image.convert("RGBA")
+                except Exception as error:  # as above
+                    raise self._damaged(error) from error
+                yield frame
+
+        return _Source(total, 1000 / (milliseconds or 1000 / DEFAULT_FPS), frames)
+
+    def _video_file(self, data: bytes) -> _Source:
         try:
             import av
         except ModuleNotFoundError as error:
@@ -114,7 +195,33 @@ class Video:
             ) from error
         try:
             with av.open(io.BytesIO(data)) as container:
-                fps = float(container.streams.video[0].average_rate or DEFAULT_FPS)
-                return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)], fps
-        except (av.error.FFmpegError, IndexError) as error:
-            raise MediaError(f"{self.where}: expected a video, found a file PyAV does not read: {error}") from error
+                if not container.streams.video:
+                    raise MediaError(
+                        f"{self.where}: expected a video, found a file without a video stream: it is truncated, or has "
+                        "only sound. Write it again or remove the row"
+                    )
+                stream = container.streams.video[0]
+                fps = float(stream.average_rate or DEFAULT_FPS)
+                total = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        except av.error.FFmpegError as error:
+            raise self._damaged(error) from error
+
+        def frames(kept: list[int]) -> Iterator[np.ndarray]:
+            wanted = set(kept)
+            try:
+                with av.open(io.BytesIO(data)) as container:
+                    for index, frame in enumerate(container.decode(video=0)):
+                        if index in wanted:
+                            yield frame.to_ndarray(format="rgb24")
+                        if index == kept[-1]:
+                            return
+            except av.error.FFmpegError as error:
+                raise self._damaged(error) from error
+
+        return _Source(total, fps, frames)
+
+    def _damaged(self, error: Exception) -> MediaError:
+        return MediaError(
+            f"{self.where}: expected a complete video, found a damaged file or one that cannot be decoded ({error}): "
+            "write it again or remove the row"
+        )

@@ -20,6 +20,8 @@ Tensors = dict[str, torch.Tensor]
 
 #: model types whose features are placed here -> attribute of the vision tower
 PACKED = {"qwen2_vl": "visual", "qwen2_5_vl": "visual", "qwen3_vl": "visual", "qwen3_vl_moe": "visual"}
+#: model types in which the tokens of an image attend to each other in both directions
+BIDIRECTIONAL = ("gemma3",)
 #: names of vision towers; the projection of a tower to the language model is not part of it
 _TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder")
 #: column of a micro-batch: which of `Media.inputs` a row has, -1 for none
@@ -149,12 +151,15 @@ class Media:
         width = columns["responses"].shape[1]
         return batch_positions(self.config, columns["input_ids"], columns["attention_mask"], width, rows)
 
-    def input_of(self, rows: Tensors, kept: torch.Tensor | None = None) -> VisionInput | None:
+    def input_of(
+        self, rows: Tensors, kept: torch.Tensor | None = None, placed: bool | None = None
+    ) -> VisionInput | None:
         """The images of a micro-batch; None without.
 
         Args:
             rows: input_ids, attention_mask, responses and `INDEX` of its rows.
             kept: (N,) flat index of each token that is computed; None: padded rows.
+            placed: whether the caller places the features; None: if the model type is in `PACKED`.
 
         Raises:
             ValueError: a row whose placeholder tokens do not match its images.
@@ -162,7 +167,7 @@ class Media:
         index = rows[INDEX]
         if bool((index < 0).all()):
             return None
-        if self.config.model_type not in PACKED:
+        if not (self.config.model_type in PACKED if placed is None else placed):
             return self._row_by_row(rows)
         used = sorted({i for i in index.tolist() if i >= 0})
         local = torch.zeros(len(self.inputs), dtype=torch.long)
@@ -174,10 +179,12 @@ class Media:
         tokens = torch.arange(len(ids)) if kept is None else kept
         slots, sources, before = [], [], 0
         for kind, pixels in _PIXELS.items():
+            if self._token(kind) is None:
+                continue
             counts = torch.tensor([self._features(i, kind) for i in used])
             starts = counts.cumsum(0) - counts + before
             before += int(counts.sum())
-            is_token = candidates & (ids == self.config.to_dict()[f"{kind}_token_id"])
+            is_token = candidates & (ids == self._token(kind))
             found = is_token[tokens].nonzero()[:, 0]
             row, each = torch.unique_consecutive(tokens[found] // mask.shape[1], return_counts=True)
             own = local[index[row]]
@@ -190,8 +197,14 @@ class Media:
         names = [name for kind, pixels in _PIXELS.items() for name in (pixels, f"{kind}_grid_thw")]
         return VisionInput(_joined([self.inputs[i] for i in used], names), slot[order], source[order])
 
+    def _token(self, kind: str) -> int | None:
+        """The token of images (or videos); None if the model reads none."""
+        return getattr(self.config, f"{kind}_token_id", None)
+
     def _features(self, index: int, kind: str) -> int:
         """Number of tokens of the images (or videos) of an input."""
+        if self.config.model_type in BIDIRECTIONAL:
+            return len(self.inputs[index][_PIXELS[kind]]) * self.config.mm_tokens_per_image
         grid = self.inputs[index].get(f"{kind}_grid_thw")
         merge = self.config.vision_config.spatial_merge_size
         return 0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()) // merge**2
@@ -210,7 +223,7 @@ class Media:
             )
 
     def _row_by_row(self, rows: Tensors) -> VisionInput:
-        token, width = self.config.to_dict().get("image_token_id"), rows["responses"].shape[1]
+        token, width = self._token("image"), rows["responses"].shape[1]
         token = self.config.to_dict().get("image_token_index") if token is None else token
         if bool(((rows["responses"] == token) & rows["attention_mask"][:, -width:].bool()).any()):
             raise ValueError(
@@ -268,16 +281,20 @@ class VisionForward:
         run = self._packed if self.inserts_features else self._row_by_row
         return run(model_input, {"use_cache": False, **extra})
 
-    # ---- models in PACKED
-
     def features(self, tensors: Tensors) -> list[torch.Tensor]:
         """Features (V, H) of images, then videos, as `VisionInput.source` counts them; further ones for deepstack."""
+        if not self.inserts_features:
+            pixels = tensors["pixel_values"].to(self.trunk.dtype)
+            found = self.trunk.get_image_features(pixel_values=pixels, return_dict=True)
+            return [found.pooler_output.flatten(0, -2)]
         pixels = [tensors[name] for name in _PIXELS.values() if name in tensors]
         grids = [tensors[f"{kind}_grid_thw"] for kind, name in _PIXELS.items() if name in tensors]
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.tower.parameters())
         with torch.set_grad_enabled(trained):  # a frozen tower keeps no activations
             found = self.tower(torch.cat(pixels).to(self.tower.dtype), grid_thw=torch.cat(grids), return_dict=True)
         return [found.pooler_output, *dict(found).get("deepstack_features", ())]
+
+    # ---- models in PACKED
 
     def _packed(self, model_input: Any, extra: dict[str, Any]) -> torch.Tensor:
         embeds = self.trunk.get_input_embeddings()(model_input.input_ids)

@@ -2,7 +2,8 @@
 
 A phase has the weights and optimizer states of all roles on the device, and the working memory of the role that runs.
 Activations are the tensors that the fused layers save (`modeling/fused_layers.py`); the choice of micro-batches and
-checkpointing is that of `engines/token_budget.py`. Not modelled: fragmentation of the allocator, and images or tools.
+checkpointing is that of `engines/token_budget.py`. Of a vision-language model, every prompt token counts as a token of
+an image. Not modelled: fragmentation of the allocator, and tools.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,21 @@ def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationB
     return ActivationBytes(plain, inputs / (role.layout.tensor if sequence_parallel else 1) + layer)
 
 
+def tower_bytes(role: Role) -> ActivationBytes:
+    """Bytes per image token that the vision tower keeps for the backward pass, without and with checkpointing.
+
+    Its layers are those of transformers, which keep 11 vectors of the hidden size and 4 of the MLP size per patch.
+    """
+    vision = role.shape.vision
+    if vision is None or role.lora_rank or role.freezes_tower or not role.trains:
+        return ActivationBytes(0.0, 0.0)
+    stream = max(role.compute_bytes, role.weight_bytes)
+    layer = role.compute_bytes * (11 * vision.hidden + 4 * vision.mlp)
+    layer += 4 * (stream - role.compute_bytes) * vision.hidden
+    inputs = vision.layers * vision.hidden * stream
+    return ActivationBytes(vision.patches * vision.layers * layer, vision.patches * (inputs + layer))
+
+
 def weights(job: Job, role: Role) -> float:
     """Bytes of the stored weights of a role on one device."""
     layout = role.layout
@@ -100,7 +116,8 @@ def gathered(job: Job, role: Role, training: bool) -> float:
     narrow = c != role.weight_bytes
     if layout.devices == 1:
         return c * role.parameters if narrow else 0.0
-    root = role.parameters - shape.layers * shape.layer_parameters
+    tower = shape.vision.tower if shape.vision is not None else 0  # also gathered layer by layer
+    root = role.parameters - shape.layers * shape.layer_parameters - tower
     layers = 2 * shape.layer_parameters / layout.tensor
     if training and not role.lora_rank:
         head = 0 if shape.tied or role.value_head else shape.embedding
@@ -166,12 +183,20 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     layer = used.plain * role.layout.pipeline / role.shape.layers
     items["activations"] = tokens * in_flight * (used.checkpointed if checkpoints else used.plain)
     items["activations"] += tokens * _head_states(role)
+    images, tower = tokens * _prompt_share(job, role, device), tower_bytes(role)
+    items["activations"] += images * (tower.checkpointed if checkpoints else tower.plain)
     # the gradients of one layer's activations come after those of the logits are freed
     items["logits, working memory"] = max(logits(job, role, tokens, device, training=True), tokens * layer)
     # a GPU's allocator keeps the blocks of activations, and Megatron has gradient buffers all the time
     if device.kind == "cpu" and job.kind != "megatron" and largest <= tokens:
         return _one_backward_pass(role, items, tokens * layer)
     return items
+
+
+def _prompt_share(job: Job, role: Role, device: Device) -> float:
+    """Prompt tokens of a micro-batch, as a share of its tokens."""
+    found = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda")
+    return found.prompt / found.total
 
 
 def _head_states(role: Role) -> float:

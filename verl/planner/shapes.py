@@ -8,6 +8,25 @@ from verl.registry import did_you_mean
 
 
 @dataclass(frozen=True)
+class VisionShape:
+    """What reads the images of a vision-language model.
+
+    Attributes:
+        parameters: of the vision tower and its projection.
+        tower: of the tower alone, which `model.freeze_vision_tower` does not train.
+        layers, hidden, mlp: sizes of the tower.
+        patches: patches of an image token.
+    """
+
+    parameters: int
+    tower: int
+    layers: int
+    hidden: int
+    mlp: int
+    patches: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A Llama-like decoder: attention with grouped key heads, and a gated MLP or a mixture of such experts.
 
@@ -21,6 +40,7 @@ class ModelShape:
         expert_mlp: intermediate size of one expert.
         shared_mlp: intermediate size of the expert that computes every token; 0: there is none.
         dense_layers: layers without experts, of a mixture of experts.
+        vision: of a vision-language model; None for a text model.
     """
 
     name: str
@@ -39,6 +59,7 @@ class ModelShape:
     expert_mlp: int = 0
     shared_mlp: int = 0
     dense_layers: int = 0
+    vision: VisionShape | None = None
 
     @property
     def q_size(self) -> int:
@@ -109,7 +130,7 @@ class ModelShape:
         if self.experts and self.dense_layers:
             dense = replace(self, experts=0)
             found -= self.dense_layers * (self.layer_parameters - dense.layer_parameters)
-        return found
+        return found + (self.vision.parameters if self.vision is not None else 0)
 
     @property
     def active_parameters(self) -> int:
@@ -160,10 +181,15 @@ class ModelShape:
             config.get("head_dim") or hidden // heads,
             vocabulary,
             tied=bool(config.get("tie_word_embeddings")),
-            qkv_bias=kind in ("qwen2", "qwen2_moe") or bool(config.get("attention_bias")),
-            head_norms=kind in ("qwen3", "qwen3_moe"),
+            qkv_bias=kind in _BIASED or bool(config.get("attention_bias")),
+            head_norms=kind in _HEAD_NORMS,
             **_experts(config, name, layers, mlp),
         )
+
+
+#: model types, also of the language models of vision-language models
+_BIASED = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text")
 
 
 def _experts(config: Mapping[str, Any], name: str, layers: int, mlp: int) -> dict[str, int]:

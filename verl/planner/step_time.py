@@ -69,6 +69,8 @@ def forward_pass(role: Role, tokens: Tokens, job: Job, device: Device, micro_bat
     ranks = layout.tensor * layout.pipeline
     head = 0 if role.value_head else s.embedding
     matmul = 2 * (tokens.total * s.matrices() + tokens.response * head) / ranks
+    if s.vision is not None:  # every prompt token is one of an image
+        matmul += 2 * tokens.prompt * s.vision.patches * s.vision.tower / ranks
     if role.lora_rank:
         matmul += 2 * tokens.total * s.lora_parameters(role.lora_rank) / ranks
     # a token attends to those before it

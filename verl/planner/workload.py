@@ -59,6 +59,7 @@ class Role:
         trains: whether it has gradients and an optimizer.
         value_head: one output instead of logits.
         lora_rank: rank of the trained adapters; 0: all weights are trained.
+        freezes_tower: the vision tower is not trained, nor with adapters.
         weight_bytes, compute_bytes: bytes of an element of the stored weights, and of the computation.
         checkpointing: recompute activations; "auto": on a GPU, if memory requires it.
         update_tokens, infer_tokens: tokens of a micro-batch of one rank; None: chosen by the engine.
@@ -73,6 +74,7 @@ class Role:
     trains: bool = False
     value_head: bool = False
     lora_rank: int = 0
+    freezes_tower: bool = False
     weight_bytes: int = 4
     compute_bytes: int = 2
     checkpointing: bool | Literal["auto"] = "auto"
@@ -95,7 +97,10 @@ class Role:
         """Number of trained parameters."""
         if not self.trains:
             return 0
-        return self.shape.lora_parameters(self.lora_rank) if self.lora_rank else self.parameters
+        if self.lora_rank:
+            return self.shape.lora_parameters(self.lora_rank)
+        vision = self.shape.vision
+        return self.parameters - (vision.tower if vision is not None and self.freezes_tower else 0)
 
     @property
     def megatron_share(self) -> float:

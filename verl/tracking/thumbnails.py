@@ -36,7 +36,8 @@ def thumbnails_by_object() -> Callable[[Mapping[str, Any] | None], list[str]]:
 def _images(data: Mapping[str, Any]) -> list[Any]:
     from PIL import Image
 
-    return [*data.get("images", ()), *(Image.fromarray(frames[0]) for frames in data.get("videos", ()))]
+    videos = (video[0] if isinstance(video, tuple) else video for video in data.get("videos", ()))
+    return [*data.get("images", ()), *(Image.fromarray(frames[0]) for frames in videos)]
 
 
 def thumbnail(image: Any) -> str:

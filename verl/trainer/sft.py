@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.algorithms.masked import masked_mean
+from verl.algorithms.masked import masked_sum
 from verl.config import schema
 from verl.config.sources import Overrides
 from verl.data.order import PromptSource
@@ -145,8 +145,15 @@ class SFTTrainer(Trainer):
         if self.val_dataset is None:
             return {}
         self.start()
-        batch = self.collate([self.val_dataset[i] for i in range(len(self.val_dataset))])
-        media = [name for name in ("multi_modal_inputs",) if name in batch]
-        inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], media)
-        log_probs = self.roles["actor"].compute_log_prob(inputs).batch["old_log_probs"]
-        return {"val/loss": -masked_mean(log_probs, batch.batch["response_mask"]).item()}
+        rows, total, count = len(self.val_dataset), 0.0, 0.0
+        # decoded images of a training batch fit into memory; token ids of all rows do
+        size = rows if getattr(self.val_dataset, "media", None) is None else self.config.data.train_batch_size
+        for start in range(0, rows, size):
+            batch = self.collate([self.val_dataset[i] for i in range(start, min(start + size, rows))])
+            media = [name for name in ("multi_modal_inputs",) if name in batch]
+            inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], media)
+            log_probs = self.roles["actor"].compute_log_prob(inputs).batch["old_log_probs"]
+            mask = batch.batch["response_mask"]
+            total += float(masked_sum(log_probs, mask))
+            count += float(mask.sum())
+        return {"val/loss": -total / count}

@@ -12,7 +12,7 @@ from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import empty_module, engine_dtype, load_module
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.native.model import check_vision
+from verl.rollout.native.model import family_of
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ModuleReceiver
@@ -47,7 +47,7 @@ def make_native(
     dtype = engine_dtype(config, env)
     hf = read_config(model.path, model.override_config, model.trust_remote_code)
     if is_vision_config(hf):
-        check_vision(hf, env.tp_size)
+        family_of((hf.architectures or [type(hf).__name__])[0])  # before the model is loaded
     if env.tp_size > 1:
         return _make_tensor_parallel(model, env, train_engine, dtype, options)
     shared = None if train_engine is None or model.has_adapters else train_engine.shared_module()

@@ -14,7 +14,6 @@ together are adjacent, so that a rotation is one complex multiplication.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +54,15 @@ class Family:
     activation: str = "hidden_act"
 
 
+_GEMMA3 = Family(
+    gemma=True,
+    post_norms=True,
+    qk_norm=True,
+    window="layer_types",
+    rope_per_type=True,
+    activation="hidden_activation",
+)
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(window="all"),
@@ -70,14 +78,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(
         gemma=True, post_norms=True, softcaps=True, window="layer_types", activation="hidden_activation"
     ),
-    "Gemma3ForCausalLM": Family(
-        gemma=True,
-        post_norms=True,
-        qk_norm=True,
-        window="layer_types",
-        rope_per_type=True,
-        activation="hidden_activation",
-    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
 }
 
 
@@ -96,21 +98,11 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
-def check_vision(config: Any, tp_size: int) -> None:
-    """Raise ValueError for a vision-language model that is not supported, before it is loaded."""
-    family_of((config.architectures or [type(config).__name__])[0])
-    if tp_size > 1:
-        raise ValueError(
-            f"rollout.tensor_model_parallel_size={tp_size}: rollout.name=native does not split vision-language models "
-            "over ranks: set it to 1, or use rollout.name=vllm"
-        )
-
-
 def check_supported(module: nn.Module) -> Family:
     """The family of `module`. Raises ValueError like `family_of`, and for bidirectional attention."""
     name = type(module).__name__
     family = family_of(name)
-    if module.config.to_dict().get("use_bidirectional_attention"):
+    if module.config.get_text_config().to_dict().get("use_bidirectional_attention"):
         raise ValueError(
             f"rollout.name=native: {name} with use_bidirectional_attention does not generate token by token"
         )

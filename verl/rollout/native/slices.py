@@ -2,7 +2,7 @@
 
 Attention heads and the units of the MLP are split by the outputs of q, k, v, gate and up, and by the inputs of o and
 down; embedding and head by tokens; of the experts of a layer, a rank has some, in full. With more ranks than key/value
-heads, several ranks have the same head. Every rank has all other parameters in full.
+heads, several ranks have the same head. Every rank has all other parameters, such as a vision tower, in full.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.modeling.vision import is_vision_config
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ModuleReceiver
 from verl.rollout.weight_sync.plan import Stored
@@ -48,6 +49,8 @@ class Slices:
     """
 
     def __init__(self, config: Any, tp: TensorParallel):
+        self._has_images = is_vision_config(config)
+        config = config.get_text_config()
         check_sizes(config.to_dict(), tp.size)
         self.tp = tp
         rank, ranks = tp.rank, tp.size
@@ -70,10 +73,16 @@ class Slices:
             **{name: (*one, own) for name in ("gate_proj", "up_proj", "embed_tokens", "lm_head")},
         }
 
+    def _rule(self, name: str) -> tuple[tuple[int, int, list[tuple[int, int]]] | None, str]:
+        """The rule of a parameter, None if it is not split; and whether it is a weight or a bias."""
+        layer, _, kind = name.rpartition(".")
+        if self._has_images and not name.startswith("lm_head.") and "language_model." not in name:
+            return None, kind  # every rank has the vision tower, whose layers may have the same names
+        return self._rules.get(layer.rpartition(".")[2]), kind
+
     def of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a parameter, by its HuggingFace name; a view where that is possible."""
-        layer, _, kind = name.rpartition(".")
-        rule = self._rules.get(layer.rpartition(".")[2])
+        rule, kind = self._rule(name)
         if rule is None:
             return full
         dim, units, ranges = rule
@@ -87,8 +96,7 @@ class Slices:
         """Which chunks of a parameter `of` returns, as boxes."""
         shape = tuple(shape)
         full, (rows, columns) = whole(shape), matrix_shape(shape)
-        layer, _, kind = name.rpartition(".")
-        rule = self._rules.get(layer.rpartition(".")[2])
+        rule, kind = self._rule(name)
         if rule is None or (rule[0] == 1 and kind == "bias"):
             zeros = rule is not None and not self.tp.leads
             return Stored(shape, rows, columns, () if zeros else (Chunk(full),), dtype)

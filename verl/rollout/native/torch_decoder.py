@@ -61,18 +61,18 @@ class Layers:
         # right padding: no query of the prompt attends to it
         ids = self._upload([p + [p[-1]] * (width - len(p)) for p in prompts]).view(-1)
         last = self._upload([i * width + len(p) - 1 for i, p in enumerate(prompts)])
-        x = decoder.embed(ids)
+        x, blocks = decoder.embed(ids), None
         vision = None if decoder.vision is None else decoder.vision.prefill(x, prompts, images)
         if vision is None:
             tables = [tuple(t[:width].repeat(count, 1)[:, None] for t in table) for table in self.tables]
         else:
-            x, every = vision.embeds, zip(self.tables, decoder.ropes)
+            x, blocks, every = vision.embeds, vision.blocks, zip(self.tables, decoder.ropes)
             rows = [rotary_rows(table, rope.axes, vision.positions) for table, rope in every]
             tables = [tuple(t[:, None] for t in table) for table in rows]
         for index, layer in enumerate(decoder.layers):
             qkv = self._qkv(layer, x, tables[layer.rope]).view(count, width, -1, decoder.head_dim)
             store(index, chosen, qkv[:, :, decoder.heads :])
-            attended = self._attend_causally(qkv, layer.window)
+            attended = self._attend_causally(qkv, layer.window, blocks)
             # only the last token of each prompt, which is text, is needed from the last layer on
             is_last = index == len(decoder.layers) - 1
             if is_last and not self.records:
@@ -149,13 +149,25 @@ class Layers:
             scores.view(mask.shape[0], -1, *scores.shape[1:]).add_(mask)
         return torch.bmm(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
 
-    def _attend_causally(self, qkv: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Causal attention inside prompts: qkv (b, T, HQ + 2 HK, D) -> (b T, HQ D)."""
+    def _attend_causally(
+        self, qkv: torch.Tensor, window: int | None, blocks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Causal attention inside prompts: qkv (b, T, HQ + 2 HK, D) -> (b T, HQ D).
+
+        blocks: (b, T) tokens with the same number above 0 also attend to later ones of them.
+        """
         decoder, width = self.decoder, qkv.shape[1]
         sizes = (decoder.heads, decoder.kv_heads, decoder.kv_heads)
         q, k, v = (part.transpose(1, 2) for part in qkv.split(sizes, 2))
         plain = decoder.attention_softcap is None and (window is None or window >= width)
-        if plain:
+        if blocks is not None:
+            at = torch.arange(width, device=q.device)
+            seen = (at[:, None] >= at) | ((blocks[:, :, None] == blocks[:, None]) & (blocks > 0)[:, None])
+            if window is not None:
+                seen &= at > at[:, None] - window
+            mask = seen[:, None]
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=decoder.scaling, enable_gqa=True)
+        elif plain:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=decoder.scaling, enable_gqa=True)
         else:
             at = torch.arange(width, device=q.device)

@@ -1,4 +1,4 @@
-"""Prompts with images in the native engine: embeddings and three-axis positions of a prefill.
+"""Prompts with images in the native engine: embeddings, positions and attention of a prefill.
 
 The vision tower of the module computes the images of a prompt once for all its samples. After the prompt all axes of a
 position are equal, so a decode step is that of text, with positions shifted by the offset of the row.
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from verl.modeling.positions import multimodal_positions
-from verl.modeling.vision import INDEX, Media, VisionForward, insert_features, is_vision_config
+from verl.modeling.vision import BIDIRECTIONAL, INDEX, Media, VisionForward, insert_features, is_vision_config
 from verl.rollout.native.decoder import RopeTable
 
 
@@ -22,7 +22,7 @@ class PromptImages:
 
     Attributes:
         inputs: tensors of the model's processor.
-        positions: (3, L) of the prompt.
+        positions: (C, L) of the prompt, on one axis or three.
     """
 
     inputs: Mapping[str, Any]
@@ -43,12 +43,15 @@ class PrefillImages:
         mask: (count * width,) the placeholders, if `deepstack` is not empty.
         deepstack: features (V, H) that are added to the states of the placeholders after each of the first layers.
         positions: (3, count * width).
+        blocks: (count, width) the image of each token, 0 for text, if the tokens of an image attend to each other in
+            both directions.
     """
 
     embeds: torch.Tensor
     mask: torch.Tensor | None
     deepstack: tuple[torch.Tensor, ...]
     positions: torch.Tensor
+    blocks: torch.Tensor | None = None
 
     def added(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         """States x (count * width, H) after a layer, with its deepstack features."""
@@ -100,7 +103,7 @@ class NativeVision:
             "responses": torch.zeros(count, 0, dtype=torch.long),
             INDEX: media.index,
         }
-        vision = media.input_of(rows).to(embeds.device)
+        vision = media.input_of(rows, placed=True).to(embeds.device)
         parameters = next(self.forward.tower.parameters()).dtype
         with torch.autocast(embeds.device.type, self.dtype, enabled=self.dtype != parameters):
             features = self.forward.features(vision.tensors)
@@ -112,7 +115,22 @@ class NativeVision:
         mask = more["visual_pos_masks"][0] if more else None
         deepstack = tuple(more.get("deepstack_visual_embeds", ()))
         positions = positions.transpose(0, 1).flatten(1).to(embeds.device)
-        return PrefillImages(placed[0], mask, deepstack, positions)
+        blocks = None
+        if self.config.model_type in BIDIRECTIONAL:
+            blocks = _runs(vision.slots, count, width)
+        return PrefillImages(placed[0], mask, deepstack, positions, blocks)
+
+
+def _runs(slots: torch.Tensor, count: int, width: int) -> torch.Tensor:
+    """(count, width) number of the run of adjacent placeholders that a token is in, from 1 on; 0 for other tokens.
+
+    slots: (V,) flat index of the placeholders, ascending.
+    """
+    found = torch.zeros(count * width, dtype=torch.long, device=slots.device)
+    starts = torch.ones_like(slots)
+    starts[1:] = (slots.diff() != 1) | (slots[1:] % width == 0)
+    found[slots] = starts.cumsum(0)
+    return found.view(count, width)
 
 
 def vision_of(module: nn.Module, dtype: torch.dtype) -> NativeVision | None:
@@ -136,16 +154,18 @@ def axis_of_frequencies(parameters: Mapping[str, Any], count: int) -> torch.Tens
     return axes
 
 
-def rotary_rows(table: RopeTable, axes: torch.Tensor, positions: torch.Tensor) -> RopeTable:
-    """The rows of a rotary table for tokens with three-axis positions.
+def rotary_rows(table: RopeTable, axes: torch.Tensor | None, positions: torch.Tensor) -> RopeTable:
+    """The rows of a rotary table for tokens of prompts with images.
 
     Args:
         table: tensors (length, R) or (length, R / 2), as `Rope.table` returns them.
-        axes: (R / 2,) as `axis_of_frequencies`.
-        positions: (3, N).
+        axes: as `axis_of_frequencies`.
+        positions: (3, N); equal on all axes if `axes` is None.
 
     Returns:
         Tensors (N, R) or (N, R / 2).
     """
+    if axes is None:
+        return tuple(t[positions[0]] for t in table)
     index = positions[axes.to(positions.device)].t().contiguous()  # kernels read the result row by row
     return tuple(t.gather(0, index if t.shape[1] == len(axes) else torch.cat((index, index), 1)) for t in table)

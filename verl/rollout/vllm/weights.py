@@ -100,7 +100,9 @@ class SentBits:
 
     def __init__(self, model: nn.Module):
         self._parameters = dict(model.named_parameters())
-        self._packed = {part: fused for fused, parts in model.packed_modules_mapping.items() for part in parts}
+        # of a vision-language model, the language model may have the mapping
+        packed = [dict(getattr(m, "packed_modules_mapping", None) or {}) for m in reversed([*model.modules()])]
+        self._packed = {part: fused for mapping in packed for fused, parts in mapping.items() for part in parts}
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}  # elements and sum
 

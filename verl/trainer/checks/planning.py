@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verl.checkpoints.store import CheckpointStore
 from verl.config import schema
 from verl.config.fields import Schema, to_flat_dict
 from verl.config.load import with_overrides
 from verl.modeling.huggingface import read_config
+from verl.modeling.vision import is_vision_config, language_model_of, tower_of
 from verl.planner import report
 from verl.planner.devices import Device
 from verl.planner.fixes import Change, describe, smallest_change
@@ -18,8 +21,9 @@ from verl.planner.host import host_profile
 from verl.planner.placement import Plan, plan_groups
 from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space, preferred
 from verl.planner.settings import groups_of, job_of, overrides_of
-from verl.planner.shapes import ModelShape
+from verl.planner.shapes import ModelShape, VisionShape
 from verl.planner.workload import Job
+from verl.rollout.loading import auto_class
 from verl.trainer.state.saved_state import load_state
 
 logger = logging.getLogger("verl.trainer")
@@ -49,7 +53,29 @@ def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_co
     """The shape of a model, from its config."""
     overrides = model.override_config if model is not None else {}
     trust = model.trust_remote_code if model is not None else trust_remote_code
-    return ModelShape.of(read_config(path, overrides, trust).get_text_config().to_dict(), path)
+    hf = read_config(path, overrides, trust)
+    found = ModelShape.of({**hf.get_text_config().to_dict(), "tie_word_embeddings": hf.tie_word_embeddings}, path)
+    return replace(found, vision=_vision_of(hf)) if is_vision_config(hf) else found
+
+
+def _vision_of(hf: Any) -> VisionShape:
+    """The vision tower of a model, which is built without weights. Raises ValueError for a tower of unknown name."""
+    with torch.device("meta"):
+        module = auto_class(hf).from_config(hf)
+    inside = sum(p.numel() for p in language_model_of(module).parameters())
+    head = 0 if hf.tie_word_embeddings else module.get_output_embeddings().weight.numel()
+    tower, sizes = tower_of(module)[1], hf.vision_config.to_dict()
+    hidden = sizes.get("embed_dim") or sizes["hidden_size"]
+    merge = sizes.get("spatial_merge_size")
+    whole = (sizes["image_size"] // sizes["patch_size"]) ** 2 if merge is None else 0
+    return VisionShape(
+        sum(p.numel() for p in module.parameters()) - inside - head,
+        sum(p.numel() for p in tower.parameters()),
+        sizes.get("depth") or sizes["num_hidden_layers"],
+        hidden,
+        sizes.get("intermediate_size") or hidden * sizes["mlp_ratio"],
+        merge**2 if merge is not None else -(-whole // getattr(hf, "mm_tokens_per_image", whole)),
+    )
 
 
 def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:

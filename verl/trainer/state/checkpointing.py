@@ -146,7 +146,7 @@ class Checkpointer:
                 self.tokenizer.save_pretrained(folder / role / "huggingface")
                 copy_processor_files(self.model, folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
-            state |= {"validations": self.watch.state_dict(), "data": self._fingerprint}
+            state |= {"validations": self.watch.state_dict(), "data": self._fingerprint, "media": self._media}
             state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
@@ -237,6 +237,7 @@ class Checkpointer:
         """Restore the checkpoint in a verified folder. Returns its step."""
         state = load_state(folder, "trainer")
         self._check_rows(state.get("data"), folder)
+        self._check_media(state.get("media"), folder)
         self.identity.check(state.get("identity", {}), state["config"], folder)
         for role in self._present_roles():
             if not (folder / role).is_dir():
@@ -305,6 +306,24 @@ class Checkpointer:
                 f"{folder} was written by a run with other training rows. To start another run, set a new "
                 "trainer.experiment_name or trainer.default_local_dir; to resume, give the rows of that run"
             )
+
+    @cached_property
+    def _media(self) -> str | None:
+        """What tells the images of the training data from others; None without, and for a custom dataset."""
+        known = isinstance(self.train_dataset, RLHFDataset | SFTDataset)
+        return self.train_dataset.media_fingerprint if known else None
+
+    def _check_media(self, saved: str | None, folder: Path) -> None:
+        """Raise ValueError if the rows name files with other images or videos than those of the checkpoint."""
+        if saved is None or saved == self._media:
+            return
+        text = "images or videos of the training data have other contents than in the run that wrote it"
+        if "data" not in self.config.trainer.allow_change:
+            raise ValueError(
+                f"{folder}: {text}. To start another run, set a new trainer.experiment_name or "
+                "trainer.default_local_dir; to continue with the new files, set trainer.allow_change=[data]"
+            )
+        logger.warning("allowed change of the experiment: %s", text)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 

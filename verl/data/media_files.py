@@ -1,0 +1,66 @@
+"""Digest of the images and videos that rows name by a path: two runs on the same rows may find other files there."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.data.files import Rows
+
+#: at most this many evenly spaced rows are read
+_ROWS = 512
+_BLOCK_BYTES = 1 << 16
+_KEYS = ("image", "images", "video", "videos", "path", "url", "image_url", "content")
+_LONGEST = 1000  # characters of a path
+
+
+def media_digest(rows: Rows, columns: tuple[str, ...]) -> str | None:
+    """A digest of the sizes and of the first and last 64 KiB of the files; None if no row names a file.
+
+    Of many rows, 512 evenly spaced ones are read.
+
+    Args:
+        rows: the rows.
+        columns: those with images, videos or chat messages.
+    """
+    digest, found = hashlib.sha256(), False
+    for index in range(0, len(rows), 1 + len(rows) // _ROWS):
+        row, folder = rows[index], rows.folder(index)
+        for path in (folder / text for column in columns for text in _texts(row.get(column))):
+            if _is_file(path):
+                found = True
+                digest.update(_contents(path))
+    return digest.hexdigest() if found else None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts of a media column or of messages that may be paths."""
+    if isinstance(value, str):
+        text = value.removeprefix("file://")
+        if len(text) <= _LONGEST and not text.startswith(("data:", "http://", "https://")):
+            yield text
+    elif isinstance(value, Mapping):
+        if value.get("bytes") is None:
+            for key in _KEYS:
+                yield from _texts(value.get(key))
+    elif isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
+        for each in value:
+            yield from _texts(each)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a text that is no path
+        return False
+
+
+def _contents(path: Path) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        blocks = [file.read(_BLOCK_BYTES)]
+        file.seek(max(_BLOCK_BYTES, size - _BLOCK_BYTES))
+        blocks.append(file.read(_BLOCK_BYTES))
+    return str(size).encode() + hashlib.sha256(b"".join(blocks)).digest()
