@@ -201,6 +201,55 @@ def test_steps_and_several_fits_train_as_one_fit_does(config, tiny, tmp_path):
         found["one"][0]["critic/score/meen"]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_step_that_raises_does_not_count_and_its_prompts_are_drawn_again(config, tiny, dynamic):
+    rows, calls, broken = rows_of(tiny / "train.jsonl"), [], []
+
+    def score(solution_str, ground_truth, data_source, extra_info):
+        calls.append(extra_info["number"])
+        if broken and len(calls) == 6:
+            raise RuntimeError("no such letter")
+        return float(len(calls) % 2)
+
+    own = {"algorithm.filter_groups.enable": dynamic, "algorithm.adv_estimator": "grpo"}
+    rows = [{**row, "number": number} for number, row in enumerate(rows)]
+    trainer = PPOTrainer(config, overrides=own, train_dataset=rows, reward=score)
+    trainer.step()
+    position = trainer.pipeline.state_dict()
+    broken.append(True)
+    for _ in range(2):
+        calls.clear()
+        with pytest.raises(Exception, match="no such letter"):
+            trainer.step()
+        assert trainer.global_step == 1 and trainer.progress_summary().startswith("in step 2 of 3")
+    assert str(trainer.pipeline.state_dict()) == str(position)
+    drawn = list(calls)
+    broken.clear()
+    calls.clear()
+    assert trainer.step().step == 2 and calls[:6] == drawn and len(set(drawn)) == 3
+    assert trainer.validate() == {} and trainer.fit(steps=1)["training/global_step"] == 3
+
+
+def test_a_fit_that_failed_in_its_first_step_starts_again(config, tiny):
+    broken = []
+
+    def score(solution_str, ground_truth, data_source):
+        if broken:
+            raise RuntimeError("no such letter")
+        return letters(solution_str, ground_truth, data_source)
+
+    trainer = PPOTrainer(config, train_dataset=rows_of(tiny / "train.jsonl"), reward=score)
+    broken.append(True)
+    with pytest.raises(Exception, match="no such letter"):
+        trainer.fit()
+    broken.clear()
+    expected = PPOTrainer(config, train_dataset=rows_of(tiny / "train.jsonl"), reward=letters).step()
+    reports = []
+    trainer.on_step.append(reports.append)
+    trainer.fit(steps=1)
+    assert trainer.global_step == 1 and learned(reports[0]) == learned(expected)
+
+
 def test_a_further_fit_says_that_the_run_has_ended(config, tiny, caplog):
     unsaved = {"trainer.save_at_end": False}
     trainer = PPOTrainer(config, overrides=unsaved, train_dataset=rows_of(tiny / "train.jsonl"), reward=letters)

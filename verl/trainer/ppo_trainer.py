@@ -243,8 +243,18 @@ class PPOTrainer(Trainer):
             self.sync_weights()
 
     def after_restore(self) -> None:
-        self.rollout_weights.version = None
-        self.before_first_step()
+        if self.asynchronous is None:
+            self.rollout_weights.version = None
+            self.before_first_step()
+
+    def flow_state(self) -> Any:
+        return None if self.asynchronous is not None else super().flow_state()
+
+    def restore_flow(self, state: Any) -> None:
+        if self.asynchronous is not None:
+            return self.asynchronous.buffer.undo_take()
+        self.rollout_weights.version = None  # the actor may have been updated
+        super().restore_flow(state)
 
     def sync_weights(self) -> None:
         """Push the current weights to the rollout unless it already has them. The version is the number of completed

@@ -1,12 +1,14 @@
 """Common command line of all programs: `--config FILE.yaml key=value ...`, --dry-run, --print-config, --help."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from verl.env_check.packages import CORE
 from verl.trainer.startup.torchrun import run_under_launcher
+from verl.trainer.state.interruption import Stopped, sigterm_raises
 
 if TYPE_CHECKING:
     from verl.config.fields import Schema
@@ -138,12 +140,14 @@ def _command(
     except USER_ERRORS as error:
         return print_error(error)
     try:
-        return dry_run(path, overrides) if "--dry-run" in flags else run(path, overrides)
+        with sigterm_raises():
+            return dry_run(path, overrides) if "--dry-run" in flags else run(path, overrides)
     except ModuleNotFoundError as error:
         return print_missing_package(error)
-    except KeyboardInterrupt:  # once a run has started, `run` itself says more
-        print("\nstopped by SIGINT before the run started", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:  # once a run has started, `run` itself says more
+        stop = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT)
+        print(f"\nstopped by {stop.signal.name} before the run started", file=sys.stderr)
+        return stop.exit_status
 
 
 def print_missing_package(error: ModuleNotFoundError) -> int:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from verl.config import Config, ConfigError, Problem
 from verl.config.fields import Schema
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
-from verl.trainer.state.interruption import Stopped
+from verl.trainer.state.interruption import Stopped, sigterm_raises
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
 
@@ -97,11 +97,15 @@ def run(build: "Callable[[], Trainer]") -> int:
     SIGINT. The message says from which checkpoint the run resumes.
     """
     setup_logging()
-    try:
-        trainer = build()
-    except USER_ERRORS as error:
-        return print_error(error)
-    previous = signal.signal(signal.SIGTERM, _terminated)
+    with sigterm_raises():
+        try:
+            trainer = build()
+        except USER_ERRORS as error:
+            return print_error(error)
+        return _fit(trainer)
+
+
+def _fit(trainer: "Trainer") -> int:
     try:
         trainer.fit()
     except KeyboardInterrupt as stop:
@@ -118,10 +122,4 @@ def run(build: "Callable[[], Trainer]") -> int:
             return print_error(error)
         error.add_note(f"the run failed {trainer.progress_summary()}")
         raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0
-
-
-def _terminated(number: int, frame: object) -> None:
-    raise Stopped(number)
