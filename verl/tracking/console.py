@@ -17,12 +17,12 @@ from rich.text import Text
 
 from verl.tracking.formatting import (
     HEADLINES,
+    StepLine,
     core_results,
     duration,
     headline,
     sample_line,
     sparkline,
-    step_line,
     validation_line,
 )
 from verl.tracking.summary import best_point
@@ -79,6 +79,8 @@ class TrainingProgress:
         self.quiet, self.details, self.running = quiet, details, running
         self._own_console = console is not None
         self._live: Live | None = None
+        self._lines = StepLine(total_steps, self.console.width)
+        self._labels: set[str] = set()  # of all steps, so that the panel keeps its cells
         self._curves: dict[str, list[float]] = {}
         self._seconds: Counter[str] = Counter()  # operator -> of all steps
         self._validations: dict[str, list[tuple[int, float]]] = {}
@@ -197,7 +199,7 @@ class TrainingProgress:
     def _print_step(self) -> None:
         step, metrics, timings = self._step
         seconds = metrics.get("timing_s/step", self._durations[-1])
-        lines = [step_line(step, self.total_steps, metrics, seconds, self._remaining(step), self.console.width)]
+        lines = [self._lines.text(step, metrics, seconds, self._remaining(step))]
         if self.details:
             lines.append("    " + " ".join(f"[{name}] {value:.2f}s" for name, value in timings.items()))
             lines += ["    " + sample_line(*sample, width=self.console.width - 4) for sample in self._samples]
@@ -232,7 +234,8 @@ class TrainingProgress:
             Text(f"ETA {duration(self._remaining(step)):>7}"),
         )
         steps = {name: value for name, value in metrics.items() if not name.startswith(("val-core/", "val/"))}
-        cells = {label: f"{text:<8}" for label, text in headline(steps).items()}
+        cells = {label: f"{text:<8}" for label, text in headline(steps, self._labels).items()}
+        self._labels |= cells.keys()
         rows = [bar, _columns(cells, width)]
         rows += [_curve(label, values, width) for label, values in self._curves.items() if len(values) > 1]
         rows += [self._validation(name, width) for name in list(self._validations)[:2]]
