@@ -75,15 +75,19 @@ class Planned(Protocol):
         """Description of the run, in one paragraph."""
 
 
-def dry_run(build: Callable[[], Planned]) -> int:
-    """Run all checks, print one line for each and the plan, and stop before workers start. Returns the exit status."""
+def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
+    """Run all checks, print their number and the plan, and stop before workers start. Returns the exit status.
+
+    Args:
+        verbose: print the name of each check.
+    """
     setup_logging()
     try:
         command = build()
     except USER_ERRORS as error:
         return print_error(error)
-    for name in command.passed_checks():
-        print(f"ok  {name}")
+    passed = command.passed_checks()
+    print("\n".join(f"ok  {name}" for name in passed) if verbose else f"ok  {len(passed)} checks (--verbose: their names)")
     print(command.plan())
     return 0
 
