@@ -24,7 +24,7 @@ from verl.trainer.output.step_report import StepReport
 from verl.trainer.state.bad_steps import StepGuard, roll_back
 from verl.trainer.state.checkpointing import BadStepsError, Checkpointer
 from verl.trainer.state.interruption import Interruption, Stopped
-from verl.trainer.state.validation_watch import ValidationWatch
+from verl.trainer.state.validation_watch import NoMetricError, ValidationWatch
 from verl.utils.device import frozen_heap, process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
@@ -386,8 +386,17 @@ class Trainer(ABC):
         if self.global_step == 0 or self.config.trainer.val_only:
             self.watch.check(metrics)
         elif not self.guard.is_bad:
-            self.watch.observe(self.global_step, metrics)
+            self._observe(metrics)
         return metrics
+
+    def _observe(self, metrics: Mapping[str, float]) -> None:
+        try:
+            self.watch.observe(self.global_step, metrics)
+        except NoMetricError:  # of a misspelt setting: the trained steps must not be lost
+            if self.config.trainer.save_at_end:
+                self.save()
+                self.checkpointer.wait()
+            raise
 
     def _skipped_validation(self, log: RunLog) -> dict[str, float]:
         """The validation of the checkpoint's step, which was due when the run was interrupted."""

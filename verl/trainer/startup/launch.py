@@ -13,6 +13,7 @@ from verl.config import Config, ConfigError, Problem
 from verl.config.fields import Schema
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.trainer.state.interruption import Stopped, sigterm_raises
+from verl.trainer.state.validation_watch import NoMetricError
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
 
@@ -120,6 +121,9 @@ def _fit(trainer: "Trainer") -> int:
         print(f"\nstopped by {which}{stop.signal.name} {progress}", file=sys.stderr)
         return stop.exit_status
     except DiskFullError as error:
+        return print_error(error)
+    except NoMetricError as error:
+        error.add_note(trainer.progress_summary())
         return print_error(error)
     except Exception as error:
         if not trainer.ready and isinstance(error, ValueError):
