@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import functools
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError
 from verl.rewards import register_reward
 from verl.trainer import SFTTrainer as SameSFTTrainer
+from verl.trainer.state.object_identity import object_fingerprint
 
 NOTEBOOK = ROOT / "examples" / "notebooks" / "first_steps.ipynb"
 
@@ -450,6 +452,51 @@ def test_other_rows_do_not_resume_a_run(config, caplog):
         PPOTrainer(config, train_dataset=other, reward=letters).fit()
     again = PPOTrainer(config, overrides={"trainer.total_training_steps": 2}, train_dataset=rows, reward=letters)
     assert again.fit()["training/global_step"] == 2
+
+
+def other_letters(solution_str, ground_truth, data_source):
+    return float(solution_str.count("a"))
+
+
+def test_another_reward_does_not_resume_a_run(config, tiny, caplog):
+    own, rows = {"trainer.total_training_steps": 1}, rows_of(tiny / "train.jsonl")
+    PPOTrainer(config, overrides=own, train_dataset=rows, reward=letters).fit()
+    register_reward("letters")(other_letters)
+    words = "belongs to another experiment:\n  reward: other_letters is new, letters is missing"
+    for other in (other_letters, "letters"):
+        with pytest.raises(ValueError, match=words) as found:
+            PPOTrainer(config, overrides=own, train_dataset=rows, reward=other).fit()
+        assert "set a new trainer.experiment_name" in str(found.value)
+    assert PPOTrainer(config, overrides=own, train_dataset=rows, reward=letters).fit() == {}
+    assert "nothing to train" in caplog.text
+
+
+def test_the_fingerprint_of_a_reward():
+    def made(bonus, seen):
+        def score(solution_str, ground_truth, data_source):
+            seen.append(solution_str)
+            return bonus
+
+        return score
+
+    class Scorer:
+        def __init__(self, scale):
+            self.scale, self._calls = scale, []
+
+        def __call__(self, solution_str, ground_truth, data_source):
+            return self.scale
+
+    same = [(letters, letters), (made(1, []), made(1, ["a"])), (Scorer(2.0), Scorer(2.0)), (Scorer, Scorer)]
+    same += [(functools.partial(letters, bonus=1.0), functools.partial(letters, bonus=1.0))]
+    differs = [(letters, other_letters), (made(1, []), made(2, [])), (Scorer(2.0), Scorer(3.0)), (letters, Scorer)]
+    differs += [(letters, functools.partial(letters, bonus=1.0)), (Scorer(1.0).__call__, Scorer(2.0).__call__)]
+    texts = ["def score(solution_str): return 1", "def score(solution_str): return 2"]  # without a file
+    scopes: list[dict[str, Any]] = [{}, {}]
+    for text, scope in zip(texts, scopes):
+        exec(text, scope)
+    differs.append((scopes[0]["score"], scopes[1]["score"]))
+    assert all(object_fingerprint(one) == object_fingerprint(other) for one, other in same)
+    assert all(object_fingerprint(one) != object_fingerprint(other) for one, other in differs)
 
 
 def test_prompts_and_models_that_are_none(config, tiny):

@@ -110,6 +110,7 @@ class Trainer(ABC):
             watch=self.watch,
             train_dataset=run.inputs.train_dataset,
             working_dir=run.working_dir,
+            reward=run.own_reward,
         )
 
     # ---- what a subclass defines ------------------------------------------------------------------------------------
