@@ -4,6 +4,7 @@ import io
 import logging
 import re
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -137,6 +138,28 @@ def test_every_frame_has_the_same_height():
             progress.update(step, values, TIMINGS, SAMPLES)
             heights.append(len(progress.console.render_lines(progress._panel())))
     assert heights[1] == heights[2] == heights[0] + 1  # the sparkline needs two steps
+
+
+def test_a_terminal_that_becomes_narrower_has_no_remains_of_the_panel():
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100)
+    with TrainingProgress(5, "GRPO", console=console) as progress:
+        progress.update(1, METRICS, TIMINGS)
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
+        rows = len(text[text.rindex("╭") :].splitlines())  # now each of them takes three rows of 40 characters
+        console.width = 40
+        time.sleep(0.15)  # _MIN_REDRAW_SECONDS
+        output.seek(0)
+        output.truncate()
+        progress.update(2, METRICS, TIMINGS)
+        erased = output.getvalue().partition("╭")[0].count("\x1b[1A\x1b[2K")
+        assert rows > 5 and erased == 3 * rows - 1  # and the row of the cursor
+        output.seek(0)
+        output.truncate()
+        console.width = 100  # lines are not joined
+        time.sleep(0.15)
+        narrow = progress.update(3, METRICS, TIMINGS) or output.getvalue().partition("╭")[0]
+        assert narrow.count("\x1b[1A\x1b[2K") < 3 * rows
 
 
 def test_log_lines_and_prints_appear_above_the_panel_and_warnings_stay_in_it(monkeypatch):

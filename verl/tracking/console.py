@@ -9,9 +9,11 @@ from types import TracebackType
 
 from rich import box
 from rich.console import Console, Group
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -79,6 +81,7 @@ class TrainingProgress:
         self.quiet, self.details, self.running = quiet, details, running
         self._own_console = console is not None
         self._live: Live | None = None
+        self._drawing = threading.Lock()  # of the panel, by two threads
         self._lines = StepLine(total_steps, self.console.width)
         self._labels: set[str] = set()  # of all steps, so that the panel keeps its cells
         self._curves: dict[str, list[float]] = {}
@@ -105,7 +108,8 @@ class TrainingProgress:
             logger.setLevel(logging.WARNING)
         if log.is_live(self.console) and self.console.encoding.startswith("utf"):  # else it cannot be drawn
             logger.addHandler(self._warnings)
-            self._live = Live(self._waiting(), console=self.console, auto_refresh=False)
+            self._shown, self._width = self._waiting(), self.console.width
+            self._live = Live(self._shown, console=self.console, auto_refresh=False)
             self._live.start(refresh=True)
             threading.Thread(target=self._redraw, name="panel", daemon=True).start()
         elif self.details:
@@ -120,7 +124,7 @@ class TrainingProgress:
             live.transient = self._step is None  # nothing to keep
             try:
                 if self._step is not None:
-                    live.update(self._panel(final=True), refresh=True)
+                    self._show(live, self._panel(final=True))
             finally:  # gives stdout back
                 live.stop()
                 logger.removeHandler(self._warnings)
@@ -160,7 +164,7 @@ class TrainingProgress:
         if self._live is not None:
             if now - self._drawn >= _MIN_REDRAW_SECONDS or step == self.total_steps:
                 self._drawn = now
-                self._live.update(self._panel(), refresh=True)
+                self._show(self._live, self._panel())
         elif step == 1 or step % self.print_every == 0 or step == self.total_steps:
             self._print_step()
 
@@ -172,7 +176,7 @@ class TrainingProgress:
         """Display a validation."""
         self._add_validation(step, metrics)
         if self._live is not None and self._step is not None:
-            self._live.update(self._panel(), refresh=True)
+            self._show(self._live, self._panel())
         elif self._live is None and (results := core_results(metrics)):
             self._print(validation_line(step, metrics, self._best(next(iter(results)))))
 
@@ -213,7 +217,19 @@ class TrainingProgress:
         while not self._ended.wait(_REDRAW_SECONDS):
             live = self._live
             if live is not None:
-                live.update(self._panel() if self._step is not None else self._waiting(), refresh=True)
+                self._show(live, self._panel() if self._step is not None else self._waiting())
+
+    def _show(self, live: Live, panel: Panel) -> None:
+        """Draw a panel in place of the last one, whose lines are wrapped if the terminal is narrower now."""
+        with self._drawing:
+            width = self.console.width
+            if width < self._width:
+                lines = len(self.console.render_lines(self._shown, self.console.options.update(width=self._width)))
+                rows = lines * -(-self._width // width)
+                up = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * (rows - lines)
+                self.console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up))
+            self._shown, self._width = panel, width
+            live.update(panel, refresh=True)
 
     def _waiting(self) -> Panel:
         return self._framed([Text("first step ..."), *self._now()])
