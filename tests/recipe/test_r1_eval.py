@@ -25,9 +25,11 @@ from verl.evaluation.statistics import (
     bootstrap_intervals,
     bootstrap_means,
     compare_paired,
+    mean_intervals,
     pass_at_k,
     sign_flip_test,
     sign_test,
+    wilson_interval,
 )
 from verl.recipe.r1.main_eval import main
 from verl.recipe.r1.reward_score import final_part, reward_func
@@ -97,6 +99,17 @@ def test_intervals_depend_on_the_seed_and_not_on_the_order():
     assert (bootstrap_intervals(values[random.permutation(50)], seed=5) == intervals).all()
     assert (bootstrap_intervals(values, seed=6) != intervals).any()
     assert (bootstrap_intervals(np.ones((9, 1))) == 1).all()
+
+
+def test_a_proportion_of_0_or_1_has_an_interval():
+    # Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29
+    for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)):
+        assert wilson_interval(right / count, count) == pytest.approx((low, high), abs=5e-5)
+    values = np.stack([np.zeros(16), np.ones(16), np.full(16, 0.5), np.arange(16) % 2], 1)
+    none, all_right, half, some = mean_intervals(values)
+    assert none == pytest.approx((0.0, 0.1936), abs=5e-5) and all_right == pytest.approx((0.8064, 1.0), abs=5e-5)
+    assert half == (0.5, 0.5)  # not a proportion: every prompt has one of two responses right
+    assert some == pytest.approx((0.2800, 0.7200), abs=5e-5)
 
 
 def test_columns_are_drawn_together():

@@ -4,12 +4,13 @@ import io
 import logging
 import re
 import sys
+import time
 
 import pytest
 from rich.console import Console
 
 from verl.tracking.console import TrainingProgress
-from verl.tracking.formatting import duration_in_words, fixed, sparkline, step_line
+from verl.tracking.formatting import StepLine, duration_in_words, fixed, sparkline
 from verl.tracking.summary import summary_lines
 from verl.utils import log
 
@@ -63,24 +64,44 @@ def test_one_line_per_step_and_validation_for_a_trainer():
 ALL = METRICS | {"reward/acc": 0.5, "actor/ref_kl": 0.06, "actor/entropy": 0.41, "actor/grad_norm": 3.2}
 
 
-def test_the_line_of_a_step_fits_into_80_columns_and_drops_the_same_fields_at_any_value():
-    line = step_line(12, 100, ALL, seconds=0.36, remaining=32, width=80)
-    assert line == " 12/100  reward 0.625  acc 0.50  len 5.12  kl 0.06  grad 3.20  0.36s  ETA 0:32"
-    wide = step_line(12, 100, ALL, seconds=0.36, remaining=32, width=120)
+def test_the_line_of_a_step_fits_into_80_columns():
+    line = StepLine(100, 80).text(12, ALL, 0.36, 32)
+    assert line == "step  12/100  reward 0.625  acc 0.50  len 5.12  kl 0.06  0.36s  ETA 0:32"
+    wide = StepLine(100, 120).text(12, ALL, 0.36, 32)
     assert wide == (
         "step  12/100  reward 0.625  acc 0.50  len 5.12  kl 0.06  ent 0.41  grad 3.20  tok/s 15234  0.36s  ETA 0:32"
     )
-    labels = re.findall(r"reward|acc|len|kl|ent|grad|tok/s|step", line)
-    extreme = ALL | {"critic/score/mean": -123456.0, "actor/ref_kl": 1e-9, "response_length/mean": 31_072.0}
-    for seconds in (0.001, 3600.0):
-        other = step_line(1, 100, extreme, seconds=seconds, remaining=3599, width=80)
-        assert len(other) <= 80 and re.findall(r"reward|acc|len|kl|ent|grad|tok/s|step", other) == labels
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_all_lines_of_a_run_have_the_same_columns(width):
+    lines = StepLine(100, width)
+    extreme = {"critic/score/mean": -123456.0, "actor/ref_kl": -2e-10, "response_length/mean": 31_072.0}
+    steps = [ALL, ALL | extreme, ALL | {"actor/grad_norm": 2e-10}, {"critic/score/mean": 0.5, "reward/acc": 0.5}, ALL]
+    texts = [lines.text(1, metrics, seconds, 1700) for metrics in steps for seconds in (0.001, 9999.0)]
+    starts = [[match.start() for match in re.finditer(r"  [a-z/]+ ", text)] for text in texts]
+    assert all(text.startswith("step   1/100  reward ") and len(text) <= width for text in texts)
+    assert all(found == starts[0] for found in starts)
+    if width == 80:
+        assert texts[6] == "step   1/100  reward 0.500  acc 0.50  len    -  kl    -  1e-3s  ETA 28:20"
+
+
+def test_columns_of_equal_values():
+    same = METRICS | {"reward/acc": 0.625}
+    assert "acc" not in StepLine(9).text(1, same, 1.0, 0)
+    lines = StepLine(9)  # a first reward of 0 does not tell whether accuracy is the same
+    zero = lines.text(1, METRICS | {"critic/score/mean": 0.0, "reward/acc": 0.0}, 1.0, 0)
+    assert "reward 0.000  acc 0.00  len" in zero and "reward 0.625  acc 0.62  len" in lines.text(2, same, 1.0, 0)
+    lines = StepLine(9)
+    assert "kl" not in lines.text(1, METRICS, 1.0, 0)  # before the end of trainer.critic_warmup
+    assert all("len 5.12  kl 0.06" in lines.text(step, ALL, 1.0, 0) for step in (2, 3))
 
 
 def test_numbers_of_a_fixed_width():
     values = [0.0, 0.625, 12.5, 123.456, 1234.5, 152_345.0, -0.63, 1e-5, -1e-9, float("nan"), float("inf")]
     texts = ["0.000", "0.625", "12.50", "123.5", " 1234", " 152k", "-0.63", " 1e-5", "-1e-9", "  nan", "  inf"]
     assert [fixed(value, 5) for value in values] == texts
+    assert [fixed(value, 4) for value in (1e-9, 2e-10, -2e-10)] == ["1e-9", "0.00", "-0.0"]
 
 
 def test_samples_are_one_line_each_cut_to_the_width_and_no_markup():
@@ -117,6 +138,28 @@ def test_every_frame_has_the_same_height():
             progress.update(step, values, TIMINGS, SAMPLES)
             heights.append(len(progress.console.render_lines(progress._panel())))
     assert heights[1] == heights[2] == heights[0] + 1  # the sparkline needs two steps
+
+
+def test_a_terminal_that_becomes_narrower_has_no_remains_of_the_panel():
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100)
+    with TrainingProgress(5, "GRPO", console=console) as progress:
+        progress.update(1, METRICS, TIMINGS)
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
+        rows = len(text[text.rindex("╭") :].splitlines())  # now each of them takes three rows of 40 characters
+        console.width = 40
+        time.sleep(0.15)  # _MIN_REDRAW_SECONDS
+        output.seek(0)
+        output.truncate()
+        progress.update(2, METRICS, TIMINGS)
+        erased = output.getvalue().partition("╭")[0].count("\x1b[1A\x1b[2K")
+        assert rows > 5 and erased == 3 * rows - 1  # and the row of the cursor
+        output.seek(0)
+        output.truncate()
+        console.width = 100  # lines are not joined
+        time.sleep(0.15)
+        narrow = progress.update(3, METRICS, TIMINGS) or output.getvalue().partition("╭")[0]
+        assert narrow.count("\x1b[1A\x1b[2K") < 3 * rows
 
 
 def test_log_lines_and_prints_appear_above_the_panel_and_warnings_stay_in_it(monkeypatch):

@@ -108,6 +108,19 @@ def test_the_commands(folder, tmp_path):
         assert failed.exit_code == 1 and message in failed.output
 
 
+def test_only_the_newest_runs_are_read(folder):
+    for number in range(60):
+        make_run(folder / f"r{number:02d}", started=time.time())
+        os.utime(folder / f"r{number:02d}" / "metrics.jsonl", (number, number))
+        os.utime(folder / f"r{number:02d}" / "run.json", (number, number))
+    (folder / "r03" / "metrics.jsonl").write_bytes(b"\xff")
+    shown = CliRunner().invoke(app, ["runs", "list", str(folder), "--limit", "4"]).output.splitlines()
+    assert [line.split()[0] for line in shown[1:5]] in (["r03", "b", "a", "r59"], ["r03", "a", "b", "r59"])
+    assert shown[5:] == [f"58 older runs in {folder}: --limit 0 lists all"]
+    everything = CliRunner().invoke(app, ["runs", "list", str(folder), "--limit", "0"]).output.splitlines()
+    assert len(everything) == 63 and everything[-1].startswith("r00 ")
+
+
 def test_runs_are_found_newest_first(folder):
     os.utime(folder / "a" / "metrics.jsonl", (1, 1))
     os.utime(folder / "a" / "run.json", (1, 1))

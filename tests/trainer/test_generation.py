@@ -350,7 +350,7 @@ def test_help_and_print_config(keys, capsys):
 
 
 def test_dry_run_checks_everything_and_generates_nothing(keys, tmp_path, capsys):
-    assert main([*keys, "--dry-run"]) == 0
+    assert main([*keys, "--dry-run", "--verbose"]) == 0
     shown = capsys.readouterr().out
     assert "ok  prompts\n" in shown and "ok  earlier output\n" in shown
     assert "would generate 3 responses to each of 24 prompts, of at most 6 tokens, with " in shown

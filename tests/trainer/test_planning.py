@@ -31,7 +31,7 @@ def on_gpu(monkeypatch):
 
 
 def test_the_plan_has_memory_and_time(settings, capsys):
-    assert command.main(settings) == 0
+    assert command.main([*settings, "--verbose"]) == 0
     printed = capsys.readouterr().out
     assert "would train" in printed and "ok  memory" in printed
     assert "memory of actor, critic on 1 device" in printed and "update of the actor" in printed

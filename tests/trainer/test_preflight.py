@@ -40,6 +40,8 @@ def lines_of_checks(shown: str) -> list[str]:
 
 def test_a_dry_run_of_main_ppo_prints_the_checks_and_the_plan(settings, tmp_path, capsys, forbid_workers):
     assert main_ppo.main([*settings, "algorithm.name=grpo", "--dry-run"]) == 0
+    assert lines_of_checks(capsys.readouterr().out) == [f"{len(preflight.CHECKS)} checks (--verbose: their names)"]
+    assert main_ppo.main([*settings, "algorithm.name=grpo", "--dry-run", "--verbose"]) == 0
     shown = capsys.readouterr().out
     assert lines_of_checks(shown) == [check.name for check in preflight.CHECKS]
     plan = next(line for line in shown.splitlines() if line.startswith("would train "))
@@ -58,13 +60,15 @@ def test_a_dry_run_of_a_recipe(settings, capsys, forbid_workers):
 def test_a_dry_run_of_sft(tiny, tmp_path, capsys, forbid_workers):
     settings = [f"data.train_files={tiny / 'train.jsonl'}", "data.prompt_key=prompt", "data.response_key=answer"]
     settings += ["data.train_batch_size=4", f"model.path={tiny / 'model'}", f"trainer.default_local_dir={tmp_path}/run"]
-    assert sft_trainer.main([*settings, "--dry-run"]) == 0
+    assert sft_trainer.main([*settings, "--dry-run", "--verbose"]) == 0
     shown = capsys.readouterr().out
     assert {"files exist", "model limits", "cluster"} <= set(lines_of_checks(shown))
     assert "group size" not in shown and "would train 24 steps of SFT from" in shown
 
 
 def test_a_dry_run_fails_as_the_run_would(settings, capsys):
+    assert main_ppo.main([*settings, "--verbose"]) == 1
+    assert "--verbose lists the checks of --dry-run" in capsys.readouterr().err
     assert main_ppo.main([*settings, "algorithm.adv_estimator=grop", "--dry-run"]) == 1
     assert "did you mean 'grpo'?" in capsys.readouterr().err
 

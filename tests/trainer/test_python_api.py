@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import functools
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError
 from verl.rewards import register_reward
 from verl.trainer import SFTTrainer as SameSFTTrainer
+from verl.trainer.state.object_identity import object_fingerprint
 
 NOTEBOOK = ROOT / "examples" / "notebooks" / "first_steps.ipynb"
 
@@ -199,6 +201,55 @@ def test_steps_and_several_fits_train_as_one_fit_does(config, tiny, tmp_path):
     assert [line["step"] for line in lines] == [2, 3]  # fit logs, step does not
     with pytest.raises(KeyError, match="no metric 'critic/score/meen': did you mean 'critic/score/mean'"):
         found["one"][0]["critic/score/meen"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_step_that_raises_does_not_count_and_its_prompts_are_drawn_again(config, tiny, dynamic):
+    rows, calls, broken = rows_of(tiny / "train.jsonl"), [], []
+
+    def score(solution_str, ground_truth, data_source, extra_info):
+        calls.append(extra_info["number"])
+        if broken and len(calls) == 6:
+            raise RuntimeError("no such letter")
+        return float(len(calls) % 2)
+
+    own = {"algorithm.filter_groups.enable": dynamic, "algorithm.adv_estimator": "grpo"}
+    rows = [{**row, "number": number} for number, row in enumerate(rows)]
+    trainer = PPOTrainer(config, overrides=own, train_dataset=rows, reward=score)
+    trainer.step()
+    position = trainer.pipeline.state_dict()
+    broken.append(True)
+    for _ in range(2):
+        calls.clear()
+        with pytest.raises(Exception, match="no such letter"):
+            trainer.step()
+        assert trainer.global_step == 1 and trainer.progress_summary().startswith("in step 2 of 3")
+    assert str(trainer.pipeline.state_dict()) == str(position)
+    drawn = list(calls)
+    broken.clear()
+    calls.clear()
+    assert trainer.step().step == 2 and calls[:6] == drawn and len(set(drawn)) == 3
+    assert trainer.validate() == {} and trainer.fit(steps=1)["training/global_step"] == 3
+
+
+def test_a_fit_that_failed_in_its_first_step_starts_again(config, tiny):
+    broken = []
+
+    def score(solution_str, ground_truth, data_source):
+        if broken:
+            raise RuntimeError("no such letter")
+        return letters(solution_str, ground_truth, data_source)
+
+    trainer = PPOTrainer(config, train_dataset=rows_of(tiny / "train.jsonl"), reward=score)
+    broken.append(True)
+    with pytest.raises(Exception, match="no such letter"):
+        trainer.fit()
+    broken.clear()
+    expected = PPOTrainer(config, train_dataset=rows_of(tiny / "train.jsonl"), reward=letters).step()
+    reports = []
+    trainer.on_step.append(reports.append)
+    trainer.fit(steps=1)
+    assert trainer.global_step == 1 and learned(reports[0]) == learned(expected)
 
 
 def test_a_further_fit_says_that_the_run_has_ended(config, tiny, caplog):
@@ -401,6 +452,51 @@ def test_other_rows_do_not_resume_a_run(config, caplog):
         PPOTrainer(config, train_dataset=other, reward=letters).fit()
     again = PPOTrainer(config, overrides={"trainer.total_training_steps": 2}, train_dataset=rows, reward=letters)
     assert again.fit()["training/global_step"] == 2
+
+
+def other_letters(solution_str, ground_truth, data_source):
+    return float(solution_str.count("a"))
+
+
+def test_another_reward_does_not_resume_a_run(config, tiny, caplog):
+    own, rows = {"trainer.total_training_steps": 1}, rows_of(tiny / "train.jsonl")
+    PPOTrainer(config, overrides=own, train_dataset=rows, reward=letters).fit()
+    register_reward("letters")(other_letters)
+    words = "belongs to another experiment:\n  reward: other_letters is new, letters is missing"
+    for other in (other_letters, "letters"):
+        with pytest.raises(ValueError, match=words) as found:
+            PPOTrainer(config, overrides=own, train_dataset=rows, reward=other).fit()
+        assert "set a new trainer.experiment_name" in str(found.value)
+    assert PPOTrainer(config, overrides=own, train_dataset=rows, reward=letters).fit() == {}
+    assert "nothing to train" in caplog.text
+
+
+def test_the_fingerprint_of_a_reward():
+    def made(bonus, seen):
+        def score(solution_str, ground_truth, data_source):
+            seen.append(solution_str)
+            return bonus
+
+        return score
+
+    class Scorer:
+        def __init__(self, scale):
+            self.scale, self._calls = scale, []
+
+        def __call__(self, solution_str, ground_truth, data_source):
+            return self.scale
+
+    same = [(letters, letters), (made(1, []), made(1, ["a"])), (Scorer(2.0), Scorer(2.0)), (Scorer, Scorer)]
+    same += [(functools.partial(letters, bonus=1.0), functools.partial(letters, bonus=1.0))]
+    differs = [(letters, other_letters), (made(1, []), made(2, [])), (Scorer(2.0), Scorer(3.0)), (letters, Scorer)]
+    differs += [(letters, functools.partial(letters, bonus=1.0)), (Scorer(1.0).__call__, Scorer(2.0).__call__)]
+    texts = ["def score(solution_str): return 1", "def score(solution_str): return 2"]  # without a file
+    scopes: list[dict[str, Any]] = [{}, {}]
+    for text, scope in zip(texts, scopes):
+        exec(text, scope)
+    differs.append((scopes[0]["score"], scopes[1]["score"]))
+    assert all(object_fingerprint(one) == object_fingerprint(other) for one, other in same)
+    assert all(object_fingerprint(one) != object_fingerprint(other) for one, other in differs)
 
 
 def test_prompts_and_models_that_are_none(config, tiny):

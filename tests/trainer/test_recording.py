@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import pytest
 
@@ -197,3 +198,11 @@ def test_the_report_in_a_browser(finished, tmp_path):
             page.locator("#all summary").click()
             page.wait_for_selector("#metrics path.raw")
             assert messages == []
+
+
+def test_a_folder_that_is_deleted_while_the_run_ends_hides_no_error(tmp_path, caplog):
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="out of memory"), RunRecord(folder, {}):
+        shutil.rmtree(folder)
+        raise RuntimeError("out of memory")
+    assert not folder.exists() and "the state of the run (failed) is not recorded in" in caplog.text

@@ -220,6 +220,29 @@ def test_a_metric_that_does_not_exist_is_refused_before_training(key, chosen):
     assert trainer.global_step == 0
 
 
+def test_a_metric_that_the_first_validation_does_not_have_loses_no_step(chosen, tmp_path, capsys):
+    plain = [*chosen, "trainer.save_best=val/acc", "trainer.test_freq=2", "trainer.total_training_steps=4"]
+    assert launch(lambda: scripted(LocalPPOTrainer(overrides=plain), SERIES)) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: trainer.save_best: the validation has no metric 'val/acc'")
+    assert "in step 2 of 4; the same command resumes from" in shown and steps_in(tmp_path / "run") == [2]
+    plain[-3] = f"trainer.save_best={METRIC}"
+    assert launch(lambda: scripted(LocalPPOTrainer(overrides=plain), SERIES)) == 0
+    assert json.loads((tmp_path / "run" / "best_checkpoint.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("given", [METRIC, True])
+def test_a_validation_without_the_metric_is_no_improvement(given, caplog):
+    watch = ValidationWatch(TrainerConfig(save_best=given))
+    values = [{METRIC: math.nan}, {METRIC: 0.5}, {"val-core/task/reward/mean@1": 9.0}, {}, {METRIC: 0.6}]
+    improved = []
+    for step, metrics in enumerate(values, 1):
+        watch.observe(step, metrics)
+        improved.append(watch.improved)
+    assert improved == [False, True, False, False, True] and watch.best == Best(METRIC, 0.6, 5, "max")
+    assert [record.args[1] for record in caplog.records] == [1, 3, 4]
+
+
 @pytest.mark.parametrize("key", ["save_best=true", "early_stopping.patience=2"])
 def test_without_validations_there_is_no_best(key, chosen, capsys):
     assert main([*chosen, f"trainer.{key}"]) == 1

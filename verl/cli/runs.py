@@ -9,6 +9,8 @@ runs = typer.Typer(help="List and compare runs.", no_args_is_help=False)
 
 _Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="searched with its subfolders")]
 
+_Limit = Annotated[int, typer.Option(min=0, help="number of runs; 0: all")]
+
 
 @runs.callback(invoke_without_command=True)
 def _default(context: typer.Context) -> None:
@@ -18,14 +20,15 @@ def _default(context: typer.Context) -> None:
 
 
 @runs.command("list")
-def list_runs(folder: _Folder = Path("checkpoints")) -> None:
+def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None:
     """List the runs of a folder, the newest first."""
     from rich.table import Table
 
     from verl.tracking.formatting import short_duration
-    from verl.tracking.runs import find_runs
+    from verl.tracking.runs import open_run, run_folders
 
-    found = find_runs(folder)
+    folders = run_folders(folder)
+    found = [open_run(path) for path in (folders[:limit] if limit else folders)]
     if not found:
         typer.echo(f"no runs in {folder}: expected folders with run.json or metrics.jsonl", err=True)
         raise typer.Exit(1)
@@ -46,6 +49,8 @@ def list_runs(folder: _Folder = Path("checkpoints")) -> None:
         ]
         table.add_row(name, run.algorithm, run.model, steps, *figures, run.state, short_duration(run.age))
     _print(table)
+    if len(found) < len(folders):
+        typer.echo(f"{len(folders) - len(found)} older runs in {folder}: --limit 0 lists all")
 
 
 @runs.command("compare")

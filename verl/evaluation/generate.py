@@ -31,6 +31,7 @@ from verl.trainer.ppo.operators import Roles, repeat
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.trainer.startup.inputs import stop_token_ids
 from verl.trainer.startup.torchrun import check_launcher, launcher_settings
+from verl.trainer.state.interruption import Stopped
 from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
@@ -372,6 +373,6 @@ def run_command(config_path: str | None, overrides: list[str]) -> int:
         run.run()
     except DiskFullError as error:
         return print_error(error)
-    except KeyboardInterrupt:  # the progress has been logged
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as stop:  # the progress has been logged
+        return stop.exit_status if isinstance(stop, Stopped) else 128 + signal.SIGINT
     return 0

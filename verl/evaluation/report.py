@@ -27,7 +27,7 @@ from verl.evaluation.score import (
     read_responses,
     score_prompts,
 )
-from verl.evaluation.statistics import PairedComparison, bootstrap_intervals, compare_paired, pass_at_k
+from verl.evaluation.statistics import PairedComparison, compare_paired, mean_intervals, pass_at_k
 from verl.registry import import_module
 from verl.rewards.outcome import RewardError
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
@@ -39,7 +39,7 @@ logger = logging.getLogger("verl.trainer")
 
 @dataclass(frozen=True)
 class Metric:
-    """A mean over prompts and its bootstrap interval; a single prompt has none."""
+    """A mean over prompts and its interval; a single prompt has none."""
 
     value: float
     low: float | None
@@ -85,11 +85,10 @@ def compute_metrics(scored: Sequence[ScoredPrompt], settings: EvaluationConfig) 
     columns[f"avg@{max(ks)}"] = np.array([s.correct[: max(ks)].mean() for s in scored])
     columns["score"] = np.array([s.scores.mean() for s in scored])
     values = np.stack(list(columns.values()), 1)
-    intervals = [(None, None)] * len(columns)
+    intervals: list[tuple[float | None, float | None]] = [(None, None)] * len(columns)
     if len(scored) > 1:
-        intervals = bootstrap_intervals(
-            values, confidence=settings.confidence, samples=settings.bootstrap_samples, seed=settings.seed
-        ).tolist()
+        options = {"samples": settings.bootstrap_samples, "seed": settings.seed}
+        intervals = mean_intervals(values, confidence=settings.confidence, **options)
     return Metrics(
         prompts=len(scored),
         responses=int(n.sum()),

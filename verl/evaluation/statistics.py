@@ -1,10 +1,11 @@
-"""Statistics of an evaluation: pass@k, bootstrap intervals, and the paired comparison of two models.
+"""Statistics of an evaluation: pass@k, confidence intervals, and the paired comparison of two models.
 
 The unit is the prompt: responses to one prompt are not independent, so the bootstrap resamples prompts with all their
 responses. No result depends on the order of the prompts.
 """
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -89,6 +90,42 @@ def bootstrap_intervals(
     """
     tail = 50 * (1 - confidence)
     return np.percentile(bootstrap_means(values, samples, seed), [tail, 100 - tail], axis=0).T
+
+
+def wilson_interval(mean: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the score interval of a proportion (Wilson 1927).
+
+    Unlike the bootstrap, it has a width if all outcomes are equal: for 0 of 16 it is 0 .. 0.19.
+
+    Args:
+        mean: Observed proportion.
+        count: Number of outcomes, each 0 or 1.
+        confidence: Coverage of the interval.
+    """
+    z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2
+    center = (mean + z2 / (2 * count)) / (1 + z2 / count)
+    half = (z2 * (mean * (1 - mean) / count + z2 / (4 * count**2))) ** 0.5 / (1 + z2 / count)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def mean_intervals(
+    values: np.ndarray, *, confidence: float = 0.95, samples: int = 10_000, seed: int = 0
+) -> list[tuple[float, float]]:
+    """Return an interval of the mean of each column: Wilson's if all values are 0 or 1, otherwise the bootstrap's.
+
+    Args:
+        values: (Q, M), one row per prompt.
+        confidence: Coverage of the intervals.
+        samples: Number of resampled data sets.
+        seed: Seed of the generator.
+    """
+    resampled = bootstrap_intervals(values, confidence=confidence, samples=samples, seed=seed).tolist()
+    binary = np.isin(values, (0.0, 1.0)).all(0)
+    means = values.mean(0).tolist()
+    return [
+        wilson_interval(mean, len(values), confidence) if is_binary else (low, high)
+        for mean, is_binary, (low, high) in zip(means, binary, resampled)
+    ]
 
 
 @dataclass(frozen=True)

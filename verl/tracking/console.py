@@ -9,20 +9,22 @@ from types import TracebackType
 
 from rich import box
 from rich.console import Console, Group
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
 from verl.tracking.formatting import (
     HEADLINES,
+    StepLine,
     core_results,
     duration,
     headline,
     sample_line,
     sparkline,
-    step_line,
     validation_line,
 )
 from verl.tracking.summary import best_point
@@ -79,6 +81,9 @@ class TrainingProgress:
         self.quiet, self.details, self.running = quiet, details, running
         self._own_console = console is not None
         self._live: Live | None = None
+        self._drawing = threading.Lock()  # of the panel, by two threads
+        self._lines = StepLine(total_steps, self.console.width)
+        self._labels: set[str] = set()  # of all steps, so that the panel keeps its cells
         self._curves: dict[str, list[float]] = {}
         self._seconds: Counter[str] = Counter()  # operator -> of all steps
         self._validations: dict[str, list[tuple[int, float]]] = {}
@@ -103,7 +108,8 @@ class TrainingProgress:
             logger.setLevel(logging.WARNING)
         if log.is_live(self.console) and self.console.encoding.startswith("utf"):  # else it cannot be drawn
             logger.addHandler(self._warnings)
-            self._live = Live(self._waiting(), console=self.console, auto_refresh=False)
+            self._shown, self._width = self._waiting(), self.console.width
+            self._live = Live(self._shown, console=self.console, auto_refresh=False)
             self._live.start(refresh=True)
             threading.Thread(target=self._redraw, name="panel", daemon=True).start()
         elif self.details:
@@ -118,7 +124,7 @@ class TrainingProgress:
             live.transient = self._step is None  # nothing to keep
             try:
                 if self._step is not None:
-                    live.update(self._panel(final=True), refresh=True)
+                    self._show(live, self._panel(final=True))
             finally:  # gives stdout back
                 live.stop()
                 logger.removeHandler(self._warnings)
@@ -158,7 +164,7 @@ class TrainingProgress:
         if self._live is not None:
             if now - self._drawn >= _MIN_REDRAW_SECONDS or step == self.total_steps:
                 self._drawn = now
-                self._live.update(self._panel(), refresh=True)
+                self._show(self._live, self._panel())
         elif step == 1 or step % self.print_every == 0 or step == self.total_steps:
             self._print_step()
 
@@ -170,7 +176,7 @@ class TrainingProgress:
         """Display a validation."""
         self._add_validation(step, metrics)
         if self._live is not None and self._step is not None:
-            self._live.update(self._panel(), refresh=True)
+            self._show(self._live, self._panel())
         elif self._live is None and (results := core_results(metrics)):
             self._print(validation_line(step, metrics, self._best(next(iter(results)))))
 
@@ -197,7 +203,7 @@ class TrainingProgress:
     def _print_step(self) -> None:
         step, metrics, timings = self._step
         seconds = metrics.get("timing_s/step", self._durations[-1])
-        lines = [step_line(step, self.total_steps, metrics, seconds, self._remaining(step), self.console.width)]
+        lines = [self._lines.text(step, metrics, seconds, self._remaining(step))]
         if self.details:
             lines.append("    " + " ".join(f"[{name}] {value:.2f}s" for name, value in timings.items()))
             lines += ["    " + sample_line(*sample, width=self.console.width - 4) for sample in self._samples]
@@ -211,7 +217,19 @@ class TrainingProgress:
         while not self._ended.wait(_REDRAW_SECONDS):
             live = self._live
             if live is not None:
-                live.update(self._panel() if self._step is not None else self._waiting(), refresh=True)
+                self._show(live, self._panel() if self._step is not None else self._waiting())
+
+    def _show(self, live: Live, panel: Panel) -> None:
+        """Draw a panel in place of the last one, whose lines are wrapped if the terminal is narrower now."""
+        with self._drawing:
+            width = self.console.width
+            if width < self._width:
+                lines = len(self.console.render_lines(self._shown, self.console.options.update(width=self._width)))
+                rows = lines * -(-self._width // width)
+                up = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * (rows - lines)
+                self.console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up))
+            self._shown, self._width = panel, width
+            live.update(panel, refresh=True)
 
     def _waiting(self) -> Panel:
         return self._framed([Text("first step ..."), *self._now()])
@@ -232,7 +250,8 @@ class TrainingProgress:
             Text(f"ETA {duration(self._remaining(step)):>7}"),
         )
         steps = {name: value for name, value in metrics.items() if not name.startswith(("val-core/", "val/"))}
-        cells = {label: f"{text:<8}" for label, text in headline(steps).items()}
+        cells = {label: f"{text:<8}" for label, text in headline(steps, self._labels).items()}
+        self._labels |= cells.keys()
         rows = [bar, _columns(cells, width)]
         rows += [_curve(label, values, width) for label, values in self._curves.items() if len(values) > 1]
         rows += [self._validation(name, width) for name in list(self._validations)[:2]]

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -36,8 +37,8 @@ _FIELDS = (
     ("grad", "grad_norm", 4),
     ("tok/s", "tok/s", 5),
 )
-#: the fields that a narrow terminal drops, first one first
-_DROPPED_FIRST = ("tok/s", "ent", "step", "grad", "kl", "len", "acc")
+#: the fields that a narrow line drops, first one first
+_DROPPED_FIRST = ("tok/s", "ent", "grad", "kl", "len", "acc")
 
 
 def short(value: float) -> str:
@@ -51,7 +52,8 @@ def short(value: float) -> str:
 def fixed(value: float, width: int) -> str:
     """Format with as many digits as fit into `width` characters (at least 4), right-aligned: `0.625`, `12.50`, `1e-05`.
 
-    The width of a column does not depend on its values, so that lines below each other align.
+    The width of a column does not depend on its values, so that lines below each other align. A value too small for
+    that, such as 2e-10 in 4 characters, is 0.
     """
     for digits in range(width - 2, -1, -1):
         text = f"{value:.{digits}f}"
@@ -59,8 +61,11 @@ def fixed(value: float, width: int) -> str:
             break
     else:
         text = short(value)
+        if len(text) > width:  # 31k instead of 31.1k
+            text = re.sub(r"\.\d+", "", text)
     if value and math.isfinite(value) and float(text.rstrip("kMG")) == 0:
-        text = f"{value:.0e}".replace("e-0", "e-")
+        small = f"{value:.0e}".replace("e-0", "e-")
+        text = small if len(small) <= width else text
     return text.rjust(width)
 
 
@@ -87,57 +92,82 @@ def short_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f}m" if seconds >= 120 else f"{seconds:.0f}s"
 
 
-def headline_values(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return label -> value of the headline metrics. Equal reward, accuracy and net reward are there once."""
+def headline_values(metrics: Mapping[str, float], keep: Collection[str] = ()) -> dict[str, float]:
+    """Return label -> value of the headline metrics.
+
+    Equal reward, accuracy and net reward are there once, except the labels in `keep`.
+    """
     found: dict[str, float] = {}
     for label, names in HEADLINES.items():
         name = next((name for name in names if name in metrics), None)
         shown = [found[other] for other in _REWARDS if label in _REWARDS and other in found]
-        if name is not None and not any(math.isclose(metrics[name], other, rel_tol=1e-6) for other in shown):
+        same = label not in keep and any(math.isclose(metrics[name], other, rel_tol=1e-6) for other in shown if name)
+        if name is not None and not same:
             found[label] = metrics[name]
     return found
 
 
-def headline(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return label -> text for the headline metrics, in display order, then the core validation results.
+def headline(metrics: Mapping[str, float], keep: Collection[str] = ()) -> dict[str, str]:
+    """Return label -> text for the headline metrics, in display order, then the core validation results. keep: as in
+    `headline_values`.
 
     If a custom flow has none of these metrics, all of its metrics are shown, except timings and memory.
     """
-    shown = {label: short(value) for label, value in headline_values(metrics).items()}
+    shown = {label: short(value) for label, value in headline_values(metrics, keep).items()}
     rest = [name for name in metrics if name.startswith(("val-core/", "val/"))]
     if not shown and not rest:
         rest = [name for name in metrics if not name.startswith(("timing_s/", "perf/", "training/"))]
     return shown | {name: short(metrics[name]) for name in rest}
 
 
-def step_line(
-    step: int, total_steps: int, metrics: Mapping[str, float], seconds: float, remaining: float, width: int = 80
-) -> str:
-    """The line of a step, in at most `width` characters.
+class StepLine:
+    """The lines of the steps of a run, one below the other in the same columns.
 
         step  12/100  reward 0.625  len 5.12  kl 0.06  grad 0.41  0.36s  ETA 0:32
 
+    The first line decides which columns there are. A later one adds a column only for a metric that the earlier ones
+    did not have, and shows `-` for one that is missing. A value of 0 or 1 does not tell whether reward and accuracy are
+    the same, so the first line then has both.
+
     Args:
-        seconds: of the step.
-        remaining: seconds to the end of the run.
-        width: if it is narrow, less important fields are dropped. Which ones does not depend on the values.
+        total_steps: number of the last step.
+        width: characters of a line; less important columns are dropped from a narrow one.
     """
-    values = headline_values(metrics)
-    fields = {"step": "step ", "number": f"{step:>{len(str(total_steps))}}/{total_steps}"}
-    for label, name, room in _FIELDS:
-        if name in values:
-            fields[label] = f"  {label} {fixed(values[name], room)}"
-    if len(fields) == 2:
-        fields |= {name: f"  {name} {text}" for name, text in headline(metrics).items()}
-    fields["seconds"] = f"  {fixed(seconds, 4)}s"
-    fields["eta"] = f"  ETA {duration(remaining)}"
-    for dropped in _DROPPED_FIRST:
-        # as if the remaining time had all digits: it gets shorter, but the fields must stay
-        longest = "  ETA 59:59" if remaining < 3600 else "  ETA 99:59:59"
-        if sum(map(len, fields.values())) - len(fields["eta"]) + len(longest) <= width:
-            break
-        fields.pop(dropped, None)
-    return "".join(fields.values())
+
+    def __init__(self, total_steps: int, width: int = 80):
+        self._total, self._width = total_steps, width
+        self._known: set[str] = set()
+        self._columns: list[tuple[str, str, int]] = []
+        self._longest_eta = 0
+
+    def text(self, step: int, metrics: Mapping[str, float], seconds: float, remaining: float) -> str:
+        """The line of a step that took `seconds`, with `remaining` seconds to the end of the run."""
+        values = headline_values(metrics, self._known)
+        if not self._known and values.get("reward") in (0.0, 1.0):
+            values = headline_values(metrics, _REWARDS)
+        number = f"step {step:>{len(str(self._total))}}/{self._total}"
+        if not self._longest_eta:  # it may grow to twice the first estimate
+            self._longest_eta = len("  ETA 59:59" if remaining < 1800 else "  ETA 99:59:59")
+        if values.keys() - self._known:
+            self._known |= values.keys()
+            self._columns = self._fitting(self._width - len(number) - len("  0.36s") - self._longest_eta)
+        texts = [f"  {label} {_cell(values.get(name), room)}" for label, name, room in self._columns]
+        if not any(name in self._known for _, name, _ in _FIELDS):
+            texts = [f"  {name} {text}" for name, text in headline(metrics).items()]
+        return "".join([number, *texts, f"  {fixed(seconds, 4)}s", f"  ETA {duration(remaining)}"])
+
+    def _fitting(self, width: int) -> list[tuple[str, str, int]]:
+        """The columns of the known metrics that fit into `width` characters."""
+        columns = [field for field in _FIELDS if field[1] in self._known]
+        for dropped in _DROPPED_FIRST:
+            if sum(len(f"  {label} ") + room for label, _, room in columns) <= width:
+                break
+            columns = [field for field in columns if field[0] != dropped]
+        return columns
+
+
+def _cell(value: float | None, width: int) -> str:
+    return "-".rjust(width) if value is None else fixed(value, width)
 
 
 def validation_line(step: int, metrics: Mapping[str, float], best: tuple[int, float] | None) -> str:

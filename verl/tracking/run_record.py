@@ -77,7 +77,10 @@ class RunRecord:
         state = "finished" if kind is None else "interrupted" if interrupted else "failed"
         text = None if error is None else f"{type(error).__name__}: {error}"[:2000]
         self._about |= {"state": state, "ended": time.time(), "error": text}
-        self._write()
+        try:
+            self._write()
+        except OSError as failed:  # must not hide the end of the run, or the error that ended it
+            logger.warning("the state of the run (%s) is not recorded in %s: %s", state, self.folder, failed)
 
     def resume(self, step: int) -> None:
         """Drop the steps after the checkpoint that the run resumes from; 0 for a new run."""

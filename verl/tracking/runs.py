@@ -125,8 +125,7 @@ class RecordedRun:
     @property
     def age(self) -> float:
         """Seconds since the run last wrote."""
-        files = [self.folder / name for name in ("metrics.jsonl", "run.json")]
-        return time.time() - max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
+        return time.time() - _written(self.folder)
 
     @property
     def seconds(self) -> float:
@@ -199,8 +198,19 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 def find_runs(folder: str | Path, depth: int = 4) -> list[RecordedRun]:
     """The runs in a folder and its subfolders, the newest first."""
+    return [open_run(path) for path in run_folders(folder, depth)]
+
+
+def run_folders(folder: str | Path, depth: int = 4) -> list[Path]:
+    """Their folders. Reads no file."""
     found = _search(Path(folder), depth) if Path(folder).is_dir() else ()
-    return sorted((open_run(path) for path in found), key=lambda run: run.age)
+    return sorted(found, key=_written, reverse=True)
+
+
+def _written(folder: Path) -> float:
+    """When a run last wrote."""
+    files = [folder / name for name in ("metrics.jsonl", "run.json")]
+    return max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
 
 
 def _search(folder: Path, depth: int) -> Iterator[Path]:

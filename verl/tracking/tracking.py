@@ -56,7 +56,7 @@ def _installed(package: str) -> bool:
 
 
 #: seconds that a tracker may take to start, and to make the remaining calls at the end of the run
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 FINISH_SECONDS = 120.0
 #: seconds after which a call that has not returned is reported
 SLOW_SECONDS = 60.0

@@ -6,8 +6,7 @@ Everything that a user can get wrong is checked in the constructor, before a mod
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,56 +15,22 @@ from verl.config.fields import Schema
 from verl.data.order import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
-from verl.registry import did_you_mean
 from verl.single_controller import WorkerGroup
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog
+from verl.trainer.output.step_report import StepReport
 from verl.trainer.state.bad_steps import StepGuard, roll_back
 from verl.trainer.state.checkpointing import BadStepsError, Checkpointer
 from verl.trainer.state.interruption import Interruption, Stopped
-from verl.trainer.state.validation_watch import ValidationWatch
+from verl.trainer.state.validation_watch import NoMetricError, ValidationWatch
 from verl.utils.device import frozen_heap, process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
 from verl.utils.threads import warn_if_oversubscribed
 
 logger = logging.getLogger("verl.trainer")
-
-
-@dataclass(frozen=True, repr=False)
-class StepReport(Mapping[str, float]):
-    """The metrics of one step as a mapping, `report["critic/score/mean"]`, with what else is known of the step.
-
-    Attributes:
-        step: number of the step; the first is 1.
-        total_steps: number of the last step of the run.
-        metrics: what `fit` logs for this step; includes timing_s/*.
-        timings: seconds of each operator.
-        batch: the batch after the last operator.
-    """
-
-    step: int
-    total_steps: int
-    metrics: dict[str, float]
-    timings: dict[str, float]
-    batch: DataProto
-
-    def __getitem__(self, name: str) -> float:
-        if name not in self.metrics:
-            raise KeyError(f"step {self.step} has no metric {name!r}: {did_you_mean(name, self.metrics)}")
-        return self.metrics[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.metrics)
-
-    def __len__(self) -> int:
-        return len(self.metrics)
-
-    def __repr__(self) -> str:
-        rows = "".join(f"\n  {name}: {value:g}" for name, value in self.metrics.items())
-        return f"step {self.step} of {self.total_steps}, {len(self.batch)} samples{rows}"
 
 
 class StartedRoles(dict[str, WorkerGroup]):
@@ -123,6 +88,7 @@ class Trainer(ABC):
         self.roles: dict[str, WorkerGroup] = StartedRoles()
         self.batch: DataProto | None = None
         self._started = False
+        self._failed_step: int | None = None  # the last step, if it raised
         self.on_step: list[Callable[[StepReport], None]] = []
         self.guard = StepGuard(self)
         flow = self._checked_flow("build_flow", self.build_flow())
@@ -144,6 +110,7 @@ class Trainer(ABC):
             watch=self.watch,
             train_dataset=run.inputs.train_dataset,
             working_dir=run.working_dir,
+            reward=run.own_reward,
         )
 
     # ---- what a subclass defines ------------------------------------------------------------------------------------
@@ -207,7 +174,7 @@ class Trainer(ABC):
         """Called after `init_workers` and `load`, before the first step or validation."""
 
     def after_restore(self) -> None:  # noqa: B027 (optional hook)
-        """Called after the run has rolled back to a checkpoint."""
+        """Called after the run has rolled back to a checkpoint, and before the step after a failed one."""
 
     def checkpoints_to_keep(self) -> dict[str, int | None]:
         """Role -> how many of its newest checkpoints are kept; None keeps all."""
@@ -328,15 +295,36 @@ class Trainer(ABC):
     def step(self) -> StepReport:
         """Train one step: run the flow until it returns a batch. The first call starts the workers.
 
-        `fit` calls it, and then logs, validates and saves. Functions in `on_step` are called by `fit` only.
+        `fit` calls it, and then logs, validates and saves. Functions in `on_step` are called by `fit` only. A step that
+        raises does not count, and the next one draws its prompts again; updates of weights that it has made remain.
 
         Returns:
             The metrics, a mapping with the attributes step, timings and batch.
         """
         self.start()
         self.checkpointer.poll()
+        if self._failed_step is not None:
+            self.after_restore()
+        position, total, self._failed_step = self.flow_state(), self.total_steps, None
         self.global_step += 1
-        self.total_steps = max(self.total_steps, self.global_step)
+        self.total_steps = max(total, self.global_step)
+        try:
+            return self._run_flow()
+        except BaseException:
+            self._failed_step, self.total_steps = self.global_step, total
+            self.global_step -= 1
+            self.restore_flow(position)
+            raise
+
+    def flow_state(self) -> Any:
+        """The state of the flow before a step, for `restore_flow`."""
+        return self.pipeline.state_dict()
+
+    def restore_flow(self, state: Any) -> None:
+        """Undo what a failed step has changed in the flow."""
+        self.pipeline.load_state_dict(state)
+
+    def _run_flow(self) -> StepReport:
         timings: dict[str, float] = {}
         seconds = 0.0
         batch: Any = HOLD
@@ -399,8 +387,17 @@ class Trainer(ABC):
         if self.global_step == 0 or self.config.trainer.val_only:
             self.watch.check(metrics)
         elif not self.guard.is_bad:
-            self.watch.observe(self.global_step, metrics)
+            self._observe(metrics)
         return metrics
+
+    def _observe(self, metrics: Mapping[str, float]) -> None:
+        try:
+            self.watch.observe(self.global_step, metrics)
+        except NoMetricError:  # of a misspelt setting: the trained steps must not be lost
+            if self.config.trainer.save_at_end:
+                self.save()
+                self.checkpointer.wait()
+            raise
 
     def _skipped_validation(self, log: RunLog) -> dict[str, float]:
         """The validation of the checkpoint's step, which was due when the run was interrupted."""
@@ -484,7 +481,9 @@ class Trainer(ABC):
 
     def progress_summary(self) -> str:
         """Message for a run that ends early: its step, and the checkpoint from which it resumes."""
-        return f"in step {self.global_step} of {self.total_steps}; {self.checkpointer.how_to_resume()}"
+        step = self.global_step if self._failed_step is None else self._failed_step
+        where = f"in step {step} of {max(step, self.total_steps)}" if step else "before the first step"
+        return f"{where}; {self.checkpointer.how_to_resume()}"
 
     def passed_checks(self) -> Sequence[str]:
         """Names of the preflight checks that have passed."""

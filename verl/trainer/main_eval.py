@@ -26,6 +26,7 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
   data.compare_path=other.parquet   compare with another model's responses to the same prompts
   --config FILE.yaml   settings from a file; keys on the command line override it
   --dry-run            run all checks, print the plan, and stop before anything is scored
+  --verbose            with --dry-run: list the checks
   --print-config       print the resolved configuration, and stop
   --help               this text; all keys: python -m verl.cli.config --of evaluation
 """
@@ -39,11 +40,11 @@ def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_e
 
         return run_command(path, overrides)
 
-    def plan(path: str | None, overrides: list[str]) -> int:
+    def plan(path: str | None, overrides: list[str], verbose: bool) -> int:
         from verl.evaluation.report import Evaluation
         from verl.trainer.startup.launch import dry_run
 
-        return dry_run(lambda: Evaluation(config_path=path, overrides=overrides))
+        return dry_run(lambda: Evaluation(config_path=path, overrides=overrides), verbose)
 
     return command_line(
         arguments,

@@ -29,6 +29,7 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
   --config FILE.yaml   settings from a file; keys on the command line override it
   --dry-run            run all checks, print the plan, and stop before the model is loaded
+  --verbose            with --dry-run: list the checks
   --print-config       print the resolved configuration, and stop
   --help               this text; all keys: python -m verl.cli.config --of generation
 """
@@ -45,11 +46,11 @@ def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_g
 
         return run_command(path, overrides)
 
-    def plan(path: str | None, overrides: list[str]) -> int:
+    def plan(path: str | None, overrides: list[str], verbose: bool) -> int:
         from verl.evaluation.generate import GenerationRun
         from verl.trainer.startup.launch import dry_run
 
-        return dry_run(lambda: GenerationRun(config_path=path, overrides=overrides))
+        return dry_run(lambda: GenerationRun(config_path=path, overrides=overrides), verbose)
 
     return command_line(arguments, usage(HELP, program), settings, start, plan, _check_settings)
 

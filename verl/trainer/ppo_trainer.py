@@ -50,7 +50,7 @@ from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, re
 from verl.trainer.ppo.rollout_correction import correct_rollout
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.startup.arguments import ConfigSource, read_arguments
-from verl.trainer.startup.inputs import given_rewards, load_inputs, stop_token_ids
+from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, stop_token_ids
 from verl.trainer.startup.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
@@ -135,6 +135,7 @@ class PPOTrainer(Trainer):
         run.reward_given = given.reward is not None
         inputs = run.inputs = load_inputs(run.config, given.train_dataset, given.val_dataset, given.reward, tokenizer)
         run_checks(run, INPUTS)
+        run.own_reward = own_reward(given.reward, inputs.reward_manager, run.config.reward.reward_function)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         self.reward_manager = self.val_reward_manager = inputs.reward_manager
         if val_reward_fn is not None:
@@ -243,8 +244,18 @@ class PPOTrainer(Trainer):
             self.sync_weights()
 
     def after_restore(self) -> None:
-        self.rollout_weights.version = None
-        self.before_first_step()
+        if self.asynchronous is None:
+            self.rollout_weights.version = None
+            self.before_first_step()
+
+    def flow_state(self) -> Any:
+        return None if self.asynchronous is not None else super().flow_state()
+
+    def restore_flow(self, state: Any) -> None:
+        if self.asynchronous is not None:
+            return self.asynchronous.buffer.undo_take()
+        self.rollout_weights.version = None  # the actor may have been updated
+        super().restore_flow(state)
 
     def sync_weights(self) -> None:
         """Push the current weights to the rollout unless it already has them. The version is the number of completed

@@ -20,6 +20,7 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
   --config FILE.yaml   settings from a file; keys on the command line override it
   --dry-run            run all checks, print the plan, and stop before workers start
+  --verbose            with --dry-run: list the checks
   --print-config       print the resolved configuration, and stop
   --help               this text; all keys: python -m verl.cli.config --of sft
 """
@@ -38,10 +39,10 @@ def main(arguments: list[str] | None = None, program: str = "verl.trainer.sft_tr
 
         return run(lambda: build(path, overrides))
 
-    def check(path: str | None, overrides: list[str]) -> int:
+    def check(path: str | None, overrides: list[str], verbose: bool) -> int:
         from verl.trainer.startup.launch import dry_run
 
-        return dry_run(lambda: build(path, overrides))
+        return dry_run(lambda: build(path, overrides), verbose)
 
     def settings(path: str | None, overrides: list[str]) -> "SFTConfig":
         from verl.config import load_config

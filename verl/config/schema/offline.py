@@ -82,7 +82,7 @@ class EvaluationConfig(Section):
 
     k: list[Annotated[int, Field(ge=1)]] = field([], "values of k for pass@k; empty: 1, 2, 4 ... responses per prompt")
     right_from: float = field(1.0, "a response is correct if its `acc`, otherwise its score, is at least this")
-    confidence: float = field(0.95, "confidence level of the bootstrap intervals", gt=0, lt=1)
+    confidence: float = field(0.95, "confidence level of the intervals", gt=0, lt=1)
     bootstrap_samples: int = field(10_000, "bootstrap resamples for intervals and p-values", ge=100)
     seed: int = field(42, "bootstrap seed", ge=0)
     output_path: FilePath | None = field(None, "JSON file of all metrics; null: data.path with the suffix .eval.json")

@@ -86,6 +86,7 @@ class SampleBuffer:
         self.groups: dict[str, Group] = {}  # by uid, in the order of admission
         self._finished: list[str] = []  # uids, in the order of `put`
         self._steps_taken = 0
+        self._taken: list[DataProto] = []  # prompts of the last step
         self._error: BaseException | None = None
         self._dropped = self._tokens = 0  # since the last `take`
         self.filtered = 0
@@ -191,6 +192,7 @@ class SampleBuffer:
     def take(self) -> DataProto:
         """Wait for the groups of the next step and return them as one batch. Raises the error given to `fail`."""
         self.on_take()
+        self._taken = []
         start, facts = time.perf_counter(), self.queue.facts()
         with self.lock:
             while (chosen := self._choose(facts["global_step"])) is None:
@@ -199,7 +201,7 @@ class SampleBuffer:
                 self.lock.wait(_LOOK)
             groups = [self.groups.pop(uid) for uid in chosen]
             self._finished = [uid for uid in self._finished if uid not in chosen]
-            self._steps_taken = facts["global_step"]
+            self._steps_taken, self._taken = facts["global_step"], [group.prompt for group in groups]
             waited = time.perf_counter() - start
             metrics = self._metrics(groups, waited)
             self.lock.notify_all()
@@ -208,6 +210,13 @@ class SampleBuffer:
         reports = [_shared(run, share) for group in groups for run, share in group.reports]
         batch.meta_info = facts | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
         return batch
+
+    def undo_take(self) -> None:
+        """Return the prompts of the last `take` to the queue, since their step has failed."""
+        with self.lock:
+            if self._taken:
+                self.queue.put_back(DataProto.concat(self._taken))
+            self._steps_taken, self._taken = self.queue.step(), []
 
     def _choose(self, step: int) -> list[str] | None:
         """The uids of the groups of a step, in the order in which they finished; None if more must finish first."""

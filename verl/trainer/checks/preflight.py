@@ -85,6 +85,7 @@ class Run:
         recipe: additions of a recipe.
         rows_given: the training dataset was given as an object, so no file has to exist.
         reward_given: the reward was given as an object.
+        own_reward: a reward that was given as an object, or registered by custom code.
         backend: "local" or "ray".
         cluster: set from stage CONFIG on; None for commands without workers.
         inputs: set from stage INPUTS on.
@@ -99,6 +100,7 @@ class Run:
     recipe: Recipe = field(default_factory=Recipe)
     rows_given: bool = False
     reward_given: bool = False
+    own_reward: Any = None
     backend: str = "local"
     cluster: Cluster | None = None
     inputs: Inputs | None = None

@@ -17,6 +17,7 @@ from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.tracking.summary import summary_lines
 from verl.trainer.output.divergence import DivergenceWatch
+from verl.trainer.state.interruption import Stopped
 from verl.utils import log
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class RunDisplay:
         if self.progress is None:
             return
         self.progress.__exit__(kind, error, trace)
-        if kind is None or issubclass(kind, KeyboardInterrupt):
+        at_once = isinstance(error, Stopped) and not error.finished  # plotting takes seconds
+        if kind is None or (issubclass(kind, KeyboardInterrupt) and not at_once):
             for line in self.summary():
                 log.steps.info("%s", line)
 

@@ -223,7 +223,7 @@ class DynamicSampling(Stateful):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self.so_far))
+        return {name: list(value) if isinstance(value, list) else value for name, value in vars(self.so_far).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.so_far = Gathered(**{_OLD_NAMES.get(name, name): value for name, value in state.items()})

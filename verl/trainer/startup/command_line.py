@@ -1,12 +1,14 @@
 """Common command line of all programs: `--config FILE.yaml key=value ...`, --dry-run, --print-config, --help."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from verl.env_check.packages import CORE
 from verl.trainer.startup.torchrun import run_under_launcher
+from verl.trainer.state.interruption import Stopped, sigterm_raises
 
 if TYPE_CHECKING:
     from verl.config.fields import Schema
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 #: what a user can get wrong before a run starts: settings, files, packages, custom code
 USER_ERRORS = (ValueError, ImportError, SyntaxError, FileNotFoundError)
 
-_FLAGS = ("--help", "-h", "--print-config", "--dry-run")
+_FLAGS = ("--help", "-h", "--print-config", "--dry-run", "--verbose")
 
 #: Hydra's options for a configuration file, and their short forms
 _HYDRA = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
@@ -22,6 +24,8 @@ _HYDRA |= {name: name for name in _HYDRA.values()}
 
 Program = Callable[[str | None, list[str]], int]
 """Config file and overrides -> exit status."""
+DryRun = Callable[[str | None, list[str], bool], int]
+"""The same, with --verbose."""
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[str]]:
@@ -95,7 +99,7 @@ def command_line(
     help_text: str,
     settings: "Callable[[str | None, list[str]], Schema]",
     run: Program,
-    dry_run: Program | None = None,
+    dry_run: DryRun | None = None,
     check: Callable[[str | None, list[str]], object] | None = None,
 ) -> int:
     """Run a command line. Returns the exit status. Under torchrun, rank 0 runs it and the other ranks wait.
@@ -118,7 +122,7 @@ def _command(
     help_text: str,
     settings: "Callable[[str | None, list[str]], Schema]",
     run: Program,
-    dry_run: Program | None,
+    dry_run: DryRun | None,
     check: Callable[[str | None, list[str]], object] | None,
 ) -> int:
     try:
@@ -133,17 +137,22 @@ def _command(
             return 0
         if "--dry-run" in flags and dry_run is None:
             raise ValueError("--dry-run is not supported by this program")
+        if "--verbose" in flags and "--dry-run" not in flags:
+            raise ValueError("--verbose lists the checks of --dry-run: add --dry-run, or set trainer.log_level=debug")
         if check is not None and "torch" not in sys.modules:
             check(path, overrides)
     except USER_ERRORS as error:
         return print_error(error)
     try:
-        return dry_run(path, overrides) if "--dry-run" in flags else run(path, overrides)
+        with sigterm_raises():
+            dry = dry_run if "--dry-run" in flags else None
+            return run(path, overrides) if dry is None else dry(path, overrides, "--verbose" in flags)
     except ModuleNotFoundError as error:
         return print_missing_package(error)
-    except KeyboardInterrupt:  # once a run has started, `run` itself says more
-        print("\nstopped by SIGINT before the run started", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:  # once a run has started, `run` itself says more
+        stop = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT)
+        print(f"\nstopped by {stop.signal.name} before the run started", file=sys.stderr)
+        return stop.exit_status
 
 
 def print_missing_package(error: ModuleNotFoundError) -> int:

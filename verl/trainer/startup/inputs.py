@@ -28,7 +28,7 @@ from verl.modeling.huggingface import model_source
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
-from verl.rewards.functions import check_registered
+from verl.rewards.functions import ScoreFunction, check_registered
 from verl.rewards.sandbox.pool import WorkerError
 from verl.rollout.agent_loop.base import NO_FACTS
 from verl.trainer.checks.model_limits import ModelLimits
@@ -269,6 +269,14 @@ def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardMa
     kwargs = config.reward.custom_reward_function.reward_kwargs
     further = {"reward_fn_key": config.data.reward_fn_key, **_limits_of(config.reward)}
     return as_reward_manager(given, tokenizer, kwargs, **further)
+
+
+def own_reward(given: Any, manager: Any, registered: str | None) -> Any:
+    """The reward that tells this experiment from others: one given as an object, or registered by custom code."""
+    function = getattr(manager, "compute_score", None)
+    if given is not None:
+        return function.func if given is manager and isinstance(function, ScoreFunction) else given
+    return function.func if registered and not function.is_builtin else None
 
 
 def _limits_of(reward: schema.RewardConfig) -> dict[str, Any]:

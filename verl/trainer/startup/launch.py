@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from verl.config import Config, ConfigError, Problem
 from verl.config.fields import Schema
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
-from verl.trainer.state.interruption import Stopped
+from verl.trainer.state.interruption import Stopped, sigterm_raises
+from verl.trainer.state.validation_watch import NoMetricError
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
 
@@ -75,15 +76,19 @@ class Planned(Protocol):
         """Description of the run, in one paragraph."""
 
 
-def dry_run(build: Callable[[], Planned]) -> int:
-    """Run all checks, print one line for each and the plan, and stop before workers start. Returns the exit status."""
+def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
+    """Run all checks, print their number and the plan, and stop before workers start. Returns the exit status.
+
+    Args:
+        verbose: print the name of each check.
+    """
     setup_logging()
     try:
         command = build()
     except USER_ERRORS as error:
         return print_error(error)
-    for name in command.passed_checks():
-        print(f"ok  {name}")
+    passed = command.passed_checks()
+    print("\n".join(f"ok  {name}" for name in passed) if verbose else f"ok  {len(passed)} checks (--verbose: their names)")
     print(command.plan())
     return 0
 
@@ -97,11 +102,15 @@ def run(build: "Callable[[], Trainer]") -> int:
     SIGINT. The message says from which checkpoint the run resumes.
     """
     setup_logging()
-    try:
-        trainer = build()
-    except USER_ERRORS as error:
-        return print_error(error)
-    previous = signal.signal(signal.SIGTERM, _terminated)
+    with sigterm_raises():
+        try:
+            trainer = build()
+        except USER_ERRORS as error:
+            return print_error(error)
+        return _fit(trainer)
+
+
+def _fit(trainer: "Trainer") -> int:
     try:
         trainer.fit()
     except KeyboardInterrupt as stop:
@@ -113,15 +122,12 @@ def run(build: "Callable[[], Trainer]") -> int:
         return stop.exit_status
     except DiskFullError as error:
         return print_error(error)
+    except NoMetricError as error:
+        error.add_note(trainer.progress_summary())
+        return print_error(error)
     except Exception as error:
         if not trainer.ready and isinstance(error, ValueError):
             return print_error(error)
         error.add_note(f"the run failed {trainer.progress_summary()}")
         raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0
-
-
-def _terminated(number: int, frame: object) -> None:
-    raise Stopped(number)

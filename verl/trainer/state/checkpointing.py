@@ -86,6 +86,7 @@ class Checkpointer:
         watch: its state is saved; it names the best checkpoint.
         train_dataset: its fingerprint is saved, if it is a dataset of this package.
         working_dir: relative paths of the configuration refer to it.
+        reward: a reward that is not in a file.
 
     Attributes:
         saved_step: step of the last checkpoint that was saved or loaded; None before.
@@ -107,6 +108,7 @@ class Checkpointer:
         watch: ValidationWatch,
         train_dataset: Any,
         working_dir: Path,
+        reward: Any = None,
     ):
         self.store = store
         self.config = config
@@ -118,7 +120,7 @@ class Checkpointer:
         self.keep = keep
         self.watch = watch
         self.train_dataset = train_dataset
-        self.identity = Identity(config, working_dir)
+        self.identity = Identity(config, working_dir, reward)
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0

@@ -17,6 +17,7 @@ from typing import Any
 from verl.config import to_flat_dict
 from verl.config.fields import Schema, redacted
 from verl.registry import did_you_mean
+from verl.trainer.state.object_identity import object_fingerprint
 from verl.utils.data_names import SUFFIXES, DataName
 
 logger = logging.getLogger("verl.trainer")
@@ -59,9 +60,11 @@ class Identity:
     Args:
         config: the configuration.
         working_dir: relative paths refer to it.
+        reward: a reward that is not in a file; None if there is none.
     """
 
-    def __init__(self, config: Schema, working_dir: Path):
+    def __init__(self, config: Schema, working_dir: Path, reward: Any = None):
+        self._reward = [] if reward is None else [object_fingerprint(reward)]
         self._config = config
         self._flat = redacted(to_flat_dict(config))
         self._working_dir = working_dir
@@ -77,6 +80,7 @@ class Identity:
             files = self._files()
             earlier = {tuple(x[:3]): x for group in GROUPS for x in (known or {}).get(group, [])}
             self._state = {group: [fingerprint(path, earlier) for path in files[group]] for group in GROUPS}
+            self._state["reward"] += self._reward
             self._state["packages"] = _versions()
         return self._state
 

@@ -13,7 +13,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -42,6 +43,23 @@ class Stopped(KeyboardInterrupt):
     def exit_status(self) -> int:
         """128 + signal: 130 for SIGINT, 143 for SIGTERM."""
         return 128 + self.signal
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM raise `Stopped` while the block runs, as SIGINT raises KeyboardInterrupt. Main thread only."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _raise_stopped)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
 
 
 class Interruption:

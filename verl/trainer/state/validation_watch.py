@@ -31,6 +31,10 @@ class Best:
     mode: str
 
 
+class NoMetricError(ValueError):
+    """The validation does not have the metric that a setting names."""
+
+
 class _Tracker:
     """The best value of one metric, and the number of validations since.
 
@@ -45,10 +49,15 @@ class _Tracker:
         self.metric, self.mode, self.min_delta, self.key = metric, mode, min_delta, key
         self.best: Best | None = None
         self.without_improvement = 0
+        self._name: str | None = None  # of the metric in the validations so far
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return whether a validation is the best so far. NaN never is."""
-        name, value = self.value_of(metrics)
+        """Return whether a validation is the best so far. One without the metric, or with NaN, never is.
+
+        Raises:
+            NoMetricError: the first validation does not have the metric.
+        """
+        name, value = self._compared(step, metrics)
         mode = direction(name, self.mode)
         sign = -1.0 if mode == "min" else 1.0
         gain = math.inf if self.best is None else sign * (value - self.best.value)
@@ -58,13 +67,29 @@ class _Tracker:
         self.best, self.without_improvement = Best(name, value, step, mode), 0
         return True
 
+    def _compared(self, step: int, metrics: Mapping[str, float]) -> tuple[str, float]:
+        """The name and the value of the metric; NaN, with a warning, if this validation does not have it."""
+        known = self.best.metric if self.best else self._name
+        try:
+            name, value = self.value_of(metrics)
+            problem = f"{name} is {value}" if math.isnan(value) else f"its main metric is {name}, not {known}"
+        except NoMetricError as error:
+            if known is None:
+                raise
+            name, value, problem = known, math.nan, str(error)
+        self._name = known = known or name
+        if math.isnan(value) or name != known:
+            logger.warning("%s: the validation of step %d is not an improvement: %s", self.key, step, problem)
+            value = math.nan
+        return known, value
+
     def value_of(self, metrics: Mapping[str, float]) -> tuple[str, float]:
-        """Return the name and the value of the metric in a validation. Raises ValueError if it is not there."""
+        """Return the name and the value of the metric in a validation. Raises NoMetricError if it is not there."""
         if self.metric is None:
             return main_metric(metrics)
         if self.metric not in metrics:
             known = [name for name in metrics if name.startswith(("val", self.metric.partition("/")[0]))]
-            raise ValueError(
+            raise NoMetricError(
                 f"{self.key}: the validation has no metric {self.metric!r}: {did_you_mean(self.metric, known)}"
             )
         return self.metric, metrics[self.metric]
@@ -122,7 +147,7 @@ class ValidationWatch:
         )
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise ValueError if a validation does not have the metrics."""
+        """Raise NoMetricError if a validation does not have the metrics."""
         for tracker in (self._best, self._stopping):
             if tracker is not None:
                 tracker.value_of(metrics)
@@ -156,7 +181,7 @@ def main_metric(metrics: Mapping[str, float]) -> tuple[str, float]:
     RL: val-core/<source>/<acc or reward>/mean@N; with several sources, their mean. SFT: val/loss.
 
     Raises:
-        ValueError: the validation has neither.
+        NoMetricError: the validation has neither.
     """
     core = [name for name in metrics if re.fullmatch(r"val-core/.*/mean@\d+", name)]
     if len(core) == 1:
@@ -165,7 +190,7 @@ def main_metric(metrics: Mapping[str, float]) -> tuple[str, float]:
         return f"mean of {', '.join(sorted(core))}", sum(metrics[name] for name in core) / len(core)
     if "val/loss" in metrics:
         return "val/loss", metrics["val/loss"]
-    raise ValueError(
+    raise NoMetricError(
         "the validation has no main metric (val-core/<source>/acc/mean@N or val/loss): set trainer.save_best or "
         f"trainer.early_stopping.metric to one of {', '.join(sorted(metrics)) or '(no metrics)'}"
     )
