@@ -119,7 +119,10 @@ def to_rounding(straight: Path, killed: Path) -> list[str]:
     """The weights to 1e-7."""
     found, expected = weights(killed), weights(straight)
     gaps = {name: (found[name].double() - value.double()).abs().max().item() for name, value in expected.items()}
-    return [*steps_once(straight, killed), *(f"{name} differs by {gap:.3g}" for name, gap in gaps.items() if gap > 1e-7)]
+    return [
+        *steps_once(straight, killed),
+        *(f"{name} differs by {gap:.3g}" for name, gap in gaps.items() if gap > 1e-7),
+    ]
 
 
 def prompts_once(straight: Path, killed: Path) -> list[str]:
@@ -142,21 +145,21 @@ def prompts_once(straight: Path, killed: Path) -> list[str]:
 
 SYNC = ["algorithm.name=grpo", "trainer.test_freq=5"]
 KINDS = {
-    "sync": Kind(400, SYNC, bit_for_bit),
-    "async_save": Kind(200, [*SYNC, ASYNC_SAVE], bit_for_bit),
+    "sync": Kind(500, SYNC, bit_for_bit),
+    "async_save": Kind(230, [*SYNC, ASYNC_SAVE], bit_for_bit),
     "critic": Kind(160, [*CRITIC, ASYNC_SAVE, "critic.checkpoint.async_save=true"], bit_for_bit),
     "agents": Kind(120, ["algorithm.name=grpo", f"{ROLLOUT}.deterministic=true"], bit_for_bit, agent=True),
-    "processes": Kind(50, [*SYNC, *TWO, ASYNC_SAVE], bit_for_bit),
+    "processes": Kind(30, [*SYNC, *TWO, ASYNC_SAVE], bit_for_bit),
     "async": Kind(
-        30,
+        20,
         [
             *("algorithm.name=grpo", *TWO, "placement.actor_devices=[0]", "placement.rollout_devices=[1]"),
             *("trainer.async.max_staleness=1", "trainer.rollout_data_dir={run}/samples"),
         ],
         prompts_once,
     ),
-    "ranks": Kind(20, ["algorithm.name=grpo", SMOOTH], to_rounding, ranks=(1, 2)),
-    "ray": Kind(20, [*SYNC, *RAY], bit_for_bit, command=True),
+    "ranks": Kind(12, ["algorithm.name=grpo", SMOOTH], to_rounding, ranks=(1, 2)),
+    "ray": Kind(8, [*SYNC, *RAY], bit_for_bit, command=True),
 }
 
 
@@ -171,11 +174,12 @@ class Killer:
 
     Attributes:
         startup, whole: seconds of an undisturbed run until its first step was done, and to its end.
+        started: when the last run was started, by `time.time`.
     """
 
     def __init__(self, kind: Kind, job: Path, log: Path, draw: random.Random):
         self.kind, self.job, self.log, self.draw = kind, job, log, draw
-        self.startup = self.whole = 0.0
+        self.startup = self.whole = self.started = 0.0
 
     def start(self, run: Path) -> int:
         """Start or resume the run in a folder. Returns the process id."""
@@ -208,13 +212,14 @@ class Killer:
 
     def kill(self, run: Path) -> int | None:
         """Start the run and kill it. Returns its exit status if it ended before."""
+        self.started = time.time()
         pid, begun = self.start(run), time.monotonic()
         at_write = self.draw.random() < 0.6
         delay = self.draw.uniform(0.2 * self.startup, self.startup + (self.whole - self.startup) / 2)
         skipped, before = self.draw.choice((0, 1, 1, 2, 3)), False
         while (status := ended(pid)) is None:
             if at_write:
-                writing = is_writing(run)
+                writing = is_writing(run, self.started)
                 skipped -= writing and not before
                 before = writing
                 if writing and skipped < 0:
@@ -247,11 +252,11 @@ def ended(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if found else None
 
 
-def is_writing(run: Path) -> bool:
-    try:
-        return any(name.startswith(".writing_") for name in os.listdir(run))
-    except FileNotFoundError:
-        return False
+def is_writing(run: Path, since: float) -> bool:
+    """Whether there is a folder of an unfinished checkpoint that is newer than a time: a kill may have left others."""
+    with suppress(FileNotFoundError):
+        return any(folder.stat().st_mtime > since for folder in run.glob(".writing_*"))
+    return False
 
 
 def left_processes(seconds: float = 20.0) -> list[str]:
@@ -309,7 +314,7 @@ def run_to_end(killer: Killer, run: Path, straight: Path, record: Record, kills:
         record.resumes += resumed
         if status is None:
             record.kills += 1
-            record.while_writing += is_writing(run)
+            record.while_writing += is_writing(run, killer.started)
         if status is None or killer.kind.command or status != 0:
             left = left_processes()
             record.left_processes += len(left)
