@@ -14,7 +14,6 @@ This process imports everything once, and starts runs as forks of itself; those 
 """
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -35,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from tiny_job import fork_run, make_job, settings, warm_up  # noqa: E402
+from tiny_job import adopt_processes, ended, fork_run, left_processes, make_job, settings, warm_up  # noqa: E402
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TWO = ["trainer.n_gpus_per_node=2"]
@@ -237,49 +236,11 @@ class Killer:
         return None if status == -signal.SIGKILL else status
 
 
-def end_children(number: int, frame: object) -> None:
-    """When this process is ended."""
-    import psutil
-
-    for process in psutil.Process().children(recursive=True):
-        process.kill()
-    sys.exit(128 + number)
-
-
-def ended(pid: int) -> int | None:
-    """The exit status of a child, negative for a signal; None if it runs."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
-
-
 def is_writing(run: Path, since: float) -> bool:
     """Whether there is a folder of an unfinished checkpoint that is newer than a time: a kill may have left others."""
     with suppress(FileNotFoundError):
         return any(folder.stat().st_mtime > since for folder in run.glob(".writing_*"))
     return False
-
-
-def left_processes(seconds: float = 20.0) -> list[str]:
-    """Processes that a dead run has left, which this process adopts: those that do not end within some seconds."""
-    import psutil
-
-    deadline = time.monotonic() + seconds
-    while True:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                """reaped"""
-        left = psutil.Process().children(recursive=True)
-        if not left:
-            return []
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
-    names = []
-    for process in left:
-        with suppress(psutil.Error):
-            names.append(f"process {process.pid} is left: {' '.join(process.cmdline())[:200]}")
-            process.kill()
-    return names
 
 
 def measure(name: str, kills: int, folder: Path, seed: int, save: Callable[[Record], None]) -> None:
@@ -346,8 +307,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep logs and differing runs here")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, end_children)
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes without a parent become children of this one
+    adopt_processes()
     records = {r["kind"]: r for r in json.loads(args.out.read_text())["kinds"]} if args.out.exists() else {}
 
     def save(record: Record) -> None:

@@ -4,16 +4,21 @@ Nothing is downloaded. `make_job` writes model, data, reward and tools into a fo
 run with them; `fork_run` runs them in a fork of this process, which has imported everything.
 """
 
+import ctypes
 import gc
 import json
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,6 +52,7 @@ class EveryTurn(ToolParser):
     def parse(self, text):
         return "", [FunctionCall("count", json.dumps({"text": text}))]
 '''
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
 #: turns of a policy that has not learned to call tools
 AGENT = [
     "actor_rollout_ref.rollout.stop=[z,x,Q]",
@@ -144,3 +150,43 @@ def fork_run(arguments: Sequence[str], log: Path) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def adopt_processes() -> None:
+    """Become the parent of processes that runs leave, and end all children with this process."""
+    signal.signal(signal.SIGTERM, _end_children)
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1)
+
+
+def _end_children(number: int, frame: object) -> None:
+    """When this process is ended."""
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+    sys.exit(128 + number)
+
+
+def ended(pid: int) -> int | None:
+    """The exit status of a child, negative for a signal; None if it runs."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def left_processes(seconds: float = 20.0) -> list[str]:
+    """Processes that a dead run has left, which this process adopts: those that do not end within some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                """reaped"""
+        left = psutil.Process().children(recursive=True)
+        if not left:
+            return []
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    names = []
+    for process in left:
+        with suppress(psutil.Error):
+            names.append(f"process {process.pid} is left: {' '.join(process.cmdline())[:200]}")
+            process.kill()
+    return names
