@@ -127,8 +127,11 @@ def warm_up(job: Path) -> None:
 
 def fork_run(arguments: Sequence[str], log: Path) -> int:
     """Start `verl train` with these arguments in a fork, the leader of a new session. Returns its process id."""
-    if (threads := threading.active_count()) > 1:
-        raise RuntimeError(f"expected one thread before a fork, found {threads}: {threading.enumerate()}")
+    deadline = time.monotonic() + 30
+    while threading.active_count() > 1:  # those of pools that are collected end a little later
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"expected one thread before a fork, found {threading.enumerate()}")
+        time.sleep(0.01)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
