@@ -402,12 +402,8 @@ class TorchEngine(TrainEngine):
 
     def non_finite_state(self) -> list[str]:
         tensors = checkpoint.trained_state(self.module, self.optimizer)
-        # maximum norm: the sum of squares of finite values could overflow
-        shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-        shards = [t if t.numel() else t.new_zeros(1) for t in shards]
-        largest = torch.stack([x.float() for x in torch._foreach_norm(shards, float("inf"))]).tolist()
-        limits = [checkpoint.largest_plausible(name) for name in tensors]
-        broken = self.max_over_ranks([float(not x <= limit) for x, limit in zip(largest, limits)])
+        shards = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        broken = self.max_over_ranks([float(is_broken) for is_broken in checkpoint.are_broken(shards)])
         return [name for name, is_broken in zip(tensors, broken) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
