@@ -174,7 +174,7 @@ def ended(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if found else None
 
 
-def left_processes(seconds: float = 20.0) -> list[str]:
+def left_processes(seconds: float = 120.0) -> list[str]:
     """Processes that a dead run has left, which this process adopts: those that do not end within some seconds."""
     deadline = time.monotonic() + seconds
     while True:
