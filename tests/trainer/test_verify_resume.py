@@ -28,7 +28,8 @@ def make_run(folder, value: float, reward: float):
     (step / "other.bin").write_text("x")
     files = {name: {"bytes": 1, "sha256": name} for name in ("model.safetensors", "other.bin", "config.yaml")}
     (step / "manifest.json").write_text(json.dumps({"files": files}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": value, "reward": reward, "perf/x": value}))
+    measured = dict.fromkeys(("time", "perf/x", "weight_sync/seconds", "weight_sync/bandwidth_share"), value)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": reward, **measured}))
     return folder
 
 

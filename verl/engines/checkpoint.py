@@ -9,7 +9,7 @@ extra.pt        the learning-rate schedule
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -246,6 +246,18 @@ def trained_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def largest_plausible(name: str) -> float:
     """The magnitude beyond which a tensor of `trained_state` is broken: finite for optimizer state, 1e6 for weights."""
     return torch.finfo(torch.float32).max if name.endswith(")") else LARGEST_WEIGHT
+
+
+def are_broken(tensors: Mapping[str, torch.Tensor]) -> list[bool]:
+    """Whether each tensor contains NaN or a magnitude beyond `largest_plausible`; one synchronization if none does."""
+    values = [t if t.numel() else t.new_zeros(1) for t in tensors.values()]
+    limits = [largest_plausible(name) for name in tensors]
+    # No value is above the Euclidean norm, which is computed faster than the largest magnitude. It can overflow.
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(values)]).tolist()
+    return [
+        not norm <= limit and not value.abs().max().item() <= limit
+        for norm, limit, value in zip(norms, limits, values, strict=True)
+    ]
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

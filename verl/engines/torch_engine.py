@@ -290,8 +290,7 @@ class TorchEngine(TrainEngine):
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         assert parameters, "no parameter got a gradient: the loss does not depend on the model"
         norm = gradient_norm([p.grad for p in parameters])
-        (is_bad,) = self.max_over_ranks([float(~(norm.isfinite() & loss.isfinite()))])
-        if is_bad:
+        if self._is_bad(norm, loss):
             logger.warning("the gradient norm is %s, the loss %s: skipping this update", norm.item(), loss.item())
             self.optimizer.zero_grad(set_to_none=True)
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
@@ -303,6 +302,11 @@ class TorchEngine(TrainEngine):
             check_change(parameters, before)
             self._unverified = False
         return {"grad_norm": norm.item(), "grad_skipped": 0.0}
+
+    def _is_bad(self, norm: torch.Tensor, loss: torch.Tensor) -> bool:
+        """Whether the gradient, or the loss of any rank, is not finite."""
+        (is_bad,) = self.max_over_ranks([float(~(norm.isfinite() & loss.isfinite()))])
+        return bool(is_bad)
 
     def lr_step(self) -> float:
         rate = self.schedule.get_last_lr()[0]
@@ -398,12 +402,8 @@ class TorchEngine(TrainEngine):
 
     def non_finite_state(self) -> list[str]:
         tensors = checkpoint.trained_state(self.module, self.optimizer)
-        # maximum norm: the sum of squares of finite values could overflow
-        shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-        shards = [t if t.numel() else t.new_zeros(1) for t in shards]
-        largest = torch.stack([x.float() for x in torch._foreach_norm(shards, float("inf"))]).tolist()
-        limits = [checkpoint.largest_plausible(name) for name in tensors]
-        broken = self.max_over_ranks([float(not x <= limit) for x, limit in zip(largest, limits)])
+        shards = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        broken = self.max_over_ranks([float(is_broken) for is_broken in checkpoint.are_broken(shards)])
         return [name for name, is_broken in zip(tensors, broken) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:

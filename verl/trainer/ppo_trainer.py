@@ -20,7 +20,7 @@ from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.asynchronous.generation import Asynchronous, use_sampled_log_probs
-from verl.trainer.base import Trainer
+from verl.trainer.base import StepReport, Trainer
 from verl.trainer.checks.agents import describe_agents
 from verl.trainer.checks.planning import describe_estimate
 from verl.trainer.checks.preflight import INPUTS, prepare_run, run_checks
@@ -54,6 +54,7 @@ from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, 
 from verl.trainer.startup.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
+from verl.utils.chaos import Chaos
 
 logger = logging.getLogger("verl.trainer")
 
@@ -151,6 +152,7 @@ class PPOTrainer(Trainer):
 
     def _set_up(self) -> None:
         """Make the specs of the workers and the pipelines."""
+        self.chaos = Chaos(self.config.trainer.chaos, self.folder)
         specs = self.worker_specs().items()
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
         self.pools = pools_of(self.config, list(self.specs))
@@ -207,11 +209,17 @@ class PPOTrainer(Trainer):
         )
 
     def init_workers(self) -> None:
+        self.chaos.start()
         self.rollout_weights.reset()
         if self.asynchronous is not None:
             self.asynchronous.reset()
         self.roles.update(self.cluster.start(self.pools, self.specs))
         self.roles.update(dict.fromkeys(roles_hosted_by_actor(self.config), self.roles["actor"]))
+
+    def step(self) -> StepReport:
+        self.start()
+        self.chaos.strike(self.global_step + 1, self.roles["actor"], self.checkpoints.newest)
+        return super().step()
 
     def load(self) -> None:
         super().load()

@@ -17,6 +17,7 @@ from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
+from verl.utils import chaos
 from verl.utils.device import resolve_device
 from verl.workers.utilization import Utilization
 
@@ -99,6 +100,7 @@ class EngineWorker(Worker):
         else:
             minis = batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
             update = UpdatePass(self.engine, minis, prefix, last_pass=batch.meta_info["last_pass"])
+        chaos.stop_last_rank(self.rank, self.world_size)
         bad = find_bad_values(batch.tensors)
         if any(self.engine.max_over_ranks([float(bool(bad))])):
             for found in bad:
@@ -107,10 +109,16 @@ class EngineWorker(Worker):
         start = time.perf_counter()
         with self.engine.on_device(optimizer=True):
             yield update
+            chaos.spoil_weight(self.engine)
             update.check_weights()
         if self._utilization is not None and update.mini_batches:
             torch.cuda.synchronize(resolve_device("cuda", self.local_rank))
             update.add({f"perf/mfu/{prefix}": (self._utilization.of(batch, time.perf_counter() - start), 1)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def arm_fault(self, name: str) -> None:
+        """Inject a fault of `trainer.chaos` in the next update."""
+        chaos.arm(name)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ from verl.tracking.tracking import check_trackers
 from verl.trainer.checks import planning
 from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings
+from verl.trainer.checks.faults import check_faults
 from verl.trainer.checks.model_limits import check_moe, check_reads_tokens_of
 from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
@@ -431,6 +432,7 @@ CHECKS: tuple[Check, ...] = (
     Check("trackers", CONFIG, lambda run: check_trackers(run.config.trainer.logger)),
     Check("output folders", CONFIG, output_folders),
     Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),
+    Check("faults", CONFIG, lambda run: check_faults(run.config), schema.Config),
     Check("reward model", CONFIG, reward_model, schema.Config),
     Check("agent loop", CONFIG, lambda run: check_agent(run.config.actor_rollout_ref.rollout), schema.Config),
     Check("estimator and loss", CONFIG, lambda run: required_settings(run.config), schema.Config),

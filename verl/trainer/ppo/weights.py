@@ -6,6 +6,7 @@ from typing import Any
 from verl.rollout.weight_sync import SyncReport
 from verl.single_controller.worker_group import Future, WorkerGroup
 from verl.trainer.ppo.canary import Canary
+from verl.utils import chaos
 
 _POLL = 0.02  # seconds between two polls of calls that wait for one another
 
@@ -64,6 +65,8 @@ class RolloutWeights:
     def _push(self, version: int) -> list[SyncReport]:
         """The reports of one training rank and all rollout ranks."""
         actor = self.roles["actor"]
+        if chaos.is_armed("stale-weights"):
+            return [SyncReport(version, 0, 0.0)]
         if not self.separate:
             return actor.push_weights(version)
         self._connect()

@@ -1,0 +1,132 @@
+"""Memory, descriptors, threads, processes and disk of a long run.
+
+    python benchmarks/soak.py --suite local --steps 20000        # one process
+    python benchmarks/soak.py --suite processes --steps 5000     # 2 processes, rewards in worker processes
+
+Trains the tiny job of `tiny_job.py` with checkpoints every 50 steps (2 are kept), validation every 100 steps, and the
+trackers jsonl and tensorboard. Every --every steps it records this process and all its descendants. A slope is that of
+a least-squares line over the samples after the warm-up, per 1,000 steps; `drift` is the mean of the last fifth of them
+less that of the first fifth. Logs grow with the steps; checkpoints must not.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from tiny_job import make_job, settings  # noqa: E402
+
+MIB = 2**20
+SUITES = {
+    "local": [],
+    "processes": [
+        *("trainer.n_gpus_per_node=2", "reward.isolation=process", "reward.reward_manager.name=prime"),
+        "reward.reward_kwargs.num_processes=2",
+    ],
+}
+
+
+def sample(step: int, run: Path) -> dict[str, float]:
+    """What this process and its descendants use now."""
+    me = psutil.Process()
+    children = me.children(recursive=True)
+    found = {
+        "step": step,
+        "rss_mib": me.memory_info().rss / MIB,
+        "descriptors": me.num_fds(),
+        "threads": me.num_threads(),
+        "children": len(children),
+        "children_rss_mib": sum(child.memory_info().rss for child in children) / MIB,
+        "children_descriptors": sum(child.num_fds() for child in children),
+        "children_threads": sum(child.num_threads() for child in children),
+    }
+    files = [path for path in run.rglob("*") if path.is_file()]
+    saved = [path for path in files if "global_step_" in str(path.relative_to(run))]
+    found["checkpoints_mib"] = sum(path.stat().st_size for path in saved) / MIB
+    found["logs_mib"] = sum(path.stat().st_size for path in files if path not in set(saved)) / MIB
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def trends(samples: Sequence[dict[str, float]], warm_up: int) -> dict[str, dict[str, float]]:
+    """Name -> its first and last value after the warm-up, slope per 1,000 steps, and drift."""
+    kept = [one for one in samples if one["step"] >= warm_up]
+    if len(kept) < 5:
+        return {}
+    steps, fifth, found = [one["step"] for one in kept], len(kept) // 5, {}
+    for name in kept[0]:
+        if name == "step":
+            continue
+        values = [one[name] for one in kept]
+        slope = statistics.linear_regression(steps, values).slope
+        drift = statistics.mean(values[-fifth:]) - statistics.mean(values[:fifth])
+        found[name] = {"first": values[0], "last": values[-1], "per_1000_steps": slope * 1000, "drift": drift}
+    return {name: {key: round(value, 3) for key, value in each.items()} for name, each in found.items()}
+
+
+def soak(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    run, begun, samples = folder / "run", time.monotonic(), []
+    fixed = [
+        *("algorithm.name=grpo", f"trainer.total_training_steps={args.steps}", "trainer.logger=[jsonl,tensorboard]"),
+        *("trainer.save_freq=50", "trainer.max_actor_ckpt_to_keep=2", "trainer.test_freq=100"),
+        *("trainer.log_operators=false", "trainer.log_level=warning", "trainer.total_epochs=100000"),
+    ]
+    job = make_job(folder / "job")
+    trainer = LocalPPOTrainer(overrides=settings(job, run, *fixed, *SUITES[name]))
+
+    def result() -> dict[str, Any]:
+        facts = {"suite": name, "steps": trainer.global_step, "asked": args.steps, "warm_up": args.warm_up}
+        facts |= {"seconds": round(time.monotonic() - begun, 1), "torch": __import__("torch").__version__}
+        facts |= {"python": platform.python_version(), "cores": os.cpu_count()}
+        return facts | {"trends": trends(samples, args.warm_up), "samples": samples[:: max(1, len(samples) // 40)]}
+
+    def watch(report: Any) -> None:
+        if report.step % args.every == 0:
+            samples.append(sample(report.step, run))
+            if len(samples) % 10 == 0:
+                write(args.out, name, result())
+        if args.seconds and time.monotonic() - begun > args.seconds:
+            trainer.total_steps = report.step  # the last one
+
+    trainer.on_step.append(watch)
+    trainer.fit()
+    trainer.shutdown()
+    return result()
+
+
+def write(out: Path, name: str, line: dict[str, Any]) -> None:
+    """Replace the result of a suite in a file."""
+    found = json.loads(out.read_text()) if out.exists() else {}
+    out.write_text(json.dumps(found | {name: line}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES, default="local")
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--warm-up", type=int, default=200, help="steps")
+    parser.add_argument("--every", type=int, default=25, help="steps between two samples")
+    parser.add_argument("--seconds", type=float, help="end after this time")
+    parser.add_argument("--out", type=Path, default=Path("soak.json"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        line = soak(args.suite, args, Path(folder))
+    write(args.out, args.suite, line)
+    print(json.dumps({key: value for key, value in line.items() if key != "samples"}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Which tensors are not saved."""
+
+import torch
+
+from verl.engines.checkpoint import are_broken
+
+
+def test_broken_tensors_are_those_with_a_value_beyond_its_limit():
+    limit, largest = 1e6, torch.finfo(torch.float32).max
+    nan, inf = float("nan"), float("inf")
+    cases = {
+        "w1": ([limit, -limit, limit], False),  # the Euclidean norm is beyond the limit, no value is
+        "w2": ([0.0, -1.1e6], True),
+        "w3": ([nan, 0.0], True),
+        "w4": ([0.0, -inf], True),
+        "w5": ([], False),
+        "w6 (exp_avg_sq)": ([largest, largest], False),  # the sum of squares overflows
+        "w7 (exp_avg_sq)": ([1e30, inf], True),
+        "w8 (exp_avg)": ([nan, 1.0], True),
+        "w9 (exp_avg)": ([2e6, 1.0], False),
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = {name: torch.tensor(values, dtype=dtype) for name, (values, _) in cases.items()}
+        if dtype == torch.bfloat16:  # its largest value is below that of float32
+            tensors["w6 (exp_avg_sq)"] = torch.full((2,), torch.finfo(dtype).max, dtype=dtype)
+        assert are_broken(tensors) == [is_broken for _, is_broken in cases.values()]

@@ -1,0 +1,106 @@
+"""`--chaos`: what a run does that is hit by a fault on purpose."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.main_ppo import main
+from verl.trainer.state.verify_resume import compare
+
+ROOT = Path(__file__).resolve().parents[2]
+GRPO = ["algorithm.name=grpo", "trainer.save_freq=1", "trainer.total_training_steps=4"]
+ISOLATED = ["reward.isolation=process", "reward.on_error=count", "reward.timeout=5"]
+
+
+def test_unknown_faults_and_those_without_effect_are_refused(settings, tmp_path, capsys):
+    assert main([*settings, *GRPO, "--chaos", "nan-grad@1,kil@2"]) == 1
+    assert "trainer.chaos: expected NAME@STEP with one of kill-reward, hang-reward, " in capsys.readouterr().err
+    assert main([*settings, *GRPO, "--chaos=hang-reward@1,stop-rank@2,tracker-hang@2,stale-weights@2"]) == 1
+    shown = capsys.readouterr().err
+    for text in (
+        "hang-reward needs reward.isolation=process and a reward.timeout",
+        "stop-rank needs worker processes: trainer.n_gpus_per_node of at least 2",
+        "tracker-hang needs a tracker that runs in a thread in trainer.logger",
+        "stale-weights needs placement.rollout_devices and rollout.check_every",
+    ):
+        assert text in shown
+    assert not (tmp_path / "run").exists()
+
+
+def run(settings, *more: str) -> LocalPPOTrainer:
+    trainer = LocalPPOTrainer(overrides=[*settings, *GRPO, *more])
+    trainer.fit()
+    return trainer
+
+
+def test_broken_weights_stop_the_run_which_then_resumes_as_if_nothing_had_happened(settings, tmp_path, caplog):
+    straight = [f"trainer.default_local_dir={tmp_path / 'straight'}"]
+    run(settings, *straight)
+    with pytest.raises(FloatingPointError, match="step 3 is not saved: the actor contains NaN"):
+        run(settings, "trainer.chaos=[nan-weight@3]")
+    assert "FAULTS ARE INJECTED INTO THIS RUN" in caplog.text and "chaos: injecting nan-weight@3" in caplog.text
+    run(settings, "trainer.chaos=[nan-weight@3]")
+    assert compare(tmp_path / "straight", tmp_path / "run", 4).differences == ()
+
+
+def test_a_broken_gradient_skips_its_update_only(settings):
+    found = []
+    trainer = LocalPPOTrainer(overrides=[*settings, *GRPO, "trainer.chaos=nan-grad@2"])
+    trainer.on_step.append(lambda report: found.append(report["actor/grad_skipped"]))
+    trainer.fit()
+    assert found == [0, 0.5, 0, 0]  # the first of two updates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill-reward", "hang-reward"])
+def test_a_reward_process_that_ends_or_hangs_is_called_again(fault, settings, tmp_path, caplog):
+    straight = [f"trainer.default_local_dir={tmp_path / 'straight'}"]
+    run(settings, *ISOLATED, *straight)
+    run(settings, *ISOLATED, "reward.retries=1", f"trainer.chaos=[{fault}@2]", "trainer.allow_change=[reward]")
+    assert "1 of 8 samples failed to score; retry 1 of 1" in caplog.text
+    assert compare(tmp_path / "straight", tmp_path / "run", 4).differences == ()
+
+
+def benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
+
+
+def check_chaos(*faults: str) -> None:
+    """A part of `make chaos`: the faults are handled as in docs/trust.md."""
+    done = benchmark("chaos.py", "--faults", *faults)
+    lines = [line for line in done.stdout.splitlines() if line.split("@")[0] in faults]
+    assert done.returncode == 0, done.stdout
+    assert len(lines) == len(faults) and all(line.endswith("yes") for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_the_faults_of_one_process_do():
+    check_chaos("corrupt-ckpt", "kill")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_the_faults_of_several_processes_do():
+    check_chaos("stop-rank", "stale-weights")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_tracker_that_hangs_does_not_change_the_run():
+    check_chaos("tracker-hang")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_runs_resume_to_the_same_bits(tmp_path):
+    done = benchmark("kill_resume.py", "--kinds", "async_save", "--kills", "4", "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stdout
+    (record,) = json.loads((tmp_path / "out.json").read_text())["kinds"]
+    assert record["kills"] == 4 and record["finished_runs"] >= 1
+    assert record["differences"] == record["failures"] == []
