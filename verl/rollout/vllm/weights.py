@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from verl.rollout.vllm.experts import ExpertNames, expert_layers, unpacked
 from verl.rollout.weight_sync.base import check_parameters
 from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
@@ -59,14 +60,9 @@ class VllmReceiver:
             self.filled = False
             self._engine.memory.wake_weights()
             model = engine_model(self._engine.llm)
-            sums = SentBits(model)
             try:
-                checked = check_parameters(weights, self._shapes, version)
-                stream = ((name, sums.add(name, tensor.detach())) for name, tensor in checked)
-                model.load_weights(stream)
-                for _ in stream:  # a loader may stop early
-                    pass
-                sums.verify(version)
+                with unpacked(expert_layers(model), version):
+                    _load(model, check_parameters(weights, self._shapes, version), version)
                 check_layers(model, version)
             finally:
                 self._engine.llm.reset_prefix_cache(reset_running_requests=bool(running))
@@ -81,6 +77,16 @@ class VllmReceiver:
         with self._engine.stepper.between_steps("release()", idle=True):
             self.filled = False
             self._engine.memory.drop()
+
+
+def _load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    """Load all parameters by vLLM's loaders, and verify their bits."""
+    sums = SentBits(model)
+    stream = (item for name, tensor in weights for item in sums.names.unfused(name, sums.add(name, tensor.detach())))
+    model.load_weights(stream)
+    for _ in stream:  # a loader may stop early
+        pass
+    sums.verify(version)
 
 
 def engine_model(llm: Any) -> nn.Module:
@@ -100,6 +106,7 @@ class SentBits:
 
     def __init__(self, model: nn.Module):
         self._parameters = dict(model.named_parameters())
+        self.names = ExpertNames(self._parameters)
         self._packed = {part: fused for fused, parts in model.packed_modules_mapping.items() for part in parts}
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}  # elements and sum
@@ -143,6 +150,9 @@ class SentBits:
         return rest == 0 and wrap(sums[0] + copies * sum(sums[1:])) == int(total)
 
     def _target(self, name: str) -> str | None:
+        if (experts := self.names.target(name)) is not None:
+            return experts
+        name = self.names.renamed(name)
         if self._mapper is not None:
             mapped = self._mapper.apply_list([name])
             name = mapped[0] if mapped else name
