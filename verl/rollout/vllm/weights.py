@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from verl.rollout.vllm.experts import ExpertNames, expert_layers, unpacked
+from verl.rollout.expert_names import ExpertNames
+from verl.rollout.vllm.experts import expert_layers, unpacked
 from verl.rollout.weight_sync.base import check_parameters
 from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
