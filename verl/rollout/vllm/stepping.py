@@ -265,24 +265,24 @@ class Stepper:
             if end is None and not output.finished:
                 job.report()
             else:
-                self._record(job, found.routed_experts if output.finished else None)
+                self._record(job, found if output.finished else None)
                 with self._changed:
                     del self._running[job.key]
                 job.finish("stop" if end is not None or found.finish_reason == "stop" else "length")
 
-    def _record(self, job: Job, found: np.ndarray | None = None) -> None:
+    def _record(self, job: Job, output: Any = None) -> None:
         """Set the experts that were chosen for the tokens of a job.
 
         Args:
             job: has ended.
-            found: for all layers; None for a request that vLLM has not finished, whose choices it has collected so far.
+            output: with the choices of a request that vLLM has finished. None: it has not, but has collected some.
         """
         if self._recorded_layers is None or not job.token_ids:
             return
         outputs = self._engine.output_processor
-        keys = outputs.external_req_ids.get(job.key, ()) if found is None else ()
+        keys = outputs.external_req_ids.get(job.key, ()) if output is None else ()
         chunks = [chunk for key in keys for chunk in outputs.request_states[key].routed_experts_chunks]
-        rows = np.concatenate(chunks) if chunks else found
+        rows = np.concatenate(chunks) if chunks else getattr(output, "routed_experts", None)
         tokens = len(job.request.prompt_ids) + len(job.token_ids) - 1
         job.routed_experts = cut(() if rows is None else rows, tokens)[:, self._recorded_layers]
 
