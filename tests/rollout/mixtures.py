@@ -24,13 +24,14 @@ SHAPE = dict(
     bos_token_id=None,
     pad_token_id=0,
 )
+QWEN3 = dict(num_experts=8, moe_intermediate_size=64, head_dim=64)
 MIXTURES = {
-    # the second layer is dense
-    "qwen3_moe": (Qwen3MoeConfig, dict(num_experts=8, moe_intermediate_size=64, head_dim=64, mlp_only_layers=[1])),
+    "qwen3_moe": (Qwen3MoeConfig, QWEN3),
     "mixtral": (MixtralConfig, dict(num_local_experts=8, intermediate_size=64)),
 }
-#: without `sglang`
+#: `vllm` only; SGLang's Qwen3-MoE has experts in every layer
 OTHERS = {
+    "qwen3_moe with a dense layer": (Qwen3MoeConfig, QWEN3 | dict(mlp_only_layers=[1])),
     "qwen2_moe": (
         Qwen2MoeConfig,
         dict(num_experts=8, moe_intermediate_size=64, shared_expert_intermediate_size=32, intermediate_size=64),
