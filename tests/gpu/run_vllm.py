@@ -7,6 +7,8 @@ contract  tests/rollout/test_engine_contract.py on a GPU in float32, one process
           allows one engine per process).
 steps     three GRPO steps at the shape of Qwen2.5-0.5B with random weights, with `native` and with `vllm`: in the
           trainer's process, sharded over 2 GPUs, on a separate GPU, and FSDP2 on 2 GPUs with tensor parallelism 2.
+MoE       the same steps with a tiny Qwen3-MoE whose choices of experts the engine reports: compared with those of
+          training (mismatch: the share of tokens with other experts), and replayed (R3). GPUs only.
 
 Every variant is a process with separate GPUs, several at a time; all end after --seconds. A variant of steps
 fails if the log-probs of sampled tokens differ from the trainer's by more than GAP on average. Prints the end of the
@@ -58,18 +60,21 @@ faulthandler.register(signal.SIGUSR1, all_threads=False)
 
 @dataclass(frozen=True)
 class Variant:
-    """One process. overrides: of a run with steps; otherwise the test runs for `family`."""
+    """One process. overrides: of a run with steps; otherwise the test runs for `family`. model: its folder."""
 
     name: str
     gpus: int
     overrides: tuple[str, ...] = ()
     family: str = ""
+    model: str = "half"
 
 
 def variants() -> list[Variant]:
     """All of them, the most telling first."""
     vllm, two = f"{ROLLOUT}.name=vllm", "trainer.n_gpus_per_node=2"
     own = ("placement.actor_devices=[0]", "placement.rollout_devices=[1]")
+    records = f"{ROLLOUT}.enable_rollout_routing_replay=true"
+    replays = (records, "actor_rollout_ref.actor.router_replay.mode=R3")
     return [
         Variant("contract qwen2", 1, family="qwen2"),
         Variant("steps vllm, 1 GPU", 1, (vllm,)),
@@ -81,6 +86,11 @@ def variants() -> list[Variant]:
         Variant("steps vllm, 2 GPUs, sharded", 2, (vllm, two)),
         Variant("contract llama", 1, family="llama"),
         Variant("steps native, 2 GPUs, sharded", 2, (f"{ROLLOUT}.name=native", two)),
+        Variant("contract moe", 1, family="moe"),
+        Variant("MoE vllm, 1 GPU", 1, (vllm, records), model="moe"),
+        Variant("MoE vllm, 1 GPU, R3", 1, (vllm, *replays), model="moe"),
+        Variant("MoE vllm, FSDP2 on 2 -> TP 2, R3", 2, (vllm, two, f"{ROLLOUT}.{TWO}", *replays), model="moe"),
+        Variant("MoE native, 1 GPU", 1, (f"{ROLLOUT}.name=native", records), model="moe"),
     ]
 
 
@@ -102,7 +112,7 @@ def run_one(name: str, folder: Path, device: str) -> None:
         "data.train_batch_size=16",
         "data.max_prompt_length=64",
         "data.max_response_length=128",
-        f"actor_rollout_ref.model.path={folder / 'half'}",
+        f"actor_rollout_ref.model.path={folder / variant.model}",
         f"{ROLLOUT}.n=4",
         f"{ROLLOUT}.gpu_memory_utilization=0.4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
@@ -191,6 +201,7 @@ def figures(steps: list[dict[str, float]]) -> dict[str, float]:
         "update_s": "timing_s/update_actor",
         "sync_bytes": "weight_sync/bytes",
         "peak_gib": "perf/max_memory_allocated_gb",
+        "mismatch": "moe/routing_mismatch",
     }
     gaps = {
         "gap_mean": max(step["rollout/logprob_gap_mean"] for step in steps),
@@ -215,6 +226,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "gap_mean",
         "gap_max",
         "peak_gib",
+        "mismatch",
         "result",
     ]
     cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in rows]
@@ -244,9 +256,11 @@ def main() -> int:
 
     begun, gpus = time.monotonic(), len(installed_gpus()) if args.device == "cuda" else 2
     chosen = [v for v in variants() if v.gpus <= gpus and (not args.only or any(w in v.name for w in args.only))]
+    chosen = [v for v in chosen if args.device == "cuda" or v.model != "moe"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
+        tiny_model("qwen3_moe", folder / "moe", seed=0)
         if args.device == "cpu":
             tiny_model("qwen2", folder / "half", seed=0, size="small")
         print(f"prepared in {time.monotonic() - begun:.0f} s", flush=True)

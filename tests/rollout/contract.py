@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.engines.ranks import make_engine
 from verl.config import schema
@@ -72,7 +72,13 @@ DEFAULTS = {
     "eos_token_id": [*range(0, VOCAB, 4)],
     "max_new_tokens": 3,
 }
-FAMILIES = {"qwen2": (Qwen2Config, True), "llama": (LlamaConfig, False)}  # config, tied head
+#: config, and the keys in which it differs from SHAPE
+FAMILIES = {
+    "qwen2": (Qwen2Config, dict(tie_word_embeddings=True)),
+    "llama": (LlamaConfig, dict(tie_word_embeddings=False)),
+    # kernels for a CPU pad experts of 48 to 64
+    "moe": (Qwen3MoeConfig, dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=64)),
+}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [12, 13], [1, 2, 3]]
 
 
@@ -219,9 +225,9 @@ class Setup:
 
 
 def save_model(family: str, folder) -> str:
-    config, tied = FAMILIES[family]
+    config, keys = FAMILIES[family]
     torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(config(**SHAPE, tie_word_embeddings=tied))
+    module = AutoModelForCausalLM.from_config(config(**SHAPE | keys))
     with torch.no_grad():
         for p in module.parameters():
             p.normal_(0, 0.2)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.rollout.contract import DEVICE, DTYPE, IS_FLOAT32, KWARGS, SHAPE, rounding
+from tests.rollout.mixtures import MIXTURES, check_mixture, save_mixture
 from verl.config import load_config, schema
 from verl.config.errors import ConfigError
 from verl.config.supported import check_built_in
@@ -29,6 +30,7 @@ IS_INSTALLED = importlib.util.find_spec("sglang") is not None
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 real = pytest.mark.skipif(not IS_INSTALLED, reason="SGLang is not installed: make test-sglang")
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+ABLE = capabilities.Capabilities("test", update_sessions=True, routed_experts=True)
 
 
 # ---- in the scheduler -----------------------------------------------------------------------------------------------
@@ -127,6 +129,9 @@ def test_an_error_of_the_loader_is_raised_in_the_trainer(tmp_path, sent):
         ({"skip_tokenizer_init": False}, "skip_tokenizer_init is not supported: prompts and responses are token ids"),
         ({"quantization": "fp8"}, "quantization is not supported: trained weights cannot be loaded"),
         ({"pp_size": 2}, r"pp_size is not supported: use rollout\.tensor_model_parallel_size"),
+        ({"moe_runner_backend": "cutlass"}, "moe_runner_backend is not supported: weights of experts are loaded in"),
+        ({"enable_eplb": True}, "enable_eplb is not supported: trained weights are loaded into one copy"),
+        ({"enable_return_routed_experts": True}, r"enable_return_routed_experts: set rollout\.enable_rollout_routing"),
     ],
 )
 def test_arguments_that_contradict_another_key(given, message):
@@ -155,20 +160,20 @@ def test_keys_of_the_rollout_section_are_arguments_of_sglang(monkeypatch):
         name="sglang", prompt_length=40, response_length=60, max_num_seqs=7, enable_prefix_caching=False,
         max_num_batched_tokens=33, engine_kwargs=kwargs,
     )  # fmt: skip
-    found = settings.engine_args(rollout, pushed(), ENV)
+    found = settings.engine_args(rollout, pushed(), ENV, ABLE)
     expected = {"context_length": 108, "max_running_requests": 7, "disable_radix_cache": True, "dtype": "float32"}
     expected |= {"chunked_prefill_size": 33, "load_format": "dummy", "page_size": 1, "tp_size": 1}
     assert {key: found[key] for key in expected} == expected
     assert os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
     other = RolloutEnv(1, 2, 1, torch.device("cpu"), 0)
-    others = settings.engine_args(rollout, replace(pushed(), is_trained=False), other)
+    others = settings.engine_args(rollout, replace(pushed(), is_trained=False), other, ABLE)
     assert others["random_seed"] != found["random_seed"] and others["load_format"] == "auto"
 
 
 def test_float32_is_refused_on_a_gpu_before_the_engine_starts():
     env = replace(ENV, device=torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"cuda:0: expected weights in bf16 .* fp32: .* set rollout\.dtype=bf16"):
-        settings.engine_args(schema.RolloutConfig(name="sglang"), pushed(), env)
+        settings.engine_args(schema.RolloutConfig(name="sglang"), pushed(), env, ABLE)
     for dtype, device in ((torch.bfloat16, "cuda"), (torch.float16, "cuda"), (torch.float32, "cpu")):
         settings.check_dtype(dtype, torch.device(device))
 
@@ -176,9 +181,9 @@ def test_float32_is_refused_on_a_gpu_before_the_engine_starts():
 @pytest.mark.parametrize("given", [{"cuda_graph_backend_prefill": "tc_piecewise"}, {"enable_torch_compile": True}])
 def test_arguments_that_capture_graphs_contradict_enforce_eager(given):
     config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang=given))
-    assert settings.engine_args(config, pushed(), ENV).items() >= given.items()
+    assert settings.engine_args(config, pushed(), ENV, ABLE).items() >= given.items()
     with pytest.raises(ValueError, match=rf"{next(iter(given))} contradicts rollout\.enforce_eager=true"):
-        settings.engine_args(config.model_copy(update={"enforce_eager": True}), pushed(), ENV)
+        settings.engine_args(config.model_copy(update={"enforce_eager": True}), pushed(), ENV, ABLE)
 
 
 def test_the_engine_gets_its_share_of_the_free_memory(monkeypatch):
@@ -278,6 +283,24 @@ def altered(stream):
 
 def restored(parameters):
     return [(n, t - 1.0 if n == "model.layers.1.mlp.up_proj.weight" else t) for n, t in parameters]
+
+
+@real
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_experts_of_a_response_are_those_of_the_model(family, tmp_path):
+    module = save_mixture(family, tmp_path)
+    limits = dict(max_num_seqs=8, gpu_memory_utilization=0.2, enforce_eager=True)
+    config = schema.RolloutConfig(
+        name="sglang", prompt_length=16, response_length=112, enable_rollout_routing_replay=True,
+        engine_kwargs=schema.EngineKwargs(sglang=KWARGS), **limits,
+    )  # fmt: skip
+    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE)
+    rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tmp_path)), env)
+    try:
+        rollout.receiver().receive([(name, p.detach().to(DEVICE)) for name, p in module.named_parameters()], 1)
+        check_mixture(rollout, module, exact=IS_FLOAT32)
+    finally:
+        rollout.service.engine.shutdown()
 
 
 @real

@@ -1,5 +1,6 @@
 """Published snippets run unchanged: the flow in ten lines, the local trainer, the YAML command line."""
 
+import importlib.util
 import json
 import logging
 import re
@@ -154,6 +155,36 @@ def test_the_command_line_of_a_yaml_file(workplace):
     assert (actor / "model.safetensors").is_file()
     lines = next(workplace.rglob("metrics.jsonl")).read_text().splitlines()
     assert [json.loads(line)["reward/acc"] for line in lines] == [0.0, 0.0]  # a random model
+
+
+SNIPPETS_WITH_VLLM = {
+    "ppo_config.yaml": CLI_CONFIG.format(reward="accuracy_reward").replace("actor_type: fsdp", "actor_type: vllm"),
+    "config.yaml": LOCAL_CONFIG.replace("use_vllm: false", "use_vllm: true"),
+}
+
+
+@pytest.mark.parametrize("name", SNIPPETS_WITH_VLLM)
+def test_the_snippets_with_vllm(name, workplace):
+    from examples.quickstart.tiny_model import tiny_model
+
+    (workplace / "model").unlink()
+    tiny_model("llama", workplace / "model", seed=0, size="small")  # heads that vLLM supports
+    (workplace / name).write_text(SNIPPETS_WITH_VLLM[name])
+    (workplace / "main.py").write_text(LOCAL_SCRIPT)
+    few = ["data.max_response_length=6", "trainer.total_epochs=1", "trainer.log_operators=true"]
+    commands = {"ppo_config.yaml": ["-m", "verl.cli.train", "--config", name, *few], "config.yaml": ["main.py"]}
+    done = run_python(*commands[name], cwd=workplace)
+    if importlib.util.find_spec("vllm") is None:
+        assert done.returncode != 0 and done.stderr.count("'vllm' needs vLLM, which is not installed") == 1
+        assert "bash scripts/setup_vllm_cpu.sh .venv-vllm; or use native" in done.stderr
+        assert not list(workplace.rglob("metrics.jsonl"))
+        return
+    assert done.returncode == 0, done.stderr
+    lines = next(workplace.rglob("metrics.jsonl")).read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert phases(done.stdout).count("sync_weights") == len(steps) == (2 if name == "ppo_config.yaml" else 6)
+    for step in steps:
+        assert step["weight_sync/bytes"] > 0 and step["rollout/logprob_gap_max"] < 2e-5
 
 
 def test_a_reward_of_ones_own_as_a_plugin(workplace, steps, monkeypatch):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PretrainedConfig
 
 from verl.modeling.expert_parallel import ExpertRanks
+from verl.modeling.huggingface import experts_of
 from verl.modeling.moe import exchange_tokens, expert_modules, routing_of
 
 KEY = "expert_parallel_size"
@@ -29,12 +30,6 @@ def check_ranks(size: int, tensor: int, shard: int) -> None:
         raise ValueError(f"{KEY}={size} is not supported with tensor_parallel_size={tensor}: set one of them to 1")
     if shard % size:
         raise ValueError(f"{KEY}={size} does not divide the {shard} ranks that FSDP shards over (fsdp_size)")
-
-
-def experts_of(config: PretrainedConfig) -> int:
-    """Experts of a layer by the config of a model; 0: the model has none."""
-    settings = config.get_text_config().to_dict()
-    return settings.get("num_experts") or settings.get("num_local_experts") or settings.get("n_routed_experts") or 0
 
 
 def check_experts(config: PretrainedConfig, size: int, ranks: int) -> None:

@@ -96,6 +96,12 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
     return config
 
 
+def experts_of(config: Any) -> int:
+    """Experts of a layer by the config of a model; 0: the model has none."""
+    settings = config.get_text_config().to_dict()
+    return settings.get("num_experts") or settings.get("num_local_experts") or settings.get("n_routed_experts") or 0
+
+
 def load_pretrained(
     auto: Any, path: str, config: Any, dtype: torch.dtype, new_prefix: str | None = None, **build: Any
 ) -> tuple[nn.Module, set[str]]:

@@ -9,7 +9,8 @@ import torch
 from verl.config import schema
 from verl.modeling.huggingface import model_source, read_config
 from verl.rollout.base import RolloutEnv, SharesWeights
-from verl.rollout.loading import engine_dtype, load_module
+from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
+from verl.rollout.routed_experts import layers_with_experts
 from verl.rollout.weight_sync import WeightReceiver
 
 
@@ -23,6 +24,7 @@ class EngineCopy:
         dtype: of the weights and the computation.
         is_trained: the trainer pushes the weights before the first generation.
         merges: the weights are those of the files with adapters merged.
+        records: the experts that the routers choose are reported (`Completion.routed_experts`).
     """
 
     model: schema.ModelConfig
@@ -30,6 +32,7 @@ class EngineCopy:
     dtype: torch.dtype
     is_trained: bool
     merges: bool
+    records: bool = False
 
     @classmethod
     def of(
@@ -44,12 +47,24 @@ class EngineCopy:
         model = model.model_copy(update={"path": model_source(model.path)})
         hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
         merges = not is_trained and model.lora_adapter_path is not None
-        return cls(model, hf_config, engine_dtype(config, env), is_trained, merges)
+        records = isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay
+        return cls(model, hf_config, engine_dtype(config, env), is_trained, merges, records)
 
     @property
     def reads_files(self) -> bool:
         """Whether the engine itself reads the weights from the model's files."""
         return not self.is_trained and not self.merges
+
+    def recorded_layers(self, engine: str) -> list[int] | None:
+        """The layers whose choices of experts are reported; None: none are asked for.
+
+        Args:
+            engine: vllm or sglang.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        return layers_with_experts(engine, parameter_shapes(self.model)) if self.records else None
 
     def fill(self, receiver: WeightReceiver) -> None:
         """Load the weights that the engine has not read; those that the trainer will push use no memory until then."""

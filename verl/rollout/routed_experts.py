@@ -5,7 +5,8 @@ The last token of a response is never an input of the model, so it has no choice
 same choices.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,40 @@ def check_records(config: Any, name: str, supported: bool) -> None:
             f"{RECORDING_KEY}: the rollout engine {name!r} does not report the experts that it chooses: use "
             "rollout.name=native or hf, or actor.router_replay.mode=R2, which records in training"
         )
+
+
+def layers_with_experts(name: str, parameters: Iterable[str]) -> list[int]:
+    """Indices of the layers that have choices, for an engine that reports an entry for every layer.
+
+    Args:
+        name: of the engine.
+        parameters: HuggingFace names of the model's parameters.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = {int(match[1]) for each in parameters if (match := re.search(r"\.layers\.(\d+)\..*\.experts\.", each))}
+    if not found:
+        raise ValueError(f"{RECORDING_KEY}: rollout.name={name}: the model is not a mixture of experts: use false")
+    return sorted(found)
+
+
+def cut(found: np.ndarray, tokens: int) -> np.ndarray:
+    """The choices of the first tokens, as int16.
+
+    Args:
+        found: (tokens, layers, k), possibly with those of tokens that were cut off.
+        tokens: of the sequence without the last one.
+
+    Raises:
+        ValueError: tokens without choices.
+    """
+    if len(found) < tokens:
+        raise ValueError(
+            f"{RECORDING_KEY}: expected the experts of {tokens} tokens, found those of {len(found)}: this version of "
+            "the rollout engine does not report all of them"
+        )
+    return found[:tokens].astype(np.int16)
 
 
 def extended(known: np.ndarray | None, found: np.ndarray | None, length: int) -> np.ndarray | None:

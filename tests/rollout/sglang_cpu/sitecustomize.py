@@ -62,4 +62,23 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
 
+class _HostMemory(importlib.abc.MetaPathFinder):
+    """Finds SGLang's module of host memory, and lets it allocate memory that is not pinned, which needs CUDA."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "sglang.srt.mem_cache.pool_host.common":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            allocate = module.alloc_with_host_register
+            module.ALLOC_MEMORY_FUNCS["cpu"] = lambda *args, **keys: allocate(*args, **keys | {"pin_memory": False})
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _HostMemory())
 sys.meta_path.append(_Finder())  # after the others: a package that is installed is used

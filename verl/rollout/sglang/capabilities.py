@@ -41,10 +41,12 @@ class Capabilities:
         version: for messages.
         update_sessions: a weight push is enclosed in `begin_weight_update` and `end_weight_update`. Running requests
             can then be interrupted for it, and report which weights sampled which tokens.
+        routed_experts: the experts that the routers choose can be reported.
     """
 
     version: str
     update_sessions: bool
+    routed_experts: bool = False
 
 
 def probe(on_gpu: bool) -> Capabilities:
@@ -82,7 +84,11 @@ def probe(on_gpu: bool) -> Capabilities:
             f"To install: {SGLANG_INSTALL}"
         )
     engine = found["sglang.srt.entrypoints.engine", "Engine"]
-    return Capabilities(version, update_sessions="begin_weight_update" in dir(engine))
+    return Capabilities(
+        version,
+        update_sessions="begin_weight_update" in dir(engine),
+        routed_experts="return_routed_experts" in inspect.signature(engine.async_generate).parameters,
+    )
 
 
 def _load(module: str, name: str):

@@ -1,9 +1,12 @@
 """The SGLang rollout engine, with the contract of `verl.rollout.base.RolloutEngine`."""
 
 import asyncio
+import base64
 import time
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, is_named
 from verl.rollout.checks import check_request, unexpanded_prompt
@@ -16,8 +19,13 @@ from verl.utils.rng import fork_seed
 _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_response_length"
 
 
-def arguments_of(job: Job) -> dict[str, Any]:
-    """Arguments of `Engine.async_generate` that continue the tokens of a job."""
+def arguments_of(job: Job, records: bool = False) -> dict[str, Any]:
+    """Arguments of `Engine.async_generate` that continue the tokens of a job.
+
+    Args:
+        job: the request, and its tokens so far.
+        records: report the experts that the routers choose.
+    """
     request, params, stops = job.request, job.request.params, list(job.request.params.active_stop_ids)
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_tokens - len(job.token_ids),
@@ -36,10 +44,23 @@ def arguments_of(job: Job) -> dict[str, Any]:
     if request.has_images:  # SGLang expands the placeholders itself
         media = request.multi_modal_data
         arguments |= {f"{kind[:-1]}_data": list(media[kind]) for kind in ("images", "videos") if media.get(kind)}
+    if records:
+        arguments["return_routed_experts"] = True
     if params.filters:
         sampling["custom_params"] = filter_params(params)
         arguments["custom_logit_processor"] = processor()
     return arguments
+
+
+def decode_experts(text: str, layers: list[int], shape: tuple[int, int]) -> np.ndarray:
+    """The experts of a response, (tokens, layers, k), as SGLang reports them: base64 of int32, for all layers.
+
+    Args:
+        text: base64.
+        layers: the layers with experts.
+        shape: (all layers, k).
+    """
+    return np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, *shape)[:, layers]
 
 
 class SglangRollout(RolloutEngine):
@@ -78,6 +99,7 @@ class SglangRollout(RolloutEngine):
         self.reads_images = reads_images
         self.stats = RolloutStats()
         self._receiver = receiver
+        self.records_routing = service.experts is not None
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See `RolloutEngine.generate`. May run at the same time as requests of `generate_one`.
@@ -144,6 +166,7 @@ class SglangFollower(RolloutEngine):
     """The other ranks of a tensor-parallel group: SGLang's processes on their devices belong to rank 0."""
 
     supports_tensor_parallel = True
+    records_routing = True  # rank 0 reports them
 
     def __init__(self) -> None:
         self._receiver = FollowerReceiver()

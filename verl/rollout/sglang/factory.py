@@ -1,7 +1,10 @@
 """`rollout.name=sglang`: makes the engine of one rank."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
+
+import numpy as np
 
 from verl.config import schema
 from verl.modeling.vision import is_vision_config
@@ -9,7 +12,7 @@ from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
 from verl.rollout.loading import parameter_shapes
 from verl.rollout.sglang.capabilities import probe
-from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of
+from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of, decode_experts
 from verl.rollout.sglang.service import FailureHandler, Service, start_engine
 from verl.rollout.sglang.settings import engine_args
 from verl.rollout.sglang.weights import SglangMemory, SglangReceiver
@@ -35,14 +38,15 @@ def make_sglang(
         return SglangFollower()
     capabilities = probe(env.device.type == "cuda")
     copy = EngineCopy.of(config, model, env, train_engine)
-    args = engine_args(config, copy, env)
+    experts = _decoder(copy)
+    args = engine_args(config, copy, env, capabilities)
     if not args.get("enable_deterministic_inference"):
         log.info(
             "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
             "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
         )
-    on_failure = FailureHandler()
-    service = on_failure.service = Service(start_engine(args, on_failure), capabilities, arguments_of)
+    arguments, on_failure = partial(arguments_of, records=copy.records), FailureHandler()
+    service = on_failure.service = Service(start_engine(args, on_failure), capabilities, arguments, experts)
     memory = SglangMemory(service, saves=bool(args["enable_memory_saver"]))
     receiver = SglangReceiver(
         service,
@@ -63,3 +67,11 @@ def make_sglang(
         max_length=max_model_len(config),
         reads_images=is_vision_config(copy.hf_config),
     )
+
+
+def _decoder(copy: EngineCopy) -> Callable[[str], np.ndarray] | None:
+    """Decodes the experts that SGLang reports; None: they are not asked for."""
+    layers, text = copy.recorded_layers("sglang"), copy.hf_config.get_text_config()
+    if layers is None:
+        return None
+    return partial(decode_experts, layers=layers, shape=(text.num_hidden_layers, text.num_experts_per_tok))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.rollout.expert_names import ExpertNames
 from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
 #: name of the instruction in a bucket: JSON as (n,) uint8
@@ -72,7 +73,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
     error = ""
     try:
         if weights:
-            model.load_weights(weights)
+            names = ExpertNames({name for name, _ in model.named_parameters()})
+            model.load_weights(item for name, tensor in weights for item in names.unfused(name, tensor))
         if order["sums"] is not None:
             error = find_stale(model, order["sums"], order["dtype"])
         if content.is_cuda:

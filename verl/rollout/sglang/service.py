@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from verl.rollout.base import Completion, FinishReason, Request
 from verl.rollout.checks import check_finite
+from verl.rollout.routed_experts import cut, extended
 from verl.rollout.sglang.capabilities import Capabilities
 
 T = TypeVar("T")
@@ -78,6 +81,7 @@ class Job:
         rid: its id in SGLang; "" before it is submitted.
         aborted: whether `abort` named it.
         spans: (first token, weight version) as SGLang reports them.
+        routed_experts: the experts that were chosen; None: not recorded.
     """
 
     request: Request
@@ -86,12 +90,14 @@ class Job:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
 
     def finish(self, reason: FinishReason) -> Completion:
         """The completion. Raises ValueError if a log-prob is not finite."""
         check_finite(self.request, self.log_probs)
         spans = self.spans if len({version for _, version in self.spans}) > 1 else []
-        return Completion(self.token_ids, self.log_probs, reason, spans)
+        found, tokens = self.routed_experts, len(self.request.prompt_ids) + len(self.token_ids) - 1
+        return Completion(self.token_ids, self.log_probs, reason, spans, None if found is None else cut(found, tokens))
 
     def truncate(self, length: int) -> None:
         del self.token_ids[length:], self.log_probs[length:]
@@ -104,11 +110,19 @@ class Service:
         engine: an `sglang.Engine`.
         capabilities: of the installed SGLang.
         arguments: (job) -> arguments of `Engine.async_generate` that continue its tokens.
+        experts: decodes the experts that SGLang reports, if completions have `routed_experts`.
     """
 
-    def __init__(self, engine: Any, capabilities: Capabilities, arguments: Callable[[Job], dict[str, Any]]):
+    def __init__(
+        self,
+        engine: Any,
+        capabilities: Capabilities,
+        arguments: Callable[[Job], dict[str, Any]],
+        experts: Callable[[str], np.ndarray] | None = None,
+    ):
         self.engine = engine
         self.capabilities = capabilities
+        self.experts = experts
         self._arguments = arguments
         self._loop = asyncio.new_event_loop()
         self._turn = threading.RLock()  # of exclusive calls
@@ -266,6 +280,9 @@ class Service:
         pairs = meta.get("output_token_logprobs") or []
         job.token_ids[before:] = [token for _, token, _ in pairs]
         job.log_probs[before:] = [log_prob for log_prob, _, _ in pairs]
+        if self.experts is not None and meta.get("routed_experts"):
+            found, length = self.experts(meta["routed_experts"]), len(job.request.prompt_ids) + before
+            job.routed_experts = extended(job.routed_experts, found, length)
         if self.version is None:
             return
         if pairs and meta["weight_version"] != self.version:

@@ -9,8 +9,11 @@ import psutil
 import torch
 
 from verl.config import schema
+from verl.modeling.huggingface import experts_of
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
+from verl.rollout.routed_experts import check_records
+from verl.rollout.sglang.capabilities import Capabilities
 from verl.rollout.stop_strings import SEARCH_INTERVAL
 from verl.utils.rng import fork_seed
 
@@ -31,6 +34,7 @@ _OWNED = {
     "chunked_prefill_size": "rollout.enable_chunked_prefill and rollout.max_num_batched_tokens",
     "disable_cuda_graph": "rollout.enforce_eager",
     "enable_memory_saver": "rollout.free_cache_engine",
+    "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
     "random_seed": "rollout.seed",
 }
 _FIXED = {
@@ -46,6 +50,7 @@ _FIXED = {
     "stream_output": "the adapter searches for stop strings in streamed responses",
     "custom_sigquit_handler": "an error of a process of SGLang is raised in the trainer",
     "weight_version": "it is the number of completed training steps",
+    "moe_runner_backend": "weights of experts are loaded in the layout of SGLang's Triton kernels",
 }
 _NOT_SUPPORTED = {
     "quantization": "trained weights cannot be loaded into a quantized model",
@@ -57,6 +62,7 @@ _NOT_SUPPORTED = {
     "speculative_algorithm": "its draft model would not be trained",
     "enable_lora": "adapters are merged before the weights are sent",
     "lora_paths": "adapters are merged before the weights are sent",
+    "enable_eplb": "trained weights are loaded into one copy of each expert",
 }
 #: arguments that take precedence over `disable_cuda_graph`, or compile
 _NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "enable_torch_compile")
@@ -103,6 +109,7 @@ def engine_args(
     config: schema.RolloutEngineConfig,
     copy: EngineCopy,
     env: RolloutEnv,
+    capabilities: Capabilities,
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine`.
 
@@ -110,10 +117,11 @@ def engine_args(
         config: the `rollout` section.
         copy: the model, and where its weights come from.
         env: where the engine runs.
+        capabilities: of the installed SGLang.
 
     Raises:
-        ValueError: an argument in `engine_kwargs.sglang` that is not supported, a quantized model, or a dtype that
-            SGLang does not support on this device.
+        ValueError: an argument in `engine_kwargs.sglang` that is not supported, a quantized model, a dtype that SGLang
+            does not support on this device, or choices of experts that this SGLang does not report.
     """
     model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
     given, length = dict(config.engine_kwargs.sglang), max_model_len(config)
@@ -146,6 +154,11 @@ def engine_args(
     }
     if model.override_config:
         args["json_model_override_args"] = json.dumps(dict(model.override_config))
+    if copy.records:
+        check_records(config, f"sglang {capabilities.version}", capabilities.routed_experts)
+        args["enable_return_routed_experts"] = True
+    if on_gpu and experts_of(hf_config):
+        args["moe_runner_backend"] = "triton"  # the default depends on the GPU; others permute the weights
     if on_gpu:
         args["base_gpu_id"] = env.device.index or 0
         args["mem_fraction_static"] = memory_share(config.gpu_memory_utilization, env.device)

@@ -39,6 +39,7 @@ class Capabilities:
         fused_all_reduce: a compiler pass replaces all-reduce and norm by a kernel of FlashInfer; it can be turned off.
         device_normalize: pixels can be normalized by the model instead of the processor; it can be turned off.
         reset_encoder_cache: features of images can be dropped when the weights change.
+        routed_experts: the experts that the routers choose can be reported, on a GPU.
     """
 
     version: str
@@ -47,6 +48,7 @@ class Capabilities:
     fused_all_reduce: bool
     device_normalize: bool = False
     reset_encoder_cache: bool = False
+    routed_experts: bool = False
 
 
 def installed_version() -> str:
@@ -119,6 +121,7 @@ def probe() -> Capabilities:
         fused_all_reduce="fuse_allreduce_rms" in _parameters(PassConfig),
         device_normalize="mm_device_do_normalize" in _parameters(EngineArgs),
         reset_encoder_cache="reset_encoder_cache" in dir(LLMEngine),
+        routed_experts="enable_return_routed_experts" in _parameters(EngineArgs),
     )
 
 

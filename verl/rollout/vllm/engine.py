@@ -45,6 +45,7 @@ class VllmRollout(RolloutEngine):
         device: device of the engine.
         channel: to the other ranks of the tensor-parallel group; None without them.
         reads_images: whether the model is a vision-language model.
+        recorded_layers: the layers with experts, if completions have `routed_experts`.
     """
 
     sampling_keys = SAMPLING_KEYS
@@ -63,6 +64,7 @@ class VllmRollout(RolloutEngine):
         device: torch.device,
         channel: Channel | None = None,
         reads_images: bool = False,
+        recorded_layers: list[int] | None = None,
     ):
         self.llm = llm
         self.capabilities = capabilities
@@ -70,9 +72,12 @@ class VllmRollout(RolloutEngine):
         self.max_length = max_length
         self.device = device
         self.reads_images = reads_images
+        self.records_routing = recorded_layers is not None
         self.stats = RolloutStats()
         self.memory = EngineMemory(llm, sleeps)
-        self.stepper = Stepper(llm.llm_engine, self._sampling, self._prepare, lambda: self.weight_version, channel)
+        self.stepper = Stepper(
+            llm.llm_engine, self._sampling, self._prepare, lambda: self.weight_version, channel, recorded_layers
+        )
         self._receiver = VllmReceiver(self, shapes, filled=has_weights)
 
     # ---- generating ---------------------------------------------------------------------------------------------

@@ -30,11 +30,12 @@ def make_vllm(
 
     Raises:
         ImportError, ValueError: vLLM is not installed or not supported (`capabilities.probe`), settings that contradict
-            each other, or `rollout.deterministic`.
+            each other, `rollout.deterministic`, or choices of experts that this vLLM does not report.
     """
     check_not_deterministic(config)
     capabilities = probe()
     copy = EngineCopy.of(config, model, env, train_engine)
+    layers = copy.recorded_layers("vllm")
     args = engine_args(config, copy, env, capabilities)
     join_process_group(env)
     engine = VllmRollout(
@@ -48,6 +49,7 @@ def make_vllm(
         device=env.device,
         channel=_Group() if env.tp_size > 1 else None,
         reads_images=is_vision_config(copy.hf_config),
+        recorded_layers=layers,
     )
     copy.fill(engine.receiver())
     return engine

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from verl.config import schema
+from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
+from verl.rollout.routed_experts import check_records
 from verl.rollout.vllm.capabilities import Capabilities
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ _OWNED = {
     "enable_prefix_caching": "rollout.enable_prefix_caching",
     "enforce_eager": "rollout.enforce_eager",
     "enable_sleep_mode": "rollout.free_cache_engine",
+    "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
     "seed": "rollout.seed",
 }
 _FIXED = {
@@ -41,6 +44,7 @@ _FIXED = {
     "skip_tokenizer_init": "prompts and responses are token ids",
     "generation_config": "sampling parameters are those of the rollout section",
     "load_format": "weights come from the trainer, or from model.path without training",
+    "moe_backend": "weights of experts are loaded in the layout of vLLM's Triton kernels",
 }
 _NOT_SUPPORTED = {
     "quantization": "trained weights cannot be loaded into a quantized model",
@@ -48,6 +52,7 @@ _NOT_SUPPORTED = {
     "data_parallel_size": "every group of rollout ranks has its own engine",
     "speculative_config": "its draft model would not be trained",
     "enable_lora": "adapters are merged before the weights are sent",
+    "enable_eplb": "trained weights are loaded into one copy of each expert",
 }
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PAGE = 128  # tokens; vLLM's block size on a CPU
@@ -74,7 +79,8 @@ def engine_args(
         capabilities: of the installed vLLM.
 
     Raises:
-        ValueError: an argument in `engine_kwargs.vllm` that is not supported, or a quantized model.
+        ValueError: an argument in `engine_kwargs.vllm` that is not supported, a quantized model, or choices of experts
+            that this vLLM does not report.
     """
     model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
     given, length = dict(config.engine_kwargs.vllm), max_model_len(config)
@@ -107,6 +113,11 @@ def engine_args(
     }
     if is_vision_config(hf_config):
         args |= _vision_args(capabilities)
+    if copy.records:
+        check_records(config, f"vllm {capabilities.version} on {env.device}", on_gpu and capabilities.routed_experts)
+        args["enable_return_routed_experts"] = True
+    if on_gpu and experts_of(hf_config):
+        args["moe_backend"] = "triton"  # the default depends on the GPU; others permute the weights
     if model.override_config:
         args["hf_overrides"] = dict(model.override_config)
     if on_gpu:

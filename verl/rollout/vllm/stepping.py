@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from verl.rollout.base import Completion, FinishReason, Request
 from verl.rollout.checks import check_finite
 from verl.rollout.gathering import fail
+from verl.rollout.routed_experts import cut
 from verl.rollout.stop_strings import SEARCH_INTERVAL
 
 
@@ -40,6 +43,7 @@ class Job:
     versions: list[tuple[int, int]] = field(default_factory=list)
     searched: int = 0  # tokens that were searched for stop strings
     reported: int = 0  # tokens passed to request.on_tokens
+    routed_experts: np.ndarray | None = None
 
     def report(self) -> None:
         """Pass new tokens to `request.on_tokens`, with stop strings only those that were searched."""
@@ -58,7 +62,7 @@ class Job:
             self.future.set_exception(error)
             return
         spans = self.versions if len(self.versions) > 1 else []
-        self.future.set_result(Completion(self.token_ids, self.log_probs, reason, spans))
+        self.future.set_result(Completion(self.token_ids, self.log_probs, reason, spans, self.routed_experts))
 
 
 class Channel(Protocol):
@@ -80,6 +84,7 @@ class Stepper:
         prepare: called before requests are added, on the thread of the loop.
         version: the current weight version.
         channel: to the other ranks of the tensor-parallel group; None without them.
+        recorded_layers: the layers with experts, if completions have `routed_experts`.
     """
 
     def __init__(
@@ -89,12 +94,14 @@ class Stepper:
         prepare: Callable[[], None],
         version: Callable[[], int],
         channel: Channel | None = None,
+        recorded_layers: list[int] | None = None,
     ):
         self._engine = engine
         self._sampling = sampling
         self._prepare = prepare
         self._version = version
         self._channel = channel
+        self._recorded_layers = recorded_layers
         self._exclusive = threading.Lock()  # one call of `between_steps` at a time
         self._changed = threading.Condition()  # guards the fields below
         self._new: list[Job] = []
@@ -190,6 +197,8 @@ class Stepper:
                 job.finish("abort")
             return False
         try:
+            for job in ended:
+                self._record(job)
             if new:
                 self._prepare()
             self._read(self._step(new, removed))
@@ -256,9 +265,26 @@ class Stepper:
             if end is None and not output.finished:
                 job.report()
             else:
+                self._record(job, found if output.finished else None)
                 with self._changed:
                     del self._running[job.key]
                 job.finish("stop" if end is not None or found.finish_reason == "stop" else "length")
+
+    def _record(self, job: Job, output: Any = None) -> None:
+        """Set the experts that were chosen for the tokens of a job.
+
+        Args:
+            job: has ended.
+            output: with the choices of a request that vLLM has finished. None: it has not, but has collected some.
+        """
+        if self._recorded_layers is None or not job.token_ids:
+            return
+        outputs = self._engine.output_processor
+        keys = outputs.external_req_ids.get(job.key, ()) if output is None else ()
+        chunks = [chunk for key in keys for chunk in outputs.request_states[key].routed_experts_chunks]
+        rows = np.concatenate(chunks) if chunks else getattr(output, "routed_experts", None)
+        tokens = len(job.request.prompt_ids) + len(job.token_ids) - 1
+        job.routed_experts = cut(() if rows is None else rows, tokens)[:, self._recorded_layers]
 
     # ---- tensor parallelism -------------------------------------------------------------------------------------
 

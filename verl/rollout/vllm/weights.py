@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from verl.rollout.expert_names import ExpertNames
+from verl.rollout.vllm.experts import expert_layers, unpacked
 from verl.rollout.weight_sync.base import check_parameters
 from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
@@ -59,14 +61,9 @@ class VllmReceiver:
             self.filled = False
             self._engine.memory.wake_weights()
             model = engine_model(self._engine.llm)
-            sums = SentBits(model)
             try:
-                checked = check_parameters(weights, self._shapes, version)
-                stream = ((name, sums.add(name, tensor.detach())) for name, tensor in checked)
-                model.load_weights(stream)
-                for _ in stream:  # a loader may stop early
-                    pass
-                sums.verify(version)
+                with unpacked(expert_layers(model), version):
+                    _load(model, check_parameters(weights, self._shapes, version), version)
                 check_layers(model, version)
             finally:
                 self._engine.llm.reset_prefix_cache(reset_running_requests=bool(running))
@@ -81,6 +78,16 @@ class VllmReceiver:
         with self._engine.stepper.between_steps("release()", idle=True):
             self.filled = False
             self._engine.memory.drop()
+
+
+def _load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    """Load all parameters by vLLM's loaders, and verify their bits."""
+    sums = SentBits(model)
+    stream = (item for name, tensor in weights for item in sums.names.unfused(name, sums.add(name, tensor.detach())))
+    model.load_weights(stream)
+    for _ in stream:  # a loader may stop early
+        pass
+    sums.verify(version)
 
 
 def engine_model(llm: Any) -> nn.Module:
@@ -100,6 +107,7 @@ class SentBits:
 
     def __init__(self, model: nn.Module):
         self._parameters = dict(model.named_parameters())
+        self.names = ExpertNames(self._parameters)
         # of a vision-language model, the language model may have the mapping
         packed = [dict(getattr(m, "packed_modules_mapping", None) or {}) for m in reversed([*model.modules()])]
         self._packed = {part: fused for mapping in packed for fused, parts in mapping.items() for part in parts}
@@ -145,6 +153,9 @@ class SentBits:
         return rest == 0 and wrap(sums[0] + copies * sum(sums[1:])) == int(total)
 
     def _target(self, name: str) -> str | None:
+        if (experts := self.names.target(name)) is not None:
+            return experts
+        name = self.names.renamed(name)
         if self._mapper is not None:
             mapped = self._mapper.apply_list([name])
             name = mapped[0] if mapped else name

@@ -8,8 +8,8 @@ from typing import Any
 
 from verl.config import schema
 from verl.data.tokenization import load_tokenizer
-from verl.engines.expert_parallel import check_experts, experts_of
-from verl.modeling.huggingface import model_source, read_config
+from verl.engines.expert_parallel import check_experts
+from verl.modeling.huggingface import experts_of, model_source, read_config
 from verl.rollout.native.model import family_of
 from verl.rollout.native.slices import check_sizes
 

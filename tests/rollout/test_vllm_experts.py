@@ -1,0 +1,202 @@
+"""Mixtures of experts with the vLLM adapter: settings, and with vLLM the push of their weights and their choices.
+
+Tests of `real` need vLLM: make test-vllm.
+"""
+
+import copy
+import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, MixtralConfig
+
+from tests.rollout.mixtures import MIXTURES, OTHERS, SHAPE, check_mixture, expected_experts, save_mixture
+from verl.config import schema
+from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.routed_experts import layers_with_experts
+from verl.rollout.vllm import capabilities, settings
+from verl.rollout.vllm.experts import expert_layers
+
+real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
+ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"moe_backend": "flashinfer_cutlass"}, "moe_backend is not supported: weights of experts are loaded in"),
+        ({"enable_eplb": True}, "enable_eplb is not supported: trained weights are loaded into one copy"),
+        ({"enable_return_routed_experts": True}, r"enable_return_routed_experts: set rollout\.enable_rollout_routing"),
+    ],
+)
+def test_arguments_that_contradict_another_key(given, message):
+    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.vllm\." + message):
+        settings.check_kwargs(given)
+
+
+MIXTURE = MixtralConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+
+
+def copy_of(config, **keys) -> EngineCopy:
+    return EngineCopy(schema.ModelConfig(path="m"), config, torch.float32, is_trained=True, merges=False, **keys)
+
+
+def test_experts_are_computed_by_kernels_with_the_layout_of_their_weights(monkeypatch):
+    monkeypatch.setattr(settings, "memory_share", lambda asked, device: asked)
+    able = capabilities.Capabilities("x", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True)
+    dense = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+    on_gpu = replace(ENV, device=torch.device("cuda", 0))
+    for config, env, expected in ((MIXTURE, on_gpu, "triton"), (MIXTURE, ENV, None), (dense, on_gpu, None)):
+        found = settings.engine_args(schema.RolloutConfig(), copy_of(config), env, able)
+        assert found.get("moe_backend") == expected and "enable_return_routed_experts" not in found
+
+
+class Experts(torch.nn.Module):
+    """A layer of experts as in vLLM."""
+
+    def __init__(self, kernels: str):
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.empty(2, 8, 4))
+        self.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=kernels))
+
+
+def test_experts_in_another_layout_are_refused():
+    model = torch.nn.Sequential(Experts("TRITON"), Experts("FLASHINFER_TRTLLM"))
+    with pytest.raises(ValueError, match=r"kernels TRITON, .* found FLASHINFER_TRTLLM for 1: weights cannot be pushed"):
+        expert_layers(model)
+    assert list(expert_layers(model[:1])) == ["0"]
+
+
+def test_the_experts_of_a_rollout_are_refused_where_vllm_does_not_report_them(monkeypatch):
+    monkeypatch.setattr(settings, "memory_share", lambda asked, device: asked)
+    config, on_gpu = schema.RolloutConfig(enable_rollout_routing_replay=True), replace(ENV, device=torch.device("cuda"))
+    made = copy_of(MIXTURE, records=True)
+    for env, reports, refused in ((on_gpu, True, False), (on_gpu, False, True), (ENV, True, True)):
+        able = capabilities.Capabilities(
+            "0.1", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True, routed_experts=reports
+        )
+        if refused:
+            with pytest.raises(ValueError, match=r"vllm 0\.1 on c.*does not report the experts .*native or hf"):
+                settings.engine_args(config, made, env, able)
+        else:
+            assert settings.engine_args(config, made, env, able)["enable_return_routed_experts"] is True
+
+
+def scaled(module: torch.nn.Module):
+    return ((name, parameter.detach() * 1.5) for name, parameter in module.named_parameters())
+
+
+@pytest.fixture(scope="module", params=MIXTURES | OTHERS)
+def mixture(request, tmp_path_factory):
+    """An engine of a mixture of experts with its weights, and the source of them."""
+    folder = tmp_path_factory.mktemp(request.param)
+    module = save_mixture(request.param, folder)
+    config = schema.RolloutConfig(name="vllm", prompt_length=16, response_length=112, max_num_seqs=8)
+    rollout = make_rollout_engine("vllm", config, schema.ModelConfig(path=str(folder)), ENV)
+    rollout.receiver().receive(module.named_parameters(), 1)
+    return rollout, module
+
+
+@real
+def test_a_push_of_experts_is_what_is_computed(mixture):
+    rollout, module = mixture
+    params = SamplingParams(12, (), temperature=0.0)
+    (before,) = rollout.generate([Request([1, 2, 3], params, 0)])
+    rollout.receiver().receive(scaled(module), 2)
+    (found,) = rollout.generate([Request([1, 2, 3], params, 0)])
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+        logits = other(torch.tensor([[1, 2, 3, *found.token_ids]])).logits[0, 2:-1].log_softmax(-1)
+    assert logits.argmax(-1).tolist() == found.token_ids
+    assert found.log_probs == pytest.approx(logits.max(-1).values.tolist(), abs=2e-5)
+    assert found.log_probs[0] != pytest.approx(before.log_probs[0], abs=1e-2)
+    rollout.receiver().receive(module.named_parameters(), 3)
+    assert rollout.generate([Request([1, 2, 3], params, 0)]) == [before]
+
+
+@real
+def test_experts_that_keep_their_weights_are_found(mixture, monkeypatch):
+    from verl.rollout.vllm.weights import engine_model
+
+    rollout, module = mixture
+    name, layer = list(expert_layers(engine_model(rollout.llm)).items())[-1]
+    for part in ("w13_weight", "w2_weight"):
+        loads = getattr(layer, part).weight_loader
+        with pytest.raises(ValueError, match=rf"{name}\.{part} does not have the weights that were sent"):
+            getattr(layer, part).weight_loader = lambda *args, **keys: True
+            rollout.receiver().receive(scaled(module), 2)
+        getattr(layer, part).weight_loader = loads
+    kernels = layer.quant_method.moe_kernel.fused_experts
+    monkeypatch.setattr(kernels, "process_weights_after_loading", lambda layer: None)
+    with pytest.raises(ValueError, match=rf"vLLM's experts {name} do not compute with the weights that were sent"):
+        rollout.receiver().receive(scaled(module), 2)
+    with pytest.raises(ValueError, match="has no weights"):
+        rollout.generate([Request([1], SamplingParams(2, ()), 0)])
+    monkeypatch.undo()
+    rollout.receiver().receive(module.named_parameters(), 3)
+
+
+@real
+def test_experts_that_vllm_reports(mixture, monkeypatch):
+    """vLLM collects them on GPUs only: here its engine gets those of the model from the test."""
+    rollout, module = mixture
+    engine, layers = rollout.llm.llm_engine, layers_with_experts("vllm", dict(module.named_parameters()))
+    states, tokens, get_output = engine.output_processor.request_states, {}, engine.engine_core.get_output
+
+    def with_experts():
+        found = get_output()
+        for output in found.outputs:
+            key = output.request_id
+            done = tokens.setdefault(key, list(states[key].prompt_token_ids))
+            start = 0 if output.request_id not in started else len(done) - 1
+            started.add(key)
+            done += output.new_token_ids
+            rows = np.zeros((len(done) - 1 - start, SHAPE["num_hidden_layers"], 2), np.uint8)
+            rows[:, layers] = expected_experts(module, done)[start:]
+            output.routed_experts = rows
+        return found
+
+    started: set[str] = set()
+    monkeypatch.setattr(engine.engine_core, "get_output", with_experts)
+    monkeypatch.setattr(rollout.stepper, "_recorded_layers", layers)
+    check_mixture(rollout, module)
+    monkeypatch.undo()
+    monkeypatch.setattr(rollout.stepper, "_recorded_layers", layers)
+    with pytest.raises(ValueError, match="expected the experts of 5 tokens, found those of 0: this version"):
+        rollout.generate([Request([1, 2], SamplingParams(4, ()), 0)])
+
+
+@real
+@pytest.mark.timeout(600)
+def test_experts_of_two_ranks(tmp_path):
+    """Each rank has a part of every expert: FSDP2 on 2 -> tensor parallelism of 2, with canary responses."""
+    from examples.quickstart.tiny_model import tiny_model
+    from tests.trainer.conftest import make_tiny, run_settings
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    tiny, found, rollout = make_tiny(tmp_path), [], "actor_rollout_ref.rollout"
+    tiny_model("mixtral", tmp_path / "moe", seed=0, size="small")
+    chosen = [
+        "algorithm.name=grpo",
+        f"actor_rollout_ref.model.path={tmp_path / 'moe'}",
+        "trainer.n_gpus_per_node=2",
+        f"{rollout}.name=vllm",
+        f"{rollout}.tensor_model_parallel_size=2",
+        f"{rollout}.check_every=1",
+        "trainer.total_training_steps=2",
+    ]
+    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path / "run"), *chosen])
+    trainer.on_step.append(found.append)
+    trainer.fit()
+    assert [report.batch.batch["weight_version"].unique().tolist() for report in found] == [[0], [1]]
+    for report in found:
+        assert report.metrics["rollout/logprob_gap_max"] < 2e-5 and report.metrics["weight_sync/bytes"] > 0
