@@ -118,12 +118,17 @@ class TrainEngine(ABC):
         model_parallel_rank: rank among the ranks that compute the same samples (tensor or sequence parallelism) with
             the same layers.
         pipeline_rank: pipeline stage.
+        replicas: the replicas of the weights that this rank belongs to, the smallest one first. Ranks with the same
+            number hold the weights together, or those of the experts. Empty: one replica.
+        gathers_each: whether `weights` gathers parameters one by one, so that reading `shards` is faster.
     """
 
     dp_rank: int = 0
     dp_size: int = 1
     model_parallel_rank: int = 0
     pipeline_rank: int = 0
+    replicas: tuple[int, ...] = ()
+    gathers_each: bool = False
 
     # ---- computing ----------------------------------------------------------------------------------------------
 

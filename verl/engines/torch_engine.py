@@ -103,6 +103,7 @@ class TorchEngine(TrainEngine):
         self._weight_cache = WeightCache()
         use_kernels(self.module, self.model_spec.kernels, self._weight_cache)
         self.sharding.shard(self.model, self.model_spec)
+        self.replicas = (self.sharding.replica,)
         if self.model.vision is not None:
             self.model.vision.always = not self.sharding.is_unsharded
         self._writer = checkpoint.CheckpointWriter()

@@ -11,7 +11,7 @@ Every rank of a pipeline gets the same rows; the last stage computes the outputs
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,7 @@ from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.offload import Storages, optimizer_tensors
 from verl.engines.megatron.runtime import check_device, join_groups
 from verl.engines.megatron.weight_files import WeightFiles
-from verl.engines.megatron.weights import WeightGatherer, global_names, load_weights, mark_shards
+from verl.engines.megatron.weights import WeightGatherer, WeightShards, global_names, load_weights, mark_shards
 from verl.engines.memory import OnDevice
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import plan_micro_batches, split_to
@@ -50,6 +50,7 @@ from verl.modeling.sequence_parallel import SequenceRanks
 from verl.modeling.vision import refuse_images
 from verl.protocol import DataProto
 from verl.utils.device import resolve_dtype
+from verl.utils.shards import Shard
 
 logger = logging.getLogger("verl.engines")
 
@@ -73,6 +74,8 @@ class MegatronEngine(TrainEngine):
         spec: sections of the configuration; `spec.engine` is the `megatron` section.
     """
 
+    gathers_each = True
+
     def __init__(self, spec: EngineSpec):
         if not isinstance(spec.engine, schema.MegatronConfig):
             raise ValueError(f"strategy=megatron: expected a megatron section, found {type(spec.engine).__name__}")
@@ -86,6 +89,7 @@ class MegatronEngine(TrainEngine):
         self.dp_rank, self.dp_size = ranks.d, ranks.d_size
         self.model_parallel_rank = ranks.c * ranks.t_size + ranks.t
         self.pipeline_rank = ranks.p
+        self.replicas = ranks.replicas
         self.dtype = resolve_dtype(self.section.dtype, spec.device)
         recompute = spec.optimizer is not None and spec.model.enable_gradient_checkpointing is True
         self.config = convert.decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
@@ -95,6 +99,7 @@ class MegatronEngine(TrainEngine):
         self.chunks = self._build()
         load_weights(self.chunks, self._table, WeightFiles(spec.model.path), ranks)
         self._gatherer = WeightGatherer(self.chunks, self._table, ranks)
+        self._shards = WeightShards(self.chunks, self._table, ranks)
         self._stages: list[Any] = list(self.chunks)
         self._writer = CheckpointWriter()
         self.steps = 0  # of the schedule
@@ -354,6 +359,13 @@ class MegatronEngine(TrainEngine):
     def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         with self.on_device():
             yield from self._gatherer.gather(dtype=dtype)
+
+    def shard_layout(self) -> Sequence[Shard]:
+        return self._shards.layout
+
+    def shards(self) -> Iterator[torch.Tensor]:
+        with self.on_device():
+            yield from self._shards.read()
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in self.chunks[0].rotary.named_buffers():

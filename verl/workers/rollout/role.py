@@ -49,6 +49,7 @@ class RolloutSource:
         self.base_weights = partial(engine.base_weights, dtype)
         self.shard_layout = engine.shard_layout
         self.shards = engine.shards
+        self.replicas = engine.replicas
         self.adapter_config = engine.adapter_config
         self.adapter_weights = engine.adapter_weights
 
@@ -109,6 +110,8 @@ class Rollout:
                 dtype=self.env.compute_dtype,
                 bucket_bytes=bucket_bytes(self.config),
                 has_shards=self.train_engine.shard_layout() is not None,
+                prefers_shards=self.train_engine.gathers_each,
+                grouping=self.env.grouping,
             )
         if self.engine.receiver() is None and not self._is_onloaded:
             self.train_engine.onload()
