@@ -40,6 +40,27 @@ def test_ppo_gives_the_metrics_of_the_fsdp_engine(megatron, fsdp, settings, tmp_
         assert ours["rollout/logprob_gap_max"] < 1e-4
 
 
+ROLLOUT, MEGATRON = "actor_rollout_ref.rollout.", f"{ACTOR}megatron."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("t_g", [1, 2])
+def test_reshard_gives_the_run_of_gathered_weights(t_g, settings, tmp_path):
+    """GRPO; auto selects reshard, which sends half of the weights to a full copy, and nothing to a half."""
+    keys = ["algorithm.adv_estimator=grpo", f"{ACTOR}strategy=megatron", f"{MEGATRON}tensor_model_parallel_size=2"]
+    keys += [f"{ROLLOUT}tensor_model_parallel_size={t_g}", f"imports=[{SHIM}]", f"{ROLLOUT}check_every=1"]
+    found = steps(settings, tmp_path / "auto", *keys)
+    expected = steps(settings, tmp_path / "replica", *keys, f"{ROLLOUT}weight_sync=replica")
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, value in theirs.items():
+            if name.split("/")[0] in ("actor", "rewards", "rollout", "response_length") and "per_second" not in name:
+                assert ours[name] == value, name
+        assert ours["weight_sync/canary_mismatch"] < 1e-4
+        sent, kept, full = ours["weight_sync/bytes"], ours["weight_sync/kept_bytes"], theirs["weight_sync/bytes"]
+        assert sent == (full - kept if t_g == 1 else 0)
+        assert full / 2 < kept < 0.51 * full  # a half of the matrices, and the norms
+
+
 @pytest.mark.slow
 def test_sft_gives_the_losses_of_the_fsdp_engine_and_resumes(tiny, tmp_path):
     """Three steps in one run, and two then one in another layout."""
