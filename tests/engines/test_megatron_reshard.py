@@ -1,4 +1,4 @@
-"""The weights of strategy=megatron move to the slices of a tensor-parallel rollout: the values, the bytes, the sources."""
+"""Weights of strategy=megatron move to the slices of a tensor-parallel rollout: values, bytes and sources."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def overlap(count: int, a: tuple[int, int], b: tuple[int, int]) -> float:
 
 def expected_bytes(config, groups: HybridGroups, rank: int, e: int, et: int) -> tuple[int, int, int]:
     """(received, kept, all) bytes of a rank, counted tensor by tensor from the sizes of the model, in float32."""
-    stage, tensor, _ = groups.training(rank)
+    stage, _, _ = groups.training(rank)
     generates = groups.generation(rank)[1], groups.generation_tp
     inside = rank % (groups.dp * groups.tp)  # of the stage
     lacks = has = total = 0.0

@@ -238,23 +238,14 @@ class TrainEngine(ABC):
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def onload(self, optimizer: bool = False) -> None:  # noqa: B027  optional: an engine may never offload
-        """Move the weights (and the optimizer state) to the device until `offload`. Calls nest.
-
-        Every method onloads what it needs. An outer onload/offload around several calls avoids repeated transfers.
-        """
-
-    def offload(self) -> None:  # noqa: B027
-        """Undo the last `onload`. The outermost one moves offloaded state back to the host."""
-
     @contextmanager
     def on_device(self, optimizer: bool = False) -> Iterator[None]:
-        """`onload` and `offload` as a context."""
-        self.onload(optimizer)
-        try:
-            yield
-        finally:
-            self.offload()
+        """Context in which the weights (and the optimizer state) are on the device; contexts nest.
+
+        Every method enters what it needs. An outer context around several calls avoids repeated transfers. Default:
+        nothing is ever offloaded.
+        """
+        yield
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

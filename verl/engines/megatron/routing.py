@@ -8,7 +8,7 @@ L: layers with experts in the whole model, E: experts, k: experts per token, n: 
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,6 @@ from verl.engines.megatron.layout import sparse_layers
 from verl.engines.megatron.runtime import ParallelRanks
 from verl.modeling.moe import NOT_RECORDED, check_choices, count, statistics_metrics
 from verl.modeling.packing import ModelInput
-
-
-class MicroBatch(Protocol):
-    """Rows of a batch, and their input on this rank."""
-
-    rows: list[int]
-    model_input: ModelInput
 
 
 class LayerRouting:
@@ -162,7 +155,9 @@ class StageRouting:
             self.chunks.append(ChunkRouting(self, own))
             chunk.routing = self.chunks[-1]
 
-    def begin(self, given: torch.Tensor | None, trains: bool = False, records: bool = False) -> None:
+    def begin(
+        self, given: torch.Tensor | None, *, trains: bool = False, records: bool = False, counts: bool = False
+    ) -> None:
         """Begin a pass over micro-batches. given: the column routed_experts, if the batch has it.
 
         Raises:
@@ -170,7 +165,7 @@ class StageRouting:
         """
         if given is not None:
             check_choices(tuple(given.shape[2:]), self.layers, self.top_k)
-        self.trains, self.records, self.counts = trains, records, trains
+        self.trains, self.records, self.counts = trains, records, counts
         for chunk in self.chunks:
             chunk.clear()
 
@@ -183,19 +178,24 @@ class StageRouting:
         share = model_input.input_ids.shape[1] // self.ranks.t_size
         return model_input.tokens[self.ranks.t * share : (self.ranks.t + 1) * share]
 
-    def recorded(self, micro_batches: Sequence[MicroBatch], rows: int) -> torch.Tensor:
-        """The column routed_experts (B, P + T, L, k) int16 of the last pass. Collective."""
-        width = micro_batches[0].model_input.width
-        found = torch.full((rows, width, self.layers, self.top_k), NOT_RECORDED, dtype=torch.int16)
-        for i, one in enumerate(micro_batches):
-            tokens = self.tokens_of(one.model_input)
+    def recorded(self, rows: Sequence[list[int]], inputs: Sequence[ModelInput]) -> torch.Tensor:
+        """The column routed_experts (B, P + T, L, k) int16 of the last pass. Collective.
+
+        Args:
+            rows: of each micro-batch.
+            inputs: its input on this rank.
+        """
+        width, shape = inputs[0].width, (self.layers, self.top_k)
+        found = torch.full((sum(map(len, rows)), width, *shape), NOT_RECORDED, dtype=torch.int16)
+        for i, model_input in enumerate(inputs):
+            tokens = self.tokens_of(model_input)
             # shifted by one, so that the shares of the ranks can be summed
-            every = torch.zeros(len(one.rows) * width, self.layers, self.top_k, dtype=torch.int32, device=tokens.device)
+            every = torch.zeros(len(rows[i]) * width, *shape, dtype=torch.int32, device=tokens.device)
             for chunk in self.chunks:
                 for at, layer in enumerate(chunk.layers):
                     every[tokens, layer.index] = chunk.records[i][:, at].int() - NOT_RECORDED
             self._sum(every)
-            found[one.rows] = (every + NOT_RECORDED).to("cpu", torch.int16).unflatten(0, (-1, width))
+            found[rows[i]] = (every + NOT_RECORDED).to("cpu", torch.int16).unflatten(0, (-1, width))
         return found
 
     def metrics(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> dict[str, float]:
