@@ -1,13 +1,16 @@
 """PPO with strategy=megatron, end to end: actor, critic and reference with native rollout, in two CPU processes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
 
+from examples.quickstart.make_tiny_vl_model import tiny_vl_model
 from verl import SFTTrainer
+from verl.trainer import main_ppo
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ACTOR, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
@@ -38,6 +41,30 @@ def test_ppo_gives_the_metrics_of_the_fsdp_engine(megatron, fsdp, settings, tmp_
         for name in COMPARED:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
         assert ours["rollout/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("like", "keys", "message"),
+    [
+        ("qwen2_vl", [], "expected a model of llama, .* found .qwen2_vl."),
+        ("llama", ["tensor_model_parallel_size=3"], "3 does not divide num_attention_heads"),
+        ("llama", ["expert_model_parallel_size=2"], "expert_model_parallel_size=2, but llama models have no experts"),
+        (
+            "llama",
+            ["override_transformer_config.moe_aux_loss_coeff=0.01"],
+            "actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01, but llama models have no experts",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(like, keys, message, settings, tmp_path, capsys):
+    if like != "llama":
+        tiny_vl_model(tmp_path / "model")
+        settings = [*settings, f"actor_rollout_ref.model.path={tmp_path / 'model'}"]
+    overrides = [f"{ACTOR}strategy=megatron", f"imports=[{SHIM}]", *(f"{ACTOR}megatron.{key}" for key in keys)]
+    ranks = 3 if "=3" in "".join(keys) else 2
+    batches = ["data.train_batch_size=6", f"{ACTOR}ppo_mini_batch_size=6", f"trainer.n_gpus_per_node={ranks}"]
+    assert main_ppo.main([*settings, *overrides, *batches, "--dry-run"]) == 1
+    assert re.search(message, capsys.readouterr().err)
 
 
 ROLLOUT, MEGATRON = "actor_rollout_ref.rollout.", f"{ACTOR}megatron."
