@@ -5,15 +5,18 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
 
-from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, TWO_ROWS, megatron_engine, replay_on_rank
+from tests.engines.megatron_cpu.ranks import FOUR_LAYERS, MODELS, OPTIMIZER, TWO_ROWS, megatron_engine, replay_on_rank
 from tests.engines.ranks import assert_same, make_batch, make_engine, results, run_on_ranks, save_model, train
 from verl.engines.base import REPLAYS, MicroBatching
 from verl.engines.routing import ROUTED_EXPERTS
 from verl.protocol import DataProto
 
 METRICS = ("max_load", "unused_experts", "router_entropy", "routing_mismatch")
-LAYERS = {"mixtral": 2, "qwen3_moe": 3}  # with experts; the first one of qwen3_moe is dense
-BOTH = pytest.mark.parametrize("model", LAYERS)
+MODELS = MODELS | {"deep": MODELS["mixtral"].__class__(**FOUR_LAYERS, num_local_experts=4)}
+LAYERS = {"mixtral": 2, "qwen3_moe": 3, "deep": 4}  # with experts; the first one of qwen3_moe is dense
+BOTH = pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 
 
 def replayed(model: str, recorded: float = 0.8) -> DataProto:
@@ -69,33 +72,17 @@ def test_replay_gives_the_updates_of_the_fsdp_engine(model, tmp_path):
         ("qwen3_moe", 2, {"e": 2, "enable_gradient_checkpointing": True}),
         ("qwen3_moe", 2, {"p": 2, "override_transformer_config": {"recompute_granularity": "full"}}),
         ("qwen3_moe", 2, {"p": 2, "v": 2, "enable_gradient_checkpointing": True}),
-        (
-            "qwen3_moe",
-            4,
-            {
-                "p": 2,
-                "e": 2,
-                "override_transformer_config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-            },
-        ),
+        ("qwen3_moe", 4, {"p": 2, "e": 2, "override_transformer_config": SELECTIVE}),
+        # one layer of each stage is recomputed, and one is not
+        ("deep", 2, {"p": 2, "override_transformer_config": BLOCK}),
         ("qwen3_moe", 4, {"p": 2, "c": 2}),
         ("qwen3_moe", 8, {"t": 2, "p": 2, "e": 2}),
     ],
 )
 def test_replay_over_ranks_gives_the_updates_of_one_device(model, world, keys, tmp_path):
+    """With pipeline stages, the forward passes of other micro-batches come before a backward pass, which recomputes."""
     path, batch = save_model(MODELS[model], tmp_path), replayed(model)
     assert_replayed(run_on_ranks(world, replay_on_rank, path, batch, **keys), expected_on_one_device(path, batch))
-
-
-@pytest.mark.slow
-def test_a_layer_is_recomputed_with_the_choices_of_its_micro_batch(tmp_path):
-    """Four micro-batches on two stages: the forward passes of others come before a backward pass. By block, one layer
-    of each stage is recomputed and one is not."""
-    path, batch = save_model(MODELS["qwen3_moe"], tmp_path), replayed("qwen3_moe", recorded=1.0)
-    recompute = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-    keys = {"p": 2, "override_transformer_config": recompute}
-    ranks = run_on_ranks(2, replay_on_rank, path, batch, **keys)
-    assert_replayed(ranks, expected_on_one_device(path, batch))
 
 
 def test_choices_of_another_model_are_refused(tmp_path):
