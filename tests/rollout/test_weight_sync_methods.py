@@ -195,6 +195,9 @@ def test_a_method_that_does_not_fit_the_engine_is_refused():
     shared, copied, remote = engine_of(None), engine_of(ModuleReceiver(make_module())), engine_of(Remote([]))
     for engine, name in ((shared, "InProcessSync"), (copied, "ReplicaSync"), (remote, "IpcSync")):
         assert type(local_sync("auto", engine, CPU, bucket_bytes=1)).__name__ == name
+    for prefers, name in ((False, "ReplicaSync"), (True, "ReshardSync")):
+        sync = local_sync("auto", copied, CPU, bucket_bytes=1, has_shards=True, prefers_shards=prefers)
+        assert type(sync).__name__ == name
     with pytest.raises(ValueError, match=r"rollout.weight_sync=ipc: .* is synchronized by 'replica': use auto or repl"):
         local_sync("ipc", copied, CPU, bucket_bytes=1)
     with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver takes"):
