@@ -105,7 +105,7 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
 
     sizes, experts = _sizes(spec, megatron)
     if spec.world_size == 1 and not dist.is_initialized():  # megatron-core needs a group of one rank, too
-        backend = "nccl" if spec.device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if spec.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     init_process_group(spec.device, spec.timeout)
     virtual = megatron.virtual_pipeline_model_parallel_size
