@@ -47,7 +47,8 @@ test-sglang: $(VENV_SGLANG)/.ready-to-test
 # The training engine megatron, in a separate environment with megatron-core, on a CPU: about 15 minutes.
 test-megatron: $(VENV_MEGATRON)/.ready-to-test
 	$(VENV_MEGATRON)/bin/python -W ignore -m pytest tests/engines/test_megatron.py tests/engines/test_megatron_ranks.py \
-		tests/engines/test_megatron_public_layout.py tests/trainer/test_megatron_run.py $(ARGS)
+		tests/engines/test_megatron_public_layout.py tests/engines/test_megatron_reshard.py \
+		tests/engines/test_megatron_moe.py tests/trainer/test_megatron_run.py $(ARGS)
 
 # Inject faults into tiny runs, and check what the runs do: a few minutes. Pass options as ARGS="--faults kill".
 chaos: $(RUN)

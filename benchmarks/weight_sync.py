@@ -102,6 +102,8 @@ def fill(module: torch.nn.Module) -> None:
 class Source:
     """The part of a training engine that a sync reads."""
 
+    replicas = ()
+
     def __init__(self, module: torch.nn.Module):
         self.module = module
         self.layers = {

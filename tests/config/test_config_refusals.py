@@ -87,7 +87,7 @@ VALUES = {
     f"{ACTOR}optim.optimizer=SGD": "the optimizer is torch.optim.AdamW",
     "distillation.enabled=true": "distillation from a teacher is not supported",
     "model_engine=veomni": "selects the engine veomni, which is not supported yet: use dp",
-    f"{ACTOR}megatron.router_replay.mode=R3": "the experts of the rollout are not replayed",
+    f"{ARR}ref.megatron.router_replay.mode=R3": "actor.router_replay.mode is for all roles",
     f"{ACTOR}megatron.use_megatron_fsdp=true": "use strategy=fsdp",
     f"{ACTOR}megatron.tensor_model_paralel_size=2": "did you mean",
     f"{ROLLOUT}mtp.enable=true": "remove the key",

@@ -86,7 +86,7 @@ def test_a_public_script_loads(name, caplog):
         ("override_transformer_config.moe_expert_capacity_factor=1.0", "not supported by strategy=megatron"),
         ("override_transformer_config.moe_router_topk=4", "use model.path"),
         ("override_transformer_config.account_for_loss_in_pipeline_split=true", "num_layers_in_last_pipeline_stage"),
-        ("router_replay.mode=R3", "not replayed by strategy=megatron"),
+        ("router_replay.mode=R3", "enable_rollout_routing_replay=true, or use R2"),
         ("use_megatron_fsdp=true", "use strategy=fsdp"),
     ],
 )
@@ -106,3 +106,28 @@ def test_supervised_fine_tuning_has_the_keys_of_the_engine():
     assert engine.selected.override_transformer_config.recompute_granularity == "full"
     with pytest.raises(ConfigError, match="not divisible by the model-parallel size 4"):
         load_config(path, [*overrides, "trainer.n_gpus_per_node=2"], schema=SFTConfig)
+
+
+def test_router_replay_and_its_key_in_the_megatron_section():
+    found = load_config(None, ["model_engine=megatron", f"{ACTOR}router_replay.mode=R2"])
+    assert found.actor_rollout_ref.actor.router_replay.mode == "R2"
+
+
+@pytest.mark.parametrize(
+    ("schema_of", "overrides", "key"),
+    [
+        (Config, ["critic.strategy=megatron", "critic.model.freeze_vision_tower=true"], "critic.model"),
+        (Config, ["model_engine=megatron", "actor_rollout_ref.model.freeze_vision_tower=true"], "actor_rollout_ref.mo"),
+        (SFTConfig, ["engine.strategy=megatron", "model.freeze_vision_tower=true"], "model"),
+    ],
+)
+def test_a_vision_tower_is_refused(schema_of, overrides, key):
+    with pytest.raises(ConfigError, match=f"1. {key}.*freeze_vision_tower .*strategy=megatron does not support vision"):
+        load_config(None, overrides, schema=schema_of)
+
+
+def test_a_reference_is_not_trained(caplog):
+    keys = ("override_transformer_config.moe_aux_loss_coeff=0.1", "optimizer_offload=true")
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        check_supported(load_config(None, ["model_engine=megatron", *(f"{REF}{key}" for key in keys)]))
+    assert all(f"{REF}{key.split('=')[0]}" in "".join(caplog.messages) for key in keys)

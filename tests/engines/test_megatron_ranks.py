@@ -50,6 +50,10 @@ RECOMPUTED = {
         ("mixtral", "causal_lm", 4, {"c": 2, "e": 2}),
         ("mixtral", "causal_lm", 4, {"e": 2}),
         ("mixtral", "value", 4, {"t": 2, "e": 2, "use_distributed_optimizer": False}),
+        ("mixtral", "causal_lm", 4, {"t": 2, "c": 2, "e": 2}),
+        ("qwen3_moe", "causal_lm", 4, {"p": 2, "c": 2, "e": 2}),
+        ("deep", "causal_lm", 8, {"t": 2, "p": 2, "c": 2}),
+        ("qwen3_moe", "causal_lm", 8, {"t": 2, "p": 2, "c": 2, "e": 2}),
         ("qwen3_moe", "causal_lm", 8, {"t": 2, "p": 2, "e": 2}),
     ],
 )

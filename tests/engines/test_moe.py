@@ -264,9 +264,9 @@ def test_expert_parallel_training_equals_one_device(paths, tmp_path, kind, world
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface", dtype=torch.float64)
     for name, value in first.items():
         assert torch.allclose(exported.get_parameter(name), value, atol=1e-9), name
-    if world == 2:  # two experts on each rank
+    if world == 2:  # two experts on each rank, of 2 x 24 rows each
         name = "model.layers.1.mlp.experts.gate_up_proj"
-        assert [tuple(rank["layout"][name])[:2] for rank in ranks] == [(0, 2), (2, 4)]
+        assert [tuple(rank["layout"][name])[:2] for rank in ranks] == [(0, 96), (96, 192)]
 
 
 def test_what_ranks_cannot_share(paths):

@@ -48,18 +48,16 @@ def test_a_phase_with_the_optimizer_brings_both_and_one_without_it_the_weights(t
     assert moves["optimizer"] == [HOST, GPU, HOST]
 
 
-def test_onload_and_offload_nest(tmp_path):
+def test_contexts_nest(tmp_path):
     engine = make_engine(save_model(qwen2(), tmp_path), OPTIMIZER, **OFFLOAD)
     moves: dict[str, list] = {"weights": [], "optimizer": []}
     engine._weights_used = OnDevice(moves["weights"].append, GPU)
     engine._optimizer_used = OnDevice(moves["optimizer"].append, GPU)
-    engine.onload()
-    engine.onload(optimizer=True)
-    dict(engine.weights())
-    assert moves == {"weights": [HOST, GPU], "optimizer": [HOST, GPU]}
-    engine.offload()
-    assert moves == {"weights": [HOST, GPU], "optimizer": [HOST, GPU, HOST]}
-    engine.offload()
+    with engine.on_device():
+        with engine.on_device(optimizer=True):
+            dict(engine.weights())
+            assert moves == {"weights": [HOST, GPU], "optimizer": [HOST, GPU]}
+        assert moves == {"weights": [HOST, GPU], "optimizer": [HOST, GPU, HOST]}
     assert moves["weights"] == [HOST, GPU, HOST]
 
 

@@ -17,7 +17,7 @@ from verl.rollout.weight_sync.grouping import HybridGroups
 from verl.rollout.weight_sync.plan import RankLayout, Stored, make_plan
 from verl.rollout.weight_sync.position_sums import WORDS
 from verl.rollout.weight_sync.reshard import Peers
-from verl.utils.shards import Box, Chunk, Shard, matrix_shape, whole
+from verl.utils.shards import Box, Chunk, Shard, boxes_of, matrix_shape, whole
 
 CPU = torch.device("cpu")
 
@@ -70,6 +70,8 @@ def staged(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> list[Box
 
 class Source:
     """The shards of one rank."""
+
+    replicas = ()
 
     def __init__(self, module: torch.nn.Module, boxes, rank: int, ranks: int):
         self.module = module
@@ -315,6 +317,49 @@ def test_layouts_that_do_not_fit_are_refused():
     half = Stored(shape, 2, 6, (Chunk(top),), dtype)
     with pytest.raises(ValueError, match="stored chunks of a: expected each of 24 elements once, found 12"):
         plan([[Shard("a", shape, whole(shape))]], {"a": half})
+
+
+def test_replicas_do_not_send_to_each_other():
+    """HSDP: ranks 0 and 1 have the two halves, and so have 2 and 3. Every rank needs the whole parameter."""
+    shape = (4, 6)
+    halves = [Box(0, 2, 0, 6), Box(2, 4, 0, 6)]
+    full = {"a": Stored(shape, 4, 6, (Chunk(whole(shape)),), torch.float32)}
+
+    def sources(replicas: list[tuple[int, ...]]) -> dict[int, set[int]]:
+        layouts = [RankLayout((Shard("a", shape, halves[rank % 2]),), full, own) for rank, own in enumerate(replicas)]
+        moves = [move for bucket in make_plan(layouts, 2**20).buckets for _, move in bucket.moves]
+        return {rank: {move.source for move in moves if move.target == rank} - {rank} for rank in range(4)}
+
+    assert sources([(0,), (0,), (1,), (1,)]) == {0: {1}, 1: {0}, 2: {3}, 3: {2}}
+    # no smaller replica has the other half: the next larger set of ranks does
+    assert sources([(0, 0), (1, 1), (2, 1), (3, 0)]) == {0: {3}, 1: {2}, 2: {1}, 3: {0}}
+
+
+def test_pipeline_stages_send_at_the_same_time():
+    shape = (4, 6)
+    stages = [[Shard(f"{stage}.{i}", shape, whole(shape)) for i in range(3)] for stage in range(2)]
+    stored = {s.name: Stored(shape, 4, 6, (Chunk(whole(shape)),), torch.float32) for own in stages for s in own}
+    plan = make_plan([RankLayout(tuple(own), stored) for own in stages], 3 * 96)  # two parameters of 96 bytes
+    assert [parameter.name for parameter in plan.parameters] == ["0.0", "1.0", "0.1", "1.1", "0.2", "1.2"]
+    for bucket in plan.buckets:
+        assert {move.source for _, move in bucket.moves if move.source != move.target} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "boxes"),
+    [
+        ((2, 0, 0), (2, 6, 5), [Box(12, 24, 0, 5)]),  # experts 2 and 3 of four, in full
+        ((2, 0, 1), (2, 6, 2), [Box(12, 24, 1, 3)]),  # some columns of them
+        ((2, 3, 0), (2, 2, 5), [Box(15, 17, 0, 5), Box(21, 23, 0, 5)]),  # some rows of each
+    ],
+)
+def test_a_block_of_experts_as_boxes(offset, size, boxes):
+    shape = (4, 6, 5)
+    assert boxes_of(shape, offset, size) == boxes
+    full = torch.arange(120).view(shape)
+    block = full[tuple(slice(start, start + n) for start, n in zip(offset, size))]
+    found = [full.view(matrix_shape(shape))[b.top : b.bottom, b.left : b.right].flatten() for b in boxes]
+    assert torch.equal(torch.cat(found), block.flatten())
 
 
 class Grid(SlicedWeights):

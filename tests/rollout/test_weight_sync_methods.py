@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
 from tests.rollout.test_weight_sync import CPU, Lists, Trained, groups, make_module, together
@@ -199,3 +200,14 @@ def test_a_method_that_does_not_fit_the_engine_is_refused():
         local_sync("ipc", copied, CPU, bucket_bytes=1)
     with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver takes"):
         local_sync("auto", remote, CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)
+
+
+def test_shards_are_read_for_a_full_copy_where_that_is_preferred():
+    copied = engine_of(ModuleReceiver(make_module()))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for prefers, name in ((False, "ReplicaSync"), (True, "ReshardSync")):
+            sync = local_sync("auto", copied, CPU, bucket_bytes=1, has_shards=True, prefers_shards=prefers)
+            assert type(sync).__name__ == name
+    finally:
+        dist.destroy_process_group()

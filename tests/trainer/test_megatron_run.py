@@ -1,13 +1,18 @@
 """PPO with strategy=megatron, end to end: actor, critic and reference with native rollout, in two CPU processes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
 
+from examples.quickstart.make_tiny_vl_model import tiny_vl_model
+from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.conftest import make_tiny, run_settings
 from verl import SFTTrainer
+from verl.trainer import main_ppo
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ACTOR, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
@@ -38,6 +43,81 @@ def test_ppo_gives_the_metrics_of_the_fsdp_engine(megatron, fsdp, settings, tmp_
         for name in COMPARED:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
         assert ours["rollout/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("like", "keys", "message"),
+    [
+        ("qwen2_vl", [], "expected a model of llama, .* found .qwen2_vl."),
+        ("llama", ["tensor_model_parallel_size=3"], "3 does not divide num_attention_heads"),
+        ("llama", ["expert_model_parallel_size=2"], "expert_model_parallel_size=2, but llama models have no experts"),
+        (
+            "llama",
+            ["override_transformer_config.moe_aux_loss_coeff=0.01"],
+            "actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01, but llama models have no experts",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(like, keys, message, settings, tmp_path, capsys):
+    if like != "llama":
+        tiny_vl_model(tmp_path / "model")
+        settings = [*settings, f"actor_rollout_ref.model.path={tmp_path / 'model'}"]
+    overrides = [f"{ACTOR}strategy=megatron", f"imports=[{SHIM}]", *(f"{ACTOR}megatron.{key}" for key in keys)]
+    ranks = 3 if "=3" in "".join(keys) else 2
+    batches = ["data.train_batch_size=6", f"{ACTOR}ppo_mini_batch_size=6", f"trainer.n_gpus_per_node={ranks}"]
+    assert main_ppo.main([*settings, *overrides, *batches, "--dry-run"]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+ROLLOUT, MEGATRON = "actor_rollout_ref.rollout.", f"{ACTOR}megatron."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("t_g", [1, 2])
+def test_reshard_gives_the_run_of_gathered_weights(t_g, settings, tmp_path):
+    """GRPO; auto selects reshard, which sends half of the weights to a full copy, and nothing to a half."""
+    keys = ["algorithm.adv_estimator=grpo", f"{ACTOR}strategy=megatron", f"{MEGATRON}tensor_model_parallel_size=2"]
+    keys += [f"{ROLLOUT}tensor_model_parallel_size={t_g}", f"imports=[{SHIM}]", f"{ROLLOUT}check_every=1"]
+    found = steps(settings, tmp_path / "auto", *keys)
+    expected = steps(settings, tmp_path / "replica", *keys, f"{ROLLOUT}weight_sync=replica")
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, value in theirs.items():
+            if name.split("/")[0] in ("actor", "rewards", "rollout", "response_length") and "per_second" not in name:
+                assert ours[name] == value, name
+        assert ours["weight_sync/canary_mismatch"] < 1e-4
+        sent, kept, full = ours["weight_sync/bytes"], ours["weight_sync/kept_bytes"], theirs["weight_sync/bytes"]
+        assert sent == (full - kept if t_g == 1 else 0)
+        assert full / 2 < kept < 0.51 * full  # a half of the matrices, and the norms
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    """As the fixture `tiny`, with a Mixtral of four experts."""
+    folder = make_tiny(tmp_path_factory.mktemp("mixture"))
+    tiny_model("mixtral", folder / "model")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "sizes", "t_g"),
+    [
+        ("R3", ("expert_model_parallel_size=2",), 2),
+        ("R2", ("tensor_model_parallel_size=2", "expert_model_parallel_size=2", "expert_tensor_parallel_size=1"), 1),
+    ],
+)
+def test_a_mixture_replays_its_experts_as_the_fsdp_engine_does(mode, sizes, t_g, mixture, tmp_path):
+    keys = [f"{ACTOR}router_replay.mode={mode}", f"{ROLLOUT}enable_rollout_routing_replay={mode == 'R3'}"]
+    keys += ["algorithm.adv_estimator=grpo", f"{ROLLOUT}tensor_model_parallel_size={t_g}", f"{ROLLOUT}check_every=1"]
+    settings = run_settings(mixture, tmp_path)
+    expected = steps(settings, tmp_path / "fsdp", *keys, f"{ACTOR}fsdp_config.expert_parallel_size=2")
+    megatron = [f"{ACTOR}strategy=megatron", f"imports=[{SHIM}]", *(f"{MEGATRON}{size}" for size in sizes)]
+    found = steps(settings, tmp_path / "megatron", *keys, *megatron)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("actor/grad_norm", "actor/pg_loss", *(name for name in theirs if name.startswith("moe/"))):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+        assert ours["rollout/logprob_gap_max"] < 1e-4 and ours["weight_sync/canary_mismatch"] < 1e-4
+    assert {"moe/max_load", "moe/unused_experts", "moe/router_entropy", "moe/routing_mismatch"} <= found[0].keys()
 
 
 @pytest.mark.slow

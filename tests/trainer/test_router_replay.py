@@ -64,7 +64,7 @@ def test_updates_replay_what_old_log_probs_recorded(mixture, tmp_path, monkeypat
         ([R3], "'R3' replays the experts that the rollout has recorded: set .*enable_rollout_routing_replay=true"),
         ([R2, RECORDS], "replays what training records: use false, or R3"),
         ([R3, RECORDS, f"{POLICY}rollout.deterministic=true"], "no batch-invariant kernels"),
-        ([R3, RECORDS, f"{POLICY}actor.strategy=megatron"], "strategy=megatron does not support router replay"),
+        ([R3, RECORDS, f"{POLICY}actor.strategy=custom"], "strategy=custom does not support router replay"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, message):

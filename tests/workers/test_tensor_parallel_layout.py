@@ -88,11 +88,16 @@ def test_consecutive_ranks_form_a_group_that_gets_the_same_rows_and_answers_once
         (8, 8, 2, {"tensor_parallel_size": 4}, [[0, 2], [1, 3], [4, 6], [5, 7]]),
         (4, 1, 2, {}, [[0, 1], [2, 3]]),
         (4, 4, 2, None, [[0, 1], [2, 3]]),  # own devices
+        (4, 4, 2, {"tensor_model_parallel_size": 2}, [[0, 1], [2, 3]]),  # megatron
+        (8, 8, 2, {"tensor_model_parallel_size": 4}, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (4, 4, 2, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, [[0, 1], [2, 3]]),
+        (8, 4, 2, {"tensor_model_parallel_size": 8}, [[0, 2], [1, 3], [4, 6], [5, 7]]),  # within a host
     ],
 )
 def test_groups_on_the_devices_of_training_contain_its_shards(ranks, on_host, size, training, groups):
     config = schema.RolloutConfig(name="native", tensor_model_parallel_size=size)
-    training = training if training is None else schema.EngineConfig(**training)
+    if training is not None:
+        training = (schema.MegatronConfig if "tensor_model" in str(training) else schema.EngineConfig)(**training)
     envs = []
     for rank in range(ranks):
         worker = RolloutMethods.__new__(type("Ranked", (RolloutMethods,), {"max_over_ranks": None}))

@@ -22,6 +22,7 @@ _SHORT = {
     "data.train_path": "data.train_files",
     "data.answer_key": "data.ground_truth_key",
     "engine.critic_type": "critic.strategy",
+    _ARR + "actor.megatron.router_replay.mode": _ARR + "actor.router_replay.mode",
     "engine.num_gpus": "trainer.n_gpus_per_node",
     "async_training.partial_rollout": "trainer.async.partial_rollout",
     # trainer: {...}, actor_rollout: {...}, critic: {...}, use_critic, ...

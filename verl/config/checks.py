@@ -35,6 +35,7 @@ def check_combinations(config: Schema) -> list[Problem]:
                 _kernels,
                 _deterministic,
                 _asynchronous,
+                _vision_tower,
                 router_replay,
             )  # fmt: skip
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
@@ -44,7 +45,7 @@ def check_combinations(config: Schema) -> list[Problem]:
             problems += _tensor_parallel_rollout("rollout.", config.rollout, ranks)
         case SFTConfig():
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
-            problems += [*_custom_class(config.data), *_sft_ranks(config)]
+            problems += [*_custom_class(config.data), *_sft_ranks(config), *_vision_tower(config)]
     return problems
 
 
@@ -326,6 +327,22 @@ def _kernels(config: Config) -> Iterator[Problem]:
     for section, (model, engine) in engines.items():
         if model.use_liger and engine.use_torch_compile:
             yield Problem(f"{section}.use_torch_compile", "true, but model.use_liger is true as well: use one of them")
+
+
+def _vision_tower(config: Config | SFTConfig) -> Iterator[Problem]:
+    """strategy=megatron has no models with images."""
+    if isinstance(config, SFTConfig):
+        models = {"model": (config.model, config.engine)}
+    else:
+        policy = config.actor_rollout_ref
+        models = {
+            "actor_rollout_ref.model": (policy.model, policy.actor),
+            "critic.model": (config.critic.model, config.critic),
+        }
+    for name, (model, engine) in models.items():
+        if model.freeze_vision_tower and engine.strategy == "megatron":
+            what = "true, but strategy=megatron does not support vision-language models: use false, or strategy=fsdp"
+            yield Problem(f"{name}.freeze_vision_tower", what)
 
 
 def _asynchronous(config: Config) -> Iterator[Problem]:

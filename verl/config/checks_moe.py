@@ -18,7 +18,7 @@ def router_replay(config: "Config") -> Iterator[Problem]:
     mode, records = policy.actor.router_replay.mode, policy.rollout.enable_rollout_routing_replay
     if mode == "disabled" and not records:
         return
-    if policy.actor.strategy not in ("fsdp", "fsdp2"):
+    if policy.actor.strategy not in ("fsdp", "fsdp2", "megatron"):
         what = f"strategy={policy.actor.strategy} does not support router replay: use strategy=fsdp, or disabled"
         yield Problem(_MODE, f"{mode!r}, but {what}")
     if mode == "R3" and not records:

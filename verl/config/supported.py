@@ -120,7 +120,12 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
     },
     ("engine.strategy", "megatron"): tuple(f"engine.{key}" for key in _OF_FSDP if key not in _SHARED),
     ("actor.strategy", "megatron"): tuple(f"actor.fsdp_config.{key}" for key in _OF_FSDP),
-    ("ref.strategy", "megatron"): tuple(f"ref.fsdp_config.{key}" for key in _OF_FSDP),
+    ("ref.strategy", "megatron"): (
+        *(f"ref.fsdp_config.{key}" for key in _OF_FSDP),
+        # the reference policy is not trained
+        *(f"ref.megatron.override_transformer_config.moe_{name}_loss_coeff" for name in ("aux", "z")),
+        *(f"ref.megatron.{key}" for key in ("use_distributed_optimizer", "grad_offload", "optimizer_offload")),
+    ),
     ("critic.strategy", "megatron"): tuple(f"critic.fsdp.{key}" for key in _OF_FSDP),
     ("rollout.name", "native"): _OTHER_REGISTERED_KINDS,
     ("rollout.name", "vllm"): ("engine_kwargs.sglang", "engine_kwargs.trtllm"),

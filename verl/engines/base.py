@@ -118,12 +118,17 @@ class TrainEngine(ABC):
         model_parallel_rank: rank among the ranks that compute the same samples (tensor or sequence parallelism) with
             the same layers.
         pipeline_rank: pipeline stage.
+        replicas: the replicas of the weights that this rank belongs to, the smallest one first. Ranks with the same
+            number hold the weights together, or those of the experts. Empty: one replica.
+        gathers_each: whether `weights` gathers parameters one by one, so that reading `shards` is faster.
     """
 
     dp_rank: int = 0
     dp_size: int = 1
     model_parallel_rank: int = 0
     pipeline_rank: int = 0
+    replicas: tuple[int, ...] = ()
+    gathers_each: bool = False
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
@@ -233,23 +238,14 @@ class TrainEngine(ABC):
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def onload(self, optimizer: bool = False) -> None:  # noqa: B027  optional: an engine may never offload
-        """Move the weights (and the optimizer state) to the device until `offload`. Calls nest.
-
-        Every method onloads what it needs. An outer onload/offload around several calls avoids repeated transfers.
-        """
-
-    def offload(self) -> None:  # noqa: B027
-        """Undo the last `onload`. The outermost one moves offloaded state back to the host."""
-
     @contextmanager
     def on_device(self, optimizer: bool = False) -> Iterator[None]:
-        """`onload` and `offload` as a context."""
-        self.onload(optimizer)
-        try:
-            yield
-        finally:
-            self.offload()
+        """Context in which the weights (and the optimizer state) are on the device; contexts nest.
+
+        Every method enters what it needs. An outer context around several calls avoids repeated transfers. Default:
+        nothing is ever offloaded.
+        """
+        yield
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardedOver
 
 from verl.engines.parallel import full_tensor
-from verl.utils.shards import Box, Shard, matrix_shape, whole
+from verl.utils.shards import Shard, boxes_of, whole
 
 try:
     from torch.distributed._functional_collectives import all_gather_single
@@ -155,9 +155,7 @@ def shard_of(name: str, tensor: torch.Tensor) -> Shard | None:
         return Shard(name, shape, whole(shape))
     mesh, placements = tensor.device_mesh, tensor.placements
     sizes, position = mesh.shape, mesh.get_coordinate()
-    ranges = [[0, size] for size in matrix_shape(shape)]
-    width = ranges[1][1] // max(shape[1], 1) if len(shape) > 1 else 1  # of one index of the second dimension
-    ranges[1][1] //= width
+    ranges = [[0, size] for size in shape]
     # where FSDP shards the rows of a tensor-parallel share, the share is taken first, although its dimension is last
     order = sorted(range(mesh.ndim), key=lambda i: type(placements[i]).__name__ == "_StridedShard")
     for i in order:
@@ -169,8 +167,8 @@ def shard_of(name: str, tensor: torch.Tensor) -> Shard | None:
         chunk = -(-(bounds[1] - bounds[0]) // sizes[i])
         start = min(bounds[0] + position[i] * chunk, bounds[1])
         bounds[:] = start, min(start + chunk, bounds[1])
-    (top, bottom), (left, right) = ranges
-    return Shard(name, shape, Box(top, bottom, left * width, right * width))
+    boxes = boxes_of(shape, [start for start, _ in ranges], [end - start for start, end in ranges])
+    return Shard(name, shape, boxes[0]) if len(boxes) == 1 else None
 
 
 def local_shard(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:

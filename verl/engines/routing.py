@@ -1,6 +1,7 @@
-"""Router replay and routing statistics of `TorchEngine`: what a forward pass of a mixture of experts adds to it."""
+"""Router replay and routing statistics of a training engine: what a forward pass of a mixture of experts adds to it."""
 
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -14,7 +15,16 @@ from verl.protocol import DataProto
 ROUTED_EXPERTS = "routed_experts"
 
 
-def set_replay(routing: Routing | None, batch: DataProto) -> tuple[str, ...]:
+class Replays(Protocol):
+    """The routers of a model, which repeat recorded choices if `replays` is set."""
+
+    replays: bool
+
+
+R = TypeVar("R", bound=Replays)
+
+
+def set_replay(routing: Replays | None, batch: DataProto) -> tuple[str, ...]:
     """Prepare the routers for a batch. Returns the column to read, if the batch has it."""
     if ROUTED_EXPERTS not in batch:
         return ()
@@ -22,7 +32,7 @@ def set_replay(routing: Routing | None, batch: DataProto) -> tuple[str, ...]:
     return (ROUTED_EXPERTS,)
 
 
-def check_routing(routing: Routing | None) -> Routing:
+def check_routing(routing: R | None) -> R:
     """Raise ValueError if the model has no router whose choices can be recorded and replayed."""
     if routing is None:
         raise ValueError(

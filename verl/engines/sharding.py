@@ -31,6 +31,7 @@ class Sharding(ABC):
         model_parallel_rank: rank among the ranks that compute the same samples.
         sp_size: ranks that share the tokens of a sequence.
         sequence_ranks: the process group of these ranks; None without sequence parallelism.
+        replica: which replica of the weights this rank has a shard of.
         is_unsharded: whether this process holds every parameter and computes its full gradient.
         is_first_rank: whether this rank writes the files that are not sharded.
     """
@@ -40,6 +41,7 @@ class Sharding(ABC):
     model_parallel_rank: int = 0
     sp_size: int = 1
     sequence_ranks: SequenceRanks | None = None
+    replica: int = 0
     is_unsharded: bool
     is_first_rank: bool
 
@@ -186,6 +188,7 @@ class FSDP2(Sharding):
         if ranks % shard:
             of = f" of a tensor-parallel share (tensor_parallel_size {tensor})" if tensor > 1 else ""
             raise ValueError(f"fsdp_size {shard} does not divide the {ranks} ranks{of}")
+        self.replica = dist.get_rank() // (shard * tensor)
         names = ("shard",) if shard == ranks else ("replicate", "shard")
         shape = (ranks // shard, shard)[-len(names) :]
         # what the ranks of a tensor-parallel group all compute is sharded over them too

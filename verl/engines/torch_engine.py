@@ -103,12 +103,12 @@ class TorchEngine(TrainEngine):
         self._weight_cache = WeightCache()
         use_kernels(self.module, self.model_spec.kernels, self._weight_cache)
         self.sharding.shard(self.model, self.model_spec)
+        self.replicas = (self.sharding.replica,)
         if self.model.vision is not None:
             self.model.vision.always = not self.sharding.is_unsharded
         self._writer = checkpoint.CheckpointWriter()
         self._weights_used: AbstractContextManager[None] = nullcontext()
         self._optimizer_used: AbstractContextManager[None] = nullcontext()
-        self._onloaded: list[AbstractContextManager[None]] = []
         moves = not spec.engine.offload_policy  # FSDP's own policy keeps the shards in host memory all the time
         if spec.optimizer is not None:
             self._unverified = self.adapters is not None
@@ -389,14 +389,6 @@ class TorchEngine(TrainEngine):
         with self._weights_used, self._optimizer_used if optimizer else nullcontext():
             yield
             self.sharding.free_gathered(self.model)
-
-    def onload(self, optimizer: bool = False) -> None:
-        phase = self.on_device(optimizer)
-        phase.__enter__()
-        self._onloaded.append(phase)
-
-    def offload(self) -> None:
-        self._onloaded.pop().__exit__(None, None, None)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -84,11 +84,8 @@ class Routing:
         Raises:
             ValueError: the choices are not those of this model.
         """
-        if given is not None and given.shape[1:] != (self.layers, self.top_k):
-            raise ValueError(
-                f"column 'routed_experts': expected {self.layers} layers with {self.top_k} experts per token, found "
-                f"{tuple(given.shape[1:])}: the rollout engine records another model"
-            )
+        if given is not None:
+            check_choices(tuple(given.shape[1:]), self.layers, self.top_k)
         self.given = given
         nothing = torch.empty(0)
         self.chosen, self.own, self.entropies = ([nothing] * self.layers for _ in range(3))
@@ -105,6 +102,15 @@ class Routing:
             yield self.log
         finally:
             self.log = None
+
+
+def check_choices(found: tuple[int, ...], layers: int, top_k: int) -> None:
+    """Raise ValueError unless recorded choices (..., L, k) are those of a model."""
+    if found != (layers, top_k):
+        raise ValueError(
+            f"column 'routed_experts': expected {layers} layers with {top_k} experts per token, found {found}: the "
+            "rollout engine records another model"
+        )
 
 
 def routing_of(module: nn.Module) -> Routing | None:
@@ -309,20 +315,30 @@ class RoutingStatistics:
         return self._sums.tolist()
 
     def metrics(self, sums: list[float]) -> dict[str, float]:
-        """The metrics of the sums of all ranks.
+        """The metrics of the sums of all ranks; see `statistics_metrics`."""
+        return statistics_metrics(sums, self.routing.layers)
 
-        Returns:
-            moe/max_load: tokens of the busiest expert of a layer over the mean of its experts, mean over layers.
-            moe/unused_experts: share of the experts without a token, mean over layers.
-            moe/router_entropy: entropy of the router's distribution in nats, mean over tokens and layers.
-            moe/routing_mismatch: share of the tokens for which the router of training chooses other experts
-                than those that were recorded, in any layer. Only with recorded choices.
-        """
-        *load, entropy, tokens, compared, changed = sums
-        layers = torch.tensor(load, dtype=torch.float64).view(self.routing.layers, -1)
-        found = {
-            "moe/max_load": float((layers.amax(1) / layers.mean(1).clamp_min(1e-9)).mean()),
-            "moe/unused_experts": float((layers == 0).double().mean()),
-            "moe/router_entropy": entropy / max(1.0, tokens * len(layers)),
-        }
-        return found | ({"moe/routing_mismatch": changed / compared} if compared else {})
+
+def statistics_metrics(sums: list[float], layers: int) -> dict[str, float]:
+    """The metrics of sums over forward passes.
+
+    Args:
+        sums: tokens of each expert, layer by layer; entropy of all tokens and layers; tokens; tokens with recorded
+            choices; those of them that some router would send to other experts.
+        layers: L.
+
+    Returns:
+        moe/max_load: tokens of the busiest expert of a layer over the mean of its experts, mean over layers.
+        moe/unused_experts: share of the experts without a token, mean over layers.
+        moe/router_entropy: entropy of the router's distribution in nats, mean over tokens and layers.
+        moe/routing_mismatch: share of the tokens for which the router of training chooses other experts
+            than those that were recorded, in any layer. Only with recorded choices.
+    """
+    *flat, entropy, tokens, compared, changed = sums
+    load = torch.tensor(flat, dtype=torch.float64).view(layers, -1)
+    found = {
+        "moe/max_load": float((load.amax(1) / load.mean(1).clamp_min(1e-9)).mean()),
+        "moe/unused_experts": float((load == 0).double().mean()),
+        "moe/router_entropy": entropy / max(1.0, tokens * layers),
+    }
+    return found | ({"moe/routing_mismatch": changed / compared} if compared else {})

@@ -28,6 +28,7 @@ from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
     from verl.rollout.weight_sync import WeightReceiver
+    from verl.rollout.weight_sync.grouping import HybridGroups
 
 T = TypeVar("T")
 
@@ -395,6 +396,7 @@ class RolloutEnv:
         tp_rank, tp_size: rank in the tensor-parallel group, and its size. The ranks of a group get the same prompts;
             the process group of all ranks has been initialized.
         tp_stride: distance of two ranks of a group: 1 (consecutive), except for `native` on the devices of training.
+        grouping: which ranks of training generate together; None: separate devices, or sizes that do not fit.
     """
 
     rank: int
@@ -406,6 +408,7 @@ class RolloutEnv:
     tp_rank: int = 0
     tp_size: int = 1
     tp_stride: int = 1
+    grouping: "HybridGroups | None" = None
 
     @property
     def tp_group(self) -> int:

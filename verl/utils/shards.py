@@ -1,7 +1,7 @@
 """Which chunk of a parameter a rank has: a box of rows and columns of the full parameter.
 
-A parameter is read as a matrix: its first dimension is the rows, all others together are the columns. A parameter of
-one dimension has one column.
+A parameter is read as a matrix. One dimension: one column. Three or more, such as the experts of a layer: the first two
+are the rows, all others together are the columns.
 """
 
 import math
@@ -63,7 +63,24 @@ class Chunk:
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """(rows, columns) of a parameter that is read as a matrix."""
-    return (shape[0], math.prod(shape[1:])) if len(shape) else (1, 1)
+    rows = 2 if len(shape) > 2 else 1
+    return math.prod(shape[:rows]), math.prod(shape[rows:])
+
+
+def boxes_of(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> list[Box]:
+    """The block of `size` at `offset` of a parameter, as boxes of the matrix that the parameter is read as.
+
+    Dimensions after the third are in the block in full.
+    """
+    if len(shape) < 3:
+        (top, left), (rows, columns) = (*offset, 0, 0)[:2], (*size, 1, 1)[:2]
+        return [Box(top, top + rows, left, left + columns)]
+    width, inner = math.prod(shape[3:]), shape[1]
+    left, right = offset[2] * width, (offset[2] + size[2]) * width
+    if size[1] == inner:
+        return [Box(offset[0] * inner, (offset[0] + size[0]) * inner, left, right)]
+    tops = [i * inner + offset[1] for i in range(offset[0], offset[0] + size[0])]
+    return [Box(top, top + size[1], left, right) for top in tops]
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -73,7 +73,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         self.rollout = Rollout(
             config.rollout,
             config.model,
-            rollout_env(self, config.rollout, self.device, pad_token_id, self.compute_dtype, config.actor.fsdp_config),
+            rollout_env(self, config.rollout, self.device, pad_token_id, self.compute_dtype, config.actor.engine),
             stop_token_ids=stop_token_ids,
             stop=stop,
             tokenizer=tokenizer,

@@ -3,11 +3,14 @@
 import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -17,9 +20,17 @@ from transformers import (
 )
 
 from tests.engines.ranks import OPTIMIZER as COSINE
-from tests.engines.ranks import SIZES, make_batch, make_spec, qwen2, results
+from tests.engines.ranks import SIZES, make_batch, make_spec, qwen2, results, share_of, train
 from verl.config import schema
-from verl.engines.base import MicroBatching, TrainEngine, make_engine
+from verl.engines.base import REPLAYS, MicroBatching, TrainEngine, make_engine
+from verl.engines.routing import ROUTED_EXPERTS
+from verl.protocol import DataProto
+from verl.rollout.native.slices import SliceReceiver, Slices
+from verl.rollout.tensor_parallel import TensorParallel
+from verl.rollout.weight_sync import ReshardSync
+from verl.rollout.weight_sync.grouping import HybridGroups
+from verl.rollout.weight_sync.reshard import Peers
+from verl.workers.rollout.role import RolloutSource
 
 #: clips every gradient
 OPTIMIZER = COSINE.model_copy(update={"clip_grad": 0.02})
@@ -43,6 +54,7 @@ MODELS: dict[str, PretrainedConfig] = {
         mlp_only_layers=[0],
     ),
     "deep": Qwen3Config(**FOUR_LAYERS, head_dim=8, tie_word_embeddings=True),
+    "wide": LlamaConfig(**SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=False),
 }
 
 
@@ -83,6 +95,19 @@ def megatron_on_rank(path: str, micro: MicroBatching = TWO_ROWS, steps: int = 5,
     return found | {"weights": {k: v.clone() for k, v in found["weights"].items()}} | place
 
 
+def replay_on_rank(path: str, batch: DataProto, micro: MicroBatching = TWO_ROWS, **keys: Any) -> dict[str, Any]:
+    """For `run_on_ranks`: the choices that are recorded, and results after updates that replay those of the batch."""
+    torch.set_num_threads(1)
+    engine = megatron_engine(path, **keys)
+    recorded = engine.infer(share_of(engine, make_batch()), (ROUTED_EXPERTS,), micro)[ROUTED_EXPERTS]
+    compared = share_of(engine, batch.replace())
+    compared.meta_info[REPLAYS] = False
+    mismatch = train(engine, compared, micro, steps=1)["moe/routing_mismatch"]
+    found = results(engine, batch, micro)
+    found["weights"] = {name: tensor.clone() for name, tensor in found["weights"].items()}
+    return found | {"recorded": recorded, "mismatch": mismatch}
+
+
 def save_and_resume(path: str, folder: Path, resume: Path | None, steps: int = 1, **keys: Any) -> dict[str, Any]:
     """For `run_on_ranks`: resume from a checkpoint, take steps, save another one."""
     engine = megatron_engine(path, **keys)
@@ -94,6 +119,53 @@ def save_and_resume(path: str, folder: Path, resume: Path | None, steps: int = 1
     engine.save(folder, contents)
     engine.finish_save()
     return found
+
+
+class Received(SliceReceiver):
+    """Of one rank of a tensor-parallel rollout, with slices of a model of the same architecture."""
+
+    def __init__(self, path: str, groups: HybridGroups, rank: int):
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+        slices = Slices(module.config, TensorParallel(groups.generation(rank)[1], groups.generation_tp))
+        shapes = {name: p.shape for name, p in module.named_parameters()}
+        for name, p in module.named_parameters():
+            p.data = torch.full_like(slices.of(name, p.data), float("nan"), memory_format=torch.contiguous_format)
+        super().__init__(module, slices, shapes)
+
+
+def reshard_on_rank(path: str, groups: HybridGroups, **keys: Any) -> dict[str, Any]:
+    """For `run_on_ranks`: push the updated weights twice, by reshard and gathered, and compare what is stored."""
+    torch.set_num_threads(1)
+    engine = megatron_engine(path, **keys)
+    assert (engine.dp_size * keys.get("c", 1), engine.pipeline_rank) == (groups.dp, groups.training(dist.get_rank())[0])
+    train(engine, share_of(engine, make_batch()), TWO_ROWS, steps=1)
+    rank, counted, exchange = dist.get_rank(), [], Peers.start_exchange
+
+    def counting(peers: Peers, received: torch.Tensor, sent: torch.Tensor, counts: list[int], sizes: list[int]) -> Any:
+        counted.append(counts)
+        return exchange(peers, received, sent, counts, sizes)
+
+    ours, gathered = (Received(path, groups, rank) for _ in range(2))
+    rollout = SimpleNamespace(receiver=lambda: ours, weight_version=None)
+    sync = ReshardSync(rollout, torch.device("cpu"), 16 * 1024, grouping=groups)
+    sync.bandwidth = 0.0
+    Peers.start_exchange = counting
+    for version in range(2):
+        counted.clear()
+        report = sync.push(RolloutSource(engine, torch.float32), version)
+    Peers.start_exchange = exchange
+    gathered.receive(engine.weights(), 1)
+    names = [name for name, _ in ours.module.named_parameters()]
+    by_rank = torch.tensor(counted).sum(0).tolist()
+    return {
+        "differs": [name for name in names if not torch.equal(ours.stored(name), gathered.stored(name))],
+        "parameters": len(names),
+        "received": report.bytes,
+        "kept": report.kept,
+        "checksum": report.checksum,
+        "counted": sum(by_rank),
+        "sources": [other for other, size in enumerate(by_rank) if size],
+    }
 
 
 def read_shards(folder: Path) -> dict[str, torch.Tensor]:

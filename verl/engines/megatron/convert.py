@@ -1,6 +1,5 @@
-"""HuggingFace configs as megatron-core configs. Architectures that would be computed differently are refused."""
+"""HuggingFace configs as megatron-core configs, after the checks of `verl.engines.megatron.checks`."""
 
-import logging
 from typing import Any
 
 import torch
@@ -13,75 +12,6 @@ from verl.engines.megatron.runtime import ParallelRanks
 
 #: modules that selective recomputation supports; others need Transformer Engine
 _RECOMPUTED = {"core_attn", "mlp", "moe"}
-
-logger = logging.getLogger("verl.engines")
-
-
-def check_supported(hf: Any, path: str) -> None:
-    """Raise ValueError for an architecture, or a variant of it, that is not supported."""
-    if hf.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"strategy=megatron: expected a model of {', '.join(ARCHITECTURES)}, found {hf.model_type!r} at {path!r}: "
-            "use strategy=fsdp"
-        )
-    values = hf.to_dict()
-    for name in ("attention_bias", "mlp_bias"):
-        if values.get(name):
-            raise ValueError(f"strategy=megatron: {path!r} has {name}=true, which is not supported: use strategy=fsdp")
-    if values.get("router_jitter_noise"):
-        raise ValueError(f"strategy=megatron: {path!r} has router_jitter_noise, which is not supported: set it to 0")
-    if hf.hidden_act != "silu":
-        raise ValueError(f"strategy=megatron: expected hidden_act 'silu', found {hf.hidden_act!r} at {path!r}")
-
-
-def check_sizes(hf: Any, megatron: schema.MegatronConfig) -> None:
-    """Raise ValueError if the parallel sizes do not divide the model."""
-    t, p, c = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.context_parallel_size,
-    )
-    sparse = sparse_layers(hf)
-    dense = () if all(sparse) else ("intermediate_size",)
-    for name in ("num_attention_heads", "num_key_value_heads", *dense):
-        if getattr(hf, name) % t:
-            raise ValueError(f"megatron.tensor_model_parallel_size {t} does not divide {name} {getattr(hf, name)}")
-    if hf.num_attention_heads // t % c:
-        raise ValueError(
-            f"megatron.context_parallel_size {c} does not divide the {hf.num_attention_heads // t} heads of a rank"
-        )
-    _check_experts(hf, megatron, any(sparse))
-    section = megatron.override_transformer_config
-    ends = [section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage]
-    given = [count for count in ends if count is not None]
-    virtual = megatron.virtual_pipeline_model_parallel_size or 1
-    if given and (virtual > 1 or p <= len(given)):
-        raise ValueError(
-            "megatron: num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need more pipeline "
-            f"stages than they set, and no virtual_pipeline_model_parallel_size; found {p} stages"
-        )
-    chunks, layers = (p - len(given)) * virtual, hf.num_hidden_layers - sum(given)
-    if layers <= 0 or layers % chunks:
-        raise ValueError(f"megatron: {chunks} pipeline chunks do not divide the {layers} layers")
-
-
-def _check_experts(hf: Any, megatron: schema.MegatronConfig, is_sparse: bool) -> None:
-    """Raise ValueError if the sizes of expert parallelism do not divide the model."""
-    e, t = megatron.expert_model_parallel_size, megatron.tensor_model_parallel_size
-    if not is_sparse:
-        if e > 1:
-            logger.warning("megatron.expert_model_parallel_size=%d has no effect: the model has no experts", e)
-        return
-    if hf.num_local_experts % e:
-        raise ValueError(f"megatron.expert_model_parallel_size {e} does not divide the {hf.num_local_experts} experts")
-    inner = megatron.expert_tensor_parallel_size or t
-    if expert_size(hf) % inner:
-        raise ValueError(f"megatron: {inner} expert-tensor-parallel ranks do not divide the size {expert_size(hf)}")
-    if t > 1 and not megatron.sequence_parallel:
-        raise ValueError(
-            "megatron.sequence_parallel=false is not supported for a model with experts and "
-            "tensor_model_parallel_size > 1: remove it"
-        )
 
 
 def decoder_config(

@@ -11,7 +11,7 @@ Every rank of a pipeline gets the same rows; the last stage computes the outputs
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,25 +31,30 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.checkpoint import LARGEST_WEIGHT, CheckpointWriter, load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module
-from verl.engines.megatron import convert
 from verl.engines.megatron.checkpoint import EngineState
+from verl.engines.megatron.checks import check_architecture, check_sizes
+from verl.engines.megatron.convert import decoder_config
 from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.offload import Storages, optimizer_tensors
+from verl.engines.megatron.routing import StageRouting
 from verl.engines.megatron.runtime import check_device, join_groups
 from verl.engines.megatron.weight_files import WeightFiles
-from verl.engines.megatron.weights import WeightGatherer, global_names, load_weights, mark_shards
+from verl.engines.megatron.weights import WeightGatherer, WeightShards, global_names, load_weights, mark_shards
 from verl.engines.memory import OnDevice
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import plan_micro_batches, split_to
 from verl.engines.optimizer import clip_gradients, lr_multiplier
 from verl.engines.parallel import reduce_values
+from verl.engines.routing import ROUTED_EXPERTS, check_routing, set_replay
 from verl.modeling.huggingface import read_config
+from verl.modeling.moe import NOT_RECORDED
 from verl.modeling.packing import ModelInput, build_input, row_lengths, to_device
 from verl.modeling.sequence_parallel import SequenceRanks
 from verl.modeling.vision import refuse_images
 from verl.protocol import DataProto
 from verl.utils.device import resolve_dtype
+from verl.utils.shards import Shard
 
 logger = logging.getLogger("verl.engines")
 
@@ -73,6 +78,8 @@ class MegatronEngine(TrainEngine):
         spec: sections of the configuration; `spec.engine` is the `megatron` section.
     """
 
+    gathers_each = True
+
     def __init__(self, spec: EngineSpec):
         if not isinstance(spec.engine, schema.MegatronConfig):
             raise ValueError(f"strategy=megatron: expected a megatron section, found {type(spec.engine).__name__}")
@@ -80,25 +87,28 @@ class MegatronEngine(TrainEngine):
         self.spec, self.section, self.device = spec, spec.engine, spec.device
         self.hf = read_config(spec.model.path, spec.model.override_config, spec.model.trust_remote_code)
         _check_settings(spec)
-        convert.check_supported(self.hf, spec.model.path)
-        convert.check_sizes(self.hf, self.section)
+        check_architecture(self.hf, spec.model.path)
+        check_sizes(self.hf, self.section)
         self.ranks = ranks = join_groups(spec, self.section)
         self.dp_rank, self.dp_size = ranks.d, ranks.d_size
         self.model_parallel_rank = ranks.c * ranks.t_size + ranks.t
         self.pipeline_rank = ranks.p
+        self.replicas = ranks.replicas
         self.dtype = resolve_dtype(self.section.dtype, spec.device)
         checkpointing = spec.model.enable_gradient_checkpointing
         recompute = spec.optimizer is not None and (
             checkpointing is True or (checkpointing == "auto" and spec.device.type == "cuda")
         )
-        self.config = convert.decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
+        self.config = decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
         # frees outputs that are sent; a GPU's stream still has them then, a send of gloo has not
         self.config.deallocate_pipeline_outputs = spec.device.type == "cuda"
         self._table = conversions(self.hf, spec.kind)
         self.chunks = self._build()
         load_weights(self.chunks, self._table, WeightFiles(spec.model.path), ranks)
         self._gatherer = WeightGatherer(self.chunks, self._table, ranks)
+        self._shards = WeightShards(self.chunks, self._table, ranks)
         self._stages: list[Any] = list(self.chunks)
+        self._routing = StageRouting(self.chunks, self.hf, ranks) if self.config.num_moe_experts else None
         self._writer = CheckpointWriter()
         self.steps = 0  # of the schedule
         self.optimizer: Any = None
@@ -164,7 +174,6 @@ class MegatronEngine(TrainEngine):
 
     def _prepare_offload(self) -> None:
         """Move to the host what is there between phases."""
-        self._onloaded: list[AbstractContextManager[None]] = []
         weights = [p for chunk in self.chunks for p in chunk.parameters()]
         self._weights_used: AbstractContextManager[None] = nullcontext()
         self._optimizer_used: AbstractContextManager[None] = nullcontext()
@@ -188,14 +197,6 @@ class MegatronEngine(TrainEngine):
                 used.enter_context(self._gradients_used)
             yield
 
-    def onload(self, optimizer: bool = False) -> None:
-        phase = self.on_device(optimizer)
-        phase.__enter__()
-        self._onloaded.append(phase)
-
-    def offload(self) -> None:
-        self._onloaded.pop().__exit__(None, None, None)
-
     # ---- computing ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -203,30 +204,42 @@ class MegatronEngine(TrainEngine):
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
         refuse_images(batch.non_tensor_batch)
-        columns = {name: batch.column(name).cpu() for name in _INPUTS}
+        names = (*_INPUTS, *set_replay(self._routing, batch))
+        columns = {name: batch.column(name).cpu() for name in names}
         micro_batches = self._micro_batches(columns, micro)
-        found = torch.zeros(len(outputs), *columns["responses"].shape, dtype=torch.float32, device=self.device)
+        records = ROUTED_EXPERTS in outputs
+        routing = check_routing(self._routing) if records else self._routing
+        wanted = tuple(name for name in outputs if name != ROUTED_EXPERTS) or ("log_probs",)
+        found = torch.zeros(len(wanted), *columns["responses"].shape, dtype=torch.float32, device=self.device)
 
         def keep(given: Tensors, one: _MicroBatch) -> Callable:
             def store(_: Any, non_loss_data: bool) -> None:
-                for i, name in enumerate(outputs):
+                for i, name in enumerate(wanted):
                     found[i, one.rows] = given[name].float()
 
             return store
 
+        if routing is not None:
+            routing.begin(columns.get(ROUTED_EXPERTS), records=records)
         with self.on_device():
-            self._run(micro_batches, outputs, temperature, keep, forward_only=True)
+            self._run(micro_batches, wanted, temperature, keep, forward_only=True)
         if self.ranks.p_size > 1:
             pipeline = self.ranks.groups.get_pipeline_model_parallel_group()
             dist.broadcast(found, self.ranks.last_stage(), group=pipeline)
-        return dict(zip(outputs, found.cpu()))
+        result = {name: values for name, values in zip(wanted, found.cpu()) if name in outputs}
+        if records:
+            rows, inputs = zip(*((one.rows, one.model_input) for one in micro_batches))
+            result[ROUTED_EXPERTS] = routing.recorded(rows, inputs)
+        return result
 
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
         refuse_images(batch.non_tensor_batch)
-        micro_batches = self._micro_batches({name: batch.column(name).cpu() for name in batch.tensors}, micro)
-        sums = MetricSums()
+        set_replay(self._routing, batch)
+        columns = {name: batch.column(name).cpu() for name in batch.tensors}
+        micro_batches = self._micro_batches(columns, micro)
+        sums, routing = MetricSums(), self._routing
 
         def loss_of(given: Tensors, one: _MicroBatch) -> Callable:
             def compute(_: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -238,12 +251,17 @@ class MegatronEngine(TrainEngine):
             return compute
 
         self._set_router_losses(micro_batches)
+        if routing is not None:
+            routing.begin(columns.get(ROUTED_EXPERTS), trains=True, counts=self.spec.kind == "causal_lm")
         with self.on_device(optimizer=True):
             for stage in self._stages:
                 stage.zero_grad_buffer()
             self.optimizer.zero_grad()
             self._run(micro_batches, objective.needs, temperature, loss_of, forward_only=False)
-            return self._shared_metrics(sums) | self._step()
+            metrics = self._shared_metrics(sums) | self._step()
+        if routing is not None and routing.counts:
+            metrics |= routing.metrics(self.sum_over_ranks)
+        return metrics
 
     def _run(
         self,
@@ -358,6 +376,13 @@ class MegatronEngine(TrainEngine):
         with self.on_device():
             yield from self._gatherer.gather(dtype=dtype)
 
+    def shard_layout(self) -> Sequence[Shard]:
+        return self._shards.layout
+
+    def shards(self) -> Iterator[torch.Tensor]:
+        with self.on_device():
+            yield from self._shards.read()
+
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in self.chunks[0].rotary.named_buffers():
             yield f"model.rotary_emb.{name}", buffer
@@ -465,4 +490,7 @@ def _pad_tokens(model_input: ModelInput, multiple: int) -> ModelInput:
     if not fill:
         return model_input
     ids, positions = (pad(x, (0, fill)) for x in (model_input.input_ids, model_input.position_ids))
-    return dataclasses.replace(model_input, input_ids=ids, position_ids=positions)
+    experts = model_input.routed_experts
+    if experts is not None:
+        experts = pad(experts, (0, 0, 0, 0, 0, fill), value=NOT_RECORDED)
+    return dataclasses.replace(model_input, input_ids=ids, position_ids=positions, routed_experts=experts)

@@ -23,6 +23,7 @@ from torch.nn.functional import linear, pad
 from verl.engines.base import Tensors
 from verl.engines.megatron.experts import GroupedExperts, Router
 from verl.engines.megatron.log_probs import ShardedStatistics
+from verl.engines.megatron.routing import ChunkRouting
 from verl.modeling.attention import packed_attention
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.packing import ModelInput, Packing
@@ -163,16 +164,21 @@ class TokenGPT(GPTModel):
             del self.output_layer
             self.score = nn.Linear(hf.hidden_size, 1, dtype=config.params_dtype)
         self.rotary = _rotary_embedding(hf)
+        self.routing: ChunkRouting | None = None  # of a model with experts
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> torch.Tensor | Tensors:
         """Hidden states (n, 1, H) of a stage that is not the last; else each output, (b, T), float32."""
         embedded = self._embed(model_input.input_ids) if self.pre_process else None
         cos, sin = (x[:, None] for x in self._cos_sin(model_input.position_ids))
+        if self.routing is not None:
+            self.routing.start(model_input)
         states = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
             packed_seq_params=PackedTokens(model_input.packing, cos, sin),
         )
+        if self.routing is not None:
+            self.routing.finish(model_input)
         if not self.post_process:
             return states
         found = self._outputs(states, model_input, outputs, temperature)

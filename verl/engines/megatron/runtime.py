@@ -38,7 +38,7 @@ def check_device(device: torch.device) -> None:
 class ParallelRanks:
     """The position of this rank in the tensor (t), context (c), pipeline (p) and data (d) dimensions.
 
-    The experts of a layer have dimensions of their own: expert tensor (et), expert (e), and data for the rest.
+    The experts of a layer have dimensions of their own: expert tensor (et), expert (e), and data (ed) for the rest.
 
     Attributes:
         groups: megatron-core's module `parallel_state`.
@@ -56,12 +56,18 @@ class ParallelRanks:
     et_size: int
     e: int
     e_size: int
+    ed: int
     groups: Any
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank writes the files that no other rank has."""
         return self.p == 0 and self.t == 0 and self.c == 0 and self.d == 0
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """The replica of the dense layers, and that of the experts, which this rank has a shard of."""
+        return self.d * self.c_size + self.c, self.ed
 
     def last_stage(self) -> int:
         """Global rank of the last stage of this rank's pipeline."""
@@ -138,5 +144,6 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
         et_size=experts["expert_tensor_parallel_size"],
         e=parallel_state.get_expert_model_parallel_rank(),
         e_size=experts["expert_model_parallel_size"],
+        ed=parallel_state.get_expert_data_parallel_rank(),
         groups=parallel_state,
     )

@@ -1,4 +1,4 @@
-"""The weights of a MegatronEngine: loading them from HuggingFace files, and gathering them."""
+"""The weights of a MegatronEngine: loading them from HuggingFace files, reading shards, and gathering them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from verl.engines.megatron.layout import Conversion, ShardRank
 from verl.engines.megatron.runtime import ParallelRanks
 from verl.engines.megatron.weight_files import WeightFiles
+from verl.utils.shards import Shard, boxes_of
 
 #: layout -> `partition_dim` of megatron-core
 _PARTITION = {"columns": 1, "experts_gated": 1, "experts_columns": 2}
@@ -76,6 +77,35 @@ def own_parameters(
             yield name, parameter, by_name["embedding.word_embeddings.weight"]
         else:
             yield name, parameter, by_name[name]
+
+
+class WeightShards:
+    """This rank's parameters as chunks of HuggingFace tensors, in the order of the layers. A stage reads its own ones.
+
+    Attributes:
+        layout: of the chunks; one parameter may have several.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], table: list[Conversion], ranks: ParallelRanks):
+        order = {conversion: i for i, conversion in enumerate(table)}
+        own = ((parameter, conversion) for _, parameter, conversion in own_parameters(chunks, table))
+        self._own = [
+            (parameter, conversion, rank_of(conversion, ranks))
+            for parameter, conversion in sorted(own, key=lambda each: order[each[1]])
+        ]
+        self.layout = [
+            Shard(region.source, region.full, box)
+            for _, conversion, position in self._own
+            for region in conversion.regions(position)
+            for box in boxes_of(region.full, region.offset, region.shape)
+        ]
+
+    def read(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of `layout`."""
+        for parameter, conversion, position in self._own:
+            for region, values in conversion.boxes(parameter.detach(), position):
+                count = len(boxes_of(region.full, region.offset, region.shape))
+                yield from [values] if count == 1 else values
 
 
 # ---- gathering ------------------------------------------------------------------------------------------------------

@@ -59,7 +59,14 @@ class AdapterSource(WeightSource, Protocol):
 
 @runtime_checkable
 class ShardSource(WeightSource, Protocol):
-    """A training engine whose shards can be read without gathering them."""
+    """A training engine whose shards can be read without gathering them.
+
+    Attributes:
+        replicas: the replicas of the weights that this rank belongs to, the smallest one first. Ranks with the same
+            number hold the weights together, or those of the experts. Empty: one replica.
+    """
+
+    replicas: tuple[int, ...]
 
     def shard_layout(self) -> Sequence[Shard] | None:
         """Which chunk of each parameter this rank has; the same object in every call. None: use `weights`."""

@@ -7,6 +7,7 @@ import torch
 from verl.rollout.base import RolloutEngine
 from verl.rollout.weight_sync.adapters import sends_adapters
 from verl.rollout.weight_sync.base import AdapterReceiver, RemoteReceiver, SlicedWeights, WeightSync
+from verl.rollout.weight_sync.grouping import HybridGroups
 from verl.rollout.weight_sync.in_process import InProcessSync
 from verl.rollout.weight_sync.ipc import IpcSync
 from verl.rollout.weight_sync.replica import ReplicaSync
@@ -25,6 +26,8 @@ def local_sync(
     dtype: torch.dtype | None = None,
     bucket_bytes: int,
     has_shards: bool = False,
+    prefers_shards: bool = False,
+    grouping: HybridGroups | None = None,
 ) -> WeightSync:
     """The sync of an engine that shares the trainer's device.
 
@@ -37,6 +40,8 @@ def local_sync(
         dtype: dtype in which weights are sent to other processes.
         bucket_bytes: max size of a bucket.
         has_shards: whether the shards of the training engine can be read.
+        prefers_shards: whether to read them for a full copy, too.
+        grouping: which ranks generate together.
 
     Raises:
         ValueError: the method does not fit the engine.
@@ -51,7 +56,7 @@ def local_sync(
     else:
         methods = ["replica"]
         if isinstance(receiver, SlicedWeights) and has_shards:
-            methods.insert(0 if receiver.is_sliced else 1, "reshard")
+            methods.insert(0 if receiver.is_sliced or prefers_shards else 1, "reshard")
     if setting not in ("auto", *methods):
         raise ValueError(
             f"rollout.weight_sync={setting}: {type(engine).__name__} on the devices of the trainer is synchronized "
@@ -62,7 +67,7 @@ def local_sync(
         return InProcessSync(engine)
     adapters = sends_adapters(lora_sync, has_adapters, takes, method == "ipc" or applies)
     if method == "reshard" and not adapters:
-        return ReshardSync(engine, device, bucket_bytes)
+        return ReshardSync(engine, device, bucket_bytes, grouping=grouping)
     if setting == "reshard":
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
     if method == "ipc":

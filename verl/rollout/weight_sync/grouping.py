@@ -41,7 +41,8 @@ class Volumes:
 class HybridGroups:
     """The layout of training and generation over the same ranks.
 
-    A rank has index (D p + P) t + T: the ranks of a training replica are consecutive.
+    Ranks are numbered as by megatron-core: rank (P d + D) t + T has the pipeline rank P, the data-parallel rank D and
+    the tensor-parallel rank T. Ranks that share the tokens of a sequence count as data-parallel.
 
     Args:
         pp, tp, dp: sizes in training.
@@ -74,14 +75,19 @@ class HybridGroups:
         return self.pp * self.tp * self.dp
 
     @property
+    def stride(self) -> int:
+        """Distance of two ranks of a tensor-parallel group of generation."""
+        return self.tp // self.generation_tp if self.strided else 1
+
+    @property
     def micro_dp(self) -> int:
         """d_g: replicas of generation inside of one training replica."""
         return self.pp * self.tp // (self.generation_pp * self.generation_tp)
 
     def training(self, rank: int) -> tuple[int, int, int]:
         """(P, T, D): pipeline, tensor and data-parallel rank in training."""
-        replica, inside = divmod(rank, self.pp * self.tp)
-        return inside // self.tp, inside % self.tp, replica
+        stage, inside = divmod(rank, self.dp * self.tp)
+        return stage, inside % self.tp, inside // self.tp
 
     def generation(self, rank: int) -> tuple[int, int, int]:
         """(P_g, T_g, micro-data-parallel rank) in generation, inside of the training replica."""
@@ -98,12 +104,12 @@ class HybridGroups:
         in_training = {"tp": (2, 0), "pp": (2, 1), "dp": (0, 1)}
         in_generation = {"generation_tp": (2, 0), "generation_pp": (2, 1), "micro_dp": (0, 1)}
         for rank in range(self.world_size):
+            training = self.training(rank)
             if kind in in_training:
-                position, shared = self.training(rank), in_training[kind]
-                key = position[shared[0]], position[shared[1]]
+                key = tuple(training[i] for i in in_training[kind])
             else:
-                position, shared = self.generation(rank), in_generation[kind]
-                key = rank // (self.pp * self.tp), position[shared[0]], position[shared[1]]
+                generation = self.generation(rank)
+                key = training[2], *(generation[i] for i in in_generation[kind])
             groups.setdefault(key, []).append(rank)
         return sorted(groups.values())
 
@@ -120,9 +126,9 @@ class HybridGroups:
 
     def sources(self, rank: int) -> dict[int, Box]:
         """Rank -> what it must send to this rank, the fewest bytes: within the training replica."""
-        needs, first = self.needs(rank), rank // (self.pp * self.tp) * self.pp * self.tp
+        needs, (*_, replica) = self.needs(rank), self.training(rank)
         stages, tensors = range(needs.top, needs.bottom), range(needs.left, needs.right)
-        others = [first + stage * self.tp + tensor for stage in stages for tensor in tensors]
+        others = [(stage * self.dp + replica) * self.tp + tensor for stage in stages for tensor in tensors]
         return {other: self.holds(other) for other in others if other != rank}
 
     def volumes(self) -> Volumes:

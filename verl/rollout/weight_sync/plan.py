@@ -1,8 +1,8 @@
 """The static plan of a reshard: which rank sends which chunk of which parameter to which rank, in which bucket.
 
 It is a pure function of the boxes that every rank has in training and stores in the rollout, computed once per layout.
-A chunk that a rank has already is only copied. Of several ranks with the same chunk, such as the replicas of HSDP, one
-that needs it is its own source; otherwise sources take turns.
+A chunk that a rank has already is only copied. Of several ranks with the same chunk, the source is one in the same
+replica of the weights, so that replicas do not send to each other; if there are several, they take turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,10 +38,15 @@ class Stored:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """What one rank has in training, in the order in which it is read, and what it stores in the rollout."""
+    """What one rank has in training, in the order in which it is read, and what it stores in the rollout.
+
+    Attributes:
+        replicas: as in `ShardSource`.
+    """
 
     shards: tuple[Shard, ...]
     stored: Mapping[str, Stored]
+    replicas: tuple[int, ...] = ()
 
 
 class Move(NamedTuple):
@@ -119,6 +124,11 @@ class Plan:
         """Bytes that each rank receives from others."""
         return self._bytes(lambda move: move.source != move.target)
 
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of all parameters in full."""
+        return sum(whole(parameter.shape).numel * parameter.dtype.itemsize for parameter in self.parameters)
+
     @cached_property
     def kept(self) -> list[int]:
         """Bytes that each rank needs and has already."""
@@ -146,24 +156,30 @@ def make_plan(layouts: Sequence[RankLayout], bucket_bytes: int) -> Plan:
     """
     sources = _sources(layouts)
     _check_names(sources, layouts)
+    replicas = [layout.replicas for layout in layouts]
     known: dict[tuple, tuple[Move, ...]] = {}  # layers are alike
     parameters, moves = [], []
     for name, (shape, boxes) in sources.items():
         stored = [layout.stored[name] for layout in layouts]
         key = (shape, tuple(boxes.items()), tuple(stored))
         if key not in known:
-            known[key] = _moves(name, shape, boxes, stored)
+            known[key] = _moves(name, shape, boxes, stored, replicas)
         parameters.append(_parameter(name, shape, known[key], stored))
         moves.append(known[key])
     return Plan(tuple(parameters), tuple(_buckets(parameters, moves, len(layouts), bucket_bytes)), len(layouts))
 
 
 def _sources(layouts: Sequence[RankLayout]) -> dict[str, tuple[tuple[int, ...], dict[Box, tuple]]]:
-    """Name -> shape, and box -> its (rank, index among the shards of the parameter on that rank)."""
+    """Name -> shape, and box -> its (rank, index among the shards of the parameter on that rank).
+
+    In the order in which a rank reads them. Those of pipeline stages alternate, so that all stages send at a time.
+    """
     found: dict[str, tuple[tuple[int, ...], dict[Box, tuple]]] = {}
+    first: dict[str, int] = {}
     for rank, layout in enumerate(layouts):
         count: dict[str, int] = {}
-        for shard in layout.shards:
+        for number, shard in enumerate(layout.shards):
+            first[shard.name] = min(number, first.get(shard.name, number))
             shape, boxes = found.setdefault(shard.name, (shard.shape, {}))
             if shape != shard.shape:
                 raise ValueError(
@@ -174,7 +190,7 @@ def _sources(layouts: Sequence[RankLayout]) -> dict[str, tuple[tuple[int, ...], 
                 boxes[shard.box] = (*boxes.get(shard.box, ()), (rank, index))
     for name, (shape, boxes) in found.items():
         _check_coverage(f"the training shards of {name}", shape, boxes)
-    return found
+    return {name: found[name] for name in sorted(found, key=first.__getitem__)}
 
 
 def _check_coverage(what: str, shape: Sequence[int], boxes: Sequence[Box] | Mapping[Box, object]) -> None:
@@ -203,8 +219,24 @@ def _check_names(sources: Mapping[str, tuple], layouts: Sequence[RankLayout]) ->
                 )
 
 
+def _source(target: int, owners: Sequence[tuple[int, int]], replicas: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """The owner of a box that sends it: the target itself, else one in the smallest set of ranks around it."""
+    for owner in owners:
+        if owner[0] == target:
+            return owner
+    for level, replica in enumerate(replicas[target]):
+        if near := [owner for owner in owners if replicas[owner[0]][level] == replica]:
+            owners = near
+            break
+    return owners[target % len(owners)]
+
+
 def _moves(
-    name: str, shape: tuple[int, ...], sources: Mapping[Box, tuple], stored: Sequence[Stored]
+    name: str,
+    shape: tuple[int, ...],
+    sources: Mapping[Box, tuple],
+    stored: Sequence[Stored],
+    replicas: Sequence[tuple[int, ...]],
 ) -> tuple[Move, ...]:
     """The moves of one parameter."""
     moves, seen = [], set()
@@ -216,8 +248,7 @@ def _moves(
                 common = box.intersect(chunk.box)
                 if common is None:
                     continue
-                own = [owner for owner in owners if owner[0] == target]
-                source, shard = own[0] if own else owners[target % len(owners)]
+                source, shard = _source(target, owners, replicas)
                 at = common.top - box.top, common.left - box.left
                 to = chunk.row + common.top - chunk.box.top, chunk.column + common.left - chunk.box.left
                 moves.append(Move(source, target, shard, common, at, to, first))

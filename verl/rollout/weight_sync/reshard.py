@@ -8,6 +8,8 @@ Every push is verified: the position sums of all chunks that a rank was to get, 
 of what it stores.
 """
 
+import dataclasses
+import logging
 import pickle
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +22,12 @@ import torch.distributed as dist
 from verl.rollout.base import RolloutEngine
 from verl.rollout.weight_sync.base import ShardSource, SlicedWeights, SyncReport, WeightSource, WeightSync
 from verl.rollout.weight_sync.checksums import combine
+from verl.rollout.weight_sync.grouping import HybridGroups
 from verl.rollout.weight_sync.plan import Bucket, Move, Plan, RankLayout, make_plan, room
 from verl.rollout.weight_sync.position_sums import PositionSums, Summed
 from verl.utils.shards import Box, Shard
+
+logger = logging.getLogger("verl.rollout")
 
 #: size of the all-to-all that measures the bandwidth
 _MEASURED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}
@@ -273,10 +278,19 @@ class ReshardSync(WeightSync):
         device: of the weights.
         bucket_bytes: max bytes that a rank sends, keeps and receives in one bucket; two are in memory.
         group: the process group of the ranks; None: all.
+        grouping: which ranks generate together; None: not known.
     """
 
-    def __init__(self, rollout: RolloutEngine, device: torch.device, bucket_bytes: int, group: Any = None):
+    def __init__(
+        self,
+        rollout: RolloutEngine,
+        device: torch.device,
+        bucket_bytes: int,
+        group: Any = None,
+        grouping: HybridGroups | None = None,
+    ):
         self.rollout = rollout
+        self.grouping = grouping
         self.peers = Peers(group, device)
         self.bucket_bytes = bucket_bytes
         self.bandwidth: float | None = None
@@ -313,8 +327,10 @@ class ReshardSync(WeightSync):
         """The plan, which is made again if a layout has been replaced. Collective."""
         shards, stored = engine.shard_layout(), receiver.slice_layout()
         if self._plan is None or self._planned[0] is not shards or self._planned[1] is not stored:
-            own = RankLayout(tuple(shards), stored)
+            own = RankLayout(tuple(shards), stored, engine.replicas)
             plan = make_plan(self.peers.gather(own), self.bucket_bytes)
+            if self.peers.rank == 0:
+                logger.info("weight sync: %s", _describe(plan, self.grouping))
             self._plan, self._planned = _RankPlan(plan, self.peers.rank, own, self.peers.device), (shards, stored)
         return self._plan
 
@@ -382,6 +398,23 @@ class ReshardSync(WeightSync):
                 f"{', '.join(found)}"
             )
         return combine([every[-1]])
+
+
+def _describe(plan: Plan, grouping: HybridGroups | None) -> str:
+    """What a push sends, in comparison with the formulas of HybridFlow."""
+    worst, total = max(range(plan.ranks), key=lambda rank: plan.received[rank]), plan.model_bytes
+    found = (
+        f"reshard of {total / 1e9:.3g} GB: a rank receives at most {plan.received[worst] / total:.1%} of the weights"
+        f" ({plan.received[worst] / 1e9:.3g} GB) and has {plan.kept[worst] / total:.1%} already"
+    )
+    if grouping is None:
+        return found
+    sizes = f"p={grouping.pp}, t={grouping.tp} -> t_g={grouping.generation_tp}"
+    ours, vanilla = (each.volumes() for each in (grouping, dataclasses.replace(grouping, strided=False)))
+    return (
+        f"{found}; of evenly divided layers with {sizes} (arXiv 2409.19256, table 2): "
+        f"{float(ours.communication):.1%}, and {float(vanilla.communication):.1%} if all weights are gathered"
+    )
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

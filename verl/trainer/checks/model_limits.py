@@ -9,6 +9,8 @@ from typing import Any
 from verl.config import schema
 from verl.data.tokenization import load_tokenizer
 from verl.engines.expert_parallel import check_experts
+from verl.engines.megatron.checks import check_architecture, check_keys
+from verl.engines.megatron.checks import check_sizes as check_megatron_sizes
 from verl.modeling.huggingface import experts_of, model_source, read_config
 from verl.rollout.native.model import family_of
 from verl.rollout.native.slices import check_sizes
@@ -151,3 +153,20 @@ def check_moe(config: schema.Config) -> None:
             f"router replay needs a mixture of experts, and {found.model_type} models have no experts: set "
             "actor.router_replay.mode=disabled and rollout.enable_rollout_routing_replay=false"
         )
+
+
+def check_megatron(roles: Mapping[str, tuple[schema.ModelConfig, schema.MegatronConfig]]) -> None:
+    """The models of `strategy=megatron` are supported, and its settings fit them.
+
+    Args:
+        roles: name of the `megatron` section -> the model, and the section.
+
+    Raises:
+        ValueError: another architecture, such as one with images; sizes that do not divide the model; or keys of
+            experts for a model without them.
+    """
+    for name, (model, section) in roles.items():
+        found = read_config(model.path, model.override_config, model.trust_remote_code)
+        check_architecture(found, model.path)
+        check_megatron_sizes(found, section)
+        check_keys(found, section, name)

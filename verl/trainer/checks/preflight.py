@@ -56,7 +56,7 @@ from verl.trainer.checks import planning
 from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings
 from verl.trainer.checks.faults import check_faults
-from verl.trainer.checks.model_limits import check_moe, check_reads_tokens_of
+from verl.trainer.checks.model_limits import check_megatron, check_moe, check_reads_tokens_of
 from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.ppo.flow import needs_critic
@@ -286,15 +286,33 @@ def model_configs(run: Run) -> None:
     config = run.config
     if not isinstance(config, schema.Config):
         check_model(config.model, "causal_lm")
+        if config.engine.strategy == "megatron":
+            check_megatron({"engine.megatron": (config.model, config.engine.megatron)})
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
     check_model(policy, "causal_lm")
     check_moe(config)
+    check_megatron(_of_megatron(config))
     if "critic" in roles_of(config):
         check_model(critic, "value")
     if reward.enable:
         section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
         check_model(section, "reward")
+
+
+def _of_megatron(config: schema.Config) -> dict[str, tuple[schema.ModelConfig, schema.MegatronConfig]]:
+    """Model and section of the roles of a run with strategy=megatron."""
+    policy, roles = config.actor_rollout_ref, roles_of(config)
+    sections = {
+        "actor_rollout_ref.actor": (policy.model, policy.actor),
+        "actor_rollout_ref.ref": (policy.model, policy.ref),
+        "critic": (config.critic.model, config.critic),
+    }
+    return {
+        f"{name}.megatron": (model, role.megatron)
+        for name, (model, role) in sections.items()
+        if role.strategy == "megatron" and name.rpartition(".")[2] in roles
+    }
 
 
 def devices(run: Run) -> None:

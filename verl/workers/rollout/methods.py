@@ -8,6 +8,7 @@ import torch
 from verl.config import schema
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, RolloutEnv
+from verl.rollout.weight_sync.grouping import HybridGroups
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
 
@@ -62,7 +63,7 @@ def rollout_env(
     device: torch.device,
     pad_token_id: int,
     compute_dtype: torch.dtype | None,
-    training: schema.EngineConfig | None = None,
+    training: schema.EngineConfig | schema.MegatronConfig | None = None,
 ) -> RolloutEnv:
     """The `RolloutEnv` of a worker.
 
@@ -74,22 +75,29 @@ def rollout_env(
         raise ValueError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {worker.world_size} rollout ranks"
         )
-    stride = 1
+    grouping = None
     if training is not None and config.name == "native":
-        stride = _stride(size, training, worker.world_size, worker.rank_env.local_world_size)
+        grouping = _grouping(size, training, worker.world_size, worker.rank_env.local_world_size)
+    stride = 1 if grouping is None else grouping.stride
     ranks = worker.rank, worker.world_size, worker.local_rank
     tp_rank = worker.rank // stride % size
-    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride)
+    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, grouping)
 
 
-def _stride(size: int, training: schema.EngineConfig, ranks: int, on_host: int) -> int:
-    """The distance of the ranks of a tensor-parallel group of the rollout.
+def _grouping(
+    size: int, training: schema.EngineConfig | schema.MegatronConfig, ranks: int, on_host: int
+) -> HybridGroups | None:
+    """Which ranks of training form a tensor-parallel group of the rollout; None: consecutive ones.
 
-    Consecutive ranks have consecutive shards in training. With a stride of t/t_g, the shard of a rank is inside of the
-    slice that it generates with (HybridFlow, arXiv 2409.19256, section 5.3). A group does not leave the host.
+    The shards of FSDP count as tensor-parallel. A group does not leave the host.
     """
-    shards = training.tensor_parallel_size
-    if shards == 1:
+    stages = 1
+    if isinstance(training, schema.MegatronConfig):
+        stages, shards = training.pipeline_model_parallel_size, training.tensor_model_parallel_size
+    elif (shards := training.tensor_parallel_size) == 1:
         shards = training.fsdp_size if training.fsdp_size != -1 else ranks
-    shards = min(shards, on_host)
-    return shards // size if shards % size == 0 and ranks % shards == 0 else 1
+    if shards > on_host:
+        stages, shards = 1, on_host
+    if shards % size or ranks % (stages * shards):
+        return None
+    return HybridGroups(stages, shards, ranks // (stages * shards), 1, size)

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ class RolloutSource:
         self.base_weights = partial(engine.base_weights, dtype)
         self.shard_layout = engine.shard_layout
         self.shards = engine.shards
+        self.replicas = engine.replicas
         self.adapter_config = engine.adapter_config
         self.adapter_weights = engine.adapter_weights
 
@@ -85,7 +87,8 @@ class Rollout:
         self.engine = make_rollout_engine(config.name, config, model, env, train_engine)
         self.train_engine = train_engine
         self.is_asleep = False
-        self._is_onloaded = False
+        self._used_weights = ExitStack()  # of the training engine, if the rollout engine generates with them
+        self._uses_weights = False
         self._sync: WeightSync | None = None
         is_full = isinstance(config, schema.RolloutConfig)
         self.default_loop = config.agent.default_agent_loop if is_full else SINGLE_TURN[0]
@@ -109,10 +112,12 @@ class Rollout:
                 dtype=self.env.compute_dtype,
                 bucket_bytes=bucket_bytes(self.config),
                 has_shards=self.train_engine.shard_layout() is not None,
+                prefers_shards=self.train_engine.gathers_each,
+                grouping=self.env.grouping,
             )
-        if self.engine.receiver() is None and not self._is_onloaded:
-            self.train_engine.onload()
-            self._is_onloaded = True
+        if self.engine.receiver() is None and not self._uses_weights:
+            self._used_weights.enter_context(self.train_engine.on_device())
+            self._uses_weights = True
         return self._sync.push(RolloutSource(self.train_engine, self.env.compute_dtype), version)
 
     def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
@@ -138,9 +143,8 @@ class Rollout:
         if self.train_engine is not None and (receiver := self.engine.receiver()) is not None:
             receiver.release()
         self.free_cache()
-        if self._is_onloaded:
-            self.train_engine.offload()
-            self._is_onloaded = False
+        self._used_weights.close()
+        self._uses_weights = False
 
     def free_cache(self) -> None:
         """Free the KV cache if rollout.free_cache_engine is set. The weights are kept."""

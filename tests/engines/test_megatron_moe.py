@@ -1,0 +1,95 @@
+"""Router replay and the metrics moe/* of strategy=megatron are those of the fsdp engine."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
+
+from tests.engines.megatron_cpu.ranks import FOUR_LAYERS, MODELS, OPTIMIZER, TWO_ROWS, megatron_engine, replay_on_rank
+from tests.engines.ranks import assert_same, make_batch, make_engine, results, run_on_ranks, save_model, train
+from verl.engines.base import REPLAYS, MicroBatching
+from verl.engines.routing import ROUTED_EXPERTS
+from verl.protocol import DataProto
+
+METRICS = ("max_load", "unused_experts", "router_entropy", "routing_mismatch")
+MODELS = MODELS | {"deep": MODELS["mixtral"].__class__(**FOUR_LAYERS, num_local_experts=4)}
+LAYERS = {"mixtral": 2, "qwen3_moe": 3, "deep": 4}  # with experts; the first one of qwen3_moe is dense
+BOTH = pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+
+
+def replayed(model: str, recorded: float = 0.8) -> DataProto:
+    """A batch with random choices of two of four experts for a share of its tokens, -1 for the others."""
+    batch, generator = make_batch(), torch.Generator().manual_seed(0)
+    shape = batch.batch["attention_mask"].shape
+    experts = torch.rand(*shape, LAYERS[model], 4, generator=generator).topk(2).indices
+    has = batch.batch["attention_mask"].bool() & (torch.rand(shape, generator=generator) < recorded)
+    experts = experts.masked_fill(~has[..., None, None], -1).to(torch.int16)
+    return DataProto.from_dict({**batch.tensors, ROUTED_EXPERTS: experts})
+
+
+def expected_on_one_device(path: str, batch: DataProto) -> dict:
+    """What `replay_on_rank` returns, of the fsdp engine."""
+    engine = make_engine(path, OPTIMIZER)
+    recorded = engine.infer(make_batch(), (ROUTED_EXPERTS,), MicroBatching())[ROUTED_EXPERTS]
+    compared = DataProto.from_dict(batch.tensors, meta_info={REPLAYS: False})
+    mismatch = train(engine, compared, MicroBatching(), steps=1)["moe/routing_mismatch"]
+    return results(engine, batch, MicroBatching()) | {"recorded": recorded, "mismatch": mismatch}
+
+
+def assert_replayed(ranks: list[dict], expected: dict) -> None:
+    assert_same(ranks, expected, atol=1e-4)
+    for rank in ranks:
+        for name in METRICS:
+            assert rank["metrics"][f"moe/{name}"] == pytest.approx(expected["metrics"][f"moe/{name}"], rel=1e-4), name
+        assert rank["mismatch"] == expected["mismatch"] > 0.3
+    shares = {rank["dp_rank"]: rank["recorded"] for rank in ranks}
+    for rank in ranks:
+        assert torch.equal(rank["recorded"], shares[rank["dp_rank"]])
+    assert torch.equal(torch.cat([shares[i] for i in sorted(shares)]), expected["recorded"])
+
+
+@BOTH
+def test_replay_gives_the_updates_of_the_fsdp_engine(model, tmp_path):
+    path, batch = save_model(MODELS[model], tmp_path), replayed(model)
+    expected = expected_on_one_device(path, batch)
+    found = replay_on_rank(path, batch)
+    assert_replayed([found], expected)
+    plain = make_engine(path).infer(make_batch(), ("log_probs",), TWO_ROWS)["log_probs"]
+    forced = make_engine(path).infer(batch, ("log_probs",), TWO_ROWS)["log_probs"]
+    ours = megatron_engine(path).infer(batch, ("log_probs",), MicroBatching(rows=3))["log_probs"]
+    assert torch.allclose(ours, forced, atol=1e-5) and (forced - plain).abs().max() > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "world", "keys"),
+    [
+        ("mixtral", 2, {"t": 2}),
+        ("mixtral", 2, {"c": 2}),
+        ("mixtral", 4, {"t": 2, "e": 2, "et": 1}),
+        ("qwen3_moe", 2, {"e": 2, "enable_gradient_checkpointing": True}),
+        ("qwen3_moe", 2, {"p": 2, "override_transformer_config": {"recompute_granularity": "full"}}),
+        ("qwen3_moe", 2, {"p": 2, "v": 2, "enable_gradient_checkpointing": True}),
+        ("qwen3_moe", 4, {"p": 2, "e": 2, "override_transformer_config": SELECTIVE}),
+        # one layer of each stage is recomputed, and one is not
+        ("deep", 2, {"p": 2, "override_transformer_config": BLOCK}),
+        ("qwen3_moe", 4, {"p": 2, "c": 2}),
+        ("qwen3_moe", 8, {"t": 2, "p": 2, "e": 2}),
+    ],
+)
+def test_replay_over_ranks_gives_the_updates_of_one_device(model, world, keys, tmp_path):
+    """With pipeline stages, the forward passes of other micro-batches come before a backward pass, which recomputes."""
+    path, batch = save_model(MODELS[model], tmp_path), replayed(model)
+    assert_replayed(run_on_ranks(world, replay_on_rank, path, batch, **keys), expected_on_one_device(path, batch))
+
+
+def test_choices_of_another_model_are_refused(tmp_path):
+    path, batch = save_model(MODELS["mixtral"], tmp_path / "mixtral"), replayed("qwen3_moe")
+    with pytest.raises(ValueError, match="expected 2 layers with 2 experts per token, found \\(3, 2\\)"):
+        megatron_engine(path).infer(batch, ("log_probs",), TWO_ROWS)
+    dense = megatron_engine(save_model(MODELS["llama"], tmp_path / "llama"))
+    for columns, outputs in ((batch, ("log_probs",)), (make_batch(), (ROUTED_EXPERTS,))):
+        with pytest.raises(ValueError, match="needs a mixture of experts"):
+            dense.infer(columns, outputs, TWO_ROWS)
