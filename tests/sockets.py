@@ -4,6 +4,8 @@ import ipaddress
 import os
 from pathlib import Path
 
+from verl.rewards.sandbox.program_boot import children
+
 
 def listening(pid: int) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """The addresses of the TCP sockets on which a process accepts connections (Linux)."""
@@ -16,6 +18,12 @@ def listening(pid: int) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
             if fields[3] == "0A" and fields[9] in inodes:  # LISTEN
                 found.append(_address(fields[1].partition(":")[0]))
     return found
+
+
+def processes_below(pid: int) -> list[int]:
+    """The child processes of a process, and their child processes."""
+    below = children(pid)
+    return below + [other for child in below for other in processes_below(child)]
 
 
 def _link(file: Path) -> str:
