@@ -27,7 +27,7 @@ def chosen(settings, tiny, tmp_path):
     assert answers.count(answers[5]) == answers.count(answers[11]) == 1
     further = ["algorithm.adv_estimator=grpo", "trainer.save_freq=1", "trainer.total_training_steps=8"]
     function = f"reward.custom_reward_function.path={tmp_path / 'reward.py'}"
-    return [*settings, *further, function, "reward.on_error=quarantine"]
+    return [*settings, *further, function, "reward.on_error=quarantine", "reward.max_failure_rate=0.5"]
 
 
 def run(chosen: list[str], steps: dict[int, list[str]]) -> LocalPPOTrainer:
@@ -62,7 +62,7 @@ def test_the_same_command_continues_without_the_poisoned_rows(chosen, tmp_path, 
     assert all(f"{'train.jsonl'}, line {item['row'] + 1}" in item["place"] for item in listed), listed
     assert all("poisoned" in item["reason"] and item["uid"].endswith(f":{item['row']}") for item in listed)
     assert len(errors) == len({item["step"] for item in listed})
-    assert "the same command continues without them" in errors[0].__notes__[0]
+    assert any("the same command continues without them" in note for note in errors[0].__notes__)
     assert "dropping 2 of 24 rows of the training data" in caplog.text
     # all steps were trained on whole batches, no prompt was used twice in an epoch, and the poisoned ones never
     used = [uid for step in range(1, 9) for uid in steps[step]]
@@ -88,9 +88,10 @@ def test_the_same_command_continues_without_the_poisoned_rows(chosen, tmp_path, 
     assert [straight[1][step] for step in range(1, first)] == [steps[step] for step in range(1, first)]
 
 
-def test_a_function_that_fails_everywhere_quarantines_nothing(chosen, tmp_path):
-    (tmp_path / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth):\n    raise ValueError('broken')\n")
-    with pytest.raises(RewardError, match=r"4 of 4 prompts of a step failed to score.*max_failure_rate=0\.1") as caught:
+def test_a_function_that_fails_everywhere_quarantines_nothing(chosen, tmp_path, tiny):
+    answers = [json.loads(line)["answer"] for line in (tiny / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "reward.py").write_text(POISONED.format(poisoned=answers[1:]))  # a trial before training has the first
+    with pytest.raises(RewardError, match=r"[34] of 4 prompts of a step failed to score") as caught:
         run(chosen, {})
     assert not isinstance(caught.value, QuarantineError) and not (tmp_path / "run" / "quarantine.jsonl").exists()
 

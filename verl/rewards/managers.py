@@ -13,6 +13,7 @@ import inspect
 import logging
 import math
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -32,6 +33,7 @@ from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
 logger = logging.getLogger(__name__)
 
+_OF_TRAINING = re.compile(r"\d+:\d+")  # uid of a prompt of the training data: epoch and row
 _RETRY_SECONDS, _LONGEST_RETRY = 1.0, 30.0  # before the first retry, doubled for each further one
 
 REWARD_MANAGER_REGISTRY: Registry[type] = Registry("reward manager", builtins_replaceable=True)
@@ -254,15 +256,18 @@ class NaiveRewardManager(RewardManager):
         return scores, extras, failed
 
     def _quarantine(self, samples: Sequence[Sample], failures: Mapping[int, RewardError]) -> NoReturn:
-        """Raise QuarantineError; RewardError if so many prompts fail that the function is to blame, not the rows."""
+        """Raise QuarantineError; RewardError if the function is to blame, because it fails for many prompts, or if the
+        samples are not of the training data but of a validation."""
+        first = failures[min(failures)]
         of_prompts = {str(samples[i].uid): error for i, error in sorted(failures.items(), reverse=True)}
+        if not all(_OF_TRAINING.fullmatch(uid) for uid in of_prompts):
+            raise first from first.__cause__
         check_failure_rate(
             of_prompts.values(), len({str(sample.uid) for sample in samples}), self.max_failure_rate, "prompts"
         )
         names = ", ".join(sorted(of_prompts))
         raise QuarantineError(
-            f"the responses to {len(of_prompts)} prompts (uid {names}) could not be scored; the first: "
-            f"{failures[min(failures)]}",
+            f"responses to {len(of_prompts)} prompts (uid {names}) could not be scored; the first: {first}",
             {uid: str(error).splitlines()[0] for uid, error in of_prompts.items()},
         )
 

@@ -58,8 +58,6 @@ def _rows_of(lines: Iterable[str], path: Path, count: int) -> Iterable[int]:
 def quarantine(trainer: "Trainer", error: QuarantineError) -> None:
     """Add the rows of the samples that could not be scored to the file, and a note about it to the error."""
     path, dataset = trainer.folder / FILE, trainer.source.dataset
-    if any(uid.startswith("val:") for uid in error.failures):
-        return  # a validation is on all of its rows
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for uid, reason in error.failures.items():
         row = int(uid.rpartition(":")[2])
