@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from verl.rewards.sandbox.code_tests import code_reward
+from verl.rewards.sandbox.pool import Limits
 from verl.rewards.sandbox.program_boot import LANDLOCK_ABI_WITH_SCOPES, landlock_abi
+from verl.rewards.sandbox.programs import run_program
 
 ASSERTS = {"test_list": ["assert double(1) == 2", "assert double(21) == 42"]}
 CALLS = {"fn_name": "double", "inputs": [[1], [21]], "outputs": [2, 42]}
@@ -187,22 +189,22 @@ def double(x):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="on Linux alone a process that left its group can be found")
 @pytest.mark.parametrize("ends", ["", "while True: pass"], ids=["ends", "is stopped"])
-def test_no_child_outlives_the_test(ends, tmp_path):
+def test_no_child_outlives_the_test(ends):
     code = f"""
 import os, time
 for generation in range(3):
     if os.fork() == 0:
         os.setsid()
-        open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w').close()
+        os.write(1, b"%d " % os.getpid())
         if generation == 2 or os.fork() == 0:
-            open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w').close()
+            os.write(1, b"%d " % os.getpid())
             time.sleep(60)
         os._exit(0)
 time.sleep(0.3)
 {ends}
 """
-    code_reward("apps", response(code), {"inputs": [""], "outputs": [""]}, timeout=1.0)
-    pids = [int(path.name) for path in tmp_path.iterdir()]
+    finished, _ = run_program(code, limits=Limits(2.0, cpu_seconds=2.0, memory_bytes=1 << 30, output_bytes=1 << 20))
+    pids = [int(pid) for pid in finished.stdout.split()]
     assert len(pids) >= 3
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 

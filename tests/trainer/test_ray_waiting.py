@@ -13,6 +13,7 @@ from verl.trainer.main_ppo import main
 
 ROOT = Path(__file__).parents[2]
 ON_RAY = ["algorithm.adv_estimator=grpo", "trainer.backend=ray", "trainer.device=cpu"]
+LOCAL = ["ray_kwargs.ray_init.address=local", "ray_kwargs.ray_init.num_cpus=2"]
 
 
 @pytest.mark.slow
@@ -26,6 +27,24 @@ def test_a_ray_started_for_the_run_cannot_grow(settings, capsys):
     assert "requires 2 nodes with 1 CPU, which the cluster did not provide" in shown
     assert "it has 1 node with 1 CPU, of which " in shown
     assert "start Ray on every node first (`ray start`)" in shown and "docs/multinode.md" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_ray_started_for_the_run_listens_on_loopback_only(settings):
+    """All its processes, the workers and the driver included."""
+    pytest.importorskip("ray")
+    from tests.sockets import listening, processes_below
+    from verl.trainer.ray_trainer import RayPPOTrainer
+
+    trainer, found = RayPPOTrainer(overrides=[*settings, *ON_RAY, "trainer.n_gpus_per_node=2", *LOCAL]), {}
+    below = [os.getpid()]
+    trainer.on_step.append(lambda _: below.extend(processes_below(os.getpid())))
+    trainer.on_step.append(lambda _: found.update({pid: listening(pid) for pid in below}))
+    trainer.fit()
+    addresses = [address for process in found.values() for address in process]
+    assert len(found) > 5 and len(addresses) > 5  # gcs, raylet, driver, two workers, the store of their group
+    assert all(address.is_loopback for address in addresses), addresses
 
 
 @pytest.mark.slow

@@ -371,6 +371,9 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
     elif rollout.nnodes and rollout.n_gpus_per_node and len(devices) != rollout.nnodes * rollout.n_gpus_per_node:
         what = f"placement.rollout_devices has {len(devices)} devices: set only one of them"
         yield Problem(f"{_ROLLOUT}nnodes", f"{rollout.nnodes} x {rollout.n_gpus_per_node} processes, but {what}")
+    if config.reward.on_error == "quarantine" and (config.trainer.max_staleness or groups.enable):
+        what = "quarantine, but prompts wait in a queue with algorithm.filter_groups or trainer.async.max_staleness"
+        yield Problem("reward.on_error", f"{what}: this is not supported, use count")
     if k := config.trainer.max_staleness:
         key = "trainer.async.max_staleness"
         yield from (Problem(key, f"{k}, but {what}") for what, wrong in found.items() if wrong)

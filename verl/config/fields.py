@@ -15,6 +15,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from verl.utils.redaction import is_redacted, redact
+
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -344,38 +346,16 @@ def to_flat_dict(config: Schema) -> dict[str, Any]:
     return flatten(config.model_dump(mode="json"), type(config))
 
 
-REDACTED = "<not saved>"
-#: settings of environment variables, which may be secrets
-_ENVIRONMENTS = {"worker_env", "env_vars"}
-#: names of secrets among free settings, such as `reward_kwargs`
-_SECRET = re.compile(r"(.*_)?(api_?key|access_key|key_id|secret|password|passwd|credentials?|auth|token)", re.I)
-
-
 def redacted(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without environment variables and other free settings that are secrets by their names.
-
-    For trackers, checkpoints and comparing two runs.
-    """
-    return {key: _redacted(key.rpartition(".")[2], value) for key, value in flat.items()}
-
-
-def _redacted(name: str, value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    if name in _ENVIRONMENTS:
-        return dict.fromkeys(value, REDACTED)
-    return {key: REDACTED if _is_secret(key, item) else _redacted(key, item) for key, item in value.items()}
-
-
-def _is_secret(name: Any, value: Any) -> bool:
-    return isinstance(value, str) and _SECRET.fullmatch(str(name)) is not None
+    """The fields without secrets (`verl.utils.redaction`), for trackers, checkpoints and comparing two runs."""
+    return {key: redact(value, key) for key, value in flat.items()}
 
 
 def not_saved(flat: Mapping[str, Any]) -> list[str]:
     """The keys whose values `redacted` has removed."""
     found = []
     for key, value in flat.items():
-        if value == REDACTED:
+        if is_redacted(value):
             found.append(str(key))
         elif isinstance(value, Mapping):
             found += [f"{key}.{inner}" for inner in not_saved(value)]

@@ -25,6 +25,7 @@ from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
 from verl.config.sources import Layer, Overrides, Setting, read_mapping, read_overrides
 from verl.registry import did_you_mean
+from verl.utils.redaction import remember_settings
 
 T = TypeVar("T", bound=Schema)
 Check = Callable[[Any], Iterable[Problem]]
@@ -67,6 +68,7 @@ def load_config(
             the file or the override.
     """
     config, notes = read_config(path, overrides, base=base, presets=presets, schema=schema, extra_checks=extra_checks)
+    remember_settings(to_flat_dict(config))
     for note in notes:
         log.warning(note)
     return config

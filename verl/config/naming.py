@@ -35,7 +35,7 @@ _NOT_DEFINING = (
     *("*.rollout.lora_sync", "*.rollout.check_every", "*.rollout.checkpoint_engine.*", "*.rollout.val_kwargs.*"),
     *("*.rollout.server.model_name", "*.rollout.server.max_concurrency", "*.tool_processes", "*.tool_isolation"),
     *("*.optim.total_training_steps", "reward.isolation", "reward.memory_limit_mb", "reward.sandbox_fusion.*"),
-    *("reward.retries", "reward.max_failure_rate"),
+    *("reward.retries", "reward.max_failure_rate", "reward.on_error"),
 )
 #: names of folders and files that do not identify their contents
 _GENERIC = re.compile(

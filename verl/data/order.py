@@ -5,7 +5,7 @@ MixtureSampler     the same from several datasets, with weights
 PromptSource       either as a source of `DataProto` batches: the first operator of a flow
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -275,6 +275,9 @@ class PromptSource:
     ):
         self.dataset = dataset
         self.collate = collate
+        self._dropped: frozenset[int] = frozenset()
+        self._waiting: list[tuple[int, int]] = []  # drawn in the place of dropped rows, and not used yet
+        self._batch_size = batch_size
         self.sampler: ResumableSampler | MixtureSampler
         if weights:
             names, sizes = Mixture.parts_of(dataset, len(weights))
@@ -282,10 +285,29 @@ class PromptSource:
         else:
             self.sampler = ResumableSampler(len(dataset), batch_size, seed=seed, shuffle=shuffle)
 
+    def drop(self, rows: Collection[int]) -> None:
+        """Drop rows from here on: the prompts that follow take their places.
+
+        Raises:
+            ValueError: fewer rows than a batch remain.
+        """
+        self._dropped = frozenset(rows)
+        if len(self.dataset) - len(self._dropped) < self._batch_size:
+            raise ValueError(
+                f"{len(self._dropped)} of {len(self.dataset)} rows of the training data are dropped, which leaves less "
+                f"than one batch of data.train_batch_size={self._batch_size}"
+            )
+
+    def _next_items(self) -> list[tuple[int, int]]:
+        """(epoch, row number) of every prompt of the next batch."""
+        items, self._waiting = self._waiting, []
+        while len(items) < self._batch_size:
+            items += [item for item in self.sampler.next_items() if item[1] not in self._dropped]
+        self._waiting = items[self._batch_size :]
+        return items[: self._batch_size]
+
     def __call__(self) -> DataProto:
-        batch = self.collate(
-            [{**self.dataset[row], "uid": f"{epoch}:{row}"} for epoch, row in self.sampler.next_items()]
-        )
+        batch = self.collate([{**self.dataset[row], "uid": f"{epoch}:{row}"} for epoch, row in self._next_items()])
         shares = {f"data/share/{name}": share for name, share in self.sampler.shares().items()}
         if shares:
             batch.meta_info["metrics"] = batch.meta_info.get("metrics", {}) | shares
@@ -307,7 +329,11 @@ class PromptSource:
         return self.sampler.describe(unit)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.sampler.state_dict()
+        waiting = {"waiting_rows": [list(item) for item in self._waiting]} if self._waiting else {}
+        return self.sampler.state_dict() | waiting
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.sampler.load_state_dict(state)
+        position = dict(state)
+        waiting = [(int(epoch), int(row)) for epoch, row in position.pop("waiting_rows", ())]
+        self.sampler.load_state_dict(position)
+        self._waiting = [item for item in waiting if item[1] not in self._dropped]

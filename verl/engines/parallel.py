@@ -27,6 +27,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from verl.utils.rendezvous import join_default_group
+
 #: timeout of collectives if none is configured. The caller of the workers has its own deadline: it ends a call that
 #: hangs and prints the stacks of all ranks, which a rank that times out earlier would hide
 _NO_TIMEOUT = timedelta(days=1)
@@ -52,7 +54,7 @@ def init_process_group(device: torch.device, timeout: float | None = None) -> No
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=_NO_TIMEOUT if timeout is None else timedelta(seconds=timeout))
+    join_default_group(backend, _NO_TIMEOUT if timeout is None else timedelta(seconds=timeout))
 
 
 def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

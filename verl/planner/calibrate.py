@@ -4,10 +4,10 @@ A pass over few tokens gives the fixed costs of a layer, passes over many give t
 `decode`, which correct the analytic model. Figures are medians; those of collectives are minima.
 """
 
-import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,9 +39,9 @@ REPEATS = 3
 
 _COLLECTIVES = """
 import sys, time, torch, torch.distributed as dist
-rank, port = int(sys.argv[1]), sys.argv[2]
+rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 for size in (2, 2**22):
     x = torch.ones(size)
     out = [torch.empty(size), torch.empty(size)]
@@ -102,15 +102,16 @@ def _median(call: Callable[[], object], device: torch.device, repeats: int = REP
 
 def _collective_rates() -> dict[str, float]:
     """Rate and latency of a gather between two processes of this host, in processor time: it is mostly copying."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
     command = [sys.executable, "-c", _COLLECTIVES]
-    other = subprocess.Popen([*command, "1", port])
-    try:
-        printed = subprocess.run([*command, "0", port], capture_output=True, text=True, timeout=120, check=True).stdout
-    finally:
-        other.wait(timeout=120)
+    with tempfile.TemporaryDirectory() as folder:
+        other = subprocess.Popen([*command, "1", f"{folder}/store"])
+        try:
+            run = subprocess.run(
+                [*command, "0", f"{folder}/store"], capture_output=True, text=True, timeout=120, check=True
+            )
+        finally:
+            other.wait(timeout=120)
+    printed = run.stdout
     latency, seconds = map(float, printed.split())
     rate = 2**22 * 4 / max(1e-9, seconds - latency)  # each rank receives the half of the other one
     return {"link": rate, "node_link": rate, "latency": latency}

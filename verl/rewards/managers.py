@@ -13,25 +13,27 @@ import inspect
 import logging
 import math
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from verl.protocol import DataProto
 from verl.registry import Registry, did_you_mean
 from verl.rewards.functions import ScoreFunction
-from verl.rewards.outcome import BadOutcome, RewardError, Sample, read_outcome, split_outcome
+from verl.rewards.outcome import BadOutcome, QuarantineError, RewardError, Sample, read_outcome, split_outcome
 from verl.rewards.responses import prompt_texts, read_responses
 from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
 logger = logging.getLogger(__name__)
 
+_OF_TRAINING = re.compile(r"\d+:\d+")  # uid of a prompt of the training data: epoch and row
 _RETRY_SECONDS, _LONGEST_RETRY = 1.0, 30.0  # before the first retry, doubled for each further one
 
 REWARD_MANAGER_REGISTRY: Registry[type] = Registry("reward manager", builtins_replaceable=True)
@@ -78,14 +80,14 @@ def is_public_manager(found: Any) -> bool:
     return inspect.isfunction(call) and "data" in inspect.signature(call).parameters
 
 
-def check_failure_rate(failures: Collection[RewardError], total: int, limit: float) -> None:
+def check_failure_rate(failures: Collection[RewardError], total: int, limit: float, what: str = "samples") -> None:
     """Raise RewardError with the most frequent errors if more than one sample and a share above `limit` failed."""
     if len(failures) <= max(1, limit * total):
         return
     counts = Counter(str(error).splitlines()[0] for error in failures)
     lines = "".join(f"\n  {count} x {text}" for text, count in counts.most_common(3))
     raise RewardError(
-        f"{len(failures)} of {total} samples of a step failed to score, more than reward.max_failure_rate={limit:g}:"
+        f"{len(failures)} of {total} {what} of a step failed to score, more than reward.max_failure_rate={limit:g}:"
         f"{lines}\nFix the function, or raise reward.max_failure_rate (1: no limit)"
     )
 
@@ -101,7 +103,8 @@ class RewardManager(ABC):
         timeout: Seconds per call of the function; None for no timeout, which makes breakpoints in the function safe.
         on_error: What to do if the function raises, hangs, or returns anything but a finite number or a dict with such
             a "score". "raise" raises a RewardError that names function and sample. "count" assigns `failure_score`,
-            logs the first error and counts the samples in `reward/failed_rows`.
+            logs the first error and counts the samples in `reward/failed_rows`. "quarantine" raises a QuarantineError
+            with the prompts of all failed samples, which the trainer drops from then on.
         failure_score: Score of a failed sample with on_error="count".
         max_concurrency: Maximum number of concurrent calls of an `async def` function.
         isolation: "process": custom functions are called in one worker process, which keeps their state between calls.
@@ -134,8 +137,8 @@ class RewardManager(ABC):
         retries: int = 0,
         max_failure_rate: float = 1.0,
     ):
-        if on_error not in ("raise", "count"):
-            raise ValueError(f"reward manager: on_error: expected 'raise' or 'count', found {on_error!r}")
+        if on_error not in ("raise", "count", "quarantine"):
+            raise ValueError(f"reward manager: on_error: expected 'raise', 'count' or 'quarantine', found {on_error!r}")
         if timeout is not None and timeout <= 0:
             raise ValueError(f"reward manager: timeout: expected seconds above 0, or null for none, found {timeout!r}")
         if not math.isfinite(failure_score):
@@ -238,6 +241,8 @@ class NaiveRewardManager(RewardManager):
         failed = len(failures)
         if failed:
             logger.error("%s", failures[todo[0]], exc_info=failures[todo[0]].__cause__)
+        if failed and self.on_error == "quarantine":
+            self._quarantine(samples, failures)
         check_failure_rate(failures.values(), len(samples), self.max_failure_rate)
         if failed:
             logger.error("%d of %d samples failed to score; assigned %g", failed, len(samples), self.failure_score)
@@ -249,6 +254,22 @@ class NaiveRewardManager(RewardManager):
                     lowest,
                 )
         return scores, extras, failed
+
+    def _quarantine(self, samples: Sequence[Sample], failures: Mapping[int, RewardError]) -> NoReturn:
+        """Raise QuarantineError; RewardError if the function is to blame, because it fails for many prompts, or if the
+        samples are not of the training data but of a validation."""
+        first = failures[min(failures)]
+        of_prompts = {str(samples[i].uid): error for i, error in sorted(failures.items(), reverse=True)}
+        if not all(_OF_TRAINING.fullmatch(uid) for uid in of_prompts):
+            raise first from first.__cause__
+        check_failure_rate(
+            of_prompts.values(), len({str(sample.uid) for sample in samples}), self.max_failure_rate, "prompts"
+        )
+        names = ", ".join(sorted(of_prompts))
+        raise QuarantineError(
+            f"responses to {len(of_prompts)} prompts (uid {names}) could not be scored; the first: {first}",
+            {uid: str(error).splitlines()[0] for uid, error in of_prompts.items()},
+        )
 
     def _score_once(
         self,

@@ -67,8 +67,8 @@ class ColumnsRewardManager(RewardManager):
         self._call = self.compute_score
         if scores_with is not None:
             self.compute_score = scores_with
-        if self.on_error == "count":
-            logger.warning("reward.on_error=count has no effect: %s scores whole batches", self._call.where)
+        if self.on_error != "raise":
+            logger.warning("reward.on_error=%s has no effect: %s scores whole batches", self.on_error, self._call.where)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         returned = self._returned(data)

@@ -48,7 +48,7 @@ class FunctionCall:
             raise ValueError(self.error)
         try:
             found = json.loads(self.arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments are not JSON: {error}") from None
         if not isinstance(found, dict):
             raise ValueError(f"expected arguments as a JSON object, found {self.arguments[:100]}")
@@ -103,7 +103,7 @@ def _read_json_call(text: str) -> FunctionCall:
     """A call as JSON with "name" and "arguments" or "parameters"."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return _bad(f"the tool call is not JSON: {error}")
     name = found.get("name") if isinstance(found, dict) else None
     if not isinstance(name, str) or not name:
@@ -171,10 +171,10 @@ class LlamaToolParser(ToolParser):
         while (rest := code[at:].lstrip(" \n\t;")) != "":
             at = len(code) - len(rest)
             try:
-                found, length = decoder.raw_decode(rest)
-            except ValueError as error:
+                _, length = decoder.raw_decode(rest)
+            except (ValueError, RecursionError) as error:
                 calls.append(_bad(f"the tool call is not JSON: {error}"))
                 break
-            calls.append(_read_json_call(json.dumps(found)))
+            calls.append(_read_json_call(rest[:length]))
             at += length
         return content, calls

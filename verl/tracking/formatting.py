@@ -5,6 +5,8 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from verl.utils.redaction import printable
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 #: label -> metrics, of which the first one present is shown; in display order
@@ -211,11 +213,6 @@ def sample_line(prompt: str, response: str, score: float, width: int) -> str:
     if len(response) > left:
         response = response[: left - 1] + "…"
     return f"{'+' if score > 0 else '-'} {prompt} -> {response}  ({score:.2g})"
-
-
-def printable(text: str) -> str:
-    """Escape control characters, which could change the state of the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: str, limit: int = 200) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from verl.checkpoints.atomic import atomic_write
 from verl.tracking.step_files import open_steps
+from verl.utils.redaction import redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class RunRecord:
         self._warnings.close()
         interrupted = kind is not None and not issubclass(kind, Exception)
         state = "finished" if kind is None else "interrupted" if interrupted else "failed"
-        text = None if error is None else f"{type(error).__name__}: {error}"[:2000]
+        text = None if error is None else redact_text(f"{type(error).__name__}: {error}")[:2000]
         self._about |= {"state": state, "ended": time.time(), "error": text}
         try:
             self._write()
@@ -153,7 +154,7 @@ class _WarningFile(logging.Handler):
                 "time": record.created,
                 "step": self._step(),
                 "level": record.levelname,
-                "message": record.getMessage()[:4000],
+                "message": redact_text(record.getMessage())[:4000],
             }
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from verl.tracking.console import TrainingProgress
-from verl.tracking.formatting import headline, one_line, printable, short
+from verl.tracking.formatting import headline, one_line, short
 from verl.tracking.step_files import open_steps
 from verl.tracking.thumbnails import are_thumbnails, image_of
 from verl.utils.log import setup_logging
+from verl.utils.redaction import printable
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from verl.config.fields import Schema
 from verl.data.order import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
+from verl.rewards.outcome import QuarantineError
 from verl.single_controller import WorkerGroup
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
@@ -24,6 +25,7 @@ from verl.trainer.output.step_report import StepReport
 from verl.trainer.state.bad_steps import StepGuard, roll_back
 from verl.trainer.state.checkpointing import BadStepsError, Checkpointer
 from verl.trainer.state.interruption import Interruption, Stopped
+from verl.trainer.state.quarantine import apply_quarantine, quarantine
 from verl.trainer.state.validation_watch import NoMetricError, ValidationWatch
 from verl.utils.device import frozen_heap, process_rss
 from verl.utils.lock import lock_folder
@@ -97,6 +99,7 @@ class Trainer(ABC):
         run.columns = {column for operator in self.pipeline.operators for column in operator.writes}
         run_checks(run, FLOW)
         self.folder = run.working_dir / trainer.default_local_dir
+        apply_quarantine(self)
         self.checkpoints = CheckpointStore(self.folder, keep=None)
         self.checkpointer = Checkpointer(
             self.checkpoints,
@@ -247,6 +250,8 @@ class Trainer(ABC):
     def _train_again(self, error: BaseException) -> dict[str, float]:
         """After an error: roll back and train to the end if it allows that, otherwise end the workers and raise it."""
         try:
+            if isinstance(error, QuarantineError):
+                quarantine(self, error)
             if not (isinstance(error, BadStepsError) and roll_back(self, error)):
                 raise error
             with RunLog(self) as log:

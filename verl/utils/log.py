@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from verl.utils.redaction import shown
+
 #: the logger of the lines about steps. It has a separate level, so that a run with log level WARNING prints its steps
 steps = logging.getLogger("verl.steps")
 steps.setLevel(logging.INFO)
@@ -39,8 +41,8 @@ class _PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name == steps.name:
-            return record.getMessage()
-        return super().format(record) if record.levelno == logging.INFO else self._with_level.format(record)
+            return shown(record.getMessage())
+        return shown(super().format(record) if record.levelno == logging.INFO else self._with_level.format(record))
 
 
 class _TerminalHandler(logging.Handler):
@@ -54,7 +56,7 @@ class _TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = Text(self.format(record), self._STYLES.get(record.levelno, ""), overflow="fold")
+            message = Text(shown(self.format(record)), self._STYLES.get(record.levelno, ""), overflow="fold")
             if record.name == steps.name:
                 console().print(message, soft_wrap=True)  # a command that is copied has no line breaks
                 return

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.cli.config.explain import SCHEMAS
 from verl.config import dump_config, load_config, to_flat_dict
-from verl.config.fields import Schema, flatten
+from verl.config.fields import Schema, flatten, redacted
 from verl.config.presets import PRESETS
 from verl.registry import did_you_mean
 from verl.tracking.runs import read_about
@@ -26,7 +26,7 @@ def show(path: str | None, overrides: list[str], of: str, changed: bool) -> int:
         changed: only the keys that differ from their defaults.
     """
     try:
-        print_text(dump_config(_load(path, overrides, of), everything=not changed).rstrip("\n"))
+        print_text(dump_config(_load(path, overrides, of), everything=not changed, redact=True).rstrip("\n"))
     except USER_ERRORS as error:
         return print_error(error)
     return 0
@@ -42,6 +42,7 @@ def diff(a: str, b: str, of: str) -> int:
     if not keys:
         print_text(f"{a} and {b} are equal")
         return 0
+    one, other = redacted(one), redacted(other)
     rows = [("key", a, b), *((key, _text(one, key), _text(other, key)) for key in keys)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     print_text("\n".join(f"{key:<{widths[0]}}  {left:<{widths[1]}}  {right}" for key, left, right in rows))

@@ -68,11 +68,17 @@ class RewardConfig(Section):
     memory_limit_mb: int | None = field(
         None, "memory limit of the reward worker process in MiB; null: half of the memory of the host", ge=1
     )
-    on_error: Literal["raise", "count"] = field(
-        "raise", "when a response cannot be scored: stop the run, or count it and use failure_score"
+    on_error: Literal["raise", "count", "quarantine"] = field(
+        "raise",
+        "when a response cannot be scored: stop the run; count it and use failure_score; or stop, and let the same "
+        "command continue without this prompt (quarantine.jsonl)",
     )
     failure_score: float = field(0.0, "score of a response that cannot be scored, with on_error=count")
     max_failure_rate: float = field(
-        0.1, "with on_error=count, stop if more than one response and this share of a step cannot be scored", ge=0, le=1
+        0.1,
+        "with on_error=count, stop if more than one response and this share of a step cannot be scored; with "
+        "quarantine, do not drop more than one prompt and this share",
+        ge=0,
+        le=1,
     )
     retries: int = field(0, "how often responses that could not be scored are scored again, after 1, 2, 4 ... s", ge=0)

@@ -2,33 +2,70 @@
 
     python -I program_boot.py CPU_SECONDS MEMORY_BYTES OUTPUT_BYTES PROGRAM [ARGUMENT ...]      (-1: no limit)
 
-Exits like the program: with its exit status, or 128 + the signal that ended it. SIGTERM ends everything. On Linux, a
-child that has left the program's process group, or whose parent has exited, is reparented to this process, which ends
-it. Since Linux 6.12 with Landlock, the program can signal or inspect only processes that it has started. No module of
-the package is imported: the script runs in an isolated interpreter.
+Exits like the program: with its exit status, or 128 + the signal that ended it. SIGTERM ends everything. No module of
+the package is imported: the script runs in an isolated interpreter. On Linux,
+
+- a child that has left the program's process group, or whose parent has exited, is reparented to this process, which
+  ends it.
+- the memory of the program and all its children together is limited.
+- the program can read the interpreter, its packages and the system's libraries, and write to its own folder (Landlock,
+  Linux 5.13).
+- it has no network and no other sockets, except pairs between its own processes (seccomp).
+- it can signal or inspect only processes that it has started (Landlock, Linux 6.12).
 """
 
 import contextlib
 import ctypes
+import errno
 import os
+import platform
 import resource
 import runpy
 import signal
+import struct
 import sys
+import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 36, 4, 24, 38
+PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 36, 4, 24, 38, 22
 #: the same numbers on every architecture
-LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_ABI_WITH_SCOPES, SCOPE_ABSTRACT_UNIX_SOCKET, SCOPE_SIGNAL = 6, 1, 2
+#: rights to files by the Landlock version that introduced them: 13 in version 1, then refer, truncate, ioctl_dev
+FILE_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK = (1 << n for n in (0, 1, 2, 3, 6, 9, 11))
+OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | FILE_RIGHTS[3] | FILE_RIGHTS[5]
+BIND_OR_CONNECT_TCP = 3
+
+#: what a program can read besides the interpreter and its packages
+READABLE = (
+    *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/localtime"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/timezone", "/sys/devices/system/cpu"),
+    *("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/sys/vm/overcommit_memory"),
+    *("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+)
+
+#: machine -> its number in seccomp, and its numbers of the system calls socket, io_uring_setup (which makes sockets,
+#: too), shmget, msgget, semget, memfd_create (memory that belongs to no process), ptrace, unshare, setns, add_key,
+#: request_key, keyctl, bpf, perf_event_open, userfaultfd, memfd_secret
+REFUSED_CALLS = {
+    "x86_64": (0xC000003E, (41, 425, 29, 68, 64, 319, 101, 272, 308, 248, 249, 250, 321, 298, 323, 447)),
+    "aarch64": (0xC00000B7, (198, 425, 194, 186, 190, 279, 117, 97, 268, 217, 218, 219, 280, 241, 282, 447)),
+}
+#: system calls of the x32 variant of x86_64 start here
+X32_CALLS = 0x40000000
+
+#: seconds between two measurements of the memory
+MEMORY_SECONDS = 0.05
 
 
 def run(limits: list[int], program: str, arguments: list[str]) -> None:
     """Run the program in this process under its limits."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if sys.platform == "linux":
-        restrict_scope()
+        confine()
     for kind, limit in zip((resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE), limits):
         if limit >= 0:
             resource.setrlimit(kind, (limit, limit))
@@ -53,29 +90,125 @@ def landlock_abi() -> int:
     return ctypes.CDLL(None).syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
 
 
-def restrict_scope() -> None:
-    """Forbid this process to signal or trace processes that it has not started (Linux 6.12)."""
-    if landlock_abi() < LANDLOCK_ABI_WITH_SCOPES:
-        return
+def can_filter_calls() -> bool:
+    """Whether this kernel filters system calls (seccomp), and their numbers are known here."""
+    return platform.machine() in REFUSED_CALLS and Path("/proc/sys/kernel/seccomp/actions_avail").is_file()
+
+
+def confine() -> None:
+    """Take from this process, for good, what a program does not need (Linux). Each part as far as the kernel has it."""
     libc = ctypes.CDLL(None, use_errno=True)
-    scopes = (ctypes.c_uint64 * 3)(0, 0, SCOPE_SIGNAL | SCOPE_ABSTRACT_UNIX_SOCKET)  # no rule for files or the network
-    rules = libc.syscall(LANDLOCK_CREATE_RULESET, ctypes.byref(scopes), ctypes.c_size_t(ctypes.sizeof(scopes)), 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if landlock_abi() > 0:
+        restrict_files(libc, landlock_abi())
+    # effective, permitted and inheritable capabilities of root; version 3 of the call
+    libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+    if can_filter_calls():
+        refuse_calls(libc, *REFUSED_CALLS[platform.machine()])
+
+
+def restrict_files(libc: ctypes.CDLL, abi: int) -> None:
+    """Allow reading the interpreter and libraries and writing to this folder only. From version 4 on: no TCP; from
+    version 6 on: no signals to processes outside, and no tracing of them."""
+    rights = sum(bits for since, bits in FILE_RIGHTS.items() if since <= abi)
+    handled = [rights]
+    if abi >= 4:
+        handled.append(BIND_OR_CONNECT_TCP)
+    if abi >= LANDLOCK_ABI_WITH_SCOPES:
+        handled.append(SCOPE_SIGNAL | SCOPE_ABSTRACT_UNIX_SOCKET)
+    attributes = (ctypes.c_uint64 * len(handled))(*handled)
+    rules = libc.syscall(
+        LANDLOCK_CREATE_RULESET, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)), 0
+    )
+    readable = dict.fromkeys(READABLE, EXECUTE | READ_FILE | READ_DIR)
+    readable |= dict.fromkeys(interpreter_folders(), EXECUTE | READ_FILE | READ_DIR)
+    readable |= {"/dev/null": READ_FILE | WRITE_FILE, ".": rights & ~(MAKE_CHAR | MAKE_BLOCK | MAKE_SOCK)}
+    for path, allowed in readable.items():
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed &= rights if os.path.isdir(path) else rights & OF_A_FILE
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, descriptor), 12)
+            if libc.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0):
+                raise OSError(ctypes.get_errno(), f"cannot restrict the program's access to files: {path}")
+            os.close(descriptor)
     if rules < 0 or libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0):
-        raise OSError(ctypes.get_errno(), "cannot isolate the program from other processes with Landlock")
+        raise OSError(ctypes.get_errno(), "cannot isolate the program from files and processes with Landlock")
     os.close(rules)
 
 
-def wait_for(program: int) -> int:
-    """Return the program's exit status, or -SIGTERM if this process receives SIGTERM."""
-    while signal.sigwait({signal.SIGCHLD, signal.SIGTERM}) != signal.SIGTERM:
+def interpreter_folders() -> set[str]:
+    """The folders of this interpreter, its standard library and its packages."""
+    paths = sysconfig.get_paths()
+    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return found | {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent)}
+
+
+def refuse_calls(libc: ctypes.CDLL, machine: int, calls: tuple[int, ...]) -> None:
+    """Let these system calls fail with EPERM, and all calls of another architecture."""
+    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
+    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    steps = [(load, 4), (equal, machine), (load, 0), (at_least, X32_CALLS), *((equal, number) for number in calls)]
+    # a jump to `refuse` skips the remaining steps and `allow`
+    jumps = [(0, 0), (0, len(steps) - 1), (0, 0), *((len(steps) - at, 0) for at in range(3, len(steps)))]
+    program = [(kind, *jump, value) for (kind, value), jump in zip(steps, jumps)]
+    program += [(end, 0, 0, allow), (end, 0, 0, refuse)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
+    filters = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
+    if libc.prctl(PR_SET_SECCOMP, 2, filters, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot take the network from the program with seccomp")
+
+
+def wait_for(program: int, memory: int) -> int:
+    """Return the program's exit status; -SIGTERM if this process receives SIGTERM, -SIGKILL if all processes together
+    use more than `memory` bytes (-1: no limit)."""
+    while True:
+        awaited = {signal.SIGCHLD, signal.SIGTERM}
+        if memory < 0:
+            received = signal.sigwait(awaited)
+        elif info := signal.sigtimedwait(awaited, MEMORY_SECONDS):
+            received = info.si_signo
+        else:
+            received = None
+        if received == signal.SIGTERM:
+            os.kill(program, signal.SIGKILL)
+            return -signal.SIGTERM
         ended = -1
         while ended:
             ended, status = os.waitpid(-1, os.WNOHANG)
             if ended == program:
                 return os.waitstatus_to_exitcode(status)
-    os.kill(program, signal.SIGKILL)
-    return -signal.SIGTERM
+        if memory >= 0 and memory_of(descendants()) > memory:
+            os.kill(program, signal.SIGKILL)
+            print(f"the program and its child processes used more than {memory >> 20} MiB together", file=sys.stderr)
+            return -signal.SIGKILL
+
+
+def descendants() -> Iterator[int]:
+    """The process ids of the program and of everything that it has started."""
+    found = children(os.getpid())
+    while found:
+        yield (pid := found.pop())
+        found += children(pid)
+
+
+def memory_of(processes: Iterator[int]) -> int:
+    """Bytes of memory that processes use together, in RAM and swap. Files of the disk do not count.
+
+    Pages that processes share since a fork count once if the kernel says so (PSS), otherwise once for each process.
+    """
+    total = 0
+    for pid in processes:
+        with contextlib.suppress(OSError):  # it has exited since
+            try:
+                total += _kilobytes(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
+            except PermissionError:
+                total += _kilobytes(pid, "status", ("RssAnon:", "RssShmem:", "VmSwap:"))
+    return total << 10
+
+
+def _kilobytes(pid: int, file: str, names: tuple[str, ...]) -> int:
+    lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(names))
 
 
 def end_children() -> None:
@@ -83,32 +216,39 @@ def end_children() -> None:
     with contextlib.suppress(ChildProcessError):  # no children left
         while True:
             os.waitpid(-1, os.WNOHANG)
-            for child in children():
+            for child in children(os.getpid()):
                 os.kill(child, signal.SIGKILL)
             time.sleep(0.001)
 
 
-def children() -> list[int]:
-    """Return the process ids of all children, zombies included."""
+def children(parent: int) -> list[int]:
+    """Return the process ids of all children of a process, zombies included."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # without CONFIG_PROC_CHILDREN, or it has exited
+        return [
+            int(pid)
+            for file in Path(f"/proc/{parent}/task").iterdir()
+            for pid in (file / "children").read_text().split()
+        ]
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited since
-                _, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-                found += [int(folder.name)] * (int(parent) == os.getpid())
+                _, ppid, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+                found += [int(folder.name)] * (int(ppid) == parent)
     return found
 
 
 def main() -> None:
     *limits, program = sys.argv[1:5]
+    limits = [int(limit) for limit in limits]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     if sys.platform == "linux":
         adopt_orphans()
     child = os.fork()
     if child == 0:
-        run([int(limit) for limit in limits], program, sys.argv[5:])
+        run(limits, program, sys.argv[5:])
         return
-    status = wait_for(child)
+    status = wait_for(child, limits[1])
     if sys.platform == "linux":
         end_children()
     os._exit(status if status >= 0 else 128 - status)

@@ -1,11 +1,14 @@
 """Running a program in a process that can be killed, with limits on time, memory and output.
 
-The limits protect the machine from faulty programs, and all processes a program starts end with it (program_boot). They
-are not a security boundary: a malicious program can read files and use the network with the permissions of this
-process, and before Linux 6.12 kill other processes. Run untrusted code in a container without these permissions.
+All processes that a program starts end with it, and share its memory limit. On Linux it has no network, reads only the
+interpreter with its packages and the system's libraries, and writes only to a temporary folder (program_boot). Where
+the kernel cannot enforce this, a warning says what is open. The kernel itself is the same: a program that attacks the
+kernel needs a virtual machine.
 """
 
 import contextlib
+import functools
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.rewards.sandbox.pool import Limits
+from verl.rewards.sandbox.program_boot import LANDLOCK_ABI_WITH_SCOPES, can_filter_calls, landlock_abi
+
+logger = logging.getLogger("verl.rewards")
 
 _BOOT = Path(__file__).with_name("program_boot.py")
 _SIGNALS = {int(number) for number in signal.Signals}
@@ -37,6 +43,26 @@ class Finished:
     stderr: str
 
 
+@functools.cache
+def warn_of_missing_isolation() -> None:
+    """Log, once, what programs can do here that they should not."""
+    on_linux = sys.platform == "linux"
+    abi = landlock_abi() if on_linux else -1
+    missing = {
+        "read and write all files of this user": abi < 1,
+        "use the network": not (on_linux and can_filter_calls()),
+        "signal other processes of this user": abi < LANDLOCK_ABI_WITH_SCOPES,
+        "exceed the memory limit": not on_linux,
+    }
+    if any(missing.values()):
+        logger.warning(
+            "programs in responses are run, and can %s: this kernel (%s) cannot prevent it. Run the training in a "
+            "container, or on Linux 6.12 or later with Landlock and seccomp (docs/security.md)",
+            ", ".join(name for name, is_missing in missing.items() if is_missing),
+            " ".join((os.uname().sysname, os.uname().release)),
+        )
+
+
 def run_program(
     code: str, *, limits: Limits, stdin: str = "", arguments: tuple[str, ...] = (), files: dict[str, str] | None = None
 ) -> tuple[Finished, dict[str, str]]:
@@ -54,6 +80,7 @@ def run_program(
     Returns:
         How the program ended, and the final content of `files`.
     """
+    warn_of_missing_isolation()
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as folder:
         for name, text in {"program.py": code, "stdin": stdin, **(files or {})}.items():
             (Path(folder) / name).write_text(text, encoding="utf-8", errors="replace")
@@ -70,7 +97,8 @@ def _run(folder: str, arguments: tuple[str, ...], limits: Limits) -> str | None:
         limits.output_bytes,
     )
     command = [sys.executable, "-I", str(_BOOT), *map(str, bounds), "program.py", *arguments]
-    environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "HOME": folder}
+    environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    environment |= {"HOME": folder, "TMPDIR": folder}
     with (
         open(f"{folder}/stdin", "rb") as stdin,
         open(f"{folder}/stdout", "wb") as stdout,

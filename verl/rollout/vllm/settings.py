@@ -17,6 +17,7 @@ from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
 from verl.rollout.routed_experts import check_records
 from verl.rollout.vllm.capabilities import Capabilities
+from verl.utils.rendezvous import join_default_group
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ def join_process_group(env: RolloutEnv) -> None:
         if env.world_size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            dist.init_process_group(backend)
+            join_default_group(backend)
     if dist.get_world_size() != env.world_size:
         raise ValueError(
             f"rollout.name=vllm: expected a process group of the {env.world_size} rollout ranks, found one of "

@@ -7,6 +7,8 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
+from verl.utils.rendezvous import tcp_store, use_loopback_if_local
+
 #: size of the broadcast that measures the bandwidth
 _MEASURED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}
 
@@ -31,7 +33,8 @@ class TransferGroup:
         self.bandwidth = 0.0
         self.layouts: dict[tuple[bool, int], bytes] = {}
         host, port = address
-        self.store = dist.TCPStore(host, port, size, rank == 0, wait)
+        use_loopback_if_local(host)
+        self.store = tcp_store(host, port, size, rank == 0, wait)
         self.control = dist.ProcessGroupGloo(dist.PrefixStore("control", self.store), rank, size, wait)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()

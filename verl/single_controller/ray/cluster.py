@@ -1,13 +1,16 @@
 """RayCluster: workers as Ray actors on the nodes of a Ray cluster, in one placement group per pool."""
 
+import contextlib
 import functools
+import logging
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from verl.config import schema
 from verl.single_controller.cluster import Pools, RunConfig, start_pools
@@ -17,6 +20,9 @@ from verl.single_controller.ray.placement import START_TIMEOUT, reserve
 from verl.single_controller.ray.runtime_env import prepare_runtime_env
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
+from verl.utils.rendezvous import is_loopback
+
+logger = logging.getLogger("verl.single_controller")
 
 _LOCAL_TIMEOUT = 3.0  # seconds: a local Ray has its resources immediately or never
 _LOCAL_ADVICE = (
@@ -101,10 +107,30 @@ class RayCluster:
     def _init_ray(self) -> str:
         """Start or join a cluster, and return its session folder. Ray's handler of SIGTERM, which exits, is undone."""
         handler = signal.getsignal(signal.SIGTERM)
-        session = ray.init(**self.ray_init).address_info["session_dir"]
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-        return session
+        try:
+            return self._join_or_start()["session_dir"]
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
+
+    def _join_or_start(self) -> Mapping[str, Any]:
+        """Join a cluster if there is one, otherwise start one that listens on the loopback interface only."""
+        address = self.given.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
+        if address != "local":
+            try:
+                return ray.init(**{**self.ray_init, "address": address}).address_info
+            except ConnectionError:
+                if address != "auto" or self.given.get("address"):
+                    raise
+        with _on_loopback():
+            started = ray.init(**{"_node_ip_address": "127.0.0.1", **self.ray_init, "address": "local"}).address_info
+        if "_node_ip_address" not in self.given and not is_loopback(started["node_ip_address"]):
+            logger.warning(
+                "Ray %s listens on %s, also for other hosts (docs/security.md)",
+                ray.__version__,
+                started["node_ip_address"],
+            )
+        return started
 
     def shutdown(self) -> None:
         for group in self._groups.values():
@@ -112,3 +138,14 @@ class RayCluster:
         if self._started:
             ray.shutdown()
             self._started = False
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Context in which Ray keeps a loopback address of its node, as it does on macOS, instead of that of the host."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

@@ -14,6 +14,7 @@ from verl.tracking.formatting import duration_in_words
 from verl.tracking.metric_names import describe
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
 from verl.tracking.summary import best_point
+from verl.utils.redaction import printable
 
 #: points of a curve, and columns of a heat map, that are shown; more are thinned evenly
 MAX_POINTS = 1000
@@ -54,7 +55,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
             "writes after each step"
         )
     here = Path(__file__).parent
-    data = json.dumps(report_data(run), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+    found = _escaped(report_data(run))
+    data = json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
     page = (here / "page.html").read_text(encoding="utf-8")
     for name, text in (
         ("/*page.css*/", (here / "page.css").read_text(encoding="utf-8")),
@@ -67,6 +69,15 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     return out
+
+
+def _escaped(value: Any) -> Any:
+    """A value whose texts show control characters, and those that change the direction of writing, as escapes."""
+    if isinstance(value, Mapping):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    return printable(value) if isinstance(value, str) and not value.isprintable() else value
 
 
 def report_data(run: RecordedRun) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from verl.env_check.packages import CORE
 from verl.trainer.startup.torchrun import run_under_launcher
 from verl.trainer.state.interruption import Stopped, sigterm_raises
+from verl.utils.redaction import remember_arguments, shown
 
 if TYPE_CHECKING:
     from verl.config.fields import Schema
@@ -116,6 +119,9 @@ def command_line(
             torch is not loaded yet; the program runs these checks again, and all others.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    remember_arguments(arguments)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = print_traceback
     return run_under_launcher(lambda: _command(arguments, help_text, settings, run, dry_run, check))
 
 
@@ -135,7 +141,7 @@ def _command(
         if "--print-config" in flags:
             from verl.config.load import dump_config
 
-            print_text(dump_config(settings(path, overrides), everything=True))
+            print_text(dump_config(settings(path, overrides), everything=True, redact=True))
             return 0
         if "--dry-run" in flags and dry_run is None:
             raise ValueError("--dry-run is not supported by this program")
@@ -178,5 +184,10 @@ def print_error(error: Exception) -> int:
     if isinstance(error, ModuleNotFoundError) and _module_name(error) in CORE:
         return print_missing_package(error)
     notes = vars(error).get("__notes__", [])
-    print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
+    print(shown("\n  ".join([f"error: {error}", *notes])), file=sys.stderr)
     return 1
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """`sys.excepthook` of the commands: without secrets and control characters."""
+    print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)

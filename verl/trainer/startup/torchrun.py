@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from verl.utils.rendezvous import tcp_store
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -131,10 +133,8 @@ class Torchrun:
             return 1
 
     def _store(self) -> "Store":
-        from torch.distributed import TCPStore
-
         hosts = self.rank == 0 and not self.agent_store
-        return TCPStore(self.address, self.port, is_master=hosts, wait_for_workers=False, timeout=timedelta(minutes=5))
+        return tcp_store(self.address, self.port, None, hosts, timedelta(minutes=5), wait_for_workers=False)
 
     def _key(self, name: str) -> str:
         return f"verl/{self.restarts}/{name}"

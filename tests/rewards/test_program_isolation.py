@@ -1,0 +1,144 @@
+"""Programs in responses have no network, no files of the user, and one memory limit: real programs that try."""
+
+import os
+import socket
+import sys
+import time
+
+import pytest
+
+from verl.rewards.sandbox import programs
+from verl.rewards.sandbox.pool import Limits
+from verl.rewards.sandbox.program_boot import can_filter_calls, landlock_abi
+from verl.rewards.sandbox.programs import run_program
+
+ON_LINUX = sys.platform == "linux"
+needs_landlock = pytest.mark.skipif(not ON_LINUX or landlock_abi() < 1, reason="no Landlock here")
+needs_seccomp = pytest.mark.skipif(not ON_LINUX or not can_filter_calls(), reason="no seccomp here")
+
+
+def run(code: str, memory: int = 1 << 30, seconds: float = 60.0):
+    limits = Limits(seconds, cpu_seconds=seconds, memory_bytes=memory, output_bytes=1 << 20)
+    return run_program(code, limits=limits)[0]
+
+
+def refused(code: str) -> bool:
+    """Whether a program ends with EPERM or EACCES, or with EXDEV: links and renames across the border."""
+    finished = run(code)
+    assert finished.failure == "ended with exit status 1", finished
+    return "PermissionError" in finished.stderr or "[Errno 18]" in finished.stderr
+
+
+@needs_seccomp
+@pytest.mark.parametrize("kind", ["tcp", "udp", "unix"])
+def test_no_program_reaches_a_server(kind, tmp_path):
+    family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM if kind == "udp" else socket.SOCK_STREAM) as server:
+        server.bind(str(tmp_path / "socket") if kind == "unix" else ("127.0.0.1", 0))
+        if kind != "udp":
+            server.listen()
+        server.settimeout(0.2)
+        send = f"s = socket.socket({family}, {server.type}); s.connect({server.getsockname()!r}); s.send(b'x')"
+        assert refused(f"import socket\n{send}")
+        with pytest.raises(TimeoutError):
+            server.recv(1) if kind == "udp" else server.accept()
+
+
+@needs_seccomp
+def test_a_system_call_by_its_number_is_refused_too():
+    names = "41, 425, 319" if os.uname().machine == "x86_64" else "198, 425, 279"
+    code = f"import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nprint([c.syscall(n, 2, 1, 0) for n in ({names})])"
+    assert run(f"{code}\nprint(ctypes.get_errno())").stdout == "[-1, -1, -1]\n1\n"
+
+
+@needs_landlock
+@pytest.mark.parametrize("act", ["open({!r}).read()", "import os; os.listdir(os.path.dirname({!r}))"])
+def test_no_program_reads_the_files_of_the_user(act, tmp_path):
+    (tmp_path / "secret").write_text("of the user")
+    assert refused(act.format(str(tmp_path / "secret")))
+
+
+@needs_landlock
+def test_no_program_reads_the_command_lines_of_other_processes():
+    assert refused(f"open('/proc/{os.getpid()}/cmdline').read()")
+
+
+@needs_landlock
+@pytest.mark.parametrize(
+    "act",
+    [
+        "open({!r}, 'a').write('x')",
+        "import os; os.remove({!r})",
+        "import os; os.link({!r}, 'link')",
+        "import os; os.symlink({!r}, 'link'); open('link').read()",
+        "import os; os.rename({!r}, 'mine')",
+    ],
+)
+def test_no_program_changes_or_takes_a_file(act, tmp_path):
+    (tmp_path / "file").write_text("of the user")
+    assert refused(act.format(str(tmp_path / "file")))
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "of the user"
+
+
+@needs_landlock
+def test_no_program_writes_outside_of_its_folder(tmp_path):
+    assert refused(f"open({str(tmp_path / 'new')!r}, 'w')")
+    assert refused("open('/dev/shm/left_by_a_program', 'w')")
+    assert not os.listdir(tmp_path) and not os.path.exists("/dev/shm/left_by_a_program")
+
+
+def test_what_solutions_need_is_allowed():
+    finished = run(
+        "import os, random, shutil, socket, subprocess, tempfile\n"
+        "import numpy as np\n"
+        "a, b = socket.socketpair(); a.send(b'pair'); print(b.recv(4).decode())\n"
+        "with tempfile.NamedTemporaryFile('w+') as f: f.write('file'); f.seek(0); print(f.read())\n"
+        "os.makedirs('d/e'); open('x', 'w').write('moved'); os.rename('x', 'd/e/x'); print(open('d/e/x').read())\n"
+        "shutil.rmtree('d')\n"
+        "print(subprocess.run(['sh', '-c', 'echo child'], capture_output=True, text=True, check=True).stdout, end='')\n"
+        "print(int(np.arange(4).sum()), len(os.urandom(4)), open('/dev/null').read() == '')\n"
+    )
+    assert finished.failure is None and finished.stdout == "pair\nfile\nmoved\nchild\n6 4 True\n"
+
+
+ALLOCATE = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        block = b"x" * ({megabytes} << 20)
+        time.sleep({seconds})
+        os._exit(0)
+for _ in range(8):
+    os.wait()
+print("all have ended")
+"""
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="/proc")
+def test_eight_children_share_one_memory_limit():
+    start = time.monotonic()
+    finished = run(ALLOCATE.format(megabytes=40, seconds=30), memory=200 << 20)  # 320 MiB in all, 40 each
+    assert finished.failure == "ended by SIGKILL" and time.monotonic() - start < 20
+    assert "used more than 200 MiB together" in finished.stderr
+    assert run(ALLOCATE.format(megabytes=10, seconds=1), memory=200 << 20).stdout == "all have ended\n"
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="/proc")
+def test_pages_shared_with_children_count_once():
+    shared = "block = b'x' * (60 << 20)\n" + ALLOCATE.format(megabytes=0, seconds=1)
+    finished = run(shared, memory=200 << 20)  # 8 x 60 MiB, if each of them counted
+    if os.getuid():  # PSS of these processes is for root only; without it each counts
+        pytest.skip("needs root")
+    assert finished.stdout == "all have ended\n", finished
+
+
+def test_what_the_kernel_cannot_prevent_is_logged_once(monkeypatch, caplog):
+    """The kernel of the test has it all, so the versions are replaced."""
+    monkeypatch.setattr(programs, "landlock_abi", lambda: -1)
+    monkeypatch.setattr(programs, "can_filter_calls", lambda: False)
+    programs.warn_of_missing_isolation.cache_clear()
+    run("print(1)")
+    run("print(1)")
+    programs.warn_of_missing_isolation.cache_clear()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "can read and write all files of this user, use the network, signal other processes of this user" in said

@@ -1,0 +1,123 @@
+"""Secrets and control characters are in no output: settings, logs, errors, configurations, records, tracebacks."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.config import dump_config, load_config
+from verl.config.errors import ConfigError
+from verl.tracking.run_record import RunRecord
+from verl.trainer.main_ppo import main
+from verl.utils.redaction import (
+    is_secret_name,
+    printable,
+    redact,
+    redact_text,
+    redact_urls,
+    remember_arguments,
+)
+
+SECRETS = ["HF_TOKEN", "WANDB_API_KEY", "api_key", "apiKey", "dbPassword", "client_secret_v2", "AWS_SECRET_ACCESS_KEY"]
+SECRETS += ["SSH_KEY", "auth_token", "judge-token", "Authorization", "redis_password", "OPENAI_API_KEY_2", "passphrase"]
+PLAIN = ["prompt_key", "image_key", "eos_token", "pad_token", "max_tokens", "tokenizer", "keyboard", "author", "monkey"]
+PLAIN += ["stop_token", "num_special_tokens", "authority", "secretary", "tokens_per_second", "key", "reward_fn_key"]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_names_of_secrets(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_names_of_other_values(name):
+    assert not is_secret_name(name)
+
+
+def test_settings_at_any_depth():
+    found = redact(
+        {"a": [{"api_key": "hidden-1", "n": 3}], "worker_env": {"X": "hidden-2"}, "max_tokens": 5, "t": None}
+    )
+    assert "hidden" not in str(found)
+    assert found["a"][0]["n"] == 3 and found["max_tokens"] == 5 and list(found["worker_env"]) == ["X"]
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("https://me:hunter22@host/x?a=1", "https://<not saved>@host/x?a=1"),
+        ("see s3://AKIA0123456789abcdef@bucket/x", "see s3://<not saved>@bucket/x"),
+        ("https://host/x?token=abc&b=2&X-Amz-Signature=0f", "https://host/x?token=<not saved>&b=2&X-Amz-Signature=0f"),
+        ("https://host/x?api_key=abc#end", "https://host/x?api_key=<not saved>#end"),
+        ("git@github.com:a/b and a@b.c", "git@github.com:a/b and a@b.c"),
+        ("http://host:8000/v1@2", "http://host:8000/v1@2"),
+    ],
+)
+def test_credentials_in_urls(url, expected):
+    assert redact_urls(url) == expected
+
+
+def test_values_of_the_environment_and_of_a_command_line(monkeypatch):
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "abcdef-123")
+    remember_arguments(["trainer.worker_env.PLAIN=from-the-command", "+reward.reward_kwargs.judge_token='quoted-1'"])
+    assert redact_text("abcdef-123 from-the-command quoted-1") == "<not saved> <not saved> <not saved>"
+
+
+def test_control_characters():
+    assert printable("a\x1b]0;title\x07\u202eb\nc\t") == "a\\x1b]0;title\\x07\\u202eb\nc\t"
+
+
+def test_a_saved_configuration_has_no_credentials_and_says_so_when_it_is_used(tmp_path):
+    settings = ["data.train_files=[https://me:hunter22@host/x.parquet]", "ray_kwargs.ray_init._redis_password=hunter33"]
+    text = dump_config(load_config(None, settings), redact=True)
+    assert "hunter" not in text and text.count("<not saved>") == 2
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path / "config.yaml"))
+    assert [p.key for p in caught.value.problems if "was not saved" in p.what] == [
+        "data.train_files",
+        "ray_kwargs.ray_init._redis_password",
+    ]
+
+
+def test_what_a_command_prints(capsys):
+    settings = ["trainer.worker_env.X=hunter-44", "reward.reward_kwargs.judge_api_key=hunter-55"]
+    assert main([*settings, "--print-config"]) == 0
+    assert main([*settings, "trainer.worker_env.Y={a: hunter-44}", "trainer.seed=\x1b]0;hunter-55\x07"]) == 1
+    out, err = capsys.readouterr()
+    assert "hunter" not in out + err and "\x1b" not in err and "trainer.seed" in err
+
+
+def test_logs_and_tracebacks_of_a_process():
+    code = (
+        "import logging, sys\n"
+        "from verl.trainer.startup.command_line import command_line\n"
+        "from verl.utils.log import setup_logging\n"
+        "setup_logging()\n"
+        "def run(path, overrides):\n"
+        "    logging.getLogger('verl.x').warning('it is hunter-66 \\x1b[2J')\n"
+        "    raise RuntimeError('no access with hunter-66 \\x1b[2J')\n"
+        "command_line(['a=b'], '', None, run)\n"
+    )
+    env = os.environ | {"SERVICE_PASSWORD": "hunter-66", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
+    assert (
+        done.returncode == 1
+        and "hunter-66" not in done.stdout + done.stderr
+        and "\x1b" not in done.stdout + done.stderr
+    )
+    assert "it is <not saved> \\x1b[2J" in done.stdout
+    assert "RuntimeError: no access with <not saved> \\x1b[2J" in done.stderr and "Traceback" in done.stderr
+
+
+def test_the_record_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVICE_PASSWORD", "hunter-77")
+    with pytest.raises(RuntimeError), RunRecord(tmp_path, {}):
+        logging.getLogger("verl.x").warning("a warning with hunter-77")
+        raise RuntimeError("an error with hunter-77")
+    assert json.loads((tmp_path / "run.json").read_text())["error"] == "RuntimeError: an error with <not saved>"
+    assert json.loads((tmp_path / "warnings.jsonl").read_text())["message"] == "a warning with <not saved>"

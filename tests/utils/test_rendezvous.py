@@ -1,0 +1,58 @@
+"""Rank 0 of a run on one host listens on the loopback interface only."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+
+from verl.single_controller.worker import free_port
+from verl.utils.rendezvous import is_loopback, tcp_store
+
+JOIN = """
+import os, sys
+import torch, torch.distributed as dist
+from tests.sockets import listening
+from verl.utils.rendezvous import join_default_group
+join_default_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(int(total), *sorted({str(address) for address in listening(os.getpid())}))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_group_on_one_host_listens_on_loopback_only():
+    """Store and Gloo of both ranks."""
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", JOIN], env=env | {"RANK": rank}, stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    assert [rank.communicate(timeout=200)[0] for rank in ranks] == ["2 127.0.0.1\n"] * 2
+
+
+def test_a_port_that_is_taken_is_named():
+    port = free_port()
+    store = tcp_store("127.0.0.1", port, 1, True, timedelta(seconds=20))
+    store.set("key", "value")
+    assert tcp_store("127.0.0.1", port, 1, False, timedelta(seconds=20)).get("key") == b"value"
+    with pytest.raises(ValueError, match=rf"rank 0 cannot listen on 127.0.0.1:{port}.*MASTER_PORT"):
+        tcp_store("127.0.0.1", port, 1, True, timedelta(seconds=20))
+
+
+def test_an_address_of_another_host_is_refused():
+    with pytest.raises(ValueError, match=r"rank 0 cannot listen on 192\.0\.2\.77:"):
+        tcp_store("192.0.2.77", free_port(), 1, True, timedelta(seconds=20))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("localhost", True), ("192.0.2.1", False), ("n1", False)],
+)
+def test_loopback_addresses(host, expected):
+    assert is_loopback(host) is expected

@@ -1,0 +1,147 @@
+"""What must not be in logs and files: secrets, and control characters.
+
+Secrets are found by the names of settings and environment variables, and in URLs. Their values are replaced wherever
+the library writes or prints: configurations, logs, errors, records of runs.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+REDACTED = "<not saved>"
+
+#: settings of environment variables, which may all be secrets
+_ENVIRONMENTS = ("worker_env", "env_vars")
+#: words in the names of secrets
+_SECRETS = frozenset(
+    [
+        "secret",
+        "secrets",
+        "password",
+        "passwd",
+        "passphrase",
+        "pwd",
+        "credential",
+        "credentials",
+        "auth",
+        "token",
+        "apikey",
+    ]
+)
+_SECRETS |= frozenset(["authorization", "bearer"])
+#: words before `key`, for which its value is a secret; after others it is often the name of a column
+_KEYS = frozenset(["api", "access", "private", "secret", "signing", "encryption", "license", "auth", "account"])
+#: words before `token`, for which it is a token of a vocabulary
+_VOCABULARY = frozenset(
+    [
+        "eos",
+        "bos",
+        "pad",
+        "unk",
+        "sep",
+        "cls",
+        "mask",
+        "image",
+        "video",
+        "audio",
+        "stop",
+        "special",
+        "begin",
+        "end",
+        "first",
+        "last",
+    ]
+)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+#: user and password of a URL, and secrets in its query
+_IN_URL = re.compile(r"(?<=://)[^/\s@:'\"]*:[^/\s@'\"]+(?=@)|(?<=://)[^/\s@:'\"]{16,}(?=@)")
+_IN_QUERY = re.compile(r"(?<=[?&])([\w\-]+)=([^&\s'\"#]+)")
+#: shorter values would also be found in other words
+_SHORTEST = 6
+
+_known: set[str] = set()
+
+
+def is_secret_name(name: object) -> bool:
+    """Whether the value of a setting or variable of this name is a secret: HF_TOKEN, api_key, dbPassword."""
+    text = str(name)
+    words = [word.lower() for word in _WORD.findall(text)]
+    for before, word in zip(["", *words], words):
+        if word == "key" and (before in _KEYS or text.isupper()):
+            return True
+        if word in _SECRETS and not (word == "token" and before in _VOCABULARY):
+            return True
+    return False
+
+
+def redact(value: Any, name: object = "") -> Any:
+    """A setting without secrets: values by their names, variables of environments, and credentials in URLs.
+
+    Secrets by name are texts in mappings; the fields of the schema itself have none.
+    """
+    if isinstance(value, Mapping):
+        if str(name).rpartition(".")[2] in _ENVIRONMENTS:
+            return dict.fromkeys(value, REDACTED)
+        return {k: REDACTED if isinstance(v, str) and is_secret_name(k) else redact(v, k) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(redact(item, name) for item in value)
+    return redact_urls(value) if isinstance(value, str) else value
+
+
+def redact_urls(text: str) -> str:
+    """A text without the credentials in its URLs."""
+    if "://" not in text:
+        return text
+    return _IN_QUERY.sub(_redact_parameter, _IN_URL.sub(REDACTED, text))
+
+
+def _redact_parameter(found: re.Match[str]) -> str:
+    is_secret = is_secret_name(found[1]) or found[1].lower() in ("key", "sig", "signature")
+    return f"{found[1]}={REDACTED}" if is_secret else found[0]
+
+
+def is_redacted(value: Any) -> bool:
+    """Whether `redact` has removed something from a text or list."""
+    return REDACTED in value if isinstance(value, str) else isinstance(value, list) and any(map(is_redacted, value))
+
+
+def remember_secrets(values: Mapping[str, Any], all_of_them: bool = False) -> None:
+    """Replace these values in texts from here on, if their names are those of secrets, or all of them."""
+    found = (str(value) for name, value in values.items() if all_of_them or is_secret_name(name.rpartition(".")[2]))
+    _known.update(value for value in found if len(value) >= _SHORTEST and value != REDACTED)
+
+
+def remember_arguments(arguments: Iterable[str]) -> None:
+    """`remember_secrets` of `key=value` on a command line."""
+    for argument in arguments:
+        key, _, value = argument.lstrip("-+").partition("=")
+        in_environment = any(f".{name}." in f".{key}" for name in _ENVIRONMENTS)
+        remember_secrets({key: value.strip("'\"")}, all_of_them=in_environment)
+
+
+def remember_settings(flat: Mapping[str, Any]) -> None:
+    """`remember_secrets` of the settings that `redact` replaces."""
+    for key, value in flat.items():
+        if isinstance(value, Mapping):
+            in_environment = str(key).rpartition(".")[2] in _ENVIRONMENTS
+            remember_secrets({str(k): v for k, v in value.items() if isinstance(v, str)}, all_of_them=in_environment)
+            remember_settings({} if in_environment else value)
+
+
+def redact_text(text: str) -> str:
+    """A text for a log, an error or a file of a run: without secrets of the environment and of the settings."""
+    values = _known | {v for k, v in os.environ.items() if len(v) >= _SHORTEST and is_secret_name(k)}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, REDACTED)
+    return redact_urls(text)
+
+
+def printable(text: str) -> str:
+    """Escape control characters, which could change the state of the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def shown(text: str) -> str:
+    """A text for the console: without secrets and control characters."""
+    return printable(redact_text(text))
