@@ -17,6 +17,7 @@ from verl.registry import load_object
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import WorkerGroup
+from verl.utils.waiting import Limits
 
 RunConfig = schema.Config | schema.SFTConfig
 Pools = Mapping[str, Sequence[tuple[str, ResourcePool]]]
@@ -71,6 +72,12 @@ def make_cluster(config: RunConfig, backend: str | None = None) -> Cluster:
         error.add_note(f"trainer.backend={backend} needs it: pip install {error.name}")
         raise
     return make(config)
+
+
+def wait_limits(config: RunConfig) -> Limits:
+    """The limits of waits that the `trainer` section sets."""
+    trainer = config.trainer
+    return Limits(trainer.worker_timeout, trainer.start_timeout, trainer.wait_factor, trainer.wait_minimum)
 
 
 def start_pools(

@@ -160,7 +160,7 @@ class PPOTrainer(Trainer):
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
-        self.validation.log_level = self.operator_level
+        self.validation.log_level, self.validation.label = self.operator_level, "validation: "
 
     # ---- flow and workers -------------------------------------------------------------------------------------------
 
@@ -325,7 +325,8 @@ class PPOTrainer(Trainer):
         return self.draw_samples(batch, self.config.trainer.log_samples)
 
     def running_operators(self) -> Mapping[str, float]:
-        validation = {f"validation: {name}": start for name, start in dict(self.validation.running_since).items()}
+        found, label = dict(self.validation.running_since), self.validation.label
+        validation = {f"{label}{name}": start for name, start in found.items()}
         return {**self.pipeline.running_since, **validation}
 
     def draw_samples(self, batch: DataProto, count: int) -> Rows:

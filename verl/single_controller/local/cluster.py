@@ -6,22 +6,23 @@ from collections.abc import Mapping
 import torch
 
 from verl.config import schema
-from verl.single_controller.cluster import Pools, RunConfig, start_pools
+from verl.single_controller.cluster import Pools, RunConfig, start_pools, wait_limits
 from verl.single_controller.local.group import colocate
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
 from verl.utils.device import resolve_device
+from verl.utils.waiting import Limits
 
 
 def local_cluster(config: RunConfig) -> "InProcessCluster | ProcessCluster":
     """This process for a run of one process without a separate environment; otherwise processes of this host."""
     trainer = config.trainer
-    if not isinstance(trainer, schema.TrainerConfig):  # supervised fine-tuning: no timeout, no environment
-        return InProcessCluster() if trainer.n_gpus_per_node == 1 else ProcessCluster(device=trainer.device)
-    if trainer.n_gpus_per_node == 1 and not trainer.worker_env:
+    # supervised fine-tuning has no separate environment
+    env = trainer.worker_env if isinstance(trainer, schema.TrainerConfig) else {}
+    if trainer.n_gpus_per_node == 1 and not env:
         return InProcessCluster()
-    return ProcessCluster(device=trainer.device, timeout=trainer.worker_timeout, env=trainer.worker_env)
+    return ProcessCluster(device=trainer.device, timeout=wait_limits(config), env=env)
 
 
 class InProcessCluster:
@@ -59,12 +60,12 @@ class ProcessCluster:
 
     Args:
         device: "auto", "cpu" or "cuda"; on "cuda" rank i of a pool sees the i-th device of the pool.
-        timeout: seconds that one call may take before a hang is reported.
+        timeout: limits of waits; of a number, seconds that one call may take before a hang is reported.
         env: further environment variables of the processes.
     """
 
     def __init__(
-        self, device: str = "auto", timeout: float = CALL_TIMEOUT, env: Mapping[str, str] | None = None
+        self, device: str = "auto", timeout: float | Limits = CALL_TIMEOUT, env: Mapping[str, str] | None = None
     ) -> None:
         self.device = device
         self.timeout = timeout
