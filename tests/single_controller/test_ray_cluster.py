@@ -13,6 +13,7 @@ import verl
 from verl.protocol import DataProto
 from verl.single_controller import WorkerDied, WorkerError, WorkerSpec, WorkerTimeout
 from verl.single_controller.placement import ResourcePool
+from verl.utils.waiting import Durations, Limits
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -105,7 +106,7 @@ def test_a_killed_process_is_named(cluster):
 def test_a_hang_ends_with_the_stacks_of_all_ranks(cluster):
     group = RayWorkerGroup(spec("Failing"), TWO, name="actor", timeout=60)
     group.pids()
-    group._pool.timeout = 1.0
+    group._pool.durations = Durations(Limits(1.0))
     start = time.monotonic()
     with pytest.raises(WorkerTimeout, match=r"no reply after 1 s from ranks \[0, 1\]") as caught:
         group.wait_in_collective(1).get()
@@ -118,7 +119,7 @@ def test_a_queued_call_does_not_time_out(cluster):
     """The deadline of a call counts from when the ranks start it, not from when it was submitted."""
     with RayWorkerGroup(spec("Echo"), TWO, timeout=60) as group:
         group.only_zero()
-        group._pool.timeout = 1.0
+        group._pool.durations = Durations(Limits(1.0))
         futures = [group.sleep(0.7) for _ in range(3)]
         assert [len(f.get()) for f in reversed(futures)] == [2, 2, 2]
 

@@ -65,6 +65,12 @@ class Durations:
         with self._lock:
             self._found.setdefault(name, deque(maxlen=_WINDOW)).append(seconds)
 
+    @property
+    def start_limit(self) -> Limit:
+        """The limit of starting workers and loading models."""
+        limits = self.limits
+        return Limit(limits.timeout if limits.start is None else limits.start, "trainer.start_timeout")
+
     def limit(self, name: Hashable | None) -> Limit:
         """The limit of the next operation of this name; of None, `Limits.timeout`."""
         limits = self.limits

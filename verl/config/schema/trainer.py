@@ -89,7 +89,7 @@ class RunConfig(Section):
     resume_from_path: FilePath | None = field(None, "the global_step_N folder to resume from (resume_path)")
     start_timeout: float = field(3600.0, "seconds for the workers to start and to load their models", gt=0)
     worker_timeout: float = field(
-        3600.0, "maximum seconds of a wait; also the limit of an operator that has not run yet (docs/multinode.md)", gt=0
+        3600.0, "maximum seconds of a wait, and the limit of an operator that has not run yet (docs/multinode.md)", gt=0
     )
     wait_factor: float | None = field(
         10.0, "a wait ends after this multiple of the operator's median duration; null: after worker_timeout", ge=1

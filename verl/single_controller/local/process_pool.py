@@ -167,7 +167,8 @@ class ProcessPool:
 
     def _begin(self, role: str, method: str, outgoing: list[tuple[_Rank, Kind, Parcel]]) -> _PendingCall:
         operator = running_operator()
-        limit = self._limit(operator, role, method)
+        name = None if operator is None else (operator, role, method)
+        limit = self.durations.start_limit if method == "__init__" else self.durations.limit(name)
         watch = CallWatch(self.durations.limits, limit, role, method, operator)
         pending = _PendingCall(role, method, operator, limit, watch, {rank.rank for rank, _, _ in outgoing})
         with self._lock:  # all ranks must get the calls of all threads in the same order, or their collectives mismatch
@@ -184,12 +185,6 @@ class ProcessPool:
                 with suppress(ConnectionError):  # the process has ended; the monitor sees it and fails this call
                     parcel.send(rank.connection, kind, self._num_calls)
         return pending
-
-    def _limit(self, operator: str | None, role: str, method: str) -> Limit:
-        limits = self.durations.limits
-        if method == "__init__":
-            return Limit(limits.timeout if limits.start is None else limits.start, "trainer.start_timeout")
-        return self.durations.limit(None if operator is None else (operator, role, method))
 
     def _result(self, pending: _PendingCall, n: int, timeout: float | None) -> list:
         if not pending.done.wait(timeout):

@@ -10,13 +10,14 @@ from typing import Any
 import ray
 
 from verl.config import schema
-from verl.single_controller.cluster import Pools, RunConfig, start_pools
+from verl.single_controller.cluster import Pools, RunConfig, start_pools, wait_limits
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray.group import colocate
 from verl.single_controller.ray.placement import START_TIMEOUT, reserve
 from verl.single_controller.ray.runtime_env import prepare_runtime_env
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
+from verl.utils.waiting import Limits
 
 _LOCAL_TIMEOUT = 3.0  # seconds: a local Ray has its resources immediately or never
 _LOCAL_ADVICE = (
@@ -29,7 +30,7 @@ _LOCAL_ADVICE = (
 def ray_cluster(config: schema.Config) -> "RayCluster":
     """The Ray cluster of `ray_kwargs` and the `trainer` section."""
     trainer = config.trainer
-    return RayCluster(config.ray_kwargs.ray_init, trainer.device, trainer.worker_timeout, trainer.worker_env)
+    return RayCluster(config.ray_kwargs.ray_init, trainer.device, wait_limits(config), trainer.worker_env)
 
 
 class RayCluster:
@@ -41,7 +42,7 @@ class RayCluster:
     Args:
         ray_init: arguments of `ray.init`.
         device: "auto", "cpu" or "cuda"; "auto" uses GPUs if the cluster has any.
-        timeout: seconds that one call may take before a hang is reported.
+        timeout: limits of waits; of a number, seconds that one call may take before a hang is reported.
         env: further environment variables of the actors.
     """
 
@@ -49,7 +50,7 @@ class RayCluster:
         self,
         ray_init: Mapping[str, Any] | None = None,
         device: str = "auto",
-        timeout: float = CALL_TIMEOUT,
+        timeout: float | Limits = CALL_TIMEOUT,
         env: Mapping[str, str] | None = None,
     ):
         self.given = dict(ray_init or {})
