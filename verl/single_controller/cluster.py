@@ -24,6 +24,14 @@ Pools = Mapping[str, Sequence[tuple[str, ResourcePool]]]
 """Pool name -> the roles that live in the pool, each with the pool."""
 
 
+class StartedRoles(dict[str, WorkerGroup]):
+    """Role -> worker group. A missing role is an error with the fix."""
+
+    def __missing__(self, role: str) -> WorkerGroup:
+        started = f"roles with workers: {', '.join(self)}" if self else "call start() first, or use fit()"
+        raise RuntimeError(f"the role {role!r} has no workers: {started}")
+
+
 class Cluster(Protocol):
     """Starts and stops the worker groups of a run."""
 
@@ -42,6 +50,12 @@ class Cluster(Protocol):
 
         Raises:
             Exception: the error of the first pool that failed; the other pools are shut down.
+        """
+
+    def sizes_left(self, nnodes: int, per_node: int) -> list[tuple[int, int]]:
+        """(nodes, processes per node) that can be used after a loss, the largest first, at most those given.
+
+        Called between `shutdown` and the next `start`, with trainer.allow_smaller.
         """
 
     def shutdown(self) -> None:

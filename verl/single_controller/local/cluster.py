@@ -46,6 +46,9 @@ class InProcessCluster:
         self._groups = start_pools(pools, specs, lambda roles, _: colocate(roles))
         return self._groups
 
+    def sizes_left(self, nnodes: int, per_node: int) -> list[tuple[int, int]]:
+        return [(nnodes, per_node)]
+
     def shutdown(self) -> None:
         for group in self._groups.values():
             group.shutdown()
@@ -95,6 +98,11 @@ class ProcessCluster:
             self.shutdown()
             raise
         return self._groups
+
+    def sizes_left(self, nnodes: int, per_node: int) -> list[tuple[int, int]]:
+        on_gpu = resolve_device(self.device).type == "cuda"
+        left = min(per_node, torch.cuda.device_count()) if on_gpu else per_node
+        return [(nnodes, count) for count in range(left, 0, -1)]
 
     def _share_cores(self, ranks: int, on_gpu: bool) -> dict[str, str]:
         """Limit the CPU threads of this process. Returns the environment that limits those of the workers."""

@@ -4,7 +4,8 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -19,6 +20,8 @@ from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
 from verl.utils.waiting import Limits
 
+REPLACEMENT_SECONDS = 60.0  # for another node to replace a lost one, before a restart uses fewer
+_LOOK_SECONDS = 1.0
 _LOCAL_TIMEOUT = 3.0  # seconds: a local Ray has its resources immediately or never
 _LOCAL_ADVICE = (
     "No cluster was found to join, so Ray was started on this host for this run only: start Ray on every node first "
@@ -57,7 +60,7 @@ class RayCluster:
         self.device = device
         self.timeout = timeout
         self.env = dict(env or {})
-        self._started = False
+        self._started, self._can_grow = False, True
         self._groups: dict[str, WorkerGroup] = {}
 
     @functools.cached_property
@@ -77,13 +80,8 @@ class RayCluster:
         _ = self.ray_init
 
     def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
-        self._started = not ray.is_initialized()
-        can_grow = True
-        if self._started:
-            session = self._init_ray()
-            can_grow = not session.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
-        # this host may have no GPU where the nodes do
-        use_gpu = self.device == "cuda" or (self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        self._connect()
+        can_grow, use_gpu = self._can_grow, self._use_gpu()
         # in this thread, which receives Ctrl-C
         reserved = reserve(
             dict.fromkeys(placed[0][1] for placed in pools.values()),
@@ -99,6 +97,29 @@ class RayCluster:
         self._groups = start_pools(pools, specs, start)
         return self._groups
 
+    def _connect(self) -> None:
+        """Start or join a cluster, unless this process has done so."""
+        if not ray.is_initialized():
+            self._started = True
+            session = self._init_ray()
+            # Ray names a session after the process that started it
+            self._can_grow = not session.endswith(f"_{os.getpid()}")
+
+    def _use_gpu(self) -> bool:
+        """Whether processes get a GPU: this host may have none where the nodes do."""
+        return self.device == "cuda" or (self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+
+    def sizes_left(self, nnodes: int, per_node: int) -> list[tuple[int, int]]:
+        """Waits a minute for a node that replaces the lost one."""
+        self._connect()
+        resource, until = "GPU" if self._use_gpu() else "CPU", time.monotonic() + REPLACEMENT_SECONDS
+        while True:
+            nodes = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+            sizes = smaller_sizes(nodes, nnodes, per_node)
+            if sizes[:1] == [(nnodes, per_node)] or time.monotonic() >= until:
+                return sizes
+            time.sleep(_LOOK_SECONDS)
+
     def _init_ray(self) -> str:
         """Start or join a cluster, and return its session folder. Ray's handler of SIGTERM, which exits, is undone."""
         handler = signal.getsignal(signal.SIGTERM)
@@ -112,4 +133,17 @@ class RayCluster:
             group.shutdown()
         if self._started:
             ray.shutdown()
-            self._started = False
+            self._started, self._can_grow = False, True
+
+
+def smaller_sizes(devices: Sequence[int], nnodes: int, per_node: int) -> list[tuple[int, int]]:
+    """(nodes, processes per node) that fit on nodes with these numbers of devices, the largest total first.
+
+    Args:
+        devices: Of each node.
+        nnodes: Most nodes.
+        per_node: Most processes per node.
+    """
+    fitting = {count: min(nnodes, sum(found >= count for found in devices)) for count in range(1, per_node + 1)}
+    sizes = [(nodes, count) for count, most in fitting.items() for nodes in range(1, most + 1)]
+    return sorted(sizes, key=lambda size: (size[0] * size[1], size[1]), reverse=True)

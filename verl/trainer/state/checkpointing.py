@@ -91,6 +91,7 @@ class Checkpointer:
         saved_step: step of the last checkpoint that was saved or loaded; None before.
         saved_path: its folder.
         rollbacks: how often the run has returned to a checkpoint because of bad steps.
+        restarted: whether the next `load` continues this run, rather than starting it.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class Checkpointer:
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0
+        self.restarted = False
+        self._serial = 0  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -268,8 +271,19 @@ class Checkpointer:
         if (self.store.path(best.step) / MANIFEST).is_file():
             self.store.mark_best(asdict(best) | {"saved_as_best": False})
 
+    def start_of_run(self) -> None:
+        """Later checkpoints are those of this run: a restart with resume_mode=disable continues from them."""
+        self._serial, self.restarted = self.store.last_serial(), False
+
+    def newest_of_run(self) -> Path | None:
+        """The newest complete checkpoint from which a restart of this run may continue."""
+        auto = self.config.trainer.resume_mode == "auto"
+        return self.store.newest(0 if auto else self._serial)
+
     def _folder_to_load(self) -> Path | None:
         trainer = self.config.trainer
+        if self.restarted and trainer.resume_mode != "auto" and self.newest_of_run() is not None:
+            return self.store.latest(self._serial)
         if trainer.resume_mode == "disable":
             return None
         if trainer.resume_mode == "resume_path":
