@@ -2,15 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
+from tests.trainer.conftest import run_settings
+from verl.single_controller import WorkerDied
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.state.operator_watch import OperatorTimeout
 
 PROCESSES = ["algorithm.name=grpo", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=4"]
 
@@ -26,7 +26,7 @@ def weights(run: Path, step: int) -> dict:
 def metrics(run: Path) -> list[dict]:
     """The metrics of each step that are no times."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = ("timing", "perf/", "training/restarts", "rollout/tokens_per_second")
+    times = ("timing", "perf/", "training/restarts", "rollout/tokens_per_second", "weight_sync/")
     return [{k: v for k, v in row.items() if not k.startswith(times) and "time" not in k} for row in rows]
 
 
@@ -50,21 +50,28 @@ def run(settings: list[str], folder: Path, *more: str) -> LocalPPOTrainer:
     return LocalPPOTrainer(overrides=[*settings, *PROCESSES, f"trainer.default_local_dir={folder}", *more])
 
 
+@pytest.fixture(scope="module")
+def straight(tiny, tmp_path_factory) -> Path:
+    """An undisturbed run of 4 steps."""
+    folder = tmp_path_factory.mktemp("straight")
+    run(run_settings(tiny, folder), folder, "trainer.save_freq=4").fit()
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("save_freq", [1, 2, -1])
-def test_a_killed_rank_changes_no_number(save_freq, settings, tmp_path, caplog):
-    saving = [f"trainer.save_freq={save_freq}", "trainer.save_at_end=true"]
-    run(settings, tmp_path / "straight", *saving).fit()
-    trainer = run(settings, tmp_path / "killed", *saving, "trainer.max_restarts=1")
+@pytest.mark.parametrize(("save_freq", "source"), [(1, "global_step_2"), (-1, "the start")])
+def test_a_killed_rank_changes_no_number(save_freq, source, straight, settings, tmp_path, caplog):
+    saving = [f"trainer.save_freq={save_freq}", "trainer.save_at_end=true", "trainer.max_restarts=1"]
+    trainer = run(settings, tmp_path / "killed", *saving)
     strike_at(trainer, 3, signal.SIGKILL)
     assert trainer.fit()["training/restarts"] == 1
-    assert weights(tmp_path / "killed", 4) == weights(tmp_path / "straight", 4)
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")
-    source = {1: "global_step_2", 2: "global_step_2", -1: "the start"}[save_freq]
+    assert weights(tmp_path / "killed", 4) == weights(straight, 4)
+    assert metrics(tmp_path / "killed") == metrics(straight)
     assert "restart 1 of 1 after an error in step 3" in caplog.text and source in caplog.text
     assert "was killed by SIGKILL" in caplog.text
 
 
+@pytest.mark.slow
 def test_without_restarts_the_error_is_raised(settings, tmp_path):
     trainer = run(settings, tmp_path / "run", "trainer.save_freq=1")
     strike_at(trainer, 2, signal.SIGKILL)
@@ -84,14 +91,14 @@ def test_the_same_error_in_the_same_step_ends_the_run(settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_restart_ignores_checkpoints_that_the_run_was_told_to_ignore(settings, tmp_path):
-    run(settings, tmp_path / "run", "trainer.save_freq=4", "actor_rollout_ref.actor.optim.lr=1e-2").fit()
+def test_a_restart_ignores_checkpoints_that_the_run_was_told_to_ignore(straight, settings, tmp_path):
+    shutil.copytree(straight / "global_step_4", tmp_path / "run" / "global_step_4")
     saving = ["trainer.save_freq=4", "trainer.max_restarts=1", "trainer.resume_mode=disable"]
     trainer = run(settings, tmp_path / "run", *saving)
     strike_at(trainer, 2, signal.SIGKILL)
-    trainer.fit()
-    run(settings, tmp_path / "straight", "trainer.save_freq=4").fit()
-    assert weights(tmp_path / "run", 4) == weights(tmp_path / "straight", 4)
+    assert trainer.fit()["training/restarts"] == 1
+    assert len(metrics(tmp_path / "run")) == 4
+    assert weights(tmp_path / "run", 4) == weights(straight, 4)
 
 
 @pytest.mark.slow

@@ -371,6 +371,13 @@ def _is_secret(name: Any, value: Any) -> bool:
     return isinstance(value, str) and _SECRET.fullmatch(str(name)) is not None
 
 
+def contains_secret(settings: Mapping[str, str]) -> bool:
+    """Whether one of these settings (dotted key -> value) is a secret by its name, or an environment variable."""
+    return any(
+        _is_secret(name, value) or name in _ENVIRONMENTS for key, value in settings.items() for name in key.split(".")
+    )
+
+
 def not_saved(flat: Mapping[str, Any]) -> list[str]:
     """The keys whose values `redacted` has removed."""
     found = []

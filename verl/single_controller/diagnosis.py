@@ -77,14 +77,6 @@ class RankState:
         return words.get(self.status, f"is {self.status}")
 
 
-def process_status(pid: int) -> str:
-    """The state of a process of this host, as in psutil."""
-    try:
-        return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_DEAD
-
-
 class CallWatch:
     """Looks at the ranks of a running call, and logs those that cannot work.
 

@@ -190,14 +190,13 @@ class Trainer(ABC):
     def validate(self) -> dict[str, float]:
         """Metrics of the current weights on the validation data; empty if there is none."""
 
-    @property
     def pipelines(self) -> Sequence[Pipeline]:
         """What runs in the thread of `fit`."""
         return (self.pipeline,)
 
     def running_operators(self) -> Mapping[str, float]:
         """Operators that are running -> start by `time.perf_counter`."""
-        return {p.label + name: start for p in self.pipelines for name, start in dict(p.running_since).items()}
+        return {p.label + name: start for p in self.pipelines() for name, start in dict(p.running_since).items()}
 
     def draw_samples(self, batch: DataProto, count: int) -> Rows:
         """Return `count` samples of a finished batch, drawn at random, with input, output and score."""
@@ -357,8 +356,7 @@ class Trainer(ABC):
         metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
-        if self.config.trainer.max_restarts:
-            metrics["training/restarts"] = self.restarts.count
+        metrics |= self.restarts.metrics()
         self.batch = batch
         metrics["perf/cpu_memory_used_gb"] = process_rss() / 2**30
         return StepReport(self.global_step, self.total_steps, metrics, timings, batch)
@@ -494,7 +492,7 @@ class Trainer(ABC):
         return f"{type(self).__name__}(step {self.global_step} of {self.total_steps}, {state}; flow: {flow})"
 
     def progress_summary(self) -> str:
-        """Message for a run that ends early: its step, and the checkpoint from which it resumes."""
+        """For a run that ends early: its step, and the checkpoint from which it resumes."""
         return f"in step {self.global_step} of {self.total_steps}; {self.checkpointer.how_to_resume()}"
 
     def passed_checks(self) -> Sequence[str]:

@@ -330,7 +330,6 @@ class PPOTrainer(Trainer):
     def step_samples(self, batch: DataProto) -> Rows:
         return self.draw_samples(batch, self.config.trainer.log_samples)
 
-    @property
     def pipelines(self) -> Sequence[Pipeline]:
         return (self.pipeline, self.validation)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verl.dataflow import running_operator
-from verl.single_controller.diagnosis import CallWatch, RankState, no_reply, process_status, timeout_error
+from verl.single_controller.diagnosis import CallWatch, RankState, no_reply, timeout_error
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel, load_result
 from verl.single_controller.local.heartbeat import Heartbeat
@@ -38,7 +38,7 @@ from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import Failure, Future, WorkerDied, WorkerError, WorkerTimeout, first_error
 from verl.utils import output
 from verl.utils.fork_server import ForkServerError, server_for
-from verl.utils.subprocess_pool import ChildProcess, PythonProcess
+from verl.utils.subprocess_pool import ChildProcess, PythonProcess, process_status
 from verl.utils.waiting import Durations, Limit, Limits
 
 logger = logging.getLogger(__name__)

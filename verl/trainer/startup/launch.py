@@ -1,5 +1,6 @@
 """From a command line to a finished run. Setup errors end with one message instead of a traceback."""
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from omegaconf import OmegaConf
 
 from verl.config import Config, ConfigError, Problem
-from verl.config.fields import Schema
+from verl.config.fields import Schema, contains_secret
+from verl.single_controller.worker_group import WorkerError
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.trainer.state.interruption import Stopped
 from verl.utils.disk import DiskFullError
@@ -116,11 +118,38 @@ def run(build: "Callable[[], Trainer]") -> int:
     except Exception as error:
         if not trainer.ready and isinstance(error, ValueError):
             return print_error(error)
-        error.add_note(f"the run failed {trainer.progress_summary()}")
+        error.add_note(_how_it_ended(trainer, error))
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0
+
+
+def _how_it_ended(trainer: "Trainer", error: Exception) -> str:
+    """The last lines of a run that failed: the cause, the checkpoint, and the command that resumes."""
+    summary = f"the run failed {trainer.progress_summary()}"
+    if isinstance(error, WorkerError):
+        where, _, checkpoint = summary.partition("; ")
+        cause = str(error).partition("\n")[0].removesuffix("; states and stacks of all ranks:")
+        summary = f"{where}: {cause}\n{checkpoint}"
+    command = _resume_command()
+    if command is None or trainer.checkpointer.newest_of_run() is None:
+        return summary
+    if trainer.config.trainer.resume_mode == "disable":
+        command += " trainer.resume_mode=auto"
+    return f"{summary}:\n  {command}"
+
+
+def _resume_command() -> str | None:
+    """The command line of this process; None if it contains a secret, which does not belong into a log."""
+    keys = dict(argument.lstrip("-+").split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+    if contains_secret(keys):
+        return None
+    script = Path(sys.argv[0])
+    program = (
+        ["verl"] if script.name == "verl" else ["python", *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+    )
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def _terminated(number: int, frame: object) -> None:

@@ -36,6 +36,16 @@ class _Interrupt(BaseException):
     """Raised in the operator: code of users that retries after any Exception does not catch it."""
 
 
+def thread_stacks() -> str:
+    """The stacks of the other threads of this process."""
+    frames = sys._current_frames()
+    return "\n".join(
+        f"--- thread {thread.name}\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for thread in threading.enumerate()
+        if thread.ident in frames and thread is not threading.current_thread()
+    )
+
+
 class OperatorWatch:
     """Context manager around the steps of a run, in the thread that runs the flow.
 
@@ -70,7 +80,7 @@ class OperatorWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
-            for pipeline in self._trainer.pipelines:
+            for pipeline in self._trainer.pipelines():
                 for operator, (start, end) in dict(pipeline.spans).items():
                     name = pipeline.label + operator
                     if self._seen.get(name) != start:
@@ -86,16 +96,10 @@ class OperatorWatch:
 
     def _interrupt(self, name: str, limit: str) -> None:
         """Raise OperatorTimeout in the thread that runs the flow."""
-        frames = sys._current_frames()
-        stacks = [
-            f"--- thread {thread.name}\n{''.join(traceback.format_stack(frames[thread.ident]))}"
-            for thread in threading.enumerate()
-            if thread.ident in frames and thread is not self._watcher
-        ]
-        frame = frames[self._flow_thread.ident]
+        frame = sys._current_frames()[self._flow_thread.ident]
         where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
         self._message = f"operator {name!r} has not ended after {limit}: it is in {where}; stacks of all threads:"
-        self._message = "\n".join([self._message, *stacks])
+        self._message += f"\n{thread_stacks()}"
         if self._flow_thread is threading.main_thread():
             signal.pthread_kill(self._flow_thread.ident, _SIGNAL)
         else:

@@ -44,6 +44,10 @@ class Restarts:
     def _limit(self) -> int:
         return self._trainer.config.trainer.max_restarts
 
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a step."""
+        return {"training/restarts": self.count} if self._limit else {}
+
     def run(self, attempt: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Call `attempt` until it succeeds or may not be repeated.
 
