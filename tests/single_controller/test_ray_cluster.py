@@ -115,6 +115,19 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(cluster):
     group.shutdown()
 
 
+def test_a_stopped_process_is_named(cluster):
+    """Its state is read by another process of its node."""
+    group = RayWorkerGroup(spec("Failing"), TWO, name="actor", timeout=60)
+    (pid0, _), (pid1, _) = group.pids()
+    group._pool.durations = Durations(Limits(2.0))
+    os.kill(pid1, signal.SIGSTOP)
+    with pytest.raises(WorkerTimeout, match=rf"rank 1 \(process {pid1}\) is stopped: SIGSTOP") as caught:
+        group.wait_in_collective(1).get()
+    assert caught.value.rank == 1 and "in wait_in_collective" in caught.value.traceback
+    group.shutdown()
+    assert gone(pid0) and gone(pid1)
+
+
 def test_a_queued_call_does_not_time_out(cluster):
     """The deadline of a call counts from when the ranks start it, not from when it was submitted."""
     with RayWorkerGroup(spec("Echo"), TWO, timeout=60) as group:
