@@ -5,6 +5,7 @@ import ctypes
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -199,3 +200,7 @@ def logs(x):
     sys.stdout.buffer.write(b"bytes %d\n" % x)
     subprocess.run(["true"], stdout=sys.stdout, check=True)
     return sys.stdout.encoding
+
+
+def stop_itself(x):
+    os.kill(os.getpid(), signal.SIGSTOP)

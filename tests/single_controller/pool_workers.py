@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import numpy as np
 import psutil
@@ -133,6 +134,14 @@ class Failing(Worker):
         dist.all_reduce(torch.zeros(1))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def time_out_in_collective(self, rank: int, seconds: float) -> None:
+        """All ranks call all_reduce in a process group with a timeout; one is late by more than that."""
+        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+        if self.rank == rank:
+            time.sleep(1000)
+        dist.all_reduce(torch.zeros(1))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hang_with_the_lock(self, rank: int) -> None:
         """One rank sleeps in C and holds the GIL, so that no Python code can run in its process."""
         while self.rank == rank:
@@ -151,6 +160,17 @@ class Failing(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def leave(self, status: int) -> None:
         sys.exit(status)
+
+
+class Slow(Worker):
+    """Takes time to be constructed."""
+
+    def __init__(self, seconds: float):
+        time.sleep(seconds)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ready(self) -> bool:
+        return True
 
 
 def read_the_file(name: str) -> str:

@@ -22,6 +22,7 @@ from verl.single_controller.local.process_pool import ProcessPool
 from verl.single_controller.remote_batch import RemoteTensor
 from verl.utils import fork_server
 from verl.utils.fork_server import server_pids
+from verl.utils.waiting import Durations, Limits
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 
@@ -232,9 +233,9 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks():
     pool = ProcessPool({"actor": spec("Failing")}, 2, timeout=60)
     group = LocalWorkerGroup(spec("Failing"), 2, name="actor", pool=pool)
     (pid0, _), (pid1, _) = group.pids()
-    pool.timeout = 0.5
+    pool.durations = Durations(Limits(0.5))
     start = time.monotonic()
-    with pytest.raises(WorkerTimeout, match=r"no reply after 0.5 s from ranks \[1\] \(replied: \[0\]\)") as caught:
+    with pytest.raises(WorkerTimeout, match=r"no reply after 0.5 s from ranks \[1\] \(replied: \[0\]; ") as caught:
         group.hang_with_the_lock(1)
     assert time.monotonic() - start < 2
     rank0, rank1 = caught.value.traceback.split("--- rank 1")

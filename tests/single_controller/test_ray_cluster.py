@@ -13,6 +13,7 @@ import verl
 from verl.protocol import DataProto
 from verl.single_controller import WorkerDied, WorkerError, WorkerSpec, WorkerTimeout
 from verl.single_controller.placement import ResourcePool
+from verl.utils.waiting import Durations, Limits
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -105,7 +106,7 @@ def test_a_killed_process_is_named(cluster):
 def test_a_hang_ends_with_the_stacks_of_all_ranks(cluster):
     group = RayWorkerGroup(spec("Failing"), TWO, name="actor", timeout=60)
     group.pids()
-    group._pool.timeout = 1.0
+    group._pool.durations = Durations(Limits(1.0))
     start = time.monotonic()
     with pytest.raises(WorkerTimeout, match=r"no reply after 1 s from ranks \[0, 1\]") as caught:
         group.wait_in_collective(1).get()
@@ -114,11 +115,24 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(cluster):
     group.shutdown()
 
 
+def test_a_stopped_process_is_named(cluster):
+    """Its state is read by another process of its node."""
+    group = RayWorkerGroup(spec("Failing"), TWO, name="actor", timeout=60)
+    (pid0, _), (pid1, _) = group.pids()
+    group._pool.durations = Durations(Limits(2.0))
+    os.kill(pid1, signal.SIGSTOP)
+    with pytest.raises(WorkerTimeout, match=rf"rank 1 \(process {pid1}\) is stopped: SIGSTOP") as caught:
+        group.wait_in_collective(1).get()
+    assert caught.value.rank == 1 and "in wait_in_collective" in caught.value.traceback
+    group.shutdown()
+    assert gone(pid0) and gone(pid1)
+
+
 def test_a_queued_call_does_not_time_out(cluster):
     """The deadline of a call counts from when the ranks start it, not from when it was submitted."""
     with RayWorkerGroup(spec("Echo"), TWO, timeout=60) as group:
         group.only_zero()
-        group._pool.timeout = 1.0
+        group._pool.durations = Durations(Limits(1.0))
         futures = [group.sleep(0.7) for _ in range(3)]
         assert [len(f.get()) for f in reversed(futures)] == [2, 2, 2]
 

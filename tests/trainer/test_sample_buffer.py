@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -12,6 +13,8 @@ from verl.dataflow.metrics import Total
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
 from verl.trainer.ppo.operators import Prompts
+from verl.trainer.state.operator_watch import OperatorTimeout
+from verl.utils.waiting import Durations, Limits
 
 B = 4
 
@@ -248,3 +251,18 @@ def test_synchronous_training_resumes_unless_prompts_are_waiting():
     run.admit()
     with pytest.raises(ValueError, match="8 prompts that were taken from the data and are not trained"):
         plain.load_state_dict(run.queue.state_dict())
+
+
+def test_a_rollout_that_returns_nothing_ends_the_wait():
+    """The limit is ten times the median from admission to arrival; before the first arrival, it is worker_timeout."""
+    run = Run(max_staleness=1)
+    run.buffer._durations = Durations(Limits(timeout=60, factor=10, minimum=1.0))
+    run.admit()
+    run.finish([*run.admitted])
+    run.take()
+    run.admitted.clear()
+    start = time.monotonic()
+    with pytest.raises(OperatorTimeout, match=r"no group of responses has arrived for 1 s, while \d+ are generated"):
+        for _ in range(5):
+            run.take()
+    assert 1.0 <= time.monotonic() - start < 10

@@ -134,7 +134,7 @@ class CheckpointStore:
         """
         _make_folder(self.root)
         self._remove_leftovers()
-        serial = 1 + max((saved.serial for saved in self._scan()[0]), default=0)
+        serial = 1 + self.last_serial()
         folder = self.root / f"{_WRITING}global_step_{step}"
         folder.mkdir()
         try:
@@ -171,10 +171,17 @@ class CheckpointStore:
         )
         return disk_full(f"the checkpoint of step {step}, which needs {needed},", self.root, reason, advice)
 
-    def latest(self) -> Path | None:
+    def last_serial(self) -> int:
+        """Return the serial number of the newest checkpoint; 0 without one."""
+        return max((saved.serial for saved in self._scan()[0]), default=0)
+
+    def latest(self, after: int = 0) -> Path | None:
         """Return the newest checkpoint that passes verification; None if there are no checkpoints.
 
         A damaged checkpoint is logged as an error, and the previous one is used.
+
+        Args:
+            after: only checkpoints with a larger serial number.
 
         Raises:
             CheckpointError: if there are checkpoints, but none is usable. The run does not start from scratch silently.
@@ -184,7 +191,7 @@ class CheckpointStore:
         for error in unusable:
             logger.error("%s; skipped", error)
         for saved in checkpoints:
-            if saved.dropped:
+            if saved.dropped or saved.serial <= after:
                 continue
             try:
                 return verify(saved.folder)
@@ -198,9 +205,9 @@ class CheckpointStore:
             )
         return None
 
-    def newest(self) -> Path | None:
-        """Return the newest complete checkpoint by file sizes; contents are not read."""
-        return next((saved.folder for saved in self._scan()[0] if saved.complete), None)
+    def newest(self, after: int = 0) -> Path | None:
+        """Return the newest complete checkpoint by file sizes; contents are not read. after: as for `latest`."""
+        return next((saved.folder for saved in self._scan()[0] if saved.complete and saved.serial > after), None)
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`, which may not exist."""

@@ -28,7 +28,27 @@ same numbers, with and without the overlap.
 """
 
 from verl.dataflow.flow import DataFlow
-from verl.dataflow.operator import CONTROLLER, HOLD, Operator, Stateful, as_operator, edges
+from verl.dataflow.operator import (
+    CONTROLLER,
+    HOLD,
+    Operator,
+    Stateful,
+    as_operator,
+    edges,
+    running,
+    running_operator,
+)
 from verl.dataflow.pipeline import Pipeline
 
-__all__ = ["CONTROLLER", "HOLD", "DataFlow", "Operator", "Pipeline", "Stateful", "as_operator", "edges"]
+__all__ = [
+    "CONTROLLER",
+    "HOLD",
+    "DataFlow",
+    "Operator",
+    "Pipeline",
+    "Stateful",
+    "as_operator",
+    "edges",
+    "running",
+    "running_operator",
+]

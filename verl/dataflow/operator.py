@@ -3,7 +3,9 @@
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -19,6 +21,24 @@ class _Hold:
 
     def __repr__(self) -> str:
         return "HOLD"
+
+
+_running: ContextVar[str | None] = ContextVar("operator", default=None)
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """Context in which an operator runs: limits of waits depend on the durations of the same operator."""
+    token = _running.set(name)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def running_operator() -> str | None:
+    """The name of the operator that runs in this thread; None outside of operators."""
+    return _running.get()
 
 
 HOLD = _Hold()

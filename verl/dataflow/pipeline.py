@@ -9,7 +9,7 @@ from typing import Any
 
 from verl import columns
 from verl.dataflow.metrics import merge_passes
-from verl.dataflow.operator import HOLD, Operator, dependencies
+from verl.dataflow.operator import HOLD, Operator, dependencies, running
 from verl.dataflow.run import Observer, PipelineRun, Reports, Span, as_batch, require_columns
 from verl.protocol import DataProto
 
@@ -32,6 +32,7 @@ class Pipeline:
         seconds: the wall time of the last run; less than the sum of `timings` if operators overlapped.
         observer: called as (operator name, seconds, batch) after each operator; batch: a shallow copy.
         log_level: of the line about each operator.
+        label: precedes the names of the operators where those of another pipeline could be meant.
         processes_of: maps `Operator.on` to the processes that run it. Independent operators of different processes
             overlap. None (the attribute or its result): the thread that calls `run`.
     """
@@ -45,6 +46,7 @@ class Pipeline:
         self.observer: Observer | None = None
         self.processes_of: Callable[[str], Hashable | None] | None = None
         self.log_level = logging.INFO
+        self.label = ""
         self._held: list[RunReports] = []  # reports of the runs that ended with HOLD
         self._stage = operators  # those that `run` executes
         self._dependencies = dependencies(operators)
@@ -89,6 +91,7 @@ class Pipeline:
             self._checked_input(batch),
             self.observer,
             self.log_level,
+            self.label,
         )
         self.spans, self.running_since = current.spans, current.running_since
         result: Any = None
@@ -97,7 +100,8 @@ class Pipeline:
                 i, given = ready
                 op, began = self._stage[i], time.perf_counter()
                 try:
-                    result = op.func() if given is None else op.func(given.batch)
+                    with running(self.label + op.name):
+                        result = op.func() if given is None else op.func(given.batch)
                 except Exception as error:
                     current.annotate(i, error)
                     raise

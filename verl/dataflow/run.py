@@ -13,7 +13,7 @@ from typing import Any
 
 from verl import columns
 from verl.columns import DataProtoValidationError, describe_source
-from verl.dataflow.operator import HOLD, Dependencies, Operator, prerequisites
+from verl.dataflow.operator import HOLD, Dependencies, Operator, prerequisites, running
 from verl.protocol import MERGED_FACTS, DataProto
 from verl.registry import did_you_mean
 
@@ -61,6 +61,7 @@ class PipelineRun:
         batch: the input of the first operator; None for a source.
         observer: called after each operator.
         log_level: of the line about each operator.
+        label: precedes the names of operators in limits of waits.
 
     Attributes:
         spans: operator name -> (start, end).
@@ -75,12 +76,13 @@ class PipelineRun:
         batch: DataProto | None,
         observer: Observer | None = None,
         log_level: int = logging.INFO,
+        label: str = "",
     ):
         self.batch = batch
         self.spans: dict[str, Span] = {}
         self.running_since: dict[str, float] = {}
         self._operators, self._deps, self._processes, self._observer = operators, deps, processes, observer
-        self._log_level = log_level
+        self._log_level, self._label = log_level, label
         self._prerequisites = prerequisites(deps, processes)
         self._ended: set[int] = set()
         self._waiting = list(range(len(operators)))
@@ -168,7 +170,8 @@ class PipelineRun:
         def work() -> None:
             start = time.perf_counter()
             try:
-                result = op.func() if given is None else op.func(given.batch)
+                with running(self._label + op.name):
+                    result = op.func() if given is None else op.func(given.batch)
                 future.set_result((result, (start, time.perf_counter())))
             except BaseException as error:
                 future.set_exception(error)

@@ -17,10 +17,19 @@ from verl.registry import load_object
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import WorkerGroup
+from verl.utils.waiting import Limits
 
 RunConfig = schema.Config | schema.SFTConfig
 Pools = Mapping[str, Sequence[tuple[str, ResourcePool]]]
 """Pool name -> the roles that live in the pool, each with the pool."""
+
+
+class StartedRoles(dict[str, WorkerGroup]):
+    """Role -> worker group. A missing role is an error with the fix."""
+
+    def __missing__(self, role: str) -> WorkerGroup:
+        started = f"roles with workers: {', '.join(self)}" if self else "call start() first, or use fit()"
+        raise RuntimeError(f"the role {role!r} has no workers: {started}")
 
 
 class Cluster(Protocol):
@@ -41,6 +50,12 @@ class Cluster(Protocol):
 
         Raises:
             Exception: the error of the first pool that failed; the other pools are shut down.
+        """
+
+    def sizes_left(self, nnodes: int, per_node: int) -> list[tuple[int, int]]:
+        """(nodes, processes per node) that can be used after a loss, the largest first, at most those given.
+
+        Called between `shutdown` and the next `start`, with trainer.allow_smaller.
         """
 
     def shutdown(self) -> None:
@@ -71,6 +86,12 @@ def make_cluster(config: RunConfig, backend: str | None = None) -> Cluster:
         error.add_note(f"trainer.backend={backend} needs it: pip install {error.name}")
         raise
     return make(config)
+
+
+def wait_limits(config: RunConfig) -> Limits:
+    """The limits of waits that the `trainer` section sets."""
+    trainer = config.trainer
+    return Limits(trainer.worker_timeout, trainer.start_timeout, trainer.wait_factor, trainer.wait_minimum)
 
 
 def start_pools(

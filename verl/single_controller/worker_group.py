@@ -83,6 +83,10 @@ class WorkerDied(WorkerError):
     """The process of a worker ended during a call."""
 
 
+class NodeLost(WorkerDied):
+    """The node of a worker has left the cluster."""
+
+
 class WorkerTimeout(WorkerError):
     """A call exceeded its time limit. `traceback` has the stacks of all threads of all ranks."""
 

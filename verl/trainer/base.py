@@ -17,15 +17,18 @@ from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
 from verl.rewards.outcome import QuarantineError
 from verl.single_controller import WorkerGroup
+from verl.single_controller.cluster import StartedRoles
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
 from verl.trainer.output.metrics import timing_metrics
-from verl.trainer.output.run_log import RunLog
+from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
 from verl.trainer.output.step_report import StepReport
 from verl.trainer.state.bad_steps import StepGuard, roll_back
 from verl.trainer.state.checkpointing import BadStepsError, Checkpointer
 from verl.trainer.state.interruption import Interruption, Stopped
+from verl.trainer.state.operator_watch import OperatorWatch
 from verl.trainer.state.quarantine import apply_quarantine, quarantine
+from verl.trainer.state.restarts import Restarts
 from verl.trainer.state.validation_watch import NoMetricError, ValidationWatch
 from verl.utils.device import frozen_heap, process_rss
 from verl.utils.lock import lock_folder
@@ -33,14 +36,6 @@ from verl.utils.rng import seed_everything
 from verl.utils.threads import warn_if_oversubscribed
 
 logger = logging.getLogger("verl.trainer")
-
-
-class StartedRoles(dict[str, WorkerGroup]):
-    """Role -> worker group. A missing role is an error with the fix."""
-
-    def __missing__(self, role: str) -> WorkerGroup:
-        started = f"roles with workers: {', '.join(self)}" if self else "call start() first, or use fit()"
-        raise RuntimeError(f"the role {role!r} has no workers: {started}")
 
 
 class Trainer(ABC):
@@ -63,6 +58,7 @@ class Trainer(ABC):
         watch: the best validation so far, for trainer.save_best and trainer.early_stopping.
         interruption: whether SIGINT or SIGTERM was received.
         guard: counts bad steps.
+        restarts: counts restarts of this `fit`.
         ready: whether workers are started and the checkpoint is loaded; later errors are not setup errors.
     """
 
@@ -70,6 +66,8 @@ class Trainer(ABC):
     saved_roles: tuple[str, ...] = ()
     #: whether the seconds of each operator are logged, unless trainer.log_operators says so
     logs_operators: ClassVar[bool] = False
+    #: operators that limit their waits themselves
+    unwatched: frozenset[str] = frozenset()
     #: the validation data; None: no validation
     val_dataset: Any = None
 
@@ -93,6 +91,7 @@ class Trainer(ABC):
         self._failed_step: int | None = None  # the last step, if it raised
         self.on_step: list[Callable[[StepReport], None]] = []
         self.guard = StepGuard(self)
+        self.restarts = Restarts(self)
         flow = self._checked_flow("build_flow", self.build_flow())
         self.pipeline: Pipeline = self._checked_flow("finish_flow", self.finish_flow(flow)).compile()
         self.pipeline.log_level = self.operator_level
@@ -161,9 +160,13 @@ class Trainer(ABC):
     def validate(self) -> dict[str, float]:
         """Metrics of the current weights on the validation data; empty if there is none."""
 
+    def pipelines(self) -> Sequence[Pipeline]:
+        """What runs in the thread of `fit`."""
+        return (self.pipeline,)
+
     def running_operators(self) -> Mapping[str, float]:
         """Operators that are running -> start by `time.perf_counter`."""
-        return self.pipeline.running_since
+        return {p.label + name: start for p in self.pipelines() for name, start in dict(p.running_since).items()}
 
     def draw_samples(self, batch: DataProto, count: int) -> Rows:
         """Return `count` samples of a finished batch, drawn at random, with input, output and score."""
@@ -232,20 +235,25 @@ class Trainer(ABC):
         """
         self.check_steps(steps)
         was_started = self._started
+        self.restarts = Restarts(self)
         with lock_folder(self.checkpoints.root):
-            try:
-                with RunLog(self) as log:
-                    self.start()
-                    if steps is not None:
-                        self.total_steps = self.global_step + steps
-                    elif was_started and self.global_step >= self.total_steps:
-                        logger.warning("nothing to train: the run ended at step %d; see fit(steps)", self.global_step)
-                    metrics = self._train(log)
-            except BaseException as error:
-                metrics = self._train_again(error)
+            metrics = self.restarts.run(lambda: self._attempt(steps, was_started))
             if not was_started and not self.can_stay_loaded:
                 self.shutdown()
         return metrics
+
+    def _attempt(self, steps: int | None, was_started: bool) -> dict[str, float]:
+        """Train to the last step. After an error, the workers have ended."""
+        try:
+            with RunLog(self) as log:
+                self.start()
+                if steps is not None and not self.restarts.count:
+                    self.total_steps = self.global_step + steps
+                elif was_started and self.global_step >= self.total_steps:
+                    logger.warning("nothing to train: the run ended at step %d; see fit(steps)", self.global_step)
+                return self._train(log)
+        except BaseException as error:
+            return self._train_again(error)
 
     def _train_again(self, error: BaseException) -> dict[str, float]:
         """After an error: roll back and train to the end if it allows that, otherwise end the workers and raise it."""
@@ -265,7 +273,7 @@ class Trainer(ABC):
         """The loop of `fit`: steps with logging, validation and saving."""
         trainer = self.config.trainer
         metrics: dict[str, float] = {}
-        with frozen_heap(), log.steps():  # what exists now lives to the end
+        with frozen_heap(), log.steps(), OperatorWatch(self):  # what exists now lives to the end
             if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
                 metrics = self._validate(log)
             elif self.watch.skipped:
@@ -341,6 +349,7 @@ class Trainer(ABC):
         metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
+        metrics |= self.restarts.metrics()
         self.batch = batch
         metrics["perf/cpu_memory_used_gb"] = process_rss() / 2**30
         return StepReport(self.global_step, self.total_steps, metrics, timings, batch)
@@ -463,21 +472,7 @@ class Trainer(ABC):
         self.global_step = step
         if self.config.trainer.val_only or self.watch.skipped or self.end_reason is None:
             return
-        if step < self.total_steps:
-            logger.warning(
-                "nothing to train: the run ended at step %d of %d, because %s. To continue, raise "
-                "trainer.early_stopping.patience, or set it to null",
-                *(step, self.total_steps, self.watch.reason),
-            )
-        else:
-            logger.warning(
-                "nothing to train: the checkpoint is at step %d and the run ends at step %d. To continue, raise "
-                "trainer.total_training_steps or trainer.total_epochs; to start a fresh run, set a new "
-                "trainer.experiment_name or trainer.default_local_dir (now %s)",
-                step,
-                self.total_steps,
-                self.checkpoints.root,
-            )
+        warn_nothing_to_train(self)
 
     def __repr__(self) -> str:
         flow = " -> ".join(op.name for op in self.pipeline.operators)

@@ -12,11 +12,12 @@ from verl.config import batch_summary
 from verl.config.sources import Overrides
 from verl.data.order import PromptSource
 from verl.data.processor import media_tokens
-from verl.dataflow import CONTROLLER, DataFlow
+from verl.dataflow import CONTROLLER, DataFlow, Pipeline
 from verl.protocol import DataProto
 from verl.rollout.base import MEDIA_COLUMNS
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
+from verl.single_controller.placement import ResourcePool
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.asynchronous.generation import Asynchronous, use_sampled_log_probs
@@ -84,6 +85,7 @@ class PPOTrainer(Trainer):
     """
 
     saved_roles = ("actor", "critic")
+    unwatched = frozenset({"buffer"})  # of asynchronous training
     #: what a subclass adds to the configuration
     recipe: ClassVar[Recipe] = Recipe()
     #: backend of the cluster that is chosen; None: trainer.backend
@@ -155,7 +157,6 @@ class PPOTrainer(Trainer):
         self.chaos = Chaos(self.config.trainer.chaos, self.folder)
         specs = self.worker_specs().items()
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
-        self.pools = pools_of(self.config, list(self.specs))
         if self.asynchronous is not None:
             self.asynchronous.begin_at_buffer(self.pipeline)
         if self.config.trainer.overlap:
@@ -163,7 +164,7 @@ class PPOTrainer(Trainer):
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
-        self.validation.log_level = self.operator_level
+        self.validation.log_level, self.validation.label = self.operator_level, "validation: "
 
     # ---- flow and workers -------------------------------------------------------------------------------------------
 
@@ -198,6 +199,11 @@ class PPOTrainer(Trainer):
         """The parts of asynchronous training; None with trainer.async.max_staleness=0."""
         is_on = self.config.trainer.max_staleness > 0
         return Asynchronous(self.config, self.roles, self.tokenizer.pad_token_id) if is_on else None
+
+    @property
+    def pools(self) -> dict[str, list[tuple[str, ResourcePool]]]:
+        """Pool name -> (role, pool) of its roles."""
+        return pools_of(self.config, list(self.specs))
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         """Role -> worker spec. Override to add a role."""
@@ -343,9 +349,8 @@ class PPOTrainer(Trainer):
     def step_samples(self, batch: DataProto) -> Rows:
         return self.draw_samples(batch, self.config.trainer.log_samples)
 
-    def running_operators(self) -> Mapping[str, float]:
-        validation = {f"validation: {name}": start for name, start in dict(self.validation.running_since).items()}
-        return {**self.pipeline.running_since, **validation}
+    def pipelines(self) -> Sequence[Pipeline]:
+        return (self.pipeline, self.validation)
 
     def draw_samples(self, batch: DataProto, count: int) -> Rows:
         rows = choose_rows(len(batch), count, self.config.trainer.seed + self.global_step)

@@ -87,6 +87,20 @@ class RunConfig(Section):
         "algorithm.adv_estimator (docs/checkpoints.md)",
     )
     resume_from_path: FilePath | None = field(None, "the global_step_N folder to resume from (resume_path)")
+    start_timeout: float = field(3600.0, "seconds for the workers to start and to load their models", gt=0)
+    worker_timeout: float = field(
+        3600.0, "maximum seconds of a wait, and the limit of an operator that has not run yet (docs/multinode.md)", gt=0
+    )
+    wait_factor: float | None = field(
+        10.0, "a wait ends after this multiple of the operator's median duration; null: after worker_timeout", ge=1
+    )
+    wait_minimum: float = field(
+        120.0, "smallest of these limits in seconds, and how long a stopped process is waited for", gt=0
+    )
+    max_restarts: int = field(
+        0, "how often the run restarts from its newest checkpoint after a worker or a node is lost, or hangs", ge=0
+    )
+    allow_smaller: bool = field(False, "a restart may use fewer devices than before")
 
 
 class AsyncConfig(Section):
@@ -113,7 +127,6 @@ class TrainerConfig(_WithAsync):
     max_critic_ckpt_to_keep: int | None = field(None, "number of critic checkpoints to keep; null: all", ge=1)
     critic_warmup: int = field(0, "steps in which only the critic is updated", ge=0)
     balance_batch: bool = field(True, "balance the number of tokens over the ranks")
-    worker_timeout: float = field(3600.0, "seconds after which a worker call is reported as hanging", gt=0)
     worker_env: dict[str, str] = field({}, "environment variables of the workers, such as NCCL_SOCKET_IFNAME")
     overlap: bool = field(False, "run independent operators of different resource pools concurrently")
     log_samples: int = field(0, "number of samples of each step sent to the trackers, drawn at random", ge=0)

@@ -12,6 +12,7 @@
 import atexit
 import contextlib
 import inspect
+import logging
 import math
 import os
 import pickle
@@ -26,14 +27,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-from verl.utils.subprocess_pool import PythonProcess, describe_exit
+import psutil
+
+from verl.utils.subprocess_pool import PythonProcess, describe_exit, process_status, resident_memory
+
+logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.5  # between checks of the memory and the exit of a worker
 _MESSAGE_SECONDS = 0.05  # of work that a worker receives in one message
 _MESSAGE_BYTES = 1 << 22  # of arguments in one message
+STOPPED_SECONDS = 10.0  # after which a worker that is stopped (SIGSTOP) is killed
 START_SECONDS = 300.0  # for a worker to start and import the file of the function: a shared disk can be slow at first
 
 
@@ -159,6 +164,7 @@ class _Worker:
         self.seconds = 0.0
         self.checked = time.monotonic()  # when its exit and memory were checked last
         self._number = 0  # of the running call
+        self._stopped = 0.0  # seconds for which the process was stopped, by the checks
         self._ready = False
         self._readable = select.poll()
         self._readable.register(self.connection, select.POLLIN)
@@ -226,12 +232,24 @@ class _Worker:
         """Whether the process has ended without a further message. A fork of it keeps the connection open."""
         return self.process.poll() is not None and not self.has_message()
 
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped for `STOPPED_SECONDS`."""
+        now = process_status(self.process.pid) == psutil.STATUS_STOPPED
+        self._stopped = self._stopped + _CHECK_SECONDS if now else 0.0
+        return self._stopped >= STOPPED_SECONDS
+
+    def stopped_outcome(self) -> Outcome | None:
+        """The outcome of a call whose worker is stopped; None if it has not begun, and may be sent again."""
+        logger.warning("process %d of a reward function is stopped (SIGSTOP): it is killed", self.process.pid)
+        failure = f"did not end: its process {self.process.pid} was stopped by SIGSTOP"
+        return Outcome(None, failure, over_limit=True) if self._phase == "call" else None
+
     def memory_outcome(self) -> Outcome | None:
         """The outcome of a call whose worker exceeds its memory limit; None if it does not."""
         limit = self._limits.resident_bytes
         if limit is None or sys.platform != "linux":
             return None
-        if _resident_memory(self.process.pid) <= limit or _resident_memory(self.process.pid, shared_once=True) <= limit:
+        if resident_memory(self.process.pid) <= limit or resident_memory(self.process.pid, shared_once=True) <= limit:
             return None
         return Outcome(failure=f"used more than {limit >> 20:,} MiB of memory and was stopped", over_limit=True)
 
@@ -257,26 +275,6 @@ class _Worker:
         # If the worker has just ended, reading its next message reports that.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(self._message)
-
-
-def _resident_memory(pid: int, shared_once: bool = False) -> int:
-    """Resident memory of a process and its descendants in bytes (Linux). A process that has ended has none.
-
-    Args:
-        shared_once: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
-    """
-    found, pids = 0, [pid]
-    while pids:
-        folder = Path(f"/proc/{pids.pop()}")
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            if shared_once:
-                lines = (folder / "smaps_rollup").read_text().splitlines()
-                found += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-            else:
-                found += int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            for thread in (folder / "task").iterdir():
-                pids += map(int, (thread / "children").read_text().split())
-    return found
 
 
 def value_outcome(value: bytes) -> Outcome:
@@ -435,6 +433,8 @@ class _Run:
             if outcome is None and now - worker.checked >= _CHECK_SECONDS:
                 worker.checked = now
                 outcome = worker.exit_outcome() if worker.has_ended() else worker.memory_outcome()
+                if outcome is None and worker.is_stopped():
+                    yield from self._stop(worker, worker.stopped_outcome())
             if outcome is not None:
                 yield from self._stop(worker, outcome)
 
@@ -456,12 +456,13 @@ class _Run:
             failure = "shares its worker process with another call, which replied in its place"
             yield from self._stop(worker, Outcome(failure=f"{failure}: does a function fork this process?"))
 
-    def _stop(self, worker: _Worker, outcome: Outcome) -> Iterator[tuple[int, Outcome]]:
-        """End a worker with the outcome of its running call. Its other calls are sent again."""
+    def _stop(self, worker: _Worker, outcome: Outcome | None) -> Iterator[tuple[int, Outcome]]:
+        """End a worker with the outcome of its running call, if it has one. Its other calls are sent again."""
         self._release(worker, alive=False)
-        position, *others = worker.positions
-        self._pending.extendleft(reversed(others))
-        yield position, outcome
+        position = None if outcome is None else worker.positions.popleft()
+        self._pending.extendleft(reversed(worker.positions))
+        if outcome is not None:
+            yield position, outcome
 
     def _release(self, worker: _Worker, alive: bool = True) -> None:
         del self._busy[worker.connection]

@@ -6,22 +6,23 @@ from collections.abc import Mapping
 import torch
 
 from verl.config import schema
-from verl.single_controller.cluster import Pools, RunConfig, start_pools
+from verl.single_controller.cluster import Pools, RunConfig, start_pools, wait_limits
 from verl.single_controller.local.group import colocate
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
 from verl.utils.device import resolve_device
+from verl.utils.waiting import Limits
 
 
 def local_cluster(config: RunConfig) -> "InProcessCluster | ProcessCluster":
     """This process for a run of one process without a separate environment; otherwise processes of this host."""
     trainer = config.trainer
-    if not isinstance(trainer, schema.TrainerConfig):  # supervised fine-tuning: no timeout, no environment
-        return InProcessCluster() if trainer.n_gpus_per_node == 1 else ProcessCluster(device=trainer.device)
-    if trainer.n_gpus_per_node == 1 and not trainer.worker_env:
+    # supervised fine-tuning has no separate environment
+    env = trainer.worker_env if isinstance(trainer, schema.TrainerConfig) else {}
+    if trainer.n_gpus_per_node == 1 and not env:
         return InProcessCluster()
-    return ProcessCluster(device=trainer.device, timeout=trainer.worker_timeout, env=trainer.worker_env)
+    return ProcessCluster(device=trainer.device, timeout=wait_limits(config), env=env)
 
 
 class InProcessCluster:
@@ -45,6 +46,9 @@ class InProcessCluster:
         self._groups = start_pools(pools, specs, lambda roles, _: colocate(roles))
         return self._groups
 
+    def sizes_left(self, nnodes: int, per_node: int) -> list[tuple[int, int]]:
+        return [(nnodes, per_node)]
+
     def shutdown(self) -> None:
         for group in self._groups.values():
             group.shutdown()
@@ -59,12 +63,12 @@ class ProcessCluster:
 
     Args:
         device: "auto", "cpu" or "cuda"; on "cuda" rank i of a pool sees the i-th device of the pool.
-        timeout: seconds that one call may take before a hang is reported.
+        timeout: limits of waits; of a number, seconds that one call may take before a hang is reported.
         env: further environment variables of the processes.
     """
 
     def __init__(
-        self, device: str = "auto", timeout: float = CALL_TIMEOUT, env: Mapping[str, str] | None = None
+        self, device: str = "auto", timeout: float | Limits = CALL_TIMEOUT, env: Mapping[str, str] | None = None
     ) -> None:
         self.device = device
         self.timeout = timeout
@@ -94,6 +98,11 @@ class ProcessCluster:
             self.shutdown()
             raise
         return self._groups
+
+    def sizes_left(self, nnodes: int, per_node: int) -> list[tuple[int, int]]:
+        on_gpu = resolve_device(self.device).type == "cuda"
+        left = min(per_node, torch.cuda.device_count()) if on_gpu else per_node
+        return [(nnodes, count) for count in range(left, 0, -1)]
 
     def _share_cores(self, ranks: int, on_gpu: bool) -> dict[str, str]:
         """Limit the CPU threads of this process. Returns the environment that limits those of the workers."""

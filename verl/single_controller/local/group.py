@@ -8,6 +8,7 @@ from verl.single_controller.dispatch import Call
 from verl.single_controller.local.process_pool import ProcessPool
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import CALL_TIMEOUT, Future, WorkerGroup
+from verl.utils.waiting import Limits
 
 
 class InProcessPool:
@@ -50,7 +51,7 @@ class LocalWorkerGroup(WorkerGroup):
         spec: How to construct the workers.
         n_workers: Number of ranks.
         name: Role shown in errors; the name of the class by default.
-        timeout: Limit of one call in other processes, seconds.
+        timeout: Limit of one call in other processes, seconds; or limits by measured durations.
         devices: Indices of the visible GPUs; rank i uses the i-th of them.
         pool: Existing processes that host this role already (see `colocate`); `timeout` and `devices` are then
             ignored.
@@ -62,7 +63,7 @@ class LocalWorkerGroup(WorkerGroup):
         n_workers: int = 1,
         name: str | None = None,
         *,
-        timeout: float = CALL_TIMEOUT,
+        timeout: float | Limits = CALL_TIMEOUT,
         devices: Sequence[int] | None = None,
         pool: InProcessPool | ProcessPool | None = None,
     ):
@@ -95,7 +96,7 @@ def make_pool(
     specs: Mapping[str, WorkerSpec],
     n_workers: int = 1,
     *,
-    timeout: float = CALL_TIMEOUT,
+    timeout: float | Limits = CALL_TIMEOUT,
     devices: Sequence[int] | None = None,
     env: Mapping[str, str] | None = None,
     separate_process: bool = False,
@@ -105,7 +106,7 @@ def make_pool(
     Args:
         specs: Role -> how to construct its workers.
         n_workers: Number of ranks.
-        timeout: Limit of one call in other processes, seconds.
+        timeout: Limit of one call in other processes, seconds; or limits by measured durations.
         devices: Indices of the visible GPUs; rank i uses the i-th of them.
         env: Additional environment variables of the processes.
         separate_process: Start a process even for a single worker.

@@ -5,7 +5,7 @@ A monitor thread of this process reads the replies and watches the processes:
 - If one rank raises, the other ranks, which may be waiting for it in a collective, are killed immediately, and the
   caller gets the error of the rank that failed first.
 - If a process dies, the error names it within a fraction of a second, with the signal or exit status.
-- If a call takes longer than `timeout`, the error has the stacks of all threads of all ranks.
+- If a call takes longer than its limit, the error names the rank that it waits for, and has the stacks of all ranks.
 - The processes end with this one, however it ends.
 
 After any of these failures the state of the workers is unknown, so the pool stops: later calls raise the reason.
@@ -27,15 +27,19 @@ from dataclasses import dataclass, field
 
 import torch
 
+from verl.dataflow import running_operator
+from verl.single_controller.diagnosis import CallWatch, RankState, no_reply, timeout_error
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel, load_result
+from verl.single_controller.local.heartbeat import Heartbeat
 from verl.single_controller.local.transport import Kind, Message, Parcel, receive, send
 from verl.single_controller.placement import visible_devices
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import Failure, Future, WorkerDied, WorkerError, WorkerTimeout, first_error
 from verl.utils import output
 from verl.utils.fork_server import ForkServerError, server_for
-from verl.utils.subprocess_pool import ChildProcess, PythonProcess
+from verl.utils.subprocess_pool import ChildProcess, PythonProcess, process_status
+from verl.utils.waiting import Durations, Limit, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class _Rank:
     rank: int
     process: ChildProcess
     connection: socket.socket
+    heartbeat: Heartbeat
     exit_reported: bool = False
 
 
@@ -61,18 +66,29 @@ class _PendingCall:
     """A call that has not finished.
 
     Attributes:
+        operator: The operator of the flow that makes the call; None for other calls.
         waiting: Ranks that have not replied.
         replies: Reply of each rank that has.
         started: When the processes began to work on it, as far as the pool knows; None while it is queued.
+        limit: Of the time since then.
+        watch: Measures it, and looks at the ranks.
     """
 
     role: str
     method: str
+    operator: str | None
+    limit: Limit
+    watch: CallWatch
     waiting: set[int]
     replies: dict[int, Message] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     error: WorkerError | None = None
     started: float | None = None
+
+    @property
+    def name(self) -> tuple | None:
+        """Under which its duration is recorded."""
+        return None if self.operator is None else (self.operator, self.role, self.method)
 
 
 class ProcessPool:
@@ -81,7 +97,7 @@ class ProcessPool:
     Args:
         specs: Role -> how to construct its workers.
         n: Number of processes.
-        timeout: Limit of one call, or of the construction of the workers, seconds. May be changed between calls.
+        timeout: Limit of one call, or of the construction of the workers, seconds; or limits by measured durations.
         devices: Indices of the visible GPUs, rank i uses the i-th of them; None leaves CUDA_VISIBLE_DEVICES unchanged.
         env: Environment variables in addition to those of this process.
 
@@ -94,12 +110,12 @@ class ProcessPool:
         specs: Mapping[str, WorkerSpec],
         n: int,
         *,
-        timeout: float,
+        timeout: float | Limits,
         devices: Sequence[int] | None = None,
         env: Mapping[str, str] | None = None,
     ):
         self.roles = set(specs)
-        self.timeout = timeout
+        self.durations = Durations(Limits.of(timeout))
         self._lock = threading.Lock()
         self._pending: dict[int, _PendingCall] = {}
         self._num_calls = 0
@@ -150,7 +166,11 @@ class ProcessPool:
         return Future(lambda timeout: self._result(pending, len(messages), timeout))
 
     def _begin(self, role: str, method: str, outgoing: list[tuple[_Rank, Kind, Parcel]]) -> _PendingCall:
-        pending = _PendingCall(role, method, {rank.rank for rank, _, _ in outgoing})
+        operator = running_operator()
+        name = None if operator is None else (operator, role, method)
+        limit = self.durations.start_limit if method == "__init__" else self.durations.limit(name)
+        watch = CallWatch(self.durations.limits, limit, role, method, operator)
+        pending = _PendingCall(role, method, operator, limit, watch, {rank.rank for rank, _, _ in outgoing})
         with self._lock:  # all ranks must get the calls of all threads in the same order, or their collectives mismatch
             if self._fatal is not None:
                 reason = f"not called, since its processes were stopped: {str(self._fatal).splitlines()[0]}"
@@ -204,8 +224,10 @@ class ProcessPool:
         `terminal`: where its output goes; None: to that of this process.
         """
         parent_end, child_end = socket.socketpair()
+        heartbeat = Heartbeat()
         with child_end:
-            inherited = (child_end.fileno(), self._lifeline, *(() if terminal is None else (terminal,)))
+            inherited = (child_end.fileno(), self._lifeline, heartbeat.fileno())
+            inherited += () if terminal is None else (terminal,)
             process: ChildProcess | None = None
             if preload is not None:
                 try:
@@ -215,7 +237,8 @@ class ProcessPool:
                     )
                 except ForkServerError as error:
                     logger.warning("each worker process imports its libraries itself, which takes seconds: %s", error)
-            return _Rank(rank, process or PythonProcess(_WORKER_MODULE, inherited, env, stacks=True), parent_end)
+            process = process or PythonProcess(_WORKER_MODULE, inherited, env, stacks=True)
+            return _Rank(rank, process, parent_end, heartbeat)
 
     def _poll(self) -> None:
         for key, _ in self._selector.select(_POLL_SECONDS):
@@ -242,6 +265,8 @@ class ProcessPool:
             pending.waiting.remove(rank.rank)
             if not pending.waiting:
                 del self._pending[message.call_id]
+                if pending.name is not None and pending.started is not None:
+                    self.durations.record(pending.name, time.monotonic() - pending.started)
                 for following in list(self._pending.values())[:1]:
                     following.started = following.started or time.monotonic()
                 pending.done.set()
@@ -262,27 +287,50 @@ class ProcessPool:
     def _check_deadlines(self) -> None:
         with self._lock:
             pending = next(iter(self._pending.values()), None)
-        if pending is None or self._failures or time.monotonic() - pending.started < self.timeout:
+        if pending is None or self._failures:
             return
-        for rank in self._ranks:
-            rank.process.request_stacks()  # they are written during `_SETTLE_SECONDS`
+        watch = pending.watch
+        seconds = watch.elapsed.tick(time.monotonic())
+        if seconds >= pending.limit.seconds:
+            waited = f"{pending.limit.seconds:g} s"
+        elif watch.is_due and watch.look([self._state(self._ranks[rank]) for rank in sorted(pending.waiting)]):
+            waited = f"{seconds:.0f} s"
+        else:
+            return
         late = sorted(pending.waiting)
-        replied = sorted(set(pending.replies)) or "none"
-        message = f"no reply after {self.timeout:g} s from ranks {late} (replied: {replied}); stacks of all ranks:"
+        message = no_reply(waited, late, pending.replies, pending.limit, pending.operator)
         self._add_failure(2, time.monotonic(), WorkerTimeout(message, pending.role, pending.method, late[0]))
+
+    def _state(self, rank: _Rank, busy: bool = True) -> RankState:
+        pid = rank.process.pid
+        return RankState(rank.rank, pid, socket.gethostname(), process_status(pid), rank.heartbeat.silence(), busy)
 
     def _add_failure(self, order: int, when: float, error: WorkerError) -> None:
         """Record a failure. `_first_error` is determined after `_SETTLE_SECONDS`."""
         self._failures.append((order, when, error))
         if self._settled_at is None:
             self._settled_at = time.monotonic() + _SETTLE_SECONDS
+            if order > 0:
+                for rank in self._ranks:
+                    rank.process.request_stacks()  # they are written during `_SETTLE_SECONDS`
 
     def _first_error(self) -> WorkerError:
+        """The error of the pool. A rank that is stopped is the cause of errors in the collectives of others."""
         error = first_error(self._failures)
+        with self._lock:
+            waiting = next((p.waiting for p in self._pending.values()), set())
+        states = [self._state(rank, rank.rank in waiting) for rank in self._ranks if not rank.exit_reported]
         if isinstance(error, WorkerTimeout):
-            stacks = "\n\n".join(f"--- rank {rank.rank}\n{rank.process.read_stacks()}" for rank in self._ranks)
-            error = WorkerTimeout(error.message, error.role, error.method, error.rank, error.host, stacks)
+            return self._diagnosed(states, error, error.message)
+        if not isinstance(error, WorkerDied) and any(state.is_stopped for state in states):
+            found = self._diagnosed(states, error, f"rank {error.rank} raised {error.message.splitlines()[0]}")
+            found.__notes__ = getattr(error, "__notes__", [])
+            return found
         return error
+
+    def _diagnosed(self, states: Sequence[RankState], error: WorkerError, waited: str) -> WorkerTimeout:
+        stacks = {rank.rank: rank.process.read_stacks() for rank in self._ranks}
+        return timeout_error(states, stacks, error.role, error.method, waited)
 
     # ---- shutdown -------------------------------------------------------------------------------------------------
 
@@ -309,6 +357,7 @@ class ProcessPool:
         for rank in self._ranks:
             rank.process.close()
             rank.connection.close()
+            rank.heartbeat.close()
         self._selector.close()
         os.close(self._lifeline)
         os.close(self._lifeline_writer)

@@ -1,8 +1,9 @@
 """The process of one rank: constructs the workers and runs the calls that arrive through a socket.
 
-Started by `process_pool` as `python -m verl.single_controller.local.worker_main SOCKET LIFELINE STACKS`, or forked with
-these arguments: three inherited file descriptors. LIFELINE is a pipe to which nothing is written: end of file means
-that the parent has ended. On SIGUSR1 the stacks of all threads are written to STACKS.
+Started by `process_pool` as `python -m verl.single_controller.local.worker_main SOCKET LIFELINE HEARTBEAT STACKS`, or
+forked with these arguments: inherited file descriptors. LIFELINE is a pipe to which nothing is written: end of file
+means that the parent has ended. The time is written to HEARTBEAT every second. On SIGUSR1 the stacks of all threads are
+written to STACKS.
 """
 
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import result_parcel, unpack_call
+from verl.single_controller.local.heartbeat import start_heartbeat
 from verl.single_controller.local.transport import Kind, Message, Parcel, receive
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
@@ -102,7 +104,7 @@ def _receive(connection: socket.socket) -> Message:
 
 
 def main() -> None:
-    connection, lifeline, *terminal, stacks = map(int, sys.argv[1:])
+    connection, lifeline, heartbeat, *terminal, stacks = map(int, sys.argv[1:])
     for descriptor in terminal:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -110,6 +112,7 @@ def main() -> None:
     ignore_interruptions()
     watchdog = start_parent_watchdog(lifeline)
     dump_stacks_on_request(stacks)
+    start_heartbeat(heartbeat)
     host = WorkerHost()
     setup_worker_logging(host.rank)
     host.serve(socket.socket(fileno=connection))

@@ -22,8 +22,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.dataflow import running_operator
+from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState, no_reply, timeout_error
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
+from verl.single_controller.ray.heartbeats import Heartbeats
 from verl.single_controller.ray.placement import START_TIMEOUT, reserve
 from verl.single_controller.ray.rank_actor import ActorInfo, RankActor, StoredRows
 from verl.single_controller.remote_batch import ColumnRef, Packed, PackedCall, Source, nbytes, unpack, unpack_result
@@ -32,14 +35,17 @@ from verl.single_controller.worker_group import (
     CALL_TIMEOUT,
     Failure,
     Future,
+    NodeLost,
     WorkerDied,
     WorkerError,
     WorkerTimeout,
     first_error,
 )
+from verl.utils.waiting import Durations, Limit, Limits
 
 _SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is the cause
 _SHUTDOWN_SECONDS = 5.0  # for an actor to end by itself, or to report its progress
+_WAIT_SECONDS = 1.0  # of one wait for replies, between two looks at the heartbeats
 _MAX_INLINE_BYTES = 1 << 16  # larger arguments are put into the object store once for all ranks
 
 
@@ -53,6 +59,8 @@ class _Rank:
         actor_id: Ray's id of the actor.
         node: Ray's id of its node.
         host: Address of its node.
+        pid: Its process.
+        host_name: Name of the host of its node.
         dropped: Keys in its ColumnStore that the controller no longer refers to.
     """
 
@@ -61,6 +69,8 @@ class _Rank:
     actor_id: str = ""
     node: str = ""
     host: str = ""
+    pid: int = 0
+    host_name: str = ""
     dropped: deque[int] = field(default_factory=deque)
 
     def rows(self, key: int, names: list[str], rows: torch.Tensor) -> ray.ObjectRef:
@@ -117,7 +127,10 @@ class _PendingCall:
     method: str
     refs: dict[ray.ObjectRef, int]
     calls: list[Call | None]
+    limit: Limit
+    watch: CallWatch
     deadline: float
+    operator: str | None = None
     replies: dict[int, Any] = field(default_factory=dict)
 
     def is_done(self) -> bool:
@@ -135,7 +148,7 @@ class RayPool:
         specs: Role -> how to construct its workers.
         resources: Number of processes on each node.
         use_gpu: Request one GPU per process.
-        timeout: Limit of one call, or of the construction of the workers, seconds.
+        timeout: Limit of one call, or of the construction of the workers, seconds; or limits by measured durations.
         start_timeout: Limit for the cluster to start the processes, seconds.
         env: Additional environment variables of the processes.
         placement: Placement group that `reserve` returned for `resources`; None to reserve one.
@@ -151,13 +164,13 @@ class RayPool:
         resources: ResourcePool,
         *,
         use_gpu: bool = False,
-        timeout: float = CALL_TIMEOUT,
+        timeout: float | Limits = CALL_TIMEOUT,
         start_timeout: float = START_TIMEOUT,
         env: Mapping[str, str] | None = None,
         placement: PlacementGroup | None = None,
     ):
         self.roles = set(specs)
-        self.timeout = timeout
+        self.durations = Durations(Limits.of(timeout))
         self._lock = threading.Lock()
         self._fatal: WorkerError | None = None
         self._pending: list[_PendingCall] = []
@@ -165,13 +178,14 @@ class RayPool:
             placement = reserve([resources], use_gpu=use_gpu, timeout=start_timeout)[resources]
         self._placement: PlacementGroup | None = placement
         self._ranks = _create_actors(resources, self._placement, use_gpu, env or {})
+        self._heartbeats = Heartbeats([rank.actor for rank in self._ranks])
         try:
             environments = _rank_environments(self._ranks, use_gpu, start_timeout)
             refs = {
                 r.actor.start.remote(dict(specs), rank_env, env, os.getcwd()): r.rank
                 for r, (rank_env, env) in zip(self._ranks, environments)
             }
-            self._wait(_PendingCall("+".join(specs), "__init__", refs, [], time.monotonic() + timeout), None)
+            self._wait(self._pending_call("+".join(specs), "__init__", refs, []), None)
         except BaseException:
             self.stop()
             raise
@@ -199,9 +213,24 @@ class RayPool:
                 args.run(rank, role, method, call, r): rank.rank
                 for args, (rank, call), r in zip(arguments, chosen, rows)
             }
-            pending = _PendingCall(role, method, refs, calls, time.monotonic() + self.timeout)
+            pending = self._pending_call(role, method, refs, calls, running_operator())
             self._pending.append(pending)
         return Future(lambda timeout: self._results(pending, timeout))
+
+    def _pending_call(
+        self,
+        role: str,
+        method: str,
+        refs: dict[ray.ObjectRef, int],
+        calls: list[Call | None],
+        operator: str | None = None,
+    ) -> _PendingCall:
+        if method == "__init__":
+            limit = self.durations.start_limit
+        else:
+            limit = self.durations.limit(None if operator is None else (operator, role, method))
+        watch = CallWatch(self.durations.limits, limit, role, method, operator)
+        return _PendingCall(role, method, refs, calls, limit, watch, time.monotonic() + limit.seconds, operator)
 
     def _clean_up(self) -> None:
         """Forget finished calls, and drop the columns that are no longer referred to."""
@@ -224,24 +253,43 @@ class RayPool:
     def _wait(self, pending: _PendingCall, timeout: float | None) -> None:
         until = math.inf if timeout is None else time.monotonic() + timeout
         while pending.refs:
-            left = min(until, pending.deadline) - time.monotonic()
+            start = time.monotonic()
+            left = min(until, pending.deadline, start + _WAIT_SECONDS) - start
             ready, _ = ray.wait(list(pending.refs), timeout=max(left, 0))
+            now = time.monotonic()
+            pending.deadline += max(0.0, now - start - 5 * _WAIT_SECONDS)  # this process was stopped
             if ready:
                 failure = self._read_reply(pending, ready[0])
-            elif time.monotonic() >= until:
+            elif now >= until:
                 raise TimeoutError(f"{pending.role}.{pending.method}() has not finished after {timeout} s")
-            elif time.monotonic() < pending.deadline:
-                continue  # Ray came back a little early
-            else:
+            elif self._is_stopped(pending, now):
+                failure = self._timeout(pending, f"{pending.watch.elapsed.seconds:.0f} s")
+            elif now >= pending.deadline:
                 failure = self._check_deadline(pending)
+            else:
+                continue
             if failure is not None:
                 raise self._stop_after(pending, failure)
+
+    def _is_stopped(self, pending: _PendingCall, now: float) -> bool:
+        """Ask for heartbeats. Returns whether a rank that has not replied is stopped for too long."""
+        pending.watch.elapsed.tick(now)
+        self._heartbeats.ask(now)
+        if not pending.watch.is_due:
+            return False
+        late = sorted(set(pending.refs.values()))
+        silent = [rank for rank in late if (self._heartbeats.silence(rank) or 0.0) >= SILENT_SECONDS]
+        return bool(silent) and pending.watch.look([self._state(self._ranks[rank]) for rank in silent])
+
+    def _state(self, rank: _Rank, busy: bool = True, responds: bool = False) -> RankState:
+        status = "running" if responds else self._heartbeats.status(rank.node, rank.pid)
+        return RankState(rank.rank, rank.pid, rank.host_name, status, self._heartbeats.silence(rank.rank), busy)
 
     def _read_reply(self, pending: _PendingCall, ref: ray.ObjectRef) -> Failure | None:
         """Read one reply; the failure that it reports, if any."""
         rank = pending.refs.pop(ref)
         try:
-            succeeded, content, when = ray.get(ref)
+            succeeded, content, when, seconds = ray.get(ref)
         except RayActorError as error:
             return 0, time.time(), self._died(pending, rank, error)
         except RayError as error:
@@ -249,6 +297,8 @@ class RayPool:
         if not succeeded:
             return 1, when, content
         pending.replies[rank] = content
+        if not pending.refs and pending.operator is not None:
+            self.durations.record((pending.operator, pending.role, pending.method), seconds)
         return None
 
     def _died(self, pending: _PendingCall, rank: int, error: RayActorError) -> WorkerDied:
@@ -257,31 +307,41 @@ class RayPool:
         if dead is None:
             message = "a process of another pool, which had rows for this call, died"
             return WorkerDied(message, pending.role, pending.method, rank, self._ranks[rank].host, str(error))
-        node_lost = any(n["NodeID"] == dead.node and not n["Alive"] for n in ray.nodes())
-        message = f"its node {dead.host} is lost" if node_lost else "its process died"
-        return WorkerDied(message, pending.role, pending.method, dead.rank, dead.host, str(error))
+        where = pending.role, pending.method, dead.rank, dead.host, str(error)
+        if any(n["NodeID"] == dead.node and not n["Alive"] for n in ray.nodes()):
+            return NodeLost(f"its node {dead.host} is lost", *where)
+        return WorkerDied("its process died", *where)
 
     def _check_deadline(self, pending: _PendingCall) -> Failure | None:
         """After the deadline: a timeout, or a later deadline if the ranks were still running earlier calls."""
+        running = [seconds for rank, (seconds, _) in self._progress().items() if rank in pending.refs.values()]
+        running = [seconds for seconds in running if seconds is not None]
+        if running and max(running) < pending.limit.seconds:
+            pending.deadline = time.monotonic() + pending.limit.seconds - max(running)
+            return None
+        return self._timeout(pending, f"{pending.limit.seconds:g} s")
+
+    def _progress(self) -> dict[int, tuple[float | None, str | None]]:
+        """Rank -> seconds of its running call (None: there is none; inf: unknown), and its stacks if it responds."""
         reports = [r.actor.progress.options(concurrency_group="control").remote() for r in self._ranks]
         ray.wait(reports, num_returns=len(reports), timeout=_SHUTDOWN_SECONDS)
-        running, stacks = [], []
-        for rank, report in zip(self._ranks, reports):
+        found: dict[int, tuple[float | None, str | None]] = {}
+        for rank, report in enumerate(reports):
             try:
-                seconds, stack = ray.get(report, timeout=0)
+                found[rank] = ray.get(report, timeout=0)
+                self._heartbeats.heard(rank)
             except (GetTimeoutError, RayError):
-                seconds, stack = math.inf, "(no stacks: the process did not respond)"
-            stacks.append(f"--- rank {rank.rank}\n{stack.strip()}")
-            if rank.rank in pending.refs.values() and seconds is not None:
-                running.append(seconds)
-        if running and max(running) < self.timeout:
-            pending.deadline = time.monotonic() + self.timeout - max(running)
-            return None
+                found[rank] = math.inf, None
+        return found
+
+    def _timeout(self, pending: _PendingCall, waited: str) -> Failure:
+        """The failure of a call that has waited for too long."""
         late = sorted(pending.refs.values())
-        replied = sorted(pending.replies) or "none"
-        message = f"no reply after {self.timeout:g} s from ranks {late} (replied: {replied}); stacks of all ranks:"
-        host, text = self._ranks[late[0]].host, "\n\n".join(stacks)
-        return 2, time.time(), WorkerTimeout(message, pending.role, pending.method, late[0], host, text)
+        stacks = {rank: stack for rank, (_, stack) in self._progress().items()}
+        states = [self._state(r, r.rank in late, responds=stacks[r.rank] is not None) for r in self._ranks]
+        stacks = {rank: stack or "(no stacks: the process did not respond)" for rank, stack in stacks.items()}
+        message = no_reply(waited, late, pending.replies, pending.limit, pending.operator)
+        return 2, time.time(), timeout_error(states, stacks, pending.role, pending.method, message)
 
     def _stop_after(self, pending: _PendingCall, failure: Failure) -> WorkerError:
         """Collect other failures for a moment, kill all processes, and return the first error."""
@@ -291,9 +351,21 @@ class RayPool:
             failures += [f for f in (self._read_reply(pending, ref) for ref in ready) if f is not None]
         with self._lock:
             if self._fatal is None:
-                self._fatal = first_error(failures)
+                self._fatal = self._caused_by_stopped(pending, first_error(failures))
                 self._kill()
             return self._fatal
+
+    def _caused_by_stopped(self, pending: _PendingCall, error: WorkerError) -> WorkerError:
+        """The error of a rank that is stopped, if there is one: it causes errors in the collectives of others."""
+        if isinstance(error, WorkerDied | WorkerTimeout):
+            return error
+        found = self._progress()
+        silent = [rank for rank in self._ranks if found[rank.rank][1] is None]
+        if not any(self._state(rank).is_stopped for rank in silent):
+            return error
+        cause = self._timeout(pending, "0 s")[2]
+        cause.add_note(f"rank {error.rank} raised {error.message.splitlines()[0]}")
+        return cause
 
     # ---- shutdown -------------------------------------------------------------------------------------------------
 
@@ -351,6 +423,7 @@ def _rank_environments(ranks: list[_Rank], use_gpu: bool, timeout: float) -> lis
     environments = []
     for rank, info in zip(ranks, infos):
         rank.actor_id, rank.node, rank.host = info.actor_id, info.node_id, info.host
+        rank.pid, rank.host_name = info.pid, info.host_name
         local_rank, local_world_size = nodes[: rank.rank].count(info.node_id), nodes.count(info.node_id)
         rank_env = RankEnv(rank.rank, len(ranks), local_rank, local_world_size, infos[0].host, infos[0].port)
         gpus = ",".join(str(gpu) for other in infos if other.node_id == info.node_id for gpu in other.gpus)

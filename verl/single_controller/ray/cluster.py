@@ -6,14 +6,15 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray._private import ray_constants
 
 from verl.config import schema
-from verl.single_controller.cluster import Pools, RunConfig, start_pools
+from verl.single_controller.cluster import Pools, RunConfig, start_pools, wait_limits
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray.group import colocate
 from verl.single_controller.ray.placement import START_TIMEOUT, reserve
@@ -21,9 +22,13 @@ from verl.single_controller.ray.runtime_env import prepare_runtime_env
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
 from verl.utils.rendezvous import is_loopback
+from verl.utils.waiting import Limits
 
 logger = logging.getLogger("verl.single_controller")
 
+
+REPLACEMENT_SECONDS = 60.0  # for another node to replace a lost one, before a restart uses fewer
+_LOOK_SECONDS = 1.0
 _LOCAL_TIMEOUT = 3.0  # seconds: a local Ray has its resources immediately or never
 _LOCAL_ADVICE = (
     "No cluster was found to join, so Ray was started on this host for this run only: start Ray on every node first "
@@ -35,7 +40,7 @@ _LOCAL_ADVICE = (
 def ray_cluster(config: schema.Config) -> "RayCluster":
     """The Ray cluster of `ray_kwargs` and the `trainer` section."""
     trainer = config.trainer
-    return RayCluster(config.ray_kwargs.ray_init, trainer.device, trainer.worker_timeout, trainer.worker_env)
+    return RayCluster(config.ray_kwargs.ray_init, trainer.device, wait_limits(config), trainer.worker_env)
 
 
 class RayCluster:
@@ -47,7 +52,7 @@ class RayCluster:
     Args:
         ray_init: arguments of `ray.init`.
         device: "auto", "cpu" or "cuda"; "auto" uses GPUs if the cluster has any.
-        timeout: seconds that one call may take before a hang is reported.
+        timeout: limits of waits; of a number, seconds that one call may take before a hang is reported.
         env: further environment variables of the actors.
     """
 
@@ -55,14 +60,14 @@ class RayCluster:
         self,
         ray_init: Mapping[str, Any] | None = None,
         device: str = "auto",
-        timeout: float = CALL_TIMEOUT,
+        timeout: float | Limits = CALL_TIMEOUT,
         env: Mapping[str, str] | None = None,
     ):
         self.given = dict(ray_init or {})
         self.device = device
         self.timeout = timeout
         self.env = dict(env or {})
-        self._started = False
+        self._started, self._can_grow = False, True
         self._groups: dict[str, WorkerGroup] = {}
 
     @functools.cached_property
@@ -82,13 +87,8 @@ class RayCluster:
         _ = self.ray_init
 
     def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
-        self._started = not ray.is_initialized()
-        can_grow = True
-        if self._started:
-            session = self._init_ray()
-            can_grow = not session.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
-        # this host may have no GPU where the nodes do
-        use_gpu = self.device == "cuda" or (self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        self._connect()
+        can_grow, use_gpu = self._can_grow, self._use_gpu()
         # in this thread, which receives Ctrl-C
         reserved = reserve(
             dict.fromkeys(placed[0][1] for placed in pools.values()),
@@ -103,6 +103,29 @@ class RayCluster:
 
         self._groups = start_pools(pools, specs, start)
         return self._groups
+
+    def _connect(self) -> None:
+        """Start or join a cluster, unless this process has done so."""
+        if not ray.is_initialized():
+            self._started = True
+            session = self._init_ray()
+            # Ray names a session after the process that started it
+            self._can_grow = not session.endswith(f"_{os.getpid()}")
+
+    def _use_gpu(self) -> bool:
+        """Whether processes get a GPU: this host may have none where the nodes do."""
+        return self.device == "cuda" or (self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+
+    def sizes_left(self, nnodes: int, per_node: int) -> list[tuple[int, int]]:
+        """Waits a minute for a node that replaces the lost one."""
+        self._connect()
+        resource, until = "GPU" if self._use_gpu() else "CPU", time.monotonic() + REPLACEMENT_SECONDS
+        while True:
+            nodes = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+            sizes = smaller_sizes(nodes, nnodes, per_node)
+            if sizes[:1] == [(nnodes, per_node)] or time.monotonic() >= until:
+                return sizes
+            time.sleep(_LOOK_SECONDS)
 
     def _init_ray(self) -> str:
         """Start or join a cluster, and return its session folder. Ray's handler of SIGTERM, which exits, is undone."""
@@ -137,7 +160,7 @@ class RayCluster:
             group.shutdown()
         if self._started:
             ray.shutdown()
-            self._started = False
+            self._started, self._can_grow = False, True
 
 
 @contextlib.contextmanager
@@ -149,3 +172,16 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def smaller_sizes(devices: Sequence[int], nnodes: int, per_node: int) -> list[tuple[int, int]]:
+    """(nodes, processes per node) that fit on nodes with these numbers of devices, the largest total first.
+
+    Args:
+        devices: Of each node.
+        nnodes: Most nodes.
+        per_node: Most processes per node.
+    """
+    fitting = {count: min(nnodes, sum(found >= count for found in devices)) for count in range(1, per_node + 1)}
+    sizes = [(nodes, count) for count, most in fitting.items() for nodes in range(1, most + 1)]
+    return sorted(sizes, key=lambda size: (size[0] * size[1], size[1]), reverse=True)

@@ -16,6 +16,7 @@ from verl.single_controller.ray.actor_pool import RayPool
 from verl.single_controller.ray.placement import START_TIMEOUT
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, Future, WorkerGroup
+from verl.utils.waiting import Limits
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -28,7 +29,7 @@ class RayWorkerGroup(WorkerGroup):
         resources: Number of processes on each node.
         name: Role shown in errors; the name of the class by default.
         use_gpu: Request one GPU per process.
-        timeout: Limit of one call, seconds.
+        timeout: Limit of one call, seconds; or limits by measured durations.
         start_timeout: Limit for the cluster to start the processes, seconds.
         pool: Existing actors that host this role already (see `colocate`); `use_gpu` and the limits are then ignored.
     """
@@ -40,7 +41,7 @@ class RayWorkerGroup(WorkerGroup):
         name: str | None = None,
         *,
         use_gpu: bool = False,
-        timeout: float = CALL_TIMEOUT,
+        timeout: float | Limits = CALL_TIMEOUT,
         start_timeout: float = START_TIMEOUT,
         pool: RayPool | None = None,
     ):

@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Mapping
@@ -16,8 +17,8 @@ from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
 
-Reply = tuple[bool, Packed | WorkerError | None, float]
-"""(True, packed result, time in seconds) or (False, error, time)."""
+Reply = tuple[bool, Packed | WorkerError | None, float, float]
+"""(True, packed result, time, duration in seconds) or (False, error, time, duration)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class ActorInfo:
         host: Address of the node.
         gpus: GPUs that Ray assigned to the actor.
         port: A free port of the node.
+        pid: The process of the actor.
+        host_name: Name of the node's host.
     """
 
     actor_id: str
@@ -46,6 +49,8 @@ class ActorInfo:
     host: str
     gpus: list
     port: int
+    pid: int
+    host_name: str
 
 
 class RankActor:
@@ -64,7 +69,8 @@ class RankActor:
     def info(self) -> ActorInfo:
         """Where this actor runs."""
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        return ActorInfo(context.get_actor_id(), context.get_node_id(), host, ray.get_gpu_ids(), free_port())
+        here = os.getpid(), socket.gethostname()
+        return ActorInfo(context.get_actor_id(), context.get_node_id(), host, ray.get_gpu_ids(), free_port(), *here)
 
     def start(self, specs: Mapping[str, WorkerSpec], rank_env: RankEnv, env: dict[str, str], folder: str) -> Reply:
         """Construct the workers.
@@ -81,19 +87,20 @@ class RankActor:
             os.chdir(folder)
         self._rank = rank_env.rank
         setup_worker_logging(rank_env.rank)
-        role = ""
+        role, since = "", time.monotonic()
         try:
             for role, spec in specs.items():
                 self._workers[role] = spec.build(rank_env)
         except BaseException as error:
-            return False, WorkerError.of(error, role, "__init__", rank_env.rank), time.time()
-        return True, None, time.time()
+            error = WorkerError.of(error, role, "__init__", rank_env.rank)
+            return False, error, time.time(), time.monotonic() - since
+        return True, None, time.time(), time.monotonic() - since
 
     def run(
         self, role: str, method: str, packed: Packed, padding: int, collect: bool, *rows: Packed | StoredRows
     ) -> Reply:
         """Run one call. rows: for each ColumnRef of the call, its rows."""
-        self._running_since = time.monotonic()
+        since = self._running_since = time.monotonic()
         try:
             columns = [
                 self._store.read(r.key, r.names, r.rows) if isinstance(r, StoredRows) else unpack(r) for r in rows
@@ -101,9 +108,9 @@ class RankActor:
             args, kwargs = load_call(packed, columns)
             result = getattr(self._workers[role], method)(*args, **kwargs)
             finished = Call(args, kwargs, padding, collect).finish(result)
-            return True, self._store.pack_result(finished), time.time()
+            return True, self._store.pack_result(finished), time.time(), time.monotonic() - since
         except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
-            return False, WorkerError.of(error, role, method, self._rank), time.time()
+            return False, WorkerError.of(error, role, method, self._rank), time.time(), time.monotonic() - since
         finally:
             self._running_since = None
 
@@ -112,6 +119,9 @@ class RankActor:
 
     def drop(self, keys: list[int]) -> None:
         self._store.drop(keys)
+
+    def beat(self) -> None:
+        """A heartbeat: returns if Python code can run in this process."""
 
     def progress(self) -> tuple[float | None, str]:
         """Seconds since the running call started, None if there is none; and the stacks of all threads."""

@@ -20,6 +20,7 @@ import numpy as np
 from verl.config import schema
 from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
+from verl.single_controller.cluster import wait_limits
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, group_rows
 from verl.trainer.ppo.operators import (
@@ -253,7 +254,8 @@ class Asynchronous:
         prompts = flow["prompts"].func
         queue = AsyncPrompts(prompts, size)
         max_staleness = self.config.trainer.max_staleness
-        self.buffer = queue.buffer = SampleBuffer(queue, size, max_staleness, total_steps, self.pad_token_id)
+        limits = wait_limits(self.config)
+        self.buffer = queue.buffer = SampleBuffer(queue, size, max_staleness, total_steps, self.pad_token_id, limits)
         flow.replace("prompts", replace(flow["prompts"], func=queue))
         flow.replace("gen", replace(flow["gen"], func=self.generation, on=None))
         last = "reward"

@@ -31,6 +31,8 @@ from verl.dataflow.pipeline import RunReports, merge_reports
 from verl.protocol import DataProto
 from verl.trainer.ppo.dynamic_sampling import PromptQueue, group_rows
 from verl.trainer.ppo.operators import Prompts, check_failures, length_metrics
+from verl.trainer.state.operator_watch import OperatorTimeout, thread_stacks
+from verl.utils.waiting import Durations, Limits
 
 _LOOK = 0.5  # seconds between two checks for signals and errors while the training loop waits
 
@@ -44,12 +46,14 @@ class Group:
         version: of the rollout's weights when it was admitted.
         rows: its samples; None until all of them are in the buffer.
         reports: of the runs of the operators before the buffer, and its share of the groups of each run.
+        admitted: when it was admitted, by `time.monotonic`.
     """
 
     prompt: DataProto
     version: int
     rows: DataProto | None = None
     reports: list[tuple[RunReports, float]] = field(default_factory=list)
+    admitted: float = field(default_factory=time.monotonic)
 
     @property
     def oldest_version(self) -> int:
@@ -68,6 +72,7 @@ class SampleBuffer:
         max_staleness: k.
         total_steps: number of the last step: no prompts are admitted for later ones.
         pad_token_id: for padding groups of different lengths.
+        limits: of the wait for a group.
 
     Attributes:
         filtered: number of groups that an operator has filtered since the last `take`.
@@ -75,7 +80,15 @@ class SampleBuffer:
         on_take: called before the first step waits.
     """
 
-    def __init__(self, queue: PromptQueue, batch_size: int, max_staleness: int, total_steps: int, pad_token_id: int):
+    def __init__(
+        self,
+        queue: PromptQueue,
+        batch_size: int,
+        max_staleness: int,
+        total_steps: int,
+        pad_token_id: int,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+    ):
         self.queue = queue
         self.batch_size = batch_size
         self.max_staleness = max_staleness
@@ -85,6 +98,8 @@ class SampleBuffer:
         self.lock = threading.Condition(threading.RLock())
         self.groups: dict[str, Group] = {}  # by uid, in the order of admission
         self._finished: list[str] = []  # uids, in the order of `put`
+        self._durations = Durations(limits)  # of groups, from their admission to the buffer
+        self._arrived = 0.0  # when the last group arrived, by `time.monotonic`
         self._steps_taken = 0
         self._taken: list[DataProto] = []  # prompts of the last step
         self._error: BaseException | None = None
@@ -165,6 +180,9 @@ class SampleBuffer:
             arrived = [uid for uid in uids if self.groups[uid].rows is not None]
             self.add_reports(arrived, runs)
             self._finished += arrived
+            self._arrived = time.monotonic()
+            for uid in uids:
+                self._durations.record("group", self._arrived - self.groups[uid].admitted)
             for uid in set(uids) - set(arrived):
                 del self.groups[uid]
                 self.filtered += 1
@@ -194,10 +212,12 @@ class SampleBuffer:
         self.on_take()
         self._taken = []
         start, facts = time.perf_counter(), self.queue.facts()
+        began = time.monotonic()
         with self.lock:
             while (chosen := self._choose(facts["global_step"])) is None:
                 if self._error is not None:
                     raise self._error
+                self._check_progress(began)
                 self.lock.wait(_LOOK)
             groups = [self.groups.pop(uid) for uid in chosen]
             self._finished = [uid for uid in self._finished if uid not in chosen]
@@ -217,6 +237,16 @@ class SampleBuffer:
             if self._taken:
                 self.queue.put_back(DataProto.concat(self._taken))
             self._steps_taken, self._taken = self.queue.step(), []
+
+    def _check_progress(self, began: float) -> None:
+        """Raise OperatorTimeout if no group has arrived for too long. began: when the training loop began to wait."""
+        limit = self._durations.limit("group")
+        seconds = time.monotonic() - max(began, self._arrived)
+        if seconds > limit.seconds:
+            raise OperatorTimeout(
+                f"no group of responses has arrived for {seconds:.0f} s, while {self.in_flight} are generated (limit: "
+                f"{limit.reason}): the rollout or a reward function hangs; stacks of all threads:\n{thread_stacks()}"
+            )
 
     def _choose(self, step: int) -> list[str] | None:
         """The uids of the groups of a step, in the order in which they finished; None if more must finish first."""

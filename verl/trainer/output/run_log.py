@@ -16,6 +16,8 @@ from verl.trainer.output.display import RunDisplay
 if TYPE_CHECKING:
     from verl.trainer.base import StepReport, Trainer
 
+logger = logging.getLogger("verl.trainer")
+
 
 def run_record(
     folder: Path,
@@ -34,6 +36,23 @@ def run_record(
         "changed": {key: {"value": flat[key], "default": defaults[key]} for key in differences(config)},
     }
     return RunRecord(folder, about, warnings, step)
+
+
+def warn_nothing_to_train(trainer: "Trainer") -> None:
+    """Log why a run that resumes at its end has no further steps, and how to continue."""
+    if trainer.global_step < trainer.total_steps:
+        logger.warning(
+            "nothing to train: the run ended at step %d of %d, because %s. To continue, raise "
+            "trainer.early_stopping.patience, or set it to null",
+            *(trainer.global_step, trainer.total_steps, trainer.end_reason),
+        )
+    else:
+        logger.warning(
+            "nothing to train: the checkpoint is at step %d and the run ends at step %d. To continue, raise "
+            "trainer.total_training_steps or trainer.total_epochs; to start a fresh run, set a new "
+            "trainer.experiment_name or trainer.default_local_dir (now %s)",
+            *(trainer.global_step, trainer.total_steps, trainer.checkpoints.root),
+        )
 
 
 class RunLog:

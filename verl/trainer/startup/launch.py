@@ -1,5 +1,6 @@
 """From a command line to a finished run. Setup errors end with one message instead of a traceback."""
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -11,11 +12,13 @@ from omegaconf import OmegaConf
 
 from verl.config import Config, ConfigError, Problem
 from verl.config.fields import Schema
+from verl.single_controller.worker_group import WorkerError
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.trainer.state.interruption import Stopped, sigterm_raises
 from verl.trainer.state.validation_watch import NoMetricError
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
+from verl.utils.redaction import redact_text
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
@@ -88,7 +91,8 @@ def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
     except USER_ERRORS as error:
         return print_error(error)
     passed = command.passed_checks()
-    print("\n".join(f"ok  {name}" for name in passed) if verbose else f"ok  {len(passed)} checks (--verbose: their names)")
+    short = [f"{len(passed)} checks (--verbose: their names)"]
+    print("\n".join(f"ok  {line}" for line in (passed if verbose else short)))
     print(command.plan())
     return 0
 
@@ -128,6 +132,31 @@ def _fit(trainer: "Trainer") -> int:
     except Exception as error:
         if not trainer.ready and isinstance(error, ValueError):
             return print_error(error)
-        error.add_note(f"the run failed {trainer.progress_summary()}")
+        error.add_note(_how_it_ended(trainer, error))
         raise
     return 0
+
+
+def _how_it_ended(trainer: "Trainer", error: Exception) -> str:
+    """The last lines of a run that failed: the cause, the checkpoint, and the command that resumes."""
+    summary = f"the run failed {trainer.progress_summary()}"
+    if isinstance(error, WorkerError):
+        where, _, checkpoint = summary.partition("; ")
+        cause = str(error).partition("\n")[0].removesuffix("; states and stacks of all ranks:")
+        summary = f"{where}: {cause}\n{checkpoint}"
+    command = _resume_command()
+    if command is None or trainer.checkpointer.newest_of_run() is None:
+        return summary
+    if trainer.config.trainer.resume_mode == "disable":
+        command += " trainer.resume_mode=auto"
+    return f"{summary}:\n  {command}"
+
+
+def _resume_command() -> str | None:
+    """The command line of this process; None if it contains a secret, which does not belong into a log."""
+    script = Path(sys.argv[0])
+    program = (
+        ["verl"] if script.name == "verl" else ["python", *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+    )
+    command = shlex.join([*program, *sys.argv[1:]])
+    return command if redact_text(command) == command else None

@@ -26,18 +26,20 @@ from verl.data.files import IN_MEMORY
 from verl.data.processor import copy_processor_files
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.dataflow import Pipeline
+from verl.dataflow import Pipeline, running
 from verl.single_controller import WorkerGroup
+from verl.single_controller.cluster import wait_limits
 from verl.trainer.state.identity import Identity
 from verl.trainer.state.interruption import Stopped
+from verl.trainer.state.operator_watch import OperatorTimeout
 from verl.trainer.state.saved_state import load_state, save_state
 from verl.trainer.state.validation_watch import ValidationWatch
 from verl.utils.rng import rng_state, set_rng_state
+from verl.utils.waiting import Durations
 
 logger = logging.getLogger("verl.trainer")
 
 _POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being written
-_WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
 
 _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}
 
@@ -92,6 +94,7 @@ class Checkpointer:
         saved_step: step of the last checkpoint that was saved or loaded; None before.
         saved_path: its folder.
         rollbacks: how often the run has returned to a checkpoint because of bad steps.
+        restarted: whether the next `load` continues this run, rather than starting it.
     """
 
     def __init__(
@@ -124,6 +127,9 @@ class Checkpointer:
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0
+        self.restarted = False
+        self._durations = Durations(wait_limits(config))
+        self._serial = 0  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -138,6 +144,10 @@ class Checkpointer:
             BadStepsError: weights or optimizer state are broken; earlier checkpoints are unchanged.
         """
         self.wait()
+        with running("save"):
+            return self._save(step, is_due)
+
+    def _save(self, step: int, is_due: bool) -> Path:
         for role in self._present_roles():
             self.require_finite(role, step)
         start, path = time.perf_counter(), self.store.path(step)
@@ -187,13 +197,15 @@ class Checkpointer:
         if self._pending is None:
             return
         groups = [self.roles[role] for role in self._present_roles()]
-        limit = time.monotonic() + _WRITE_TIMEOUT
+        start, limit = time.monotonic(), self._durations.limit("write")
         try:
             while not all(all(group.is_checkpoint_written()) for group in groups):
                 if not wait:
                     return
-                if time.monotonic() > limit:
-                    raise TimeoutError(f"{self._pending.path} is not written after {_WRITE_TIMEOUT:.0f} s")
+                if time.monotonic() - start > limit.seconds:
+                    raise OperatorTimeout(
+                        f"{self._pending.path} is not written after {limit.seconds:g} s (limit: {limit.reason})"
+                    )
                 time.sleep(_POLL_INTERVAL)  # an interruption here leaves the write as it is
         except Exception:
             pending, self._pending = self._pending, None
@@ -208,7 +220,9 @@ class Checkpointer:
             logger.info("[save] best checkpoint: %(metric)s = %(value).4g at step %(step)d", pending.best)
         for role, keep in self.keep().items():
             self.store.prune_subfolder(role, keep)
-        logger.info("[save] %.2fs %s", time.perf_counter() - pending.start, pending.path)
+        seconds = time.perf_counter() - pending.start
+        self._durations.record("write", seconds)
+        logger.info("[save] %.2fs %s", seconds, pending.path)
 
     def finish_pending_save(self, error: BaseException) -> None:
         """Complete the pending checkpoint of a run that failed with `error`, if its workers can still write it."""
@@ -271,8 +285,19 @@ class Checkpointer:
         if (self.store.path(best.step) / MANIFEST).is_file():
             self.store.mark_best(asdict(best) | {"saved_as_best": False})
 
+    def start_of_run(self) -> None:
+        """Later checkpoints are those of this run: a restart with resume_mode=disable continues from them."""
+        self._serial, self.restarted = self.store.last_serial(), False
+
+    def newest_of_run(self) -> Path | None:
+        """The newest complete checkpoint from which a restart of this run may continue."""
+        auto = self.config.trainer.resume_mode == "auto"
+        return self.store.newest(0 if auto else self._serial)
+
     def _folder_to_load(self) -> Path | None:
         trainer = self.config.trainer
+        if self.restarted and trainer.resume_mode != "auto" and self.newest_of_run() is not None:
+            return self.store.latest(self._serial)
         if trainer.resume_mode == "disable":
             return None
         if trainer.resume_mode == "resume_path":

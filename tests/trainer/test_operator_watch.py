@@ -1,0 +1,66 @@
+"""Operators of the controller that hang are ended, with their line."""
+
+import time
+
+import pytest
+
+from verl.dataflow import Operator
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.state import operator_watch
+from verl.trainer.state.operator_watch import OperatorTimeout
+
+SHORT = ["algorithm.name=grpo", "trainer.total_training_steps=4"]
+
+
+def hang_at(step: int, trainer_of: list, seconds: float):
+    def hang(batch) -> None:
+        if trainer_of[0].global_step == step and trainer_of[1]:
+            trainer_of[1] = False
+            try:
+                time.sleep(seconds)
+            except Exception:  # as code that tries again
+                time.sleep(seconds)
+
+    return hang
+
+
+def trainer_with(settings: list[str], step: int, seconds: float, *more: str) -> LocalPPOTrainer:
+    given: list = [None, True]
+
+    class Hanging(LocalPPOTrainer):
+        def finish_flow(self, flow):
+            return super().finish_flow(flow.insert_after("reward", Operator("check", hang_at(step, given, seconds))))
+
+    trainer = Hanging(overrides=[*settings, *SHORT, *more])
+    given[0] = trainer
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(operator_watch, "_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(operator_watch, "_LOOK_SECONDS", 0.1)
+
+
+def test_an_operator_that_hangs_is_named(settings):
+    trainer = trainer_with(settings, 4, 300.0, "trainer.wait_minimum=3", "trainer.save_freq=2")
+    start = time.monotonic()
+    with pytest.raises(OperatorTimeout) as error:
+        trainer.fit()
+    assert time.monotonic() - start < 100
+    first_line = str(error.value).splitlines()[0]
+    assert first_line.startswith("operator 'check' has not ended after 3 s (limit: 10 x the median of ")
+    assert "it is in hang (" in first_line and "test_operator_watch.py:" in first_line
+    assert "--- thread MainThread" in str(error.value)
+
+
+def test_it_is_restarted_like_a_lost_worker(settings):
+    more = ["trainer.wait_minimum=3", "trainer.max_restarts=1", "trainer.save_freq=1"]
+    assert trainer_with(settings, 4, 300.0, *more).fit()["training/restarts"] == 1
+
+
+def test_the_first_time_and_without_a_factor_it_may_take_longer(settings):
+    trainer_with(settings, 1, 4.0, "trainer.wait_minimum=1").fit()
+    trainer_with(
+        settings, 2, 4.0, "trainer.wait_minimum=1", "trainer.wait_factor=null", "trainer.resume_mode=disable"
+    ).fit()

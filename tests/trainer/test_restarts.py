@@ -1,0 +1,110 @@
+"""Runs that lose a worker: they continue by themselves, with the numbers of an undisturbed run."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.conftest import run_settings
+from verl.single_controller import WorkerDied
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+PROCESSES = ["algorithm.name=grpo", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=4"]
+
+
+def weights(run: Path, step: int) -> dict:
+    """The weights and optimizer files of a checkpoint, as bytes."""
+    folder = run / f"global_step_{step}"
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".safetensors", ".distcp")]
+    assert files
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def metrics(run: Path) -> list[dict]:
+    """The metrics of each step that are no times."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    times = ("timing", "perf/", "training/restarts", "rollout/tokens_per_second", "weight_sync/")
+    return [{k: v for k, v in row.items() if not k.startswith(times) and "time" not in k} for row in rows]
+
+
+def rank_pid(trainer: LocalPPOTrainer, rank: int) -> int:
+    return trainer.roles["actor"]._pool._ranks[rank].process.pid
+
+
+def strike_at(trainer: LocalPPOTrainer, step: int, number: int, times: int = 1, rank: int = 1) -> None:
+    """Send a signal to a rank when `gen` of a step has ended, in the first `times` attempts."""
+    left = [times]
+
+    def strike(name: str, seconds: float, batch) -> None:
+        if name == "gen" and trainer.global_step == step and left[0]:
+            left[0] -= 1
+            os.kill(rank_pid(trainer, rank), number)
+
+    trainer.pipeline.observer = strike
+
+
+def run(settings: list[str], folder: Path, *more: str) -> LocalPPOTrainer:
+    return LocalPPOTrainer(overrides=[*settings, *PROCESSES, f"trainer.default_local_dir={folder}", *more])
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, tmp_path_factory) -> Path:
+    """An undisturbed run of 4 steps."""
+    folder = tmp_path_factory.mktemp("straight")
+    run(run_settings(tiny, folder), folder, "trainer.save_freq=4").fit()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("save_freq", "source"), [(1, "global_step_2"), (-1, "the start")])
+def test_a_killed_rank_changes_no_number(save_freq, source, straight, settings, tmp_path, caplog):
+    saving = [f"trainer.save_freq={save_freq}", "trainer.save_at_end=true", "trainer.max_restarts=1"]
+    trainer = run(settings, tmp_path / "killed", *saving)
+    strike_at(trainer, 3, signal.SIGKILL)
+    assert trainer.fit()["training/restarts"] == 1
+    assert weights(tmp_path / "killed", 4) == weights(straight, 4)
+    assert metrics(tmp_path / "killed") == metrics(straight)
+    assert "restart 1 of 1 after an error in step 3" in caplog.text and source in caplog.text
+    assert "was killed by SIGKILL" in caplog.text
+
+
+@pytest.mark.slow
+def test_without_restarts_the_error_is_raised(settings, tmp_path):
+    trainer = run(settings, tmp_path / "run", "trainer.save_freq=1")
+    strike_at(trainer, 2, signal.SIGKILL)
+    with pytest.raises(WorkerDied) as error:
+        trainer.fit()
+    assert "restart" not in "".join(error.value.__notes__)
+
+
+@pytest.mark.slow
+def test_the_same_error_in_the_same_step_ends_the_run(settings, tmp_path):
+    trainer = run(settings, tmp_path / "run", "trainer.save_freq=1", "trainer.max_restarts=5")
+    strike_at(trainer, 3, signal.SIGKILL, times=5)
+    with pytest.raises(WorkerDied) as error:
+        trainer.fit()
+    assert trainer.restarts.count == 1
+    assert "no restart: the same error has ended step 3 before" in error.value.__notes__
+
+
+@pytest.mark.slow
+def test_a_restart_ignores_checkpoints_that_the_run_was_told_to_ignore(straight, settings, tmp_path):
+    shutil.copytree(straight / "global_step_4", tmp_path / "run" / "global_step_4")
+    saving = ["trainer.save_freq=4", "trainer.max_restarts=1", "trainer.resume_mode=disable"]
+    trainer = run(settings, tmp_path / "run", *saving)
+    strike_at(trainer, 2, signal.SIGKILL)
+    assert trainer.fit()["training/restarts"] == 1
+    assert len(metrics(tmp_path / "run")) == 4
+    assert weights(tmp_path / "run", 4) == weights(straight, 4)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_restarts_after_the_limit(settings, tmp_path, caplog):
+    waits = ["trainer.wait_minimum=4", "trainer.max_restarts=1", "trainer.save_freq=1"]
+    trainer = run(settings, tmp_path / "run", *waits)
+    strike_at(trainer, 3, signal.SIGSTOP)
+    assert trainer.fit()["training/restarts"] == 1
+    assert "is stopped: SIGSTOP" in caplog.text

@@ -1,0 +1,142 @@
+"""Restarts: a run whose workers are lost continues from its newest checkpoint (`trainer.max_restarts`).
+
+A restart does what running the same command again does: it ends all workers, starts new ones and loads the newest
+checkpoint that is complete, so its results are those of a run that was resumed by hand. An error that appears twice in
+the same step is not an accident, and ends the run.
+"""
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from verl.config.fields import Schema
+from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
+from verl.single_controller.worker_group import NodeLost
+from verl.trainer.checks.preflight import CONFIG, SETTINGS, run_checks
+from verl.trainer.state.operator_watch import OperatorTimeout
+
+if TYPE_CHECKING:
+    from verl.trainer.base import Trainer
+
+logger = logging.getLogger("verl.trainer")
+
+_LOST = (WorkerError, OperatorTimeout)
+_LOST_AT_START = (WorkerDied, WorkerTimeout)  # other errors at the first start are wrong settings
+
+
+class Restarts:
+    """The restarts of one `fit`.
+
+    Attributes:
+        count: restarts so far.
+    """
+
+    def __init__(self, trainer: "Trainer"):
+        self._trainer = trainer
+        self.count = 0
+        self._seen: set[tuple] = set()  # errors that have ended an attempt
+        self._initial: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the pipeline and the watch
+
+    @property
+    def _limit(self) -> int:
+        return self._trainer.config.trainer.max_restarts
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a step."""
+        return {"training/restarts": self.count} if self._limit else {}
+
+    def run(self, attempt: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Call `attempt` until it succeeds or may not be repeated.
+
+        Args:
+            attempt: trains from the newest checkpoint. After an error, its workers have ended.
+
+        Raises:
+            Exception: the error of the last attempt, with a note that says why there is no further one.
+        """
+        trainer = self._trainer
+        trainer.checkpointer.start_of_run()
+        if self._limit and trainer.global_step == 0:
+            self._initial = copy.deepcopy(trainer.pipeline.state_dict()), trainer.watch.state_dict()
+        while True:
+            try:
+                return attempt()
+            except _LOST as error:
+                reason = self._why_not(error)
+                if reason is not None:
+                    if self._limit:
+                        error.add_note(f"no restart: {reason}")
+                    raise
+                self._prepare(error)
+
+    def _why_not(self, error: Exception) -> str | None:
+        """Why the run does not restart after an error; None if it does."""
+        trainer = self._trainer
+        signature = trainer.global_step, type(error), re.sub(r"\d+", "N", str(error).partition("\n")[0])
+        seen = signature in self._seen and not isinstance(error, NodeLost)
+        self._seen.add(signature)
+        if self.count >= self._limit:
+            return f"trainer.max_restarts is {self._limit}"
+        if not trainer.ready and not isinstance(error, _LOST_AT_START):
+            return "the run had not started"
+        if seen:
+            return f"the same error has ended step {trainer.global_step} before"
+        if self._initial is None and trainer.checkpointer.newest_of_run() is None:
+            return "there is no checkpoint"
+        return None
+
+    def _prepare(self, error: Exception) -> None:
+        """Return to the state before the first step. The next attempt loads the newest checkpoint, if there is one."""
+        trainer, failed = self._trainer, self._trainer.global_step
+        self.count += 1
+        first_line = str(error).partition("\n")[0]
+        if trainer.config.trainer.allow_smaller:
+            self._fit_size(error)
+        newest = trainer.checkpointer.newest_of_run()
+        logger.warning(
+            "restart %d of %d after an error in step %d, from %s, with %d processes: %s",
+            *(self.count, self._limit, failed, newest or "the start", trainer.world_size, first_line),
+        )
+        trainer.checkpointer.restarted = True
+        trainer.guard.in_a_row, trainer.guard.owes_save = 0, False
+        trainer.global_step = 0
+        if self._initial is not None:
+            pipeline, watch = copy.deepcopy(self._initial)
+            trainer.pipeline.load_state_dict(pipeline)
+            trainer.watch.load_state_dict(watch)
+
+    def _fit_size(self, error: Exception) -> None:
+        """Use the devices that are left. Raises the error if the settings do not allow any smaller number of them."""
+        trainer, settings = self._trainer, self._trainer.config.trainer
+        now = settings.nnodes, settings.n_gpus_per_node
+        sizes = trainer.cluster.sizes_left(*now)
+        if sizes[:1] == [now]:
+            return
+        for nnodes, per_node in sizes:
+            try:
+                config = _resized(trainer, nnodes, per_node)
+            except ValueError as reason:
+                error.add_note(f"{nnodes} nodes with {per_node} processes are not possible: {reason}")
+                continue
+            trainer.config = trainer.run.config = trainer.checkpointer.config = config
+            logger.warning(
+                "the run continues with %d x %d instead of %d x %d devices, since the others are lost "
+                "(trainer.allow_smaller=true)",
+                *(nnodes, per_node, *now),
+            )
+            return
+        error.add_note("no restart: the devices that are left are not sufficient")
+        raise error
+
+
+def _resized(trainer: "Trainer", nnodes: int, per_node: int) -> Schema:
+    """The settings with another number of devices. Raises ValueError if they are not possible."""
+    config = trainer.config
+    size = {"nnodes": nnodes, "n_gpus_per_node": per_node}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=size)})
+    for stage in (SETTINGS, CONFIG):
+        run_checks(replace(trainer.run, config=config, passed=[], warnings=[]), stage)
+    return config

@@ -1,0 +1,105 @@
+"""Limits of waits, from measured durations.
+
+    durations = Durations(Limits(timeout=3600, factor=10, minimum=120))
+    durations.limit("gen").seconds       # 3600: it has not run yet
+    durations.record("gen", 20.0)
+    durations.limit("gen").seconds       # 200: 10 x the median
+
+A fixed limit is too long for most operations and too short for others, and nobody knows them before the run.
+"""
+
+import statistics
+import threading
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+_WINDOW = 101  # durations that count for the median, so that it follows responses that become longer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Settings of waits, in seconds.
+
+    Attributes:
+        timeout: Limit of an operation that has not finished yet in this run, and the maximum of every limit.
+        start: Limit of starting workers and loading models; None: `timeout`.
+        factor: A limit is the median duration times this factor; None: always `timeout`.
+        minimum: The smallest of these limits, and how long a stopped process is waited for.
+    """
+
+    timeout: float = 3600.0
+    start: float | None = None
+    factor: float | None = None
+    minimum: float = 120.0
+
+    @classmethod
+    def of(cls, value: "float | Limits") -> "Limits":
+        """Limits as given; of a number, the limit of every operation."""
+        return value if isinstance(value, Limits) else cls(value)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The limit of one wait.
+
+    Attributes:
+        seconds: The limit.
+        reason: Where it comes from, for a message.
+    """
+
+    seconds: float
+    reason: str
+
+
+class Durations:
+    """Durations of finished operations, by name. Can be used from several threads."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._found: dict[Hashable, deque[float]] = {}
+
+    def record(self, name: Hashable, seconds: float) -> None:
+        """Add the duration of an operation that has finished."""
+        with self._lock:
+            self._found.setdefault(name, deque(maxlen=_WINDOW)).append(seconds)
+
+    @property
+    def start_limit(self) -> Limit:
+        """The limit of starting workers and loading models."""
+        limits = self.limits
+        return Limit(limits.timeout if limits.start is None else limits.start, "trainer.start_timeout")
+
+    def limit(self, name: Hashable | None) -> Limit:
+        """The limit of the next operation of this name; of None, `Limits.timeout`."""
+        limits = self.limits
+        with self._lock:
+            found = list(self._found.get(name, ()))
+        if limits.factor is None or name is None or not found:
+            return Limit(limits.timeout, "trainer.worker_timeout")
+        median = statistics.median(found)
+        seconds = max(limits.factor * median, limits.minimum)
+        if seconds >= limits.timeout:
+            return Limit(limits.timeout, "trainer.worker_timeout")
+        reason = f"{limits.factor:g} x the median of {median:.3g} s, at least {limits.minimum:g} s"
+        return Limit(seconds, reason)
+
+
+class Elapsed:
+    """Seconds of a wait, without those in which this process itself did not run (SIGSTOP, suspended job).
+
+    `tick` is called again and again during the wait; a longer gap between two calls does not count.
+    """
+
+    def __init__(self, max_gap: float = 5.0):
+        self.seconds = 0.0
+        self._max_gap = max_gap
+        self._last: float | None = None
+
+    def tick(self, now: float) -> float:
+        """Add the time since the last call. Returns the sum."""
+        if self._last is not None:
+            self.seconds += min(now - self._last, self._max_gap)
+        self._last = now
+        return self.seconds
