@@ -36,6 +36,10 @@ OPERATORS = {
 _PAIRS = "mean sum,min max,amin amax,argmin argmax,any all,zeros ones,zeros_like ones_like,floor ceil,minimum maximum,\
 startswith endswith,masked_mean masked_sum,log exp,append extend,eq ne,lt le,gt ge"
 NAMES = {a: b for pair in _PAIRS.split(",") for a, b in (pair.split(), pair.split()[::-1])}
+#: the order of two arguments changes no result
+SYMMETRIC = {"min", "max", "minimum", "maximum", "transpose", "transpose_", "swapaxes", "equal", "allclose", "isclose"}
+#: keywords that change nothing on a CPU
+GPU_ONLY = {"device", "non_blocking", "pin_memory"}
 #: their calls change no result
 SILENT = {"log", "logger", "logging", "warnings", "print", "gc"}
 
@@ -93,10 +97,11 @@ def expression_faults(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "condition", changed(node, test=ast.UnaryOp(ast.Not(), test))
         case ast.Call(args=args, keywords=keywords):
             if len(args) > 1 and not any(isinstance(a, ast.Starred) for a in args):
-                yield "argument", changed(node, args=[args[1], args[0], *args[2:]])
+                if ast.unparse(node.func).rpartition(".")[2] not in SYMMETRIC:
+                    yield "argument", changed(node, args=[args[1], args[0], *args[2:]])
                 yield "argument", changed(node, args=args[:-1])
             for i, keyword in enumerate(keywords):
-                if keyword.arg:
+                if keyword.arg and keyword.arg not in GPU_ONLY:
                     yield "argument", changed(node, keywords=keywords[:i] + keywords[i + 1 :])
         case ast.Attribute(attr=name) if name in NAMES:
             yield "function", changed(node, attr=NAMES[name])

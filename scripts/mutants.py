@@ -282,9 +282,8 @@ class Calls:
             found = {"key": key, "functions": functions, **ran}
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(json.dumps(found))
-            say(
-                f"{file}: {len(found['passed'])} tests, {sum(found['seconds'].values()):.0f} s, failed {found['failed']}"
-            )
+            seconds = sum(found["seconds"].values())
+            say(f"{file}: {len(found['passed'])} tests, {seconds:.0f} s, failed {found['failed']}")
         trusted = set(found["passed"]) - set(found["failed"])
         self.seconds |= {test: seconds for test, seconds in found["seconds"].items() if test in trusted}
         for function, tests in found["functions"].items():
@@ -293,7 +292,9 @@ class Calls:
 
     def of(self, mutant: Mutant, seconds: float, without: set[str]) -> list[str]:
         """Tests that call the function of a fault, or its file: those of the mirror first, then the fastest."""
-        found = self.tests.get(f"{mutant.path}::{mutant.function}") or self.tests.get(mutant.path, set())
+        found = self.tests.get(f"{mutant.path}::{mutant.function}")
+        if found is None:  # code of a module or class, or a function that only untraced processes call
+            found, seconds = self.tests.get(mutant.path, set()), seconds / 2
         path = Path(mutant.path)
 
         def rank(test: str) -> tuple[int, float]:
