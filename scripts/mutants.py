@@ -13,6 +13,7 @@ A process that has imported torch, transformers and pytest, but not verl, forks 
 """
 
 import argparse
+import ast
 import contextlib
 import ctypes
 import dataclasses
@@ -75,8 +76,15 @@ def sources(only: list[str]) -> list[str]:
 
 
 def draw(number: int, seed: int, only: list[str]) -> list[Mutant]:
-    every = [mutant for name in sources(only) for mutant in mutants_of(name, (ROOT / name).read_text())]
-    return random.Random(seed).sample(every, min(number, len(every)))
+    """Random faults; not the few, such as two equal arguments swapped, that leave the program as it is."""
+    texts = {name: (ROOT / name).read_text() for name in sources(only)}
+    every = [mutant for name, text in texts.items() for mutant in mutants_of(name, text)]
+    drawn = random.Random(seed).sample(every, min(number + 50, len(every)))
+    return [m for m in drawn if tree_of(m.source(texts[m.path])) != tree_of(texts[m.path])][:number]
+
+
+def tree_of(source: str) -> str:
+    return ast.dump(ast.parse(source))
 
 
 # ---- the copy and its processes -------------------------------------------------------------------------------------

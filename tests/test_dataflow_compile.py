@@ -88,7 +88,9 @@ def test_operators_are_named_after_their_functions():
 def test_editing_by_name():
     flow = DataFlow([Operator(name, keep) for name in ("gen", "reward", "adv")])
     flow.insert_before("reward", Operator("filter", keep)).insert_after("adv", Operator("update", keep))
-    flow.insert_after("gen", Operator("balance", keep)).remove("filter").replace("reward", Operator("score", keep))
+    flow.insert_after("gen", Operator("balance", keep))
+    assert flow.names == ("gen", "balance", "filter", "reward", "adv", "update")
+    flow.remove("filter").replace("reward", Operator("score", keep))
     assert flow.names == ("gen", "balance", "score", "adv", "update")
     same_name = Operator("adv", numbers, writes="x")
     assert flow.replace("adv", same_name)["adv"] is same_name
