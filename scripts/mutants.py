@@ -53,6 +53,8 @@ SOURCES = (
 )
 #: needs a GPU or packages of other environments: those tests are skipped here
 ELSEWHERE = ("megatron", "vllm", "sglang", "cuda_decoder", "batch_invariant_cuda", "triton_kernels", "ipc.py")
+#: runs on a GPU only, with tests in tests/gpu
+ON_GPU = ("paged_scheduler.py",)
 #: folders of tests, and files of tests/, that call the sources
 TESTS = (
     *("algorithms", "test_dataflow*.py", "test_columns.py", "checkpoints", "single_controller", "data", "rollout"),
@@ -76,10 +78,11 @@ def sources(only: list[str]) -> list[str]:
 
 
 def draw(number: int, seed: int, only: list[str]) -> list[Mutant]:
-    """Random faults; not the few, such as two equal arguments swapped, that leave the program as it is."""
+    """Random faults. Dropped: those on a GPU, and the few that leave the program as it is (equal arguments swapped)."""
     texts = {name: (ROOT / name).read_text() for name in sources(only)}
     every = [mutant for name, text in texts.items() for mutant in mutants_of(name, text)]
-    drawn = random.Random(seed).sample(every, min(number + 50, len(every)))
+    drawn = random.Random(seed).sample(every, min(number + 100, len(every)))
+    drawn = [mutant for mutant in drawn if Path(mutant.path).name not in ON_GPU]
     return [m for m in drawn if tree_of(m.source(texts[m.path])) != tree_of(texts[m.path])][:number]
 
 
@@ -235,6 +238,7 @@ def _tests_in_child(folder: Path, work: Path, tests: list[str], options: list[st
     output = os.open(work / "output", os.O_WRONLY | os.O_CREAT)
     for fd, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
         os.dup2(fd, target)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if this command runs in the background
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = str(folder)
