@@ -178,7 +178,7 @@ TRACER = """
 import os, sys, threading
 
 ROOT, OUT = os.environ["MUTANTS_ROOT"], os.environ["MUTANTS_TRACE"]
-seen, name, file = set(), os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" (", 1)[0], None
+seen, name, file = set(), None, os.open(OUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def trace(frame, event, arg):
@@ -186,12 +186,13 @@ def trace(frame, event, arg):
     if id(code) not in seen:
         seen.add(id(code))
         if code.co_filename.startswith(ROOT):
-            os.write(file, f"{name}\\t{code.co_filename[len(ROOT):]}\\t{code.co_qualname}\\n".encode())
+            # a process that is forked by a server gets its environment later
+            if test := name or os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" (", 1)[0]:
+                os.write(file, f"{test}\\t{code.co_filename[len(ROOT):]}\\t{code.co_qualname}\\n".encode())
 
 
-def start(test):
-    global name, file
-    file = file or os.open(OUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def start(test=None):
+    global name
     name = test
     seen.clear()
     sys.settrace(trace)
@@ -199,8 +200,8 @@ def start(test):
 
 
 os.register_at_fork(after_in_child=seen.clear)
-if name:
-    start(name)
+if not os.environ.pop("MUTANTS_OWN", None):
+    start()
 """
 
 
@@ -251,6 +252,7 @@ def _tests_in_child(folder: Path, work: Path, tests: list[str], options: list[st
         os.environ["PYTHONPATH"] += os.pathsep + str(hook)
         sys.modules.pop("sitecustomize", None)
         sys.path.append(str(hook))
+        os.environ["MUTANTS_OWN"] = "1"
         tracer = importlib.import_module("sitecustomize")
     plugin = Plugin(wanted, tracer)
     arguments = [*tests, *options, "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={work / 'tmp'}"]
