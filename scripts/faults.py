@@ -150,28 +150,28 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
         offsets.append(offsets[-1] + len(line))
     found = []
 
-    def visit(node: ast.AST, function: str) -> None:
+    def visit(node: ast.AST, scope: str, function: str) -> None:
+        """scope: what the name of a function begins with here. function: the enclosing one, "" if there is none."""
         if silent(node):
             return
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            function = f"{function}.{node.name}" if function else node.name
-        name = function.removesuffix(".<locals>")
+        if isinstance(node, ast.ClassDef):
+            scope, function = f"{scope}{node.name}.", ""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = scope + node.name
+            scope = f"{function}.<locals>."
         faults = list(statement_faults(node)) + list(expression_faults(node))
         place = spans(offsets, node) if faults else ()
         if isinstance(node, ast.If | ast.While):
             faults, place = [("condition", f"not ({ast.unparse(node.test)})")], spans(offsets, node.test)
-        found.extend(Mutant(path, node.lineno, name, fault, *place, text) for fault, text in faults)
+        found.extend(Mutant(path, node.lineno, function, fault, *place, text) for fault, text in faults)
         if isinstance(node, ast.Raise):  # the message
             return
-        inner = function
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            inner += ".<locals>"
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "decorator_list"):
                 continue
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    visit(child, inner if field == "body" else function)
+                    visit(child, scope, function)
 
-    visit(ast.parse(source), "")
+    visit(ast.parse(source), "", "")
     return found
