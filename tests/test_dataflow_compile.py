@@ -97,6 +97,21 @@ def test_editing_by_name():
     assert len(flow) == 5 and "adv" in flow and "reward" not in flow and [op.name for op in flow][-1] == "update"
 
 
+def test_settings_of_operators():
+    def scale(batch, *, by: float = 1.0):
+        return {"x": [by] * len(batch)}
+
+    flow = DataFlow([Operator("scale", scale, writes="x"), Operator("keep", keep)])
+    assert flow.configure({"scale": {"by": 3}}, "flow")["scale"].func(range(2)) == {"x": [3, 3]}
+    for settings, message in (
+        ({"scal": {}}, "flow.scal: the flow has no such operator: did you mean 'scale'"),
+        ({"scale": {"buy": 1}}, "flow.scale.buy: .* no such keyword-only parameter: did you mean 'by'"),
+        ({"scale": {"by": "x"}}, "flow.scale.by: expected float, found 'x'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flow.configure(settings, "flow")
+
+
 @pytest.mark.parametrize(
     "edit",
     [
