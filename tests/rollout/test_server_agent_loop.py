@@ -326,6 +326,7 @@ def test_the_end_of_a_streamed_call_leaves_the_next_one_alone(tokenizer):
         first.end()
         found.extend(await second.choices())
         assert one.close().turns == 2
+        assert not generator._tasks  # it lives as long as the step
 
     asyncio.run(episode())
     assert found[0].message["content"] == "hello"
