@@ -2,7 +2,7 @@
 
     python scripts/mutants.py --number 300 --seed 1            # 300 faults, the same ones for the same source
     python scripts/mutants.py --number 50 --only verl/algorithms
-    python scripts/mutants.py --again build/mutants/seed_1.json --seconds 300   # judge the survivors once more
+    python scripts/mutants.py --seconds 300                    # again: the survivors only, with more tests
 
 A fault (comparison, operator, constant, condition, argument, return value, removed statement, mean for sum, dim 0 for
 dim 1, ...) is written into a copy of the repository, so that processes that a test starts see it too. It is judged by
@@ -17,6 +17,7 @@ import ast
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import hashlib
 import importlib
 import json
@@ -66,6 +67,7 @@ HEAVY = (
     *("transformers.models.auto.modeling_auto", "transformers.generation", "pyarrow.parquet", "numpy", "pydantic"),
     *("omegaconf", "rich.console", "rich.table", "rich.live", "typer", "safetensors.torch", "pytest", "hypothesis"),
     *("_pytest.assertion.rewrite", "pytest_timeout", "peft", "ray", "sympy", "yaml", "httpx", "asyncio", "PIL.Image"),
+    *("pydantic.main", "pydantic.json_schema", "pydantic._internal._generate_schema", "starlette.applications"),
 )
 
 
@@ -381,31 +383,52 @@ def share_out(items: list[Any], jobs: int, work: Any) -> list[Any]:
     return [result for _, result in sorted((json.loads(line) for line in lines), key=lambda pair: pair[0])]
 
 
+def key_of(mutant: Mutant) -> str:
+    """The fault and the file in which it is."""
+    return hashlib.sha256(f"{mutant}{(ROOT / mutant.path).read_text()}".encode()).hexdigest()[:16]
+
+
 def judge_all(mutants: list[Mutant], calls: Calls, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Judges the faults; a kill counts if the test that found it passes without the fault."""
+    """Judges the faults that are not known to be found. A kill counts if its test passes without the fault."""
+    notes = BUILD / "found.jsonl"
+    if arguments.fresh:
+        notes.unlink(missing_ok=True)
+    lines = notes.read_text().splitlines() if notes.is_file() else []
+    known = {found["key"]: found for found in map(json.loads, lines)}
+
+    def note(found: dict[str, Any]) -> None:
+        with notes.open("a") as file:
+            print(json.dumps(found), file=file, flush=True)
+        known[found["key"]] = found
 
     def one(place: Copy, mutant: Mutant, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-        found = judge(place, mutant, calls, arguments.seconds, set(without))
+        found = judge(place, mutant, calls, arguments.seconds, set(without)) | {"key": key_of(mutant)}
         say(f"{found['status']:8} {found['seconds']:6.1f} s  {mutant.path}:{mutant.line} {mutant.fault}  {found['by']}")
+        note(found)
         return found
 
-    results = share_out(mutants, arguments.jobs, one)
-    killers = sorted({found["by"] for found in results if found["by"] and "::" in found["by"]})
-
     def undisturbed(place: Copy, file: str) -> list[str]:
-        wanted = [test for test in killers if test.startswith(f"{file}::")]
+        wanted = sorted({test for test in killers if test.startswith(f"{file}::")})
         limit = 5 * sum(calls.seconds.get(test, 10.0) for test in wanted) + 60
         ran = run_tests(place, [file], calls.options, limit, wanted=wanted)
         return sorted(set(wanted) - set(ran["passed"]))
 
+    todo = [mutant for mutant in mutants if known.get(key_of(mutant), {"status": "survived"})["status"] == "survived"]
+    say(f"{len(mutants) - len(todo)} of {len(mutants)} faults were found before")
+    known |= {found["key"]: found for found in share_out(todo, arguments.jobs, one)}
+    unchecked = [known[key_of(m)] for m in mutants if not known[key_of(m)].get("checked")]
+    killers = [found["by"] for found in unchecked if "::" in (found["by"] or "")]
     files = sorted({test.partition("::")[0] for test in killers})
     unstable = {test for tests in share_out(files, arguments.jobs, undisturbed) for test in tests}
-    again = [mutant for mutant, found in zip(mutants, results) if found["by"] in unstable]
+    for found in unchecked:
+        if found["status"] != "survived" and found["by"] not in unstable:
+            note(found | {"checked": True})
+    again = [mutant for mutant in mutants if known[key_of(mutant)]["by"] in unstable]
     if again:
         say(f"fail without a fault too: {sorted(unstable)}; {len(again)} faults are judged again without them")
-        second = iter(share_out(again, arguments.jobs, lambda place, mutant: one(place, mutant, frozenset(unstable))))
-        results = [next(second) if found["by"] in unstable else found for found in results]
-    return results
+        second = share_out(again, arguments.jobs, lambda place, mutant: one(place, mutant, frozenset(unstable)))
+        known |= {found["key"]: found for found in second}
+    return [known[key_of(mutant)] for mutant in mutants]
 
 
 def report(results: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
@@ -434,7 +457,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="faults judged at the same time (1)")
     parser.add_argument("--seconds", type=float, default=30.0, help="tests of one fault, in undisturbed seconds (30)")
     parser.add_argument("--markers", default="not slow and not gpu", help="tests that are used, as in `pytest -m`")
-    parser.add_argument("--again", type=Path, help="a record: judges its survivors instead of drawing faults")
+    parser.add_argument("--fresh", action="store_true", help="judges the faults that were found before again, too")
     parser.add_argument("--list", action="store_true", help="prints the faults and runs nothing")
     parser.add_argument("--record", type=Path, help="JSON file to write (build/mutants/seed_SEED.json)")
     return parser.parse_args()
@@ -442,14 +465,7 @@ def arguments_of() -> argparse.Namespace:
 
 def main() -> None:
     arguments = arguments_of()
-    fields = [field.name for field in dataclasses.fields(Mutant)]
     mutants = draw(arguments.number, arguments.seed, arguments.only)
-    if arguments.again:
-        listed = json.loads(arguments.again.read_text())["mutants"]
-        survivors = [{name: found[name] for name in fields} for found in listed if found["status"] == "survived"]
-        known = {mutant for name in sources([]) for mutant in mutants_of(name, (ROOT / name).read_text())}
-        mutants = [mutant for mutant in (Mutant(**survivor) for survivor in survivors) if mutant in known]
-        say(f"{len(mutants)} of {len(survivors)} survivors are faults of the present source")
     if arguments.list:
         for mutant in mutants:
             print(f"{mutant.path}:{mutant.line} {mutant.fault}\n{mutant.diff((ROOT / mutant.path).read_text())}")
@@ -461,6 +477,7 @@ def main() -> None:
             importlib.import_module(name)
         except ImportError:
             say(f"not installed: {name}")
+    gc.freeze()  # a collection in a child would copy the memory of all these modules
     assert not any(name == "verl" or name.startswith("verl.") for name in sys.modules)
     calls = Calls(["-m", arguments.markers])
     files = test_files()
