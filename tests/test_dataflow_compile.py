@@ -88,11 +88,28 @@ def test_operators_are_named_after_their_functions():
 def test_editing_by_name():
     flow = DataFlow([Operator(name, keep) for name in ("gen", "reward", "adv")])
     flow.insert_before("reward", Operator("filter", keep)).insert_after("adv", Operator("update", keep))
-    flow.insert_after("gen", Operator("balance", keep)).remove("filter").replace("reward", Operator("score", keep))
+    flow.insert_after("gen", Operator("balance", keep))
+    assert flow.names == ("gen", "balance", "filter", "reward", "adv", "update")
+    flow.remove("filter").replace("reward", Operator("score", keep))
     assert flow.names == ("gen", "balance", "score", "adv", "update")
     same_name = Operator("adv", numbers, writes="x")
     assert flow.replace("adv", same_name)["adv"] is same_name
     assert len(flow) == 5 and "adv" in flow and "reward" not in flow and [op.name for op in flow][-1] == "update"
+
+
+def test_settings_of_operators():
+    def scale(batch, *, by: float = 1.0):
+        return {"x": [by] * len(batch)}
+
+    flow = DataFlow([Operator("scale", scale, writes="x"), Operator("keep", keep)])
+    assert flow.configure({"scale": {"by": 3}}, "flow")["scale"].func(range(2)) == {"x": [3, 3]}
+    for settings, message in (
+        ({"scal": {}}, "flow.scal: the flow has no such operator: did you mean 'scale'"),
+        ({"scale": {"buy": 1}}, "flow.scale.buy: .* no such keyword-only parameter: did you mean 'by'"),
+        ({"scale": {"by": "x"}}, "flow.scale.by: expected float, found 'x'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flow.configure(settings, "flow")
 
 
 @pytest.mark.parametrize(

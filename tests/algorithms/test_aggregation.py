@@ -107,6 +107,14 @@ def test_loss_aggregation_is_a_string_that_keeps_its_counts():
     assert (other, other.num_tokens, other.num_sequences) == ("token-mean", 12, 5)
 
 
+def test_the_shares_of_micro_batches_add_up_to_one():
+    aggregation = LossAggregation.of("token-mean", torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]]))
+    first = aggregation.share(torch.tensor(0.5), torch.tensor([[1, 1], [1, 0], [0, 0]]))
+    second = aggregation.share(torch.tensor(0.25), torch.tensor([[1, 1]]))
+    assert [first[0], second[0]] == [0.5, 0.25]
+    assert [float(first[1]), float(second[1])] == pytest.approx([2 / 3, 1 / 3])
+
+
 def test_misspelt_mode_lists_the_right_ones():
     for call in (
         lambda: agg_loss(losses(), MASK, "token_mean"),

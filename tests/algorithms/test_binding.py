@@ -12,7 +12,7 @@ from verl.algorithms import (
     missing_settings,
     required_columns,
 )
-from verl.algorithms.binding import Settings, optional_columns, reads_all_columns
+from verl.algorithms.binding import Settings, check_settings, optional_columns, reads_all_columns
 
 COLUMNS = {"token_level_rewards": "r", "response_mask": "m", "uid": "u", "old_log_probs": "o"}
 SETTINGS = {"gamma": 0.9, "lam": None, "norm_adv_by_std_in_grpo": False, "nested": {"k": 1}}
@@ -100,6 +100,26 @@ def test_missing_settings_are_found_before_anything_runs():
     assert missing_settings(gdpo, SETTINGS) == ("gdpo_reward_keys",)
     for registry in (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY):
         assert [name for name, fn in registry.items() if missing_settings(fn, {})] in (["gdpo"], ["dro"])
+
+
+def test_settings_of_a_function_are_checked_by_name_and_type():
+    def loss(log_prob, low=0.1, *, high: float):
+        pass
+
+    def check(fn, settings, extra):
+        check_settings("loss", fn, settings | extra, "kwargs", extra)
+
+    check(loss, {"other": 1}, {"low": 1, "high": 2})
+    check(loss, {"high": 0.5}, {})
+    check(theirs, {}, {"anything": 1})  # it takes the config
+    for settings, extra, message in (
+        ({}, {"low": 0.2}, "loss needs the setting 'high': set kwargs.high"),
+        ({"high": 0.5}, {"lo": 0.2}, "kwargs.lo: loss has no such setting: did you mean 'low'"),
+        ({"high": 0.5}, {"log_prob": 0.2}, "kwargs.log_prob: loss has no such setting"),
+        ({}, {"high": "far"}, "kwargs.high: expected float, found 'far'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(loss, settings, extra)
 
 
 def test_all_columns_at_once_are_read_only():

@@ -56,6 +56,21 @@ def test_signatures(name, parameters):
     assert torch.equal(advantages, expected[0]) and torch.equal(returns, expected[1])
 
 
+def test_defaults_of_public_verl():
+    common = {"epsilon": 1e-6, "norm_adv_by_std_in_grpo": True, "f_norm": 1.0, "alpha": 1.0, "config": None}
+    baselines = {"rollout_is_weights": None, "handle_zero_tail": True, "epsilon": 1e-8, "config": None}
+    loss = {"loss_agg_mode": "seq-mean-token-sum", "config": None, "rollout_is_weights": None}
+    for name in core_algos.__all__:
+        parameters = inspect.signature(vars(core_algos)[name]).parameters if name.startswith("compute_") else {}
+        defaults = {key: p.default for key, p in parameters.items() if p.default is not p.empty}
+        if name.endswith("optimal_token_baseline_advantage"):
+            assert defaults == baselines
+        elif name.endswith("_outcome_advantage") and "gdpo" not in name:
+            assert defaults == {key: value for key, value in common.items() if key in parameters}
+        elif name == "compute_policy_loss_reinforce":
+            assert defaults == loss
+
+
 def test_policy_and_value_loss_return_tuples():
     zeros, ones = torch.zeros(1, 2), torch.ones(1, 2)
     loss, clipfrac, kl, lower = core_algos.compute_policy_loss(zeros, torch.tensor([[0.5, 0.0]]), ones, ones)

@@ -160,6 +160,21 @@ def test_bounds_are_on_train_over_rollout():
     assert kept.tolist() == [[1, 1, 1], [0, 0, 0]]
 
 
+def test_a_value_equal_to_a_bound_is_kept():
+    x, mask = torch.tensor([[0.0, 2.0, -2.0]]), torch.ones(1, 3)  # ratios 1, 7.4, 0.14; x^2 / 2 = 0, 2, 2
+    for option, bound, kept in (
+        ("token_k2", "2", [1, 1, 1]),
+        ("token_k1", "1_8", [1, 1, 0]),
+        ("token_k1", "0_1", [1, 0, 1]),
+    ):
+        assert correction.compute_rollout_rejection_mask(x, mask, option, bound)[0].tolist() == [kept]
+    for bound, weights in (("1_2", [1, 0, 0]), ("0.5_1", [1, 0, 0])):
+        found, metrics = correction.compute_rollout_correction_weights(x, mask, "token", bound)
+        assert found.tolist() == [weights]
+        assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
+        assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 3)
+
+
 def test_several_rejections_must_all_pass():
     kept, metrics = correction.compute_rollout_rejection_mask(X, MASK, "token_k1, seq_max_k2", "0.6_5, 0.3")
     assert kept.tolist() == [[0, 0, 0], [0, 1, 0]]

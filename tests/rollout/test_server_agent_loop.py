@@ -14,7 +14,7 @@ from examples.quickstart.tiny_model import tiny_model
 from verl.config import schema
 from verl.rollout.agent_loop import Prompt, Trajectory, base, make_agent_loop
 from verl.rollout.base import Completion, Request, SamplingParams
-from verl.rollout.server.agents import in_thread, read_result
+from verl.rollout.server.agents import AgentCall, CommandAgent, in_thread, read_result
 from verl.rollout.server.episodes import Episode, StepGenerator
 from verl.rollout.server.protocol import read_call
 from verl.rollout.server.service import Running, ServedModel
@@ -326,6 +326,7 @@ def test_the_end_of_a_streamed_call_leaves_the_next_one_alone(tokenizer):
         first.end()
         found.extend(await second.choices())
         assert one.close().turns == 2
+        assert not generator._tasks  # it lives as long as the step
 
     asyncio.run(episode())
     assert found[0].message["content"] == "hello"
@@ -402,6 +403,15 @@ def test_a_program_is_an_agent(tokenizer, tmp_path):
     hanging = [sys.executable, "-c", "import time; time.sleep(60)"]
     (trajectory,) = run(tokenizer, Policy(tokenizer), agent={"command": hanging}, timeout=0.5)
     assert trajectory.metrics["agent_timeouts"] == 1
+
+
+def test_the_largest_sample_of_a_program():
+    """VERL_SAMPLE is JSON: {"a": ""} is 9 characters, and text in it."""
+    agent = CommandAgent(["sh", "-c", "echo ${#VERL_SAMPLE}"])
+    calls = [AgentCall({"a": "x" * (size - 9)}, "http://localhost", "key", "any") for size in (100_000, 100_001)]
+    assert agent.start(calls[0], 60).result() == 100_000
+    with pytest.raises(ValueError, match="VERL_SAMPLE has 100,001 characters"):
+        agent.start(calls[1], 60).result()
 
 
 @pytest.mark.parametrize("value", [float("nan"), "1", [1], {"score": "x"}])

@@ -1,6 +1,7 @@
 """Worker groups of one worker, in this process."""
 
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,3 +186,22 @@ def test_the_processes_of_all_pools_share_the_cores(device, given, of_workers, h
         assert torch.get_num_threads() == 30
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"backend": "ray"}, "trainer.backend is ray, but this trainer does not use it"),
+        ({"nnodes": 2}, "trainer.nnodes is 2, but this trainer runs on one host"),
+        ({"n_gpus_per_node": 2}, "trainer.n_gpus_per_node is 2, but InProcessCluster has one process"),
+        ({"device": "tpu"}, "tpu"),
+    ],
+)
+def test_settings_that_one_process_cannot_use_are_refused(changed, message):
+    def check(**trainer):
+        local_clusters.InProcessCluster().check(SimpleNamespace(trainer=SimpleNamespace(**trainer)))
+
+    fits = {"backend": "local", "nnodes": 1, "n_gpus_per_node": 1, "device": "cpu"}
+    check(**fits)
+    with pytest.raises(ValueError, match=message):
+        check(**fits | changed)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.single_controller.local.transport import Kind, Parcel, receive, send
+from verl.single_controller.local import transport
+from verl.single_controller.local.transport import Kind, MemoryFile, Parcel, receive, send
 from verl.single_controller.remote_batch import dumps
 
 
@@ -102,3 +103,14 @@ def test_a_closed_connection_is_an_end_of_file(ends):
     ends[0].close()
     with pytest.raises(EOFError, match="closed the connection"):
         receive(ends[1])
+
+
+def test_large_messages_are_in_memory_and_elsewhere_in_an_unnamed_file(monkeypatch):
+    def kind_of_file():
+        file, _, size = MemoryFile.of([memoryview(b"abc")])
+        assert (size, file.map()[:]) == (3, b"abc")
+        return os.readlink(f"/proc/self/fd/{file.descriptor}")
+
+    assert kind_of_file() == "/memfd:verl-message (deleted)"
+    monkeypatch.setattr(transport.sys, "platform", "darwin")
+    assert kind_of_file().endswith("(deleted)") and "memfd" not in kind_of_file()

@@ -182,6 +182,16 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(chosen, tmp_path):
     again = LocalPPOTrainer(overrides=[*resumed, "trainer.total_training_steps=4"])
     scripted(again, SERIES).fit()
     assert again.global_step == 4
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    validated = [line["step"] for line in lines if METRIC in line]
+    # before the first step of the fresh run, not of the resumed one; without val_before_train, after the steps only
+    assert validated == [0, 1, 2, 3, 4]
+    without = ["trainer.val_before_train=false", "trainer.resume_mode=disable", "trainer.total_training_steps=1"]
+    fresh = LocalPPOTrainer(overrides=[*plain, *without])
+    calls = []
+    fresh.validate = lambda: calls.append(fresh.global_step) or {METRIC: 0.5}
+    fresh.fit()
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("kept", [1, pytest.param(None, marks=pytest.mark.slow)])
