@@ -5,6 +5,7 @@ import torch
 from transformers import Qwen2Config
 
 from tests.engines import ranks
+from tests.vl_models import save_vl_model
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines import memory, micro_batch
@@ -119,3 +120,14 @@ def test_an_update_where_memory_is_short_cuts_smaller_and_then_checkpoints(tmp_p
     # cut as the user says, checkpointing is all there is to decide: 3 rows of 30 tokens fit
     assert engine._choose_micro_batching([30, 12, 24, 8], MicroBatching(rows=3)) == MicroBatching(rows=3)
     assert not engine.module.training
+
+
+def test_images_leave_room_for_fewer_tokens(tmp_path):
+    """Every token may be one of an image, of 4 patches; the tower has 2 layers of hidden size 16 and MLP 24."""
+    path, text = save_vl_model("qwen2_5_vl", tmp_path), ActivationBytes(100.0, 10.0)
+    engine = ranks.make_engine(path, schema.OptimConfig())
+    layer = 4 * (11 * 16 + 4 * 24)
+    found = memory.with_images(text, engine.module, 4)
+    assert found == ActivationBytes(100 + 4 * 2 * layer, 10 + 4 * (2 * 16 * 4 + layer))
+    frozen = ranks.make_engine(path, schema.OptimConfig(), freeze_vision_tower=True)
+    assert memory.with_images(text, frozen.module, 4) == text

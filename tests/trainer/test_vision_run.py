@@ -112,7 +112,9 @@ def test_a_resume_notices_other_images_of_the_same_size(vision, tmp_path):
     more = {"trainer.total_training_steps": 3, "trainer.resume_mode": "auto"}
     with pytest.raises(ValueError, match=r"global_step_2: images or videos of the training data have other contents"):
         PPOTrainer(settings(data, tmp_path / "run", **more), reward_fn=letters).fit()
-    trainer = PPOTrainer(settings(data, tmp_path / "run", **more, **{"trainer.allow_change": ["data"]}), reward_fn=letters)
+    trainer = PPOTrainer(
+        settings(data, tmp_path / "run", **more, **{"trainer.allow_change": ["data"]}), reward_fn=letters
+    )
     trainer.fit()
     assert trainer.global_step == 3
 

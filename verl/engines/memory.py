@@ -14,8 +14,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from verl.engines.token_budget import MAX_AUTO_TOKENS, WORKING_LAYERS, ActivationBytes
+from verl.engines.token_budget import MAX_AUTO_TOKENS, WORKING_LAYERS, ActivationBytes, tower_activations
 from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_SHARE
+from verl.modeling.vision import tower_of, tower_sizes
 
 HOST = torch.device("cpu")
 
@@ -79,6 +80,23 @@ def measure_activations(run: Callable[[int], object], module: nn.Module, vocab_s
     # the residual stream; fused layers receive the last branch separately, in 16 bits
     inputs = layers * hidden * (torch.float32.itemsize + torch.bfloat16.itemsize)
     return ActivationBytes(per_token + WORKING_LAYERS * one_layer, inputs + (1 + WORKING_LAYERS) * one_layer)
+
+
+def with_images(activations: ActivationBytes, module: nn.Module, itemsize: int) -> ActivationBytes:
+    """`measure_activations` of a batch with images: every token counts as one of an image.
+
+    A tower with unknown sizes (`tower_sizes`) is not counted.
+
+    Args:
+        activations: of the text.
+        module: the HuggingFace model.
+        itemsize: bytes of an element of the computation.
+    """
+    trained = [p for p in tower_of(module)[1].parameters() if p.requires_grad]
+    sizes = tower_sizes(module.config)
+    if not trained or sizes is None:  # a frozen tower keeps no activations
+        return activations
+    return activations.plus(tower_activations(*sizes, itemsize, max(itemsize, trained[0].dtype.itemsize)))
 
 
 def _saved_bytes(run: Callable[[int], object], tokens: int, vocab_size: int) -> int:

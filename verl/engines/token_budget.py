@@ -20,6 +20,22 @@ class ActivationBytes:
     plain: float
     checkpointed: float
 
+    def plus(self, other: "ActivationBytes") -> "ActivationBytes":
+        return ActivationBytes(self.plain + other.plain, self.checkpointed + other.checkpointed)
+
+
+def tower_activations(layers: int, hidden: int, mlp: int, patches: int, itemsize: int, stream: int) -> ActivationBytes:
+    """Bytes per image token that a vision tower keeps, whose layers are those of transformers.
+
+    Per patch, a layer keeps 11 vectors of the hidden size and 4 of the MLP size.
+
+    Args:
+        layers, hidden, mlp, patches: see `modeling.vision.tower_sizes`.
+        itemsize, stream: bytes of an element of the computation, and of the residual stream.
+    """
+    layer = itemsize * (11 * hidden + 4 * mlp) + 4 * (stream - itemsize) * hidden
+    return ActivationBytes(patches * layers * layer, patches * (layers * hidden * stream + layer))
+
 
 @dataclass(frozen=True)
 class TokenBudget:

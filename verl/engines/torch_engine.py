@@ -42,7 +42,7 @@ from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
 from verl.modeling.packing import build_input, row_lengths, to_device
-from verl.modeling.vision import Media, packs, tower_of
+from verl.modeling.vision import INDEX, Media, packs, tower_of
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
 
@@ -206,7 +206,7 @@ class TorchEngine(TrainEngine):
             shares_prefix = False
         lengths = row_lengths(columns["attention_mask"])
         if training:
-            micro = self._choose_micro_batching(lengths, micro)
+            micro = self._choose_micro_batching(lengths, micro, INDEX in columns)
         shared_prefix = shares_prefix and self._shares_prefix(lengths)
         rows = plan_micro_batches(lengths, micro, columns if shared_prefix else None, self.sharding.sp_size)
         return _Plan(self.sharding.equalize(rows), shared_prefix)
@@ -219,14 +219,14 @@ class TorchEngine(TrainEngine):
         one_call = narrow and sum(lengths) < attention.LONG_ROWS * len(lengths)
         return self.device.type == "cpu" or one_call
 
-    def _choose_micro_batching(self, lengths: list[int], micro: MicroBatching) -> MicroBatching:
+    def _choose_micro_batching(self, lengths: list[int], micro: MicroBatching, images: bool = False) -> MicroBatching:
         """Resolve tokens="auto" and activation checkpointing "auto" for an update, from the free memory."""
         is_open, checkpointing = micro.tokens == "auto", self.spec.model.enable_gradient_checkpointing
         if self.device.type == "cpu":
             return MicroBatching(tokens=max(CACHED_TOKENS, *lengths)) if is_open else micro
         if not (is_open or checkpointing == "auto"):
             return micro
-        budget, longest = self._token_budget(), -(-max(lengths) // self.sharding.sp_size)
+        budget, longest = self._token_budget(images), -(-max(lengths) // self.sharding.sp_size)
         largest = 0 if is_open else micro.tokens or (micro.rows or len(lengths)) * longest
         # all ranks must decide alike, so the rank with the least memory decides
         mine = [-budget.plain, -budget.checkpointed, longest, largest]
@@ -245,7 +245,7 @@ class TorchEngine(TrainEngine):
         self._checkpoint_activations(on)
         return MicroBatching(tokens=tokens) if is_open else micro
 
-    def _token_budget(self) -> TokenBudget:
+    def _token_budget(self, images: bool = False) -> TokenBudget:
         """The tokens that fit into free memory, after what else an update needs."""
         spec, vocabulary = self.model_spec, self.model.vocab_size
         if self._activation_bytes is None:
@@ -257,7 +257,8 @@ class TorchEngine(TrainEngine):
         if self.sharding.is_unsharded and spec.compute_dtype != spec.model_dtype:
             free -= sum(p.numel() for p in self.module.parameters()) * spec.compute_dtype.itemsize  # cached casts
         free -= memory.logits_bytes(vocabulary, spec.compute_dtype.itemsize, spec.device)
-        return token_budget(self._activation_bytes, free)
+        used, size = self._activation_bytes, spec.compute_dtype.itemsize
+        return token_budget(memory.with_images(used, self.module, size) if images else used, free)
 
     def probe_forward(self, tokens: int) -> Tensors:
         """The outputs of a forward pass over one sequence of `tokens` tokens, to measure its memory."""

@@ -59,6 +59,22 @@ def tower_of(module: nn.Module) -> tuple[str, nn.Module]:
     raise ValueError(f"{type(module).__name__}: no vision tower found; expected a module called one of {_TOWERS}")
 
 
+def tower_sizes(config: Any) -> tuple[int, int, int, int] | None:
+    """Layers, hidden size and MLP size of the vision tower, and patches of an image token.
+
+    config: of the model. None if its vision_config has other keys than known ones.
+    """
+    sizes = config.vision_config.to_dict()
+    layers, hidden = sizes.get("depth") or sizes.get("num_hidden_layers"), sizes.get("embed_dim")
+    hidden = hidden or sizes.get("hidden_size")
+    mlp = sizes.get("intermediate_size") or (hidden or 0) * sizes.get("mlp_ratio", 0)
+    patches = sizes.get("spatial_merge_size", 0) ** 2
+    if not patches and sizes.get("image_size") and sizes.get("patch_size"):
+        whole = (sizes["image_size"] // sizes["patch_size"]) ** 2
+        patches = -(-whole // getattr(config, "mm_tokens_per_image", whole))
+    return (layers, hidden, int(mlp), patches) if layers and hidden and mlp and patches else None
+
+
 def language_model_of(module: nn.Module) -> nn.Module:
     """The decoder inside a vision-language model; the decoder itself for a text model."""
     return dict(module.base_model.named_children()).get("language_model", module.base_model)

@@ -15,6 +15,7 @@ from verl.engines.token_budget import (
     ActivationBytes,
     choose_micro_batching,
     token_budget,
+    tower_activations,
 )
 from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_BYTES, KEPT_SHARE
 from verl.planner.devices import Device
@@ -64,18 +65,12 @@ def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationB
 
 
 def tower_bytes(role: Role) -> ActivationBytes:
-    """Bytes per image token that the vision tower keeps for the backward pass, without and with checkpointing.
-
-    Its layers are those of transformers, which keep 11 vectors of the hidden size and 4 of the MLP size per patch.
-    """
+    """Bytes per image token that the vision tower keeps for the backward pass, without and with checkpointing."""
     vision = role.shape.vision
     if vision is None or role.lora_rank or role.freezes_tower or not role.trains:
         return ActivationBytes(0.0, 0.0)
-    stream = max(role.compute_bytes, role.weight_bytes)
-    layer = role.compute_bytes * (11 * vision.hidden + 4 * vision.mlp)
-    layer += 4 * (stream - role.compute_bytes) * vision.hidden
-    inputs = vision.layers * vision.hidden * stream
-    return ActivationBytes(vision.patches * vision.layers * layer, vision.patches * (inputs + layer))
+    sizes = vision.layers, vision.hidden, vision.mlp, vision.patches
+    return tower_activations(*sizes, role.compute_bytes, max(role.compute_bytes, role.weight_bytes))
 
 
 def weights(job: Job, role: Role) -> float:
@@ -157,7 +152,7 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     used = activation_bytes(role, _splits_sequences(job, role))
     layers, pipeline = role.shape.layers, role.layout.pipeline
     layer = WORKING_LAYERS * used.plain * pipeline / layers
-    planned = ActivationBytes(used.plain + layer, used.checkpointed + layer)
+    planned = used.plus(ActivationBytes(layer, layer)).plus(tower_bytes(role))
     free = device.memory - device.reserved - taken
     free -= min(MAX_AUTO_TOKENS * role.shape.vocabulary * role.compute_bytes, KEPT_SHARE * device.memory) + 3 * min(
         CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * role.shape.vocabulary

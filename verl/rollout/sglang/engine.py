@@ -139,6 +139,11 @@ class SglangRollout(RolloutEngine):
         check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH, self.reads_images)
         if request.has_images:
             unexpanded_prompt(name, request)
+            if request.multi_modal_data.get("videos"):
+                raise ValueError(
+                    f"{name}: expected images, found videos: rollout.name=sglang does not support them, use "
+                    "rollout.name=native, hf or vllm"
+                )
 
     def _prepare(self) -> None:
         self._receiver.check_filled()

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import psutil
@@ -131,11 +132,20 @@ def engine_args(
 
 
 def _vision_args(capabilities: Capabilities) -> dict[str, Any]:
-    """Arguments for a vision-language model. Raises ValueError if vLLM would keep features of old weights."""
+    """Arguments for a vision-language model.
+
+    Raises:
+        ValueError: vLLM would keep features of old weights, or torchvision is not installed.
+    """
     if not capabilities.reset_encoder_cache:
         raise ValueError(
             f"rollout.name=vllm: vLLM {capabilities.version} lacks LLMEngine.reset_encoder_cache, so images would keep "
             "the features of old weights: install a newer vLLM, or use rollout.name=native"
+        )
+    if find_spec("torchvision") is None:
+        raise ValueError(
+            "rollout.name=vllm: vLLM reads images with torchvision, which is not installed: pip install torchvision (a "
+            "build for the installed torch), or use rollout.name=native"
         )
     # the processor of images needs the tokenizer. Constants of a normalization in the model would be random: they are
     # neither in the files nor pushed

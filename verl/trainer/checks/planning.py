@@ -13,7 +13,7 @@ from verl.config import schema
 from verl.config.fields import Schema, to_flat_dict
 from verl.config.load import with_overrides
 from verl.modeling.huggingface import read_config
-from verl.modeling.vision import is_vision_config, language_model_of, tower_of
+from verl.modeling.vision import is_vision_config, language_model_of, tower_of, tower_sizes
 from verl.planner import report
 from verl.planner.devices import Device
 from verl.planner.fixes import Change, describe, smallest_change
@@ -59,23 +59,16 @@ def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_co
 
 
 def _vision_of(hf: Any) -> VisionShape:
-    """The vision tower of a model, which is built without weights. Raises ValueError for a tower of unknown name."""
+    """The vision tower of a model, which is built without weights. Raises ValueError for one that is not known."""
     with torch.device("meta"):
         module = auto_class(hf).from_config(hf)
     inside = sum(p.numel() for p in language_model_of(module).parameters())
     head = 0 if hf.tie_word_embeddings else module.get_output_embeddings().weight.numel()
-    tower, sizes = tower_of(module)[1], hf.vision_config.to_dict()
-    hidden = sizes.get("embed_dim") or sizes["hidden_size"]
-    merge = sizes.get("spatial_merge_size")
-    whole = (sizes["image_size"] // sizes["patch_size"]) ** 2 if merge is None else 0
-    return VisionShape(
-        sum(p.numel() for p in module.parameters()) - inside - head,
-        sum(p.numel() for p in tower.parameters()),
-        sizes.get("depth") or sizes["num_hidden_layers"],
-        hidden,
-        sizes.get("intermediate_size") or hidden * sizes["mlp_ratio"],
-        merge**2 if merge is not None else -(-whole // getattr(hf, "mm_tokens_per_image", whole)),
-    )
+    sizes = tower_sizes(hf)
+    if sizes is None:
+        raise ValueError(f"the planner does not model the vision tower of {hf.model_type}")
+    outside = sum(p.numel() for p in module.parameters()) - inside - head
+    return VisionShape(outside, sum(p.numel() for p in tower_of(module)[1].parameters()), *sizes)
 
 
 def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:
