@@ -192,6 +192,9 @@ def test_arguments_for_a_mixture_of_experts(monkeypatch):
     assert not {"moe_runner_backend", "enable_return_routed_experts"} & dense.keys()
     with pytest.raises(ValueError, match=r"engine 'sglang test' does not report the experts .*native or hf"):
         settings.engine_args(config, made, on_gpu, replace(ABLE, routed_experts=False))
+    mixture.tie_word_embeddings = True
+    with pytest.raises(ValueError, match=r"mixtral with tie_word_embeddings=true: .* separate output layer"):
+        settings.engine_args(config, made, on_gpu, ABLE)
 
 
 @pytest.mark.parametrize("given", [{"cuda_graph_backend_prefill": "tc_piecewise"}, {"enable_torch_compile": True}])

@@ -167,12 +167,19 @@ def engine_args(
 def _expert_args(
     config: schema.RolloutEngineConfig, copy: EngineCopy, on_gpu: bool, capabilities: Capabilities
 ) -> dict[str, Any]:
-    """Arguments for a mixture of experts. Raises ValueError for choices that this SGLang does not report."""
+    """Arguments for a mixture of experts. Raises ValueError for choices that this SGLang does not report, and for a tied
+    head."""
     args: dict[str, Any] = {}
+    has_experts, text = bool(experts_of(copy.hf_config)), copy.hf_config.get_text_config()
+    if has_experts and text.tie_word_embeddings:
+        raise ValueError(
+            f"rollout.name=sglang: {text.model_type} with tie_word_embeddings=true: SGLang's mixtures of experts have a "
+            "separate output layer, which would have no weights: use rollout.name=native or vllm"
+        )
     if copy.records:
         check_records(config, f"sglang {capabilities.version}", capabilities.routed_experts)
         args["enable_return_routed_experts"] = True
-    if on_gpu and experts_of(copy.hf_config):
+    if on_gpu and has_experts:
         args["moe_runner_backend"] = "triton"  # the default depends on the GPU; others permute the weights
     return args
 
