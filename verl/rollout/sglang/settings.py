@@ -167,14 +167,17 @@ def engine_args(
 def _expert_args(
     config: schema.RolloutEngineConfig, copy: EngineCopy, on_gpu: bool, capabilities: Capabilities
 ) -> dict[str, Any]:
-    """Arguments for a mixture of experts. Raises ValueError for choices that this SGLang does not report, and for a tied
-    head."""
+    """Arguments for a mixture of experts.
+
+    Raises:
+        ValueError: choices that this SGLang does not report, or a tied output layer.
+    """
     args: dict[str, Any] = {}
     has_experts, text = bool(experts_of(copy.hf_config)), copy.hf_config.get_text_config()
     if has_experts and text.tie_word_embeddings:
         raise ValueError(
-            f"rollout.name=sglang: {text.model_type} with tie_word_embeddings=true: SGLang's mixtures of experts have a "
-            "separate output layer, which would have no weights: use rollout.name=native or vllm"
+            f"rollout.name=sglang: {text.model_type} with tie_word_embeddings=true: SGLang's mixtures of experts have "
+            "a separate output layer, which would have no weights: use rollout.name=native or vllm"
         )
     if copy.records:
         check_records(config, f"sglang {capabilities.version}", capabilities.routed_experts)
