@@ -178,6 +178,25 @@ def test_float32_is_refused_on_a_gpu_before_the_engine_starts():
         settings.check_dtype(dtype, torch.device(device))
 
 
+def test_arguments_for_a_mixture_of_experts(monkeypatch):
+    from transformers import MixtralConfig
+
+    monkeypatch.setattr(settings, "memory_share", lambda asked, device: asked)
+    config = schema.RolloutConfig(name="sglang", enable_rollout_routing_replay=True)
+    mixture = MixtralConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=100)
+    made = replace(pushed(), hf_config=mixture, dtype=torch.bfloat16, records=True)
+    on_gpu = replace(ENV, device=torch.device("cuda", 0))
+    found = settings.engine_args(config, made, on_gpu, ABLE)
+    assert found["moe_runner_backend"] == "triton" and found["enable_return_routed_experts"] is True
+    dense = settings.engine_args(config, replace(pushed(), dtype=torch.bfloat16), on_gpu, ABLE)
+    assert not {"moe_runner_backend", "enable_return_routed_experts"} & dense.keys()
+    with pytest.raises(ValueError, match=r"engine 'sglang test' does not report the experts .*native or hf"):
+        settings.engine_args(config, made, on_gpu, replace(ABLE, routed_experts=False))
+    mixture.tie_word_embeddings = True
+    with pytest.raises(ValueError, match=r"mixtral with tie_word_embeddings=true: .* separate output layer"):
+        settings.engine_args(config, made, on_gpu, ABLE)
+
+
 @pytest.mark.parametrize("given", [{"cuda_graph_backend_prefill": "tc_piecewise"}, {"enable_torch_compile": True}])
 def test_arguments_that_capture_graphs_contradict_enforce_eager(given):
     config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang=given))

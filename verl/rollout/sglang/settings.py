@@ -154,11 +154,7 @@ def engine_args(
     }
     if model.override_config:
         args["json_model_override_args"] = json.dumps(dict(model.override_config))
-    if copy.records:
-        check_records(config, f"sglang {capabilities.version}", capabilities.routed_experts)
-        args["enable_return_routed_experts"] = True
-    if on_gpu and experts_of(hf_config):
-        args["moe_runner_backend"] = "triton"  # the default depends on the GPU; others permute the weights
+    args |= _expert_args(config, copy, on_gpu, capabilities)
     if on_gpu:
         args["base_gpu_id"] = env.device.index or 0
         args["mem_fraction_static"] = memory_share(config.gpu_memory_utilization, env.device)
@@ -166,6 +162,29 @@ def engine_args(
         tokens = _host_cache_tokens(hf_config, dtype, length, config.max_num_seqs)
         args |= {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": tokens}
     return args | given
+
+
+def _expert_args(
+    config: schema.RolloutEngineConfig, copy: EngineCopy, on_gpu: bool, capabilities: Capabilities
+) -> dict[str, Any]:
+    """Arguments for a mixture of experts.
+
+    Raises:
+        ValueError: choices that this SGLang does not report, or a tied output layer.
+    """
+    args: dict[str, Any] = {}
+    has_experts, text = bool(experts_of(copy.hf_config)), copy.hf_config.get_text_config()
+    if has_experts and text.tie_word_embeddings:
+        raise ValueError(
+            f"rollout.name=sglang: {text.model_type} with tie_word_embeddings=true: SGLang's mixtures of experts have "
+            "a separate output layer, which would have no weights: use rollout.name=native or vllm"
+        )
+    if copy.records:
+        check_records(config, f"sglang {capabilities.version}", capabilities.routed_experts)
+        args["enable_return_routed_experts"] = True
+    if on_gpu and has_experts:
+        args["moe_runner_backend"] = "triton"  # the default depends on the GPU; others permute the weights
+    return args
 
 
 def _context_length(length: int, hf_config: Any) -> int:

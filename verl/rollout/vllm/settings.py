@@ -115,11 +115,7 @@ def engine_args(
     }
     if is_vision_config(hf_config):
         args |= _vision_args(capabilities)
-    if copy.records:
-        check_records(config, f"vllm {capabilities.version} on {env.device}", on_gpu and capabilities.routed_experts)
-        args["enable_return_routed_experts"] = True
-    if on_gpu and experts_of(hf_config):
-        args["moe_backend"] = "triton"  # the default depends on the GPU; others permute the weights
+    args |= _expert_args(config, copy, env, capabilities)
     if model.override_config:
         args["hf_overrides"] = dict(model.override_config)
     if on_gpu:
@@ -129,6 +125,20 @@ def engine_args(
     if env.tp_size > 1:
         args |= _tensor_parallel_args(capabilities, given)
     return args | given
+
+
+def _expert_args(
+    config: schema.RolloutEngineConfig, copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities
+) -> dict[str, Any]:
+    """Arguments for a mixture of experts. Raises ValueError for choices that this vLLM does not report."""
+    on_gpu = env.device.type == "cuda"
+    args: dict[str, Any] = {}
+    if copy.records:
+        check_records(config, f"vllm {capabilities.version} on {env.device}", on_gpu and capabilities.routed_experts)
+        args["enable_return_routed_experts"] = True
+    if on_gpu and experts_of(copy.hf_config):
+        args["moe_backend"] = "triton"  # the default depends on the GPU; others permute the weights
+    return args
 
 
 def _vision_args(capabilities: Capabilities) -> dict[str, Any]:
