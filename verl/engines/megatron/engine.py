@@ -31,9 +31,9 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.checkpoint import LARGEST_WEIGHT, CheckpointWriter, load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module
+from verl.engines.megatron import convert
 from verl.engines.megatron.checkpoint import EngineState
 from verl.engines.megatron.checks import check_architecture, check_sizes
-from verl.engines.megatron.convert import decoder_config
 from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.offload import Storages, optimizer_tensors
@@ -99,7 +99,7 @@ class MegatronEngine(TrainEngine):
         recompute = spec.optimizer is not None and (
             checkpointing is True or (checkpointing == "auto" and spec.device.type == "cuda")
         )
-        self.config = decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
+        self.config = convert.decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
         # frees outputs that are sent; a GPU's stream still has them then, a send of gloo has not
         self.config.deallocate_pipeline_outputs = spec.device.type == "cuda"
         self._table = conversions(self.hf, spec.kind)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from verl.engines.megatron.layout import sparse_layers
 from verl.engines.megatron.runtime import ParallelRanks
@@ -148,7 +147,7 @@ class StageRouting:
         for chunk in chunks:
             own = []
             for layer in chunk.decoder.layers:
-                if isinstance(layer.mlp, MoELayer):
+                if layer.layer_number - 1 in numbers:
                     index, router = numbers.index(layer.layer_number - 1), layer.mlp.router
                     router.router_replay = LayerRouting(self, index, router.config.moe_router_pre_softmax)
                     own.append(router.router_replay)
