@@ -137,6 +137,7 @@ def name_of(args: argparse.Namespace) -> str:
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="train this model: smollm2, or a folder; its other options: --model smollm2 -h")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
     parser.add_argument("--task", choices=sorted(TASKS), default="reverse")
     parser.add_argument("--steps", type=int, default=100, help="RL steps (default 100)")
