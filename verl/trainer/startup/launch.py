@@ -88,7 +88,9 @@ def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
     except USER_ERRORS as error:
         return print_error(error)
     passed = command.passed_checks()
-    print("\n".join(f"ok  {name}" for name in passed) if verbose else f"ok  {len(passed)} checks (--verbose: their names)")
+    print(
+        "\n".join(f"ok  {name}" for name in passed) if verbose else f"ok  {len(passed)} checks (--verbose: their names)"
+    )
     print(command.plan())
     return 0
 
