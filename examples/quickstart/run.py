@@ -182,7 +182,7 @@ def main(given: list[str] | None = None) -> int:
     if args.shuffle_rewards:
         console.print("rewards are shuffled, so the policy should not improve\n")
     rewards, metrics = learn(args, warm, data, args.out / "rl")
-    window = min(10, len(rewards))
+    window = max(1, min(10, len(rewards) // 2))
     first, last = (sum(chunk) / window for chunk in (rewards[:window], rewards[-window:]))
     curves = save_curves(args.out / "rl" / "metrics.jsonl", args.out / "curves.png")
     accuracy = f"val-core/{args.task}/acc/mean@1"
