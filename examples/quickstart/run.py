@@ -137,6 +137,7 @@ def name_of(args: argparse.Namespace) -> str:
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="train this model: smollm2, or a folder; its other options: --model smollm2 -h")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
     parser.add_argument("--task", choices=sorted(TASKS), default="reverse")
     parser.add_argument("--steps", type=int, default=100, help="RL steps (default 100)")
@@ -181,7 +182,7 @@ def main(given: list[str] | None = None) -> int:
     if args.shuffle_rewards:
         console.print("rewards are shuffled, so the policy should not improve\n")
     rewards, metrics = learn(args, warm, data, args.out / "rl")
-    window = min(10, len(rewards))
+    window = max(1, min(10, len(rewards) // 2))
     first, last = (sum(chunk) / window for chunk in (rewards[:window], rewards[-window:]))
     curves = save_curves(args.out / "rl" / "metrics.jsonl", args.out / "curves.png")
     accuracy = f"val-core/{args.task}/acc/mean@1"

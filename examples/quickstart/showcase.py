@@ -166,7 +166,7 @@ def main(given: list[str] | None = None) -> int:
 
 def report(console: Console, showcase: Showcase, args: argparse.Namespace, seconds: float) -> None:
     """Print accuracies, responses before and after, and the curves."""
-    window = min(5, len(showcase.rewards))
+    window = max(1, min(5, len(showcase.rewards) // 2))
     first, last = (sum(part) / window for part in (showcase.rewards[:window], showcase.rewards[-window:]))
     before, after = showcase.accuracies[0], showcase.accuracies[-1]
     console.print()

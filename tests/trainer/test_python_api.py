@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import functools
 import json
 import re
 import sys
@@ -21,7 +20,6 @@ from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError
 from verl.rewards import register_reward
 from verl.trainer import SFTTrainer as SameSFTTrainer
-from verl.trainer.state.object_identity import object_fingerprint
 
 NOTEBOOK = ROOT / "examples" / "notebooks" / "first_steps.ipynb"
 
@@ -469,34 +467,6 @@ def test_another_reward_does_not_resume_a_run(config, tiny, caplog):
         assert "set a new trainer.experiment_name" in str(found.value)
     assert PPOTrainer(config, overrides=own, train_dataset=rows, reward=letters).fit() == {}
     assert "nothing to train" in caplog.text
-
-
-def test_the_fingerprint_of_a_reward():
-    def made(bonus, seen):
-        def score(solution_str, ground_truth, data_source):
-            seen.append(solution_str)
-            return bonus
-
-        return score
-
-    class Scorer:
-        def __init__(self, scale):
-            self.scale, self._calls = scale, []
-
-        def __call__(self, solution_str, ground_truth, data_source):
-            return self.scale
-
-    same = [(letters, letters), (made(1, []), made(1, ["a"])), (Scorer(2.0), Scorer(2.0)), (Scorer, Scorer)]
-    same += [(functools.partial(letters, bonus=1.0), functools.partial(letters, bonus=1.0))]
-    differs = [(letters, other_letters), (made(1, []), made(2, [])), (Scorer(2.0), Scorer(3.0)), (letters, Scorer)]
-    differs += [(letters, functools.partial(letters, bonus=1.0)), (Scorer(1.0).__call__, Scorer(2.0).__call__)]
-    texts = ["def score(solution_str): return 1", "def score(solution_str): return 2"]  # without a file
-    scopes: list[dict[str, Any]] = [{}, {}]
-    for text, scope in zip(texts, scopes):
-        exec(text, scope)
-    differs.append((scopes[0]["score"], scopes[1]["score"]))
-    assert all(object_fingerprint(one) == object_fingerprint(other) for one, other in same)
-    assert all(object_fingerprint(one) != object_fingerprint(other) for one, other in differs)
 
 
 def test_prompts_and_models_that_are_none(config, tiny):

@@ -81,7 +81,7 @@ def compute_metrics(scored: Sequence[ScoredPrompt], settings: EvaluationConfig) 
     correct = np.array([s.correct.sum() for s in scored])
     ks = settings.k or _powers_of_two(int(n.min()))
     columns = {"accuracy": correct / n}
-    columns |= {f"pass@{k}": pass_at_k(correct, n, k) for k in sorted(set(ks))}
+    columns |= {f"pass@{k}": pass_at_k(correct, n, k) if k > 1 else correct / n for k in sorted(set(ks))}
     columns[f"avg@{max(ks)}"] = np.array([s.correct[: max(ks)].mean() for s in scored])
     columns["score"] = np.array([s.scores.mean() for s in scored])
     values = np.stack(list(columns.values()), 1)
