@@ -58,7 +58,7 @@ fuzz: $(TEST)
 audit: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet pip-audit
 	$(VENV)/bin/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//; /@ /d' > $(VENV)/audit.txt
-	$(VENV)/bin/pip-audit --disable-pip --no-deps -r $(VENV)/audit.txt $(ARGS)
+	$(VENV)/bin/pip-audit --strict --disable-pip --no-deps -r $(VENV)/audit.txt $(ARGS)
 
 lint: $(VENV)/bin/ruff $(VENV)/bin/hadolint
 	$(VENV)/bin/ruff check .
