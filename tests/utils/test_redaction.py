@@ -54,7 +54,7 @@ def test_settings_at_any_depth():
         ("see s3://AKIA0123456789abcdef@bucket/x", "see s3://<not saved>@bucket/x"),
         ("https://host/x?token=abc&b=2&X-Amz-Signature=0f", "https://host/x?token=<not saved>&b=2&X-Amz-Signature=0f"),
         ("https://host/x?api_key=abc#end", "https://host/x?api_key=<not saved>#end"),
-        ("looked at /work/https:/me:hunter22@host/x", "looked at /work/https:/<not saved>@host/x"),
+        ("looked at /data/https:/me:hunter22@host/x", "looked at /data/https:/<not saved>@host/x"),
         ("git@github.com:a/b and a@b.c", "git@github.com:a/b and a@b.c"),
         ("http://host:8000/v1@2", "http://host:8000/v1@2"),
     ],

@@ -74,6 +74,22 @@ def redact(value: Any, name: object = "") -> Any:
     return redact_urls(value) if isinstance(value, str) else value
 
 
+def redacted(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without secrets, for trackers, checkpoints and comparing two runs."""
+    return {key: redact(value, key) for key, value in flat.items()}
+
+
+def not_saved(flat: Mapping[str, Any]) -> list[str]:
+    """The keys whose values `redacted` has removed."""
+    found = []
+    for key, value in flat.items():
+        if is_redacted(value):
+            found.append(str(key))
+        elif isinstance(value, Mapping):
+            found += [f"{key}.{inner}" for inner in not_saved(value)]
+    return found
+
+
 def redact_urls(text: str) -> str:
     """A text without the credentials in its URLs."""
     if ":/" not in text:
