@@ -13,7 +13,7 @@ RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart showcase test test-all test-vllm test-sglang test-megatron chaos mutants lint docs docs-serve clean
+.PHONY: quickstart showcase test test-all test-vllm test-sglang test-megatron chaos mutants fuzz audit lint docs docs-serve clean
 
 # Train a tiny model with reinforcement learning. Pass options as ARGS="--algorithm ppo".
 quickstart: $(RUN)
@@ -58,6 +58,18 @@ chaos: $(RUN)
 # two cores, half of it once to measure which test calls which function. ARGS="--seed 2 --number 50 --jobs 2".
 mutants: $(TEST)
 	nice -n 10 $(VENV)/bin/python scripts/mutants.py $(ARGS)
+
+# Random input for everything that reads it: about an hour on two cores. Pass options as ARGS="--target data --seed 1".
+CASES ?= 20000
+fuzz: $(TEST)
+	$(VENV)/bin/python -m tests.fuzz --cases $(CASES) $(ARGS)
+
+# Known vulnerabilities of the installed packages, from the database of PyPI; needs the network. torch for a CPU has a
+# local version, which the database does not know: its public version is checked.
+audit: $(RUN)
+	$(VENV)/bin/python -m pip install --quiet pip-audit
+	$(VENV)/bin/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//; /@ /d' > $(VENV)/audit.txt
+	$(VENV)/bin/pip-audit --strict --disable-pip --no-deps -r $(VENV)/audit.txt $(ARGS)
 
 lint: $(VENV)/bin/ruff $(VENV)/bin/hadolint
 	$(VENV)/bin/ruff check .

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -205,7 +206,7 @@ def _import_module(address: str) -> ModuleType:
                 raise
         raise ValueError(f"no module {address!r}: expected a dotted module name on PYTHONPATH, or a path to a .py file")
     path = Path(address).expanduser().resolve()
-    if path.suffix != ".py" or not path.is_file():
+    if path.suffix != ".py" or not os.path.isfile(path):
         raise ValueError(f"no file {address!r} (looked at {path}): expected a path to a .py file")
     # the digest distinguishes files of the same name, and is the same in every process
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

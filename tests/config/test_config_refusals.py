@@ -368,3 +368,10 @@ def test_a_hub_id_is_not_a_path(name, tmp_path, monkeypatch):
 def test_an_unknown_key_below_a_shortened_section_lists_the_keys_of_that_section(key):
     with pytest.raises(ConfigError, match=r"unknown key \(keys of actor_rollout_ref.actor.optim: lr, betas, "):
         load_config(None, [f"{key}=muon"])
+
+
+@pytest.mark.parametrize("override", ["9" * 5000 + "=1", "data.train_files=" + "9" * 5000], ids=["key", "value"])
+def test_numbers_of_5000_digits_are_one_problem(override):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert len(caught.value.problems) == 1

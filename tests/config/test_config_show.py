@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from verl.config import Config, dump_config, load_config, reference_table, to_flat_dict
-from verl.config.fields import fields_of, redacted, unflatten
+from verl.config.fields import fields_of, unflatten
 from verl.config.schema import EvalConfig, GenerationConfig, SFTConfig
+from verl.utils.redaction import redacted
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 

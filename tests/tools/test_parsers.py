@@ -77,3 +77,16 @@ def test_llama():
     assert content == "hm" and arguments(calls) == expected
     assert arguments(parse("llama", joined + "<|eot_id|>")[1]) == expected
     assert parse("llama", "The answer is {x}.") == ("The answer is {x}.", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("hermes", '<tool_call>{"name": "f", "arguments": %s}</tool_call>'), ("llama", '{"name": "f", "parameters": %s}')],
+)
+def test_a_call_that_is_nested_too_deeply_is_an_observation(name, text):
+    deep = "[" * 20_000 + "]" * 20_000
+    _, (call,) = TOOL_PARSERS[name](None).parse(text % deep)
+    with pytest.raises(ValueError, match="the tool call is not JSON: maximum recursion depth"):
+        call.read_arguments()
+    with pytest.raises(ValueError, match="the arguments are not JSON"):
+        FunctionCall("f", deep).read_arguments()

@@ -8,7 +8,7 @@ import pytest
 from verl.checkpoints.store import CheckpointStore
 from verl.cli import plan as command
 from verl.config import ConfigError, load_config
-from verl.config.fields import redacted, to_flat_dict
+from verl.config.fields import to_flat_dict
 from verl.planner import devices
 from verl.planner.devices import GIB
 from verl.trainer.checks import planning
@@ -16,6 +16,7 @@ from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.startup.roles import roles_of
 from verl.trainer.state.saved_state import save_state
+from verl.utils.redaction import redacted
 
 H200 = devices.built_in("H200")
 

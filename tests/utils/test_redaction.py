@@ -26,6 +26,7 @@ SECRETS = ["HF_TOKEN", "WANDB_API_KEY", "api_key", "apiKey", "dbPassword", "clie
 SECRETS += ["SSH_KEY", "auth_token", "judge-token", "Authorization", "redis_password", "OPENAI_API_KEY_2", "passphrase"]
 PLAIN = ["prompt_key", "image_key", "eos_token", "pad_token", "max_tokens", "tokenizer", "keyboard", "author", "monkey"]
 PLAIN += ["stop_token", "num_special_tokens", "authority", "secretary", "tokens_per_second", "key", "reward_fn_key"]
+PLAIN += ["PWD", "OLDPWD", "SSH_AUTH_SOCK", "RAY_AUTH_MODE", "token_file", "XAUTHORITY", "TOKENIZERS_PARALLELISM"]
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -53,6 +54,7 @@ def test_settings_at_any_depth():
         ("see s3://AKIA0123456789abcdef@bucket/x", "see s3://<not saved>@bucket/x"),
         ("https://host/x?token=abc&b=2&X-Amz-Signature=0f", "https://host/x?token=<not saved>&b=2&X-Amz-Signature=0f"),
         ("https://host/x?api_key=abc#end", "https://host/x?api_key=<not saved>#end"),
+        ("looked at /data/https:/me:hunter22@host/x", "looked at /data/https:/<not saved>@host/x"),
         ("git@github.com:a/b and a@b.c", "git@github.com:a/b and a@b.c"),
         ("http://host:8000/v1@2", "http://host:8000/v1@2"),
     ],

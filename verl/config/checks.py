@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from verl.config.checks_moe import router_replay
 from verl.config.errors import Problem, format_value
-from verl.config.fields import Schema, flatten, not_saved, to_flat_dict
+from verl.config.fields import Schema, flatten, to_flat_dict
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.offline import GenerationConfig
@@ -17,6 +17,7 @@ from verl.config.schema.ppo import Config
 from verl.config.schema.rollout import RolloutConfig, RolloutEngineConfig
 from verl.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl.config.schema.trainer import RunConfig, TrainerConfig
+from verl.utils.redaction import not_saved
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."

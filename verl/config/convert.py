@@ -3,6 +3,7 @@
 Nothing is dropped silently: what has no counterpart, no effect or no support here is a remark.
 """
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ def read_source(path: Path) -> tuple[Layer, list[str]]:
         ConfigError: there is no such file, or it is not valid.
         ValueError: the script has an unclosed quote.
     """
-    if path.suffix in (".yaml", ".yml", ".json") or not path.is_file():
+    if path.suffix in (".yaml", ".yml", ".json") or not os.path.isfile(path):
         return read_yaml(path), []
     words = shlex.split(read_text(path).replace("\\\n", " "), comments=True)
     settings = [word for word in words if "=" in word and "." in word.partition("=")[0]]

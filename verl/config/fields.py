@@ -15,8 +15,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from verl.utils.redaction import is_redacted, redact
-
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -344,22 +342,6 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 def to_flat_dict(config: Schema) -> dict[str, Any]:
     """Dotted key -> value of every field."""
     return flatten(config.model_dump(mode="json"), type(config))
-
-
-def redacted(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without secrets (`verl.utils.redaction`), for trackers, checkpoints and comparing two runs."""
-    return {key: redact(value, key) for key, value in flat.items()}
-
-
-def not_saved(flat: Mapping[str, Any]) -> list[str]:
-    """The keys whose values `redacted` has removed."""
-    found = []
-    for key, value in flat.items():
-        if is_redacted(value):
-            found.append(str(key))
-        elif isinstance(value, Mapping):
-            found += [f"{key}.{inner}" for inner in not_saved(value)]
-    return found
 
 
 def differences(config: Schema) -> dict[str, Any]:

@@ -5,6 +5,7 @@ other name is a file: `--config-path DIR --config-name NAME` is DIR/NAME.yaml, a
 DIR/GROUP/OPTION.yaml. An option that selects a feature that is not supported is an error.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -90,7 +91,7 @@ def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer
     problems: list[Problem] = []
     for key, given in overrides.items():
         group, at, package = key.partition("@")
-        known = group in upstream_groups() or any((folder / group).is_dir() for folder in directories)
+        known = group in upstream_groups() or any(os.path.isdir(folder / group) for folder in directories)
         if isinstance(given.value, str) and given.value != REMOVED and (at or (known and "." not in key)):
             try:
                 layers += _selected(group, given.value, package, directories, given)
@@ -150,7 +151,7 @@ def _selected(
 
 def _find(name: str, directories: list[Path]) -> Path | None:
     names = [name] if name.endswith((".yaml", ".yml")) else [f"{name}.yaml", f"{name}.yml"]
-    return next((file for folder in directories for each in names if (file := folder / each).is_file()), None)
+    return next((file for folder in directories for each in names if os.path.isfile(file := folder / each)), None)
 
 
 def _engine_of(option: str) -> str | None:

@@ -1,5 +1,6 @@
 """Checks of the paths of a configuration, for `load_config(extra_checks=[...])`: models and data are set and exist."""
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def check_models(config: Schema) -> Iterator[Problem]:
         if name in (_TOKENIZERS, _ADAPTERS) and path:
             yield from _files_of_model(key, path, ("adapter_config.json",) if name == _ADAPTERS else ())
     checkpoint = values.get("trainer.resume_from_path") if values.get("trainer.resume_mode") == "resume_path" else None
-    if checkpoint and not Path(checkpoint).is_dir():
+    if checkpoint and not os.path.isdir(checkpoint):
         yield Problem("trainer.resume_from_path", f"there is no folder {checkpoint!r}")
     elif checkpoint:
         try:
@@ -105,7 +106,7 @@ def check_data(config: Schema) -> Iterator[Problem]:
 def check_code_file(key: str, path: str, is_module: bool = True) -> Iterator[Problem]:
     """A file must exist. is_module: a name such as my_package.tools is a Python module."""
     file = Path(path).expanduser()
-    if not file.is_file() and not (is_module and file.suffix != ".py" and "/" not in path):
+    if not os.path.isfile(file) and not (is_module and file.suffix != ".py" and "/" not in path):
         yield Problem(key, f"there is no file {path!r} (looked at {file.resolve()})")
 
 
@@ -114,8 +115,8 @@ def check_model_path(key: str, path: str | None) -> Iterator[Problem]:
     if not path:
         return
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
+    if os.path.isdir(folder):
+        if not os.path.isfile(folder / "config.json"):
             yield Problem(key, f"{path!r} has no config.json: expected the folder of a Hugging Face model")
         elif not _holds(folder, "*.safetensors", "*.bin") and _holds(folder.parent, *_CHECKPOINT):
             yield Problem(
@@ -131,9 +132,9 @@ def check_model_path(key: str, path: str | None) -> Iterator[Problem]:
 def _files_of_model(key: str, path: str, files: tuple[str, ...]) -> Iterator[Problem]:
     """A tokenizer or adapter that looks like a local path must exist."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         for name in files:
-            if not (folder / name).is_file():
+            if not os.path.isfile(folder / name):
                 yield Problem(key, f"{path!r} has no {name}")
     elif is_local(path):
         yield Problem(key, f"there is no folder {path!r}")
@@ -147,7 +148,7 @@ def is_local(path: str) -> bool:
     if path.startswith(("/", ".", "~")) or path.endswith("/") or path.count("/") > 1:
         return True
     above, slash, _ = path.partition("/")
-    return bool(slash) and Path(above).is_dir()
+    return bool(slash) and os.path.isdir(above)
 
 
 def _holds(folder: Path, *patterns: str) -> bool:
@@ -158,8 +159,8 @@ def _files(key: str, paths: Iterable[str]) -> Iterator[Problem]:
     for path in paths:
         file, name = Path(path).expanduser(), DataName.parse(path)
         if is_data_file(path):
-            if not file.is_file():
+            if not os.path.isfile(file):
                 yield Problem(key, f"there is no file {path!r} (looked at {file.resolve()})")
-        elif file.is_file() or not (name.is_folder or name.is_hub_name):
+        elif os.path.isfile(file) or not (name.is_folder or name.is_hub_name):
             suffixes = ", ".join(SUFFIXES)
             yield Problem(key, f"{path!r}: expected a file ({suffixes}), a folder, or a hub dataset OWNER/NAME:SPLIT")

@@ -18,14 +18,14 @@ from pydantic import ValidationError
 
 from verl.config.checks import check_combinations, notes_of
 from verl.config.errors import ConfigError, Problem, format_value
-from verl.config.fields import Schema, derived_fields, differences, fields_of, redacted, to_flat_dict, unflatten
+from verl.config.fields import Schema, derived_fields, differences, fields_of, to_flat_dict, unflatten
 from verl.config.hydra import read_file, select_groups
 from verl.config.presets import PRESETS
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
 from verl.config.sources import Layer, Overrides, Setting, read_mapping, read_overrides
 from verl.registry import did_you_mean
-from verl.utils.redaction import remember_settings
+from verl.utils.redaction import redacted, remember_settings
 
 T = TypeVar("T", bound=Schema)
 Check = Callable[[Any], Iterable[Problem]]

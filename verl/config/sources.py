@@ -1,5 +1,6 @@
 """Sources of settings: a YAML file, overrides on the command line, a dictionary. Every value keeps its origin."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,10 @@ def _read(text: str) -> Any:
         return OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=False)["value"]
     except RecursionError as error:
         raise yaml.YAMLError("an anchor contains itself, or sections are nested too deeply") from error
+    except OmegaConfBaseException:
+        raise
+    except ValueError as error:  # a number of more than 4,300 digits
+        raise yaml.YAMLError(str(error)) from error
 
 
 def _check_size(value: Any) -> None:
@@ -115,7 +120,7 @@ def read_text(file: Path) -> str:
 def read_yaml(path: str | Path) -> Layer:
     """The settings of a YAML file, interpolations unresolved. Raises ConfigError if the file cannot be read."""
     file = Path(path).expanduser()
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ConfigError([Problem(_FILE, f"there is no file {str(path)!r} (looked at {file.resolve()})")])
     text = read_text(file)
     try:

@@ -5,6 +5,7 @@ and listed in `bad_rows.jsonl` of the run's folder; more than N end the run.
 """
 
 import array
+import hashlib
 import itertools
 import json
 import logging
@@ -104,6 +105,32 @@ def usable_rows(
 
 def _figures(bad: list[dict[str, Any]], indices: Collection[int]) -> tuple[int, int, str]:
     return len(bad), len(indices), bad[0]["reason"]
+
+
+class RepeatedRows:
+    """Finds rows that equal an earlier one, and rows with the `uid` or `id` of another one."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, bytes], int] = {}  # (what is equal, digest) -> row
+        self._found: dict[str, list[tuple[int, int]]] = {}  # what is equal -> (row, the earlier one)
+
+    def add(self, index: int, row: Mapping[str, Any]) -> None:
+        """Compare a row with those before it."""
+        keys = {"contents": row} | {key: row[key] for key in ("uid", "id") if row.get(key) is not None}
+        for what, value in keys.items():
+            text = json.dumps(value, sort_keys=True, default=repr, skipkeys=True)
+            key = what, hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+            if (earlier := self._first.setdefault(key, index)) != index:
+                self._found.setdefault(what, []).append((index, earlier))
+
+    def report(self, rows: Any, count: int) -> None:
+        """Log a warning for each kind. rows: with `where(index)`."""
+        for what, pairs in self._found.items():
+            index, earlier = pairs[0]
+            logger.warning(
+                "%d of %d rows have the %s of an earlier row; the first: %s, as %s",
+                *(len(pairs), count, what, rows.where(index), rows.where(earlier)),
+            )
 
 
 def write_bad_rows(folder: Path, bad: Sequence[Mapping[str, Any]]) -> Path | None:

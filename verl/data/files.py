@@ -7,6 +7,7 @@ import bisect
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol
@@ -151,7 +152,7 @@ def is_streamed(files: str | Path | Sequence[str | Path], streaming: bool | None
     """Whether files are read from disk: as set, otherwise if they have more than `STREAMED_BYTES` in total."""
     if streaming is not None:
         return streaming
-    return sum(path.stat().st_size for path in file_list(files) if path.is_file()) > STREAMED_BYTES
+    return sum(path.stat().st_size for path in file_list(files) if os.path.isfile(path)) > STREAMED_BYTES
 
 
 def file_list(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -193,7 +194,7 @@ def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = Fal
 
 def _is_file(path: Path) -> bool:
     """True for a data file, False for a folder or the name of a hub dataset. Raises ValueError for neither."""
-    if path.is_file():
+    if os.path.isfile(path):
         if not is_data_file(path):
             raise ValueError(
                 f"{path}: expected a file with the suffix {', '.join(SUFFIXES)}, found {path.suffix or 'no suffix'}"
@@ -236,7 +237,7 @@ def fingerprint(rows: Rows | None, files: Sequence[str]) -> str:
     Of many rows, at most 10,000 evenly spaced ones are read.
     """
     if rows is None:
-        sizes = [Path(file).stat().st_size for file in files if Path(file).is_file()]
+        sizes = [Path(file).stat().st_size for file in files if os.path.isfile(file)]
         return "bytes of the files: " + ", ".join(map(str, sizes))
     digest = hashlib.sha256(str(len(rows)).encode())
     for row in (rows[i] for i in range(0, len(rows), 1 + len(rows) // 10_000)):

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.upstream import upstream_defaults
-from verl.data.bad_rows import check_values, usable_rows
+from verl.data.bad_rows import RepeatedRows, check_values, usable_rows
 from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
 from verl.data.dataset import (
     DatasetConfig,
@@ -260,11 +260,18 @@ class RLHFDataset(Dataset):
             checked = range(count) if only is None else sorted(only)
             only, self.bad_rows = usable_rows(rows, checked, partial(self._check_whole, rows), config.max_bad_rows)
         decoded = rows_to_decode(count)
+        repeated = RepeatedRows() if strict_check_enabled() else None
+
+        def read(row: Mapping[str, Any], index: int) -> Prompt:
+            if repeated is not None:
+                repeated.add(index, row)
+            return self._checked(row, rows, index, decoded)
+
         tokenized = tokenize_rows(
             self.tokenizer,
             rows,
             count,
-            read=lambda row, index: self._checked(row, rows, index, decoded),
+            read=read,
             texts_of=prompt_texts,
             encode=self._encode,
             only=only,
@@ -280,6 +287,8 @@ class RLHFDataset(Dataset):
             kept.append(index)
             self._prompt_ids.append(ids)
         self._report_overlong(overlong, rows, count if only is None else len(only), bool(kept))
+        if repeated is not None:
+            repeated.report(rows, count)
         return kept
 
     def _check_whole(self, rows: Rows, row: Mapping[str, Any], index: int) -> None:

@@ -1,5 +1,6 @@
 """Names of training data: a file, a folder, or a dataset of the Hugging Face Hub."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +31,14 @@ class DataName:
     def parse(cls, entry: str | Path) -> "DataName":
         """Split an entry into its parts. An existing folder is a path as a whole."""
         text = str(entry)
-        if Path(text).expanduser().is_dir():
+        if os.path.isdir(Path(text).expanduser()):
             return cls(text)
         found = _ENTRY.fullmatch(text)
         return cls(found["path"], found["config"], found["split"])
 
     @property
     def is_folder(self) -> bool:
-        return Path(self.path).expanduser().is_dir()
+        return os.path.isdir(Path(self.path).expanduser())
 
     @property
     def is_hub_name(self) -> bool:

@@ -15,50 +15,33 @@ REDACTED = "<not saved>"
 _ENVIRONMENTS = ("worker_env", "env_vars")
 #: words in the names of secrets
 _SECRETS = frozenset(
-    [
-        "secret",
-        "secrets",
-        "password",
-        "passwd",
-        "passphrase",
-        "pwd",
-        "credential",
-        "credentials",
-        "auth",
-        "token",
-        "apikey",
-    ]
+    (
+        *("secret", "secrets", "password", "passwd", "passphrase", "pwd", "credential", "credentials"),
+        *("auth", "token", "apikey", "authorization", "bearer"),
+    )
 )
-_SECRETS |= frozenset(["authorization", "bearer"])
 #: words before `key`, for which its value is a secret; after others it is often the name of a column
 _KEYS = frozenset(["api", "access", "private", "secret", "signing", "encryption", "license", "auth", "account"])
 #: words before `token`, for which it is a token of a vocabulary
 _VOCABULARY = frozenset(
-    [
-        "eos",
-        "bos",
-        "pad",
-        "unk",
-        "sep",
-        "cls",
-        "mask",
-        "image",
-        "video",
-        "audio",
-        "stop",
-        "special",
-        "begin",
-        "end",
-        "first",
-        "last",
-    ]
+    (
+        *("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "special"),
+        *("begin", "end", "first", "last"),
+    )
+)
+#: words after which it is a property of the secret: SSH_AUTH_SOCK, TOKEN_FILE
+_PROPERTIES = frozenset(
+    (
+        *("mode", "sock", "file", "path", "dir", "type", "method", "name", "url", "timeout", "ttl"),
+        *("enabled", "limit", "count", "length"),
+    )
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 #: user and password of a URL, and secrets in its query
-_IN_URL = re.compile(r"(?<=://)[^/\s@:'\"]*:[^/\s@'\"]+(?=@)|(?<=://)[^/\s@:'\"]{16,}(?=@)")
+_IN_URL = re.compile(r"(\w:/{1,2})([^/\s@:'\"]*:[^/\s@'\"]+|[^/\s@:'\"]{16,})(?=@)")  # one slash: as pathlib writes it
 _IN_QUERY = re.compile(r"(?<=[?&])([\w\-]+)=([^&\s'\"#]+)")
 #: shorter values would also be found in other words
-_SHORTEST = 6
+_SHORTEST = 8
 
 _known: set[str] = set()
 
@@ -67,6 +50,8 @@ def is_secret_name(name: object) -> bool:
     """Whether the value of a setting or variable of this name is a secret: HF_TOKEN, api_key, dbPassword."""
     text = str(name)
     words = [word.lower() for word in _WORD.findall(text)]
+    if text == "PWD" or (words and words[-1] in _PROPERTIES):
+        return False
     for before, word in zip(["", *words], words):
         if word == "key" and (before in _KEYS or text.isupper()):
             return True
@@ -89,11 +74,27 @@ def redact(value: Any, name: object = "") -> Any:
     return redact_urls(value) if isinstance(value, str) else value
 
 
+def redacted(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without secrets, for trackers, checkpoints and comparing two runs."""
+    return {key: redact(value, key) for key, value in flat.items()}
+
+
+def not_saved(flat: Mapping[str, Any]) -> list[str]:
+    """The keys whose values `redacted` has removed."""
+    found = []
+    for key, value in flat.items():
+        if is_redacted(value):
+            found.append(str(key))
+        elif isinstance(value, Mapping):
+            found += [f"{key}.{inner}" for inner in not_saved(value)]
+    return found
+
+
 def redact_urls(text: str) -> str:
     """A text without the credentials in its URLs."""
-    if "://" not in text:
+    if ":/" not in text:
         return text
-    return _IN_QUERY.sub(_redact_parameter, _IN_URL.sub(REDACTED, text))
+    return _IN_QUERY.sub(_redact_parameter, _IN_URL.sub(rf"\1{REDACTED}", text))
 
 
 def _redact_parameter(found: re.Match[str]) -> str:

@@ -6,12 +6,13 @@ from typing import Any
 
 from verl.cli.config.explain import SCHEMAS
 from verl.config import dump_config, load_config, to_flat_dict
-from verl.config.fields import Schema, flatten, redacted
+from verl.config.fields import Schema, flatten
 from verl.config.presets import PRESETS
 from verl.registry import did_you_mean
 from verl.tracking.runs import read_about
 from verl.trainer.startup.command_line import USER_ERRORS, print_error, print_text
 from verl.trainer.startup.torchrun import launcher_settings
+from verl.utils.redaction import redacted
 
 _UNSET = "(not set)"
 

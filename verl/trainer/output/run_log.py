@@ -8,10 +8,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from verl.config import differences, to_flat_dict
-from verl.config.fields import Schema, redacted
+from verl.config.fields import Schema
 from verl.tracking.run_record import RunRecord
 from verl.tracking.tracking import Tracking
 from verl.trainer.output.display import RunDisplay
+from verl.utils.redaction import redacted
 
 if TYPE_CHECKING:
     from verl.trainer.base import StepReport, Trainer

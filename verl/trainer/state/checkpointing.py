@@ -19,7 +19,7 @@ from typing import Any
 
 from verl.checkpoints.store import MANIFEST, CheckpointStore
 from verl.config import dump_config, to_flat_dict
-from verl.config.fields import Schema, redacted
+from verl.config.fields import Schema
 from verl.config.schema.model import ModelConfig
 from verl.config.schema.trainer import RunConfig
 from verl.data.files import IN_MEMORY
@@ -34,6 +34,7 @@ from verl.trainer.state.interruption import Stopped
 from verl.trainer.state.operator_watch import OperatorTimeout
 from verl.trainer.state.saved_state import load_state, save_state
 from verl.trainer.state.validation_watch import ValidationWatch
+from verl.utils.redaction import redacted
 from verl.utils.rng import rng_state, set_rng_state
 from verl.utils.waiting import Durations
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import to_flat_dict
-from verl.config.fields import Schema, redacted
+from verl.config.fields import Schema
 from verl.registry import did_you_mean
 from verl.trainer.state.object_identity import object_fingerprint
 from verl.utils.data_names import SUFFIXES, DataName
+from verl.utils.redaction import redacted
 
 logger = logging.getLogger("verl.trainer")
 

@@ -61,9 +61,9 @@ def quarantine(trainer: "Trainer", error: QuarantineError) -> None:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for uid, reason in error.failures.items():
         row = int(uid.rpartition(":")[2])
-        place = dataset.dataframe.where(row) if isinstance(dataset, RLHFDataset) else None
+        where = dataset.dataframe.where(row) if isinstance(dataset, RLHFDataset) else None
         lines.append(
-            json.dumps({"row": row, "uid": uid, "place": place, "step": trainer.global_step, "reason": reason})
+            json.dumps({"row": row, "uid": uid, "place": where, "step": trainer.global_step, "reason": reason})
         )
     with atomic_write(path) as draft:
         draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
