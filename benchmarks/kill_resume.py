@@ -193,6 +193,7 @@ class Killer:
         with self.log.open("a") as output:
             command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
             env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+            env["RAY_raylet_start_wait_time_s"] = "300"  # a busy machine
             options = {"stdout": output, "stderr": output, "start_new_session": True, "cwd": ROOT, "env": env}
             return subprocess.Popen(command, **options).pid
 
