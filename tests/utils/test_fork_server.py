@@ -266,7 +266,7 @@ from verl.utils.fork_server import server_for
 server = server_for(os.environ)
 print(server.pid, flush=True)
 threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-server.start("{EVALUATOR}", [], os.environ, preload=["slow_to_import"])
+server.start("{EVALUATOR}", os.pipe(), os.environ, preload=["slow_to_import"])
 """
 
 
