@@ -41,6 +41,8 @@ TWO = ["trainer.n_gpus_per_node=2"]
 LAST = 12  # steps of a run: two epochs of 48 prompts
 ASYNC_SAVE = f"{ACTOR}.checkpoint.async_save=true"
 RAY = [*TWO, "trainer.backend=ray", "ray_kwargs.ray_init.num_cpus=3", "ray_kwargs.ray_init.address=local"]
+#: with several ranks, the full weights are not saved by default
+FULL = f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 #: Adam divides by the size of a gradient: with its own eps, a rounding error becomes a whole step where that is 0
 SMOOTH = f"{ACTOR}.optim.override_optimizer_config.eps=1e-2"
 CRITIC = [
@@ -157,7 +159,7 @@ KINDS = {
         ],
         prompts_once,
     ),
-    "ranks": Kind(12, ["algorithm.name=grpo", SMOOTH], to_rounding, ranks=(1, 2)),
+    "ranks": Kind(12, ["algorithm.name=grpo", SMOOTH, FULL], to_rounding, ranks=(1, 2)),
     "ray": Kind(8, [*SYNC, *RAY], bit_for_bit, command=True),
 }
 
@@ -193,6 +195,7 @@ class Killer:
         with self.log.open("a") as output:
             command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
             env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+            env["RAY_raylet_start_wait_time_s"] = "300"  # a busy machine
             options = {"stdout": output, "stderr": output, "start_new_session": True, "cwd": ROOT, "env": env}
             return subprocess.Popen(command, **options).pid
 

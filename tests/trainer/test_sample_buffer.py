@@ -12,6 +12,7 @@ from verl.dataflow import HOLD
 from verl.dataflow.metrics import Total
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
+from verl.trainer.ppo.canary import StaleWeightsError
 from verl.trainer.ppo.operators import Prompts
 from verl.trainer.state.operator_watch import OperatorTimeout
 from verl.utils.waiting import Durations, Limits
@@ -160,6 +161,25 @@ def test_a_group_of_older_weights_than_given_is_dropped_and_generated_again():
     run.finish(["5", "6", "7", "4"])
     batch = run.take()
     assert uids_of(batch) == ["5", "6", "7", "4"] and batch.meta_info["metrics"]["async/dropped"] == 1
+
+
+def test_an_engine_that_keeps_its_weights_stops_the_run():
+    """Otherwise its groups would be dropped and generated again for ever."""
+    run = Run(max_staleness=1)
+    run.admit()
+    run.finish(str(i) for i in range(B))
+    run.take()
+    run.push()
+    for _ in range(2):
+        run.admit()
+        run.buffer.put(samples("4", -1))
+        run.buffer.settle(["4"])
+        assert not run.ready()
+    run.admit()
+    run.buffer.put(samples("4", -1))
+    run.buffer.settle(["4"])
+    with pytest.raises(StaleWeightsError, match=r"prompt 4 3 times with weights of version -1, .* as version 1, and"):
+        run.take()
 
 
 def test_filtered_groups_make_room_and_are_counted():

@@ -258,3 +258,25 @@ def test_server_and_processes_end_with_the_parent():
     done = subprocess.run([sys.executable, "-c", PARENT], env=env, stdout=subprocess.PIPE, timeout=60)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
+
+
+DYING_PARENT = f"""
+import os, signal, threading
+from verl.utils.fork_server import server_for
+server = server_for(os.environ)
+print(server.pid, flush=True)
+threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+server.start("{EVALUATOR}", os.pipe(), os.environ, preload=["slow_to_import"])
+"""
+
+
+def test_a_server_ends_quietly_if_the_parent_has_ended_during_an_import(tmp_path):
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(2.0)")
+    env = {**ENV, "PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
+    with (tmp_path / "log").open("w") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", DYING_PARENT], env=env, stdout=subprocess.PIPE, stderr=log, text=True, timeout=60
+        )
+    (pid,) = map(int, done.stdout.split())
+    assert done.returncode == -signal.SIGKILL and gone(pid)
+    assert (tmp_path / "log").read_text() == ""

@@ -319,12 +319,12 @@ class _Server:
                     continue
                 try:
                     request, descriptors = _receive(self._control)
-                except (EOFError, ConnectionError):  # the parent has ended
+                    module = self._start(request, descriptors)
+                except (EOFError, ConnectionError):  # the parent has ended, perhaps while modules were imported
                     for pid in self._children:
                         with suppress(ProcessLookupError):
                             os.killpg(pid, signal.SIGKILL)
                     os._exit(0)
-                module = self._start(request, descriptors)
                 if module is not None:
                     return module
 

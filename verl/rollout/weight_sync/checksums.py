@@ -74,7 +74,7 @@ def hexadecimal(checksum: int) -> str:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, zero-padded to a multiple of 8: (n,) uint8. Shares its memory where possible."""
     content = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    rest = -len(content) % _ALIGNMENT
+    rest = -content.numel() % _ALIGNMENT
     if rest:
         return torch.nn.functional.pad(content, (0, rest))
     return content if content.storage_offset() % _ALIGNMENT == 0 else content.clone()

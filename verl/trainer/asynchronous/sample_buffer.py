@@ -13,11 +13,12 @@ sampled one of its tokens. Two rules keep it at most k = `max_staleness`:
   waited for and trained, not overtaken until it is too old, and short responses are not preferred.
 
 A sample whose engine reports an older version than it was given is the exception: its group is dropped, counted, and
-generated again.
+generated again. If this happens to a group again and again, the engine does not get the weights: the run stops.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +30,14 @@ from verl.dataflow import HOLD
 from verl.dataflow.metrics import Total
 from verl.dataflow.pipeline import RunReports, merge_reports
 from verl.protocol import DataProto
+from verl.trainer.ppo.canary import StaleWeightsError
 from verl.trainer.ppo.dynamic_sampling import PromptQueue, group_rows
 from verl.trainer.ppo.operators import Prompts, check_failures, length_metrics
 from verl.trainer.state.operator_watch import OperatorTimeout, thread_stacks
 from verl.utils.waiting import Durations, Limits
 
 _LOOK = 0.5  # seconds between two checks for signals and errors while the training loop waits
+_MAX_DROPS = 3  # how often one group may be generated with weights that are too old
 
 
 @dataclass(eq=False)
@@ -104,6 +107,7 @@ class SampleBuffer:
         self._taken: list[DataProto] = []  # prompts of the last step
         self._error: BaseException | None = None
         self._dropped = self._tokens = 0  # since the last `take`
+        self._drops: Counter[str] = Counter()  # by uid, of groups that are not trained yet
         self.filtered = 0
         self._last_take = time.perf_counter()
         self.on_take = lambda: None
@@ -121,6 +125,7 @@ class SampleBuffer:
                 self.queue.put_back(DataProto.concat([group.prompt for group in self.groups.values()]))
             self.groups, self._finished, self._error = {}, [], None
             self._dropped = self._tokens = self.filtered = 0
+            self._drops.clear()
             self._last_take = time.perf_counter()
 
     def start_at(self, step: int, total_steps: int) -> None:
@@ -220,6 +225,8 @@ class SampleBuffer:
                 self._check_progress(began)
                 self.lock.wait(_LOOK)
             groups = [self.groups.pop(uid) for uid in chosen]
+            for uid in chosen:
+                del self._drops[uid]
             self._finished = [uid for uid in self._finished if uid not in chosen]
             self._steps_taken, self._taken = facts["global_step"], [group.prompt for group in groups]
             waited = time.perf_counter() - start
@@ -265,10 +272,22 @@ class SampleBuffer:
         return [uid for uid in self._finished if uid in chosen] if len(chosen) == self.batch_size else None
 
     def _drop_stale(self, step: int) -> None:
-        """Drop groups that are older than allowed, and return their prompts to the queue."""
+        """Drop groups that are older than allowed, and return their prompts to the queue.
+
+        Raises:
+            StaleWeightsError: a group was dropped _MAX_DROPS times.
+        """
         oldest = step - 1 - self.max_staleness
         stale = [uid for uid in self._finished if self.groups[uid].oldest_version < oldest]
         for uid in stale:
+            self._drops[uid] += 1
+            if self._drops[uid] == _MAX_DROPS:
+                raise StaleWeightsError(
+                    f"step {step}: the rollout engine has generated the responses to prompt {uid} {_MAX_DROPS} times "
+                    f"with weights of version {self.groups[uid].oldest_version}, but they were pushed as version "
+                    f"{self.groups[uid].version}, and the step needs at least version {oldest} "
+                    f"(trainer.async.max_staleness={self.max_staleness}): the engine does not get the pushed weights"
+                )
             self.queue.put_back(self.groups.pop(uid).prompt)
             self._finished.remove(uid)
         self._dropped += len(stale)
