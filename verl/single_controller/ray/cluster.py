@@ -5,14 +5,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
 from verl.config import schema
 from verl.single_controller.cluster import Pools, RunConfig, start_pools, wait_limits
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller.placement import ResourcePool, smaller_sizes
 from verl.single_controller.ray.group import colocate
 from verl.single_controller.ray.placement import START_TIMEOUT, reserve
 from verl.single_controller.ray.runtime_env import prepare_runtime_env
@@ -134,16 +134,3 @@ class RayCluster:
         if self._started:
             ray.shutdown()
             self._started, self._can_grow = False, True
-
-
-def smaller_sizes(devices: Sequence[int], nnodes: int, per_node: int) -> list[tuple[int, int]]:
-    """(nodes, processes per node) that fit on nodes with these numbers of devices, the largest total first.
-
-    Args:
-        devices: Of each node.
-        nnodes: Most nodes.
-        per_node: Most processes per node.
-    """
-    fitting = {count: min(nnodes, sum(found >= count for found in devices)) for count in range(1, per_node + 1)}
-    sizes = [(nodes, count) for count, most in fitting.items() for nodes in range(1, most + 1)]
-    return sorted(sizes, key=lambda size: (size[0] * size[1], size[1]), reverse=True)
