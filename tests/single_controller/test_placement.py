@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.single_controller.placement import ResourcePool, place_roles, pools_by_name, visible_devices
+from verl.single_controller.placement import ResourcePool, place_roles, pools_by_name, smaller_sizes, visible_devices
 
 ROLES = ["actor", "ref", "critic", "reward"]
 
@@ -82,3 +82,18 @@ def test_devices_are_counted_among_the_visible_ones():
     assert visible_devices([1], "4, 7") == "7" and visible_devices([0], "GPU-a,GPU-b") == "GPU-a"
     with pytest.raises(ValueError, match="expected to see GPU 2, but CUDA_VISIBLE_DEVICES='4,7' has 2 GPUs"):
         visible_devices([2], "4,7")
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes"),
+    [
+        ([8, 8], [(2, 8), (2, 7), (2, 6)]),  # nothing is lost
+        ([8], [(1, 8), (1, 7), (1, 6)]),  # a node is lost
+        ([8, 3], [(1, 8), (1, 7), (1, 6), (2, 3), (1, 5)]),  # 5 devices of a node are lost
+        ([2, 0], [(1, 2), (1, 1)]),
+        ([], []),
+    ],
+)
+def test_sizes_that_are_left(devices, sizes):
+    assert smaller_sizes(devices, 2, 8)[: len(sizes)] == sizes
+    assert all(nodes <= 2 and count <= 8 for nodes, count in smaller_sizes(devices, 2, 8))

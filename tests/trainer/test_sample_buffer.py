@@ -1,5 +1,6 @@
 """The sample buffer: which groups are admitted, in which order steps take them, and what a checkpoint has of them."""
 
+import copy
 import random
 import threading
 import time
@@ -286,3 +287,16 @@ def test_a_rollout_that_returns_nothing_ends_the_wait():
         for _ in range(5):
             run.take()
     assert 1.0 <= time.monotonic() - start < 10
+
+
+def test_a_loaded_state_replaces_the_groups():
+    """A restart returns to the start without a checkpoint: no prompt is lost or repeated."""
+    run = Run(max_staleness=1)
+    at_the_start = copy.deepcopy(run.queue.state_dict())
+    run.admit()
+    run.finish([*run.admitted][:3])
+    run.queue.load_state_dict(at_the_start)
+    run.buffer.reset()
+    assert not run.buffer.groups and run.buffer.in_flight == 0
+    run.admitted.clear()
+    assert run.admit() == 2 * B and sorted(run.admitted, key=int) == [str(i) for i in range(2 * B)]

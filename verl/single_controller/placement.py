@@ -147,3 +147,16 @@ def visible_devices(devices: Sequence[int], visible: str | None) -> str:
             f"expected to see GPU {missing[0]}, but CUDA_VISIBLE_DEVICES={visible!r} has {len(names)} GPUs"
         )
     return ",".join(names[d] for d in devices)
+
+
+def smaller_sizes(devices: Sequence[int], nnodes: int, per_node: int) -> list[tuple[int, int]]:
+    """(nodes, processes per node) that fit on nodes with these numbers of devices, the largest total first.
+
+    Args:
+        devices: Of each node.
+        nnodes: Most nodes.
+        per_node: Most processes per node.
+    """
+    fitting = {count: min(nnodes, sum(found >= count for found in devices)) for count in range(1, per_node + 1)}
+    sizes = [(nodes, count) for count, most in fitting.items() for nodes in range(1, most + 1)]
+    return sorted(sizes, key=lambda size: (size[0] * size[1], size[1]), reverse=True)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -15,7 +15,7 @@ from ray._private import ray_constants
 
 from verl.config import schema
 from verl.single_controller.cluster import Pools, RunConfig, start_pools, wait_limits
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller.placement import ResourcePool, smaller_sizes
 from verl.single_controller.ray.group import colocate
 from verl.single_controller.ray.placement import START_TIMEOUT, reserve
 from verl.single_controller.ray.runtime_env import prepare_runtime_env
@@ -172,16 +172,3 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-def smaller_sizes(devices: Sequence[int], nnodes: int, per_node: int) -> list[tuple[int, int]]:
-    """(nodes, processes per node) that fit on nodes with these numbers of devices, the largest total first.
-
-    Args:
-        devices: Of each node.
-        nnodes: Most nodes.
-        per_node: Most processes per node.
-    """
-    fitting = {count: min(nnodes, sum(found >= count for found in devices)) for count in range(1, per_node + 1)}
-    sizes = [(nodes, count) for count, most in fitting.items() for nodes in range(1, most + 1)]
-    return sorted(sizes, key=lambda size: (size[0] * size[1], size[1]), reverse=True)

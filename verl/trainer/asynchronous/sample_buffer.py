@@ -338,6 +338,11 @@ class AsyncPrompts(PromptQueue):
                 state["waiting"] = self.before_waiting(DataProto.concat(under_way))
         return state
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self.buffer.lock:  # a state has all prompts that are not trained yet
+            self.buffer.groups, self.buffer._finished = {}, []
+            super().load_state_dict(state)
+
 
 def _shared(run: RunReports, share: float) -> RunReports:
     """A share of the reports of a run that covered several groups."""

@@ -59,6 +59,7 @@ class OperatorWatch:
         self._seen: dict[str, float] = {}  # operator -> its last start that is recorded
         self._ended = threading.Event()
         self._message = ""
+        self._late: tuple[str, float] = ("", 0.0)  # the operator to end, and its start
         self._handler: Any = None
 
     def __enter__(self) -> "OperatorWatch":
@@ -91,6 +92,7 @@ class OperatorWatch:
                     continue
                 limit = self._durations.limit(name)
                 if time.perf_counter() - start > limit.seconds + _MARGIN_SECONDS:
+                    self._late = name, start
                     self._interrupt(name, f"{limit.seconds:g} s (limit: {limit.reason})")
                     return
 
@@ -108,4 +110,6 @@ class OperatorWatch:
             )
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        raise _Interrupt
+        name, start = self._late
+        if self._trainer.running_operators().get(name) == start:  # it has not ended at this moment
+            raise _Interrupt
