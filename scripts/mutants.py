@@ -1,8 +1,7 @@
 """Mutation testing: puts random faults into the source, one at a time, and counts those that the tests find.
 
     python scripts/mutants.py --number 300 --seed 1            # 300 faults, the same ones for the same source
-    python scripts/mutants.py --number 50 --only verl/algorithms
-    python scripts/mutants.py --seconds 300                    # again: the survivors only, with more tests
+    python scripts/mutants.py --number 50 --only verl/algorithms    # run it again: what survived is judged again
 
 A fault (comparison, operator, constant, condition, argument, return value, removed statement, mean for sum, dim 0 for
 dim 1, ...) is written into a copy of the repository, so that processes that a test starts see it too. It is judged by
@@ -16,7 +15,6 @@ import argparse
 import ast
 import contextlib
 import ctypes
-import dataclasses
 import gc
 import hashlib
 import importlib
@@ -330,10 +328,16 @@ class Calls:
 # ---- judging --------------------------------------------------------------------------------------------------------
 
 
+def key_of(mutant: Mutant) -> str:
+    """The fault and the file in which it is."""
+    return hashlib.sha256(f"{mutant}{(ROOT / mutant.path).read_text()}".encode()).hexdigest()[:16]
+
+
 def judge(place: Copy, mutant: Mutant, calls: Calls, seconds: float, without: set[str]) -> dict[str, Any]:
     """Runs the tests of one fault."""
     original = (ROOT / mutant.path).read_text()
-    found = dataclasses.asdict(mutant) | {"diff": mutant.diff(original), "seconds": 0.0, "by": None}
+    found = {name: getattr(mutant, name) for name in ("path", "line", "function", "fault")}
+    found |= {"key": key_of(mutant), "diff": mutant.diff(original), "seconds": 0.0, "by": None}
     tests = calls.of(mutant, seconds, without)
     found["tests"] = len(tests)
     if not tests:
@@ -347,9 +351,8 @@ def judge(place: Copy, mutant: Mutant, calls: Calls, seconds: float, without: se
         ran = run_tests(place, files, [*calls.options, "-x"], limit, wanted=tests)
     finally:
         place.write(mutant.path, original)
+    # 5, no test is left: a parametrized test of something that the fault removes
     status = {0: "survived", "timeout": "timeout"}.get(ran["code"], "killed")
-    if ran["code"] == 5:  # no test is left: a parametrized test of something that the fault removes
-        status = "killed"
     by = ran["failed"][0] if ran["failed"] else f"exit status {ran['code']}" if status == "killed" else None
     return found | {"status": status, "by": by, "seconds": round(time.monotonic() - begin, 1)}
 
@@ -383,18 +386,15 @@ def share_out(items: list[Any], jobs: int, work: Any) -> list[Any]:
     return [result for _, result in sorted((json.loads(line) for line in lines), key=lambda pair: pair[0])]
 
 
-def key_of(mutant: Mutant) -> str:
-    """The fault and the file in which it is."""
-    return hashlib.sha256(f"{mutant}{(ROOT / mutant.path).read_text()}".encode()).hexdigest()[:16]
-
-
 def judge_all(mutants: list[Mutant], calls: Calls, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Judges the faults that are not known to be found. A kill counts if its test passes without the fault."""
-    notes = BUILD / "found.jsonl"
+    """Judges the faults that were not found before. A kill counts if its test passes without the fault."""
+    notes, known = BUILD / "found.jsonl", {}
     if arguments.fresh:
         notes.unlink(missing_ok=True)
+    elif arguments.record and arguments.record.is_file():
+        known = {found["key"]: found for found in json.loads(arguments.record.read_text())["mutants"]}
     lines = notes.read_text().splitlines() if notes.is_file() else []
-    known = {found["key"]: found for found in map(json.loads, lines)}
+    known |= {found["key"]: found for found in map(json.loads, lines)}
 
     def note(found: dict[str, Any]) -> None:
         with notes.open("a") as file:
@@ -402,7 +402,7 @@ def judge_all(mutants: list[Mutant], calls: Calls, arguments: argparse.Namespace
         known[found["key"]] = found
 
     def one(place: Copy, mutant: Mutant, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-        found = judge(place, mutant, calls, arguments.seconds, set(without)) | {"key": key_of(mutant)}
+        found = judge(place, mutant, calls, arguments.seconds, set(without))
         say(f"{found['status']:8} {found['seconds']:6.1f} s  {mutant.path}:{mutant.line} {mutant.fault}  {found['by']}")
         note(found)
         return found
@@ -446,7 +446,8 @@ def report(results: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
             print(f"\n{found['path']}:{found['line']}  {found['function']}  ({found['fault']}, {found['tests']} tests)")
             print(found["diff"])
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return about | {"commit": commit.stdout.strip(), "counts": counts, "mutants": results}
+    short = [{k: v for k, v in f.items() if k != "diff" or f["status"] == "survived"} for f in results]
+    return about | {"commit": commit.stdout.strip(), "counts": counts, "mutants": short}
 
 
 def arguments_of() -> argparse.Namespace:
@@ -459,7 +460,9 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--markers", default="not slow and not gpu", help="tests that are used, as in `pytest -m`")
     parser.add_argument("--fresh", action="store_true", help="judges the faults that were found before again, too")
     parser.add_argument("--list", action="store_true", help="prints the faults and runs nothing")
-    parser.add_argument("--record", type=Path, help="JSON file to write (build/mutants/seed_SEED.json)")
+    parser.add_argument(
+        "--record", type=Path, help="JSON file to write, and to continue (build/mutants/seed_SEED.json)"
+    )
     return parser.parse_args()
 
 

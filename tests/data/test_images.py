@@ -105,6 +105,13 @@ def test_the_header_is_enough_to_find_it(name, tmp_path):
         RowImage(BAD[name][0], "row 3", tmp_path).size()
 
 
+def test_damaged_exif_data_are_an_error_with_the_row():
+    written = io.BytesIO()
+    Image.new("RGB", (8, 4)).save(written, "PNG", exif=b"not EXIF at all")
+    with pytest.raises(MediaError, match=r"^row 3: expected a complete image, found a damaged file"):
+        RowImage(written.getvalue(), "row 3").size()
+
+
 def test_a_text_file_with_the_name_of_an_image(tmp_path):
     (tmp_path / "a.png").write_text("PNG, honestly")
     with pytest.raises(MediaError, match=r"row 3 \(a.png\): .*start with b'PNG, honestly'"):

@@ -7,6 +7,7 @@ import logging
 import pickle
 import weakref
 from importlib.util import find_spec
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +19,7 @@ from tests.vl_models import FAMILIES, PLACEHOLDER, processor, random_image, save
 from verl.columns import DataProtoValidationError, check
 from verl.config.schema import DataConfig, GenerationConfig, ModelConfig
 from verl.data.collate import PromptCollator
+from verl.data.media import MediaReader
 from verl.data.mixture import Mixture
 from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset
@@ -89,6 +91,12 @@ def test_an_item_has_what_the_processor_returns(models, family):
     assert [image.size for image in item["multi_modal_data"]["images"]] == [(16, 24), (40, 24)]
     assert [part["type"] for part in item["raw_prompt"][0]["content"]] == ["text", "image", "text", "image", "text"]
     assert "images" not in item
+
+
+def test_a_prompt_that_is_neither_text_nor_messages_is_not_one_with_media():
+    """It is refused as a prompt, with its row; reading its media must not fail before that."""
+    reader = MediaReader(None, None, DataConfig())
+    assert [reader.read({"images": None}, prompt, Path(), "row 1") for prompt in (None, 7)] == [None, None]
 
 
 def test_placeholders_are_as_many_as_the_patches(models):

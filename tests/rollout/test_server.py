@@ -259,7 +259,8 @@ def test_authentication_and_bad_requests(served):
             found = http.post("/v1/chat/completions", json=CHAT, headers=headers)
             assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
             assert http.get("/v1/models", headers=headers).status_code == 401
-        assert http.get("/v1/models", headers=key).json()["data"][0]["max_model_len"] == 1024
+        entry = http.get("/v1/models", headers=key).json()["data"][0]
+        assert (entry["max_model_len"], entry["weight_version"]) == (1024, 0)
         assert http.post("/v1/chat/completions", content=b"{", headers=key).status_code == 400
         assert http.post("/v1/chat/completions", json=[1], headers=key).status_code == 400
         for text in (b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model": "tiny", "prompt": "a", "\\udfff": 1}'):

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -483,3 +484,17 @@ def test_prompts_and_models_that_are_none(config, tiny):
     for model, tokenizer, message in (("abc", object(), "model: .*found str"), (torch.nn.Linear(1, 1), 3, "model: ")):
         with pytest.raises(ValueError, match=message):
             PPOTrainer(without_path, model=model, tokenizer=tokenizer, train_dataset=[{}], reward=letters)
+
+
+def test_shutdown_ends_each_group_once_and_the_cluster():
+    ended = []
+
+    def ends(name: str) -> SimpleNamespace:
+        return SimpleNamespace(shutdown=lambda: ended.append(name))
+
+    shared = ends("actor and rollout")
+    roles = {"actor": shared, "rollout": shared, "critic": ends("critic")}
+    trainer = SimpleNamespace(roles=roles, cluster=ends("cluster"), _started=True)
+    PPOTrainer.shutdown(trainer)
+    assert sorted(ended[:2]) == ["actor and rollout", "critic"] and ended[2:] == ["cluster"]
+    assert (trainer.roles, trainer._started) == ({}, False)

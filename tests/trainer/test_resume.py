@@ -265,7 +265,8 @@ def test_large_files_are_read_in_blocks_and_not_at_all_if_size_and_time_agree(tm
     first = identity.fingerprint(file)
     known = {tuple(first[:3]): [*first[:3], "known"]}
     assert identity.fingerprint(file, known)[3] == "known"
-    for position, is_seen in ((0, True), (4999, True), (79, True), (20, False)):
+    # 2376: the block 30, which does not start there if there is one block more or less
+    for position, is_seen in ((0, True), (4999, True), (79, True), (2376, True), (20, False)):
         changed = bytearray(contents)
         changed[position] ^= 1
         file.write_bytes(changed)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from safetensors.torch import load_file
 
 from verl.data.order import ResumableSampler
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.state.bad_steps import StepGuard
+from verl.trainer.state.checkpointing import BadStepsError
 
 LOSS = """
 from verl.algorithms.masked import agg_loss
@@ -193,3 +196,21 @@ def test_a_second_rollback_is_refused(settings, tmp_path):
     with pytest.raises(FloatingPointError, match="2 steps in a row"):
         run(settings, tmp_path, range(9, 100), *rollback)
     assert max(tmp_path.glob("run/global_step_*")).name == "global_step_4"
+
+
+@pytest.mark.parametrize(("limit", "last"), [(0, None), (1, 1), (2, 4), (3, 5)])
+def test_the_limit_counts_bad_steps_in_a_row(limit, last):
+    """The steps 1, 3, 4, 5 and 6 are bad."""
+    settings = SimpleNamespace(max_skipped_steps=limit, max_step_dumps=0)
+    checkpointer = SimpleNamespace(wait=lambda: None, newest=lambda: "resume from step 0")
+    guard = StepGuard(SimpleNamespace(config=SimpleNamespace(trainer=settings), checkpointer=checkpointer))
+
+    def check(step: int) -> None:
+        guard.check(SimpleNamespace(step=step, metrics={"actor/grad_skipped": float(step != 2), "actor/lr": 1.0}))
+        assert guard.is_bad == (step != 2 and limit > 0)
+
+    for step in range(1, last or 7):
+        check(step)
+    if last is not None:
+        with pytest.raises(BadStepsError, match=rf"^{limit} steps in a row had .* in step {last}.*resume from step 0"):
+            check(last)
