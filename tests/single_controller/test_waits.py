@@ -11,7 +11,8 @@ import pytest
 
 from verl.dataflow import running
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerSpec, WorkerTimeout, diagnosis
-from verl.single_controller.diagnosis import RankState, timeout_error
+from verl.single_controller.diagnosis import RankState
+from verl.single_controller.worker_group import timeout_error
 from verl.utils.waiting import Limits
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))

@@ -52,7 +52,7 @@ def test_the_median_follows_durations_that_grow():
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count():
-    elapsed = Elapsed(max_gap=5)
+    elapsed = Elapsed(max_pause=5)
     for now in (100.0, 100.1, 101.1, 4101.1, 4102.1):
         elapsed.tick(now)
     assert elapsed.seconds == pytest.approx(0.1 + 1 + 5 + 1)

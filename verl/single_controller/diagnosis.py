@@ -1,4 +1,4 @@
-"""Which rank a call waits for, and why: the error of a call that does not finish.
+"""Which rank a call waits for, and why.
 
 The state of a process is that of the operating system. A heartbeat is the sign of a rank that its Python code can run:
 it stops if the process is stopped, and if C code holds the interpreter lock.
@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from verl.single_controller.worker_group import WorkerTimeout
-from verl.utils.waiting import Elapsed, Limit, Limits
+from verl.utils.waiting import HEARTBEAT_SECONDS, Elapsed, Limit, Limits
 
 logger = logging.getLogger("verl.single_controller")
 
-HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a rank
 SILENT_SECONDS = 30.0  # without a heartbeat, after which a rank is reported
 _REPEAT_SECONDS = 60.0  # between two reports of a rank
 _LOOK_SECONDS = 1.0  # between two looks at the ranks of a call
@@ -134,25 +132,7 @@ def no_reply(waited: str, late: Sequence[int], replied: Collection[int], limit: 
     return f"no reply after {waited} from ranks {late} ({replies}){_in_operator(operator)}"
 
 
-def timeout_error(
-    states: Sequence[RankState], stacks: Mapping[int, str], role: str, method: str, waited: str
-) -> WorkerTimeout:
-    """The error of a call that waits for a rank.
-
-    Args:
-        states: Of all ranks.
-        stacks: Rank -> the stacks of its threads.
-        role: Role of the call.
-        method: Method of the call.
-        waited: For how long the call has waited, and for whom.
-    """
-    culprit, why = _culprit(states, stacks)
-    text = "\n\n".join(f"--- {state}\n{stacks.get(state.rank, '')}".rstrip() for state in states)
-    message = f"{why}; {waited}; states and stacks of all ranks:"
-    return WorkerTimeout(message, role, method, culprit.rank, culprit.host, text)
-
-
-def _culprit(states: Sequence[RankState], stacks: Mapping[int, str]) -> tuple[RankState, str]:
+def culprit_of(states: Sequence[RankState], stacks: Mapping[int, str]) -> tuple[RankState, str]:
     """The rank that the others wait for, and a sentence about it."""
     suspects = [state for state in states if state.is_suspect]
     late = [state for state in states if state.busy] or list(states)
@@ -165,11 +145,11 @@ def _culprit(states: Sequence[RankState], stacks: Mapping[int, str]) -> tuple[Ra
     if len(waiting) == len(late):
         ranks = [state.rank for state in waiting]
         return late[0], f"ranks {ranks} wait in a collective operation, and each process is alive: check the network"
-    places: dict[str | None, list[RankState]] = {}  # where the others are: the rank that differs is the one to look at
+    positions: dict[str | None, list[RankState]] = {}  # of the others: one differs
     for state in late:
         if state not in waiting:
-            places.setdefault(_innermost(stacks.get(state.rank, "")), []).append(state)
-    where, (culprit, *_) = min(places.items(), key=lambda item: len(item[1]))
+            positions.setdefault(_innermost(stacks.get(state.rank, "")), []).append(state)
+    where, (culprit, *_) = min(positions.items(), key=lambda item: len(item[1]))
     partners = f" while ranks {[state.rank for state in waiting]} wait in a collective operation" if waiting else ""
     return culprit, f"{culprit}{f', in {where}' if where else ''}{partners}"
 

@@ -20,11 +20,12 @@ import os
 import socket
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from verl.registry import did_you_mean
+from verl.single_controller.diagnosis import RankState, culprit_of
 from verl.single_controller.dispatch import Call, Dispatch, Layout, Registered, registered_methods
 from verl.single_controller.worker import Worker
 
@@ -89,6 +90,24 @@ class NodeLost(WorkerDied):
 
 class WorkerTimeout(WorkerError):
     """A call exceeded its time limit. `traceback` has the stacks of all threads of all ranks."""
+
+
+def timeout_error(
+    states: Sequence[RankState], stacks: Mapping[int, str], role: str, method: str, waited: str
+) -> WorkerTimeout:
+    """The error of a call that waits for a rank.
+
+    Args:
+        states: Of all ranks.
+        stacks: Rank -> the stacks of its threads.
+        role: Role of the call.
+        method: Method of the call.
+        waited: For how long the call has waited, and for whom.
+    """
+    culprit, why = culprit_of(states, stacks)
+    text = "\n\n".join(f"--- {state}\n{stacks.get(state.rank, '')}".rstrip() for state in states)
+    message = f"{why}; {waited}; states and stacks of all ranks:"
+    return WorkerTimeout(message, role, method, culprit.rank, culprit.host, text)
 
 
 Failure = tuple[int, float, WorkerError]

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a process
+
 _WINDOW = 101  # durations that count for the median, so that it follows responses that become longer
 
 
@@ -89,17 +91,17 @@ class Durations:
 class Elapsed:
     """Seconds of a wait, without those in which this process itself did not run (SIGSTOP, suspended job).
 
-    `tick` is called again and again during the wait; a longer gap between two calls does not count.
+    `tick` is called again and again during the wait; a longer pause between two calls does not count.
     """
 
-    def __init__(self, max_gap: float = 5.0):
+    def __init__(self, max_pause: float = 5.0):
         self.seconds = 0.0
-        self._max_gap = max_gap
+        self._max_pause = max_pause
         self._last: float | None = None
 
     def tick(self, now: float) -> float:
         """Add the time since the last call. Returns the sum."""
         if self._last is not None:
-            self.seconds += min(now - self._last, self._max_gap)
+            self.seconds += min(now - self._last, self._max_pause)
         self._last = now
         return self.seconds

@@ -27,15 +27,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verl.dataflow import running_operator
-from verl.single_controller.diagnosis import CallWatch, RankState, no_reply, timeout_error
+from verl.dataflow.operator import running_operator
+from verl.single_controller.diagnosis import CallWatch, RankState, no_reply
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel, load_result
 from verl.single_controller.local.heartbeat import Heartbeat
 from verl.single_controller.local.transport import Kind, Message, Parcel, receive, send
 from verl.single_controller.placement import visible_devices
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
-from verl.single_controller.worker_group import Failure, Future, WorkerDied, WorkerError, WorkerTimeout, first_error
+from verl.single_controller.worker_group import (
+    Failure,
+    Future,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+    first_error,
+    timeout_error,
+)
 from verl.utils import output
 from verl.utils.fork_server import ForkServerError, server_for
 from verl.utils.subprocess_pool import ChildProcess, PythonProcess, process_status

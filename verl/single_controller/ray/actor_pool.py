@@ -22,8 +22,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.dataflow import running_operator
-from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState, no_reply, timeout_error
+from verl.dataflow.operator import running_operator
+from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState, no_reply
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray.heartbeats import Heartbeats
@@ -40,6 +40,7 @@ from verl.single_controller.worker_group import (
     WorkerError,
     WorkerTimeout,
     first_error,
+    timeout_error,
 )
 from verl.utils.waiting import Durations, Limit, Limits
 

@@ -11,7 +11,7 @@ is one function of a `Run` and one line in `CHECKS`.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,12 @@ class Run:
     passed: list[str] = field(default_factory=list)
     warnings: list[logging.LogRecord] = field(default_factory=list)
     working_dir: Path = field(default_factory=Path.cwd)
+
+    def check_other(self, config: Schema) -> None:
+        """Raise ValueError if the run could not continue with other settings."""
+        run = replace(self, config=config, passed=[], warnings=[])
+        for stage in (SETTINGS, CONFIG):
+            run_checks(run, stage)
 
 
 @dataclass(frozen=True)

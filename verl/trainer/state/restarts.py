@@ -9,13 +9,10 @@ import copy
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl.config.fields import Schema
-from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
-from verl.single_controller.worker_group import NodeLost
-from verl.trainer.checks.preflight import CONFIG, SETTINGS, run_checks
+from verl.single_controller.worker_group import NodeLost, WorkerDied, WorkerError, WorkerTimeout
 from verl.trainer.state.operator_watch import OperatorTimeout
 
 if TYPE_CHECKING:
@@ -137,6 +134,5 @@ def _resized(trainer: "Trainer", nnodes: int, per_node: int) -> Schema:
     config = trainer.config
     size = {"nnodes": nnodes, "n_gpus_per_node": per_node}
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update=size)})
-    for stage in (SETTINGS, CONFIG):
-        run_checks(replace(trainer.run, config=config, passed=[], warnings=[]), stage)
+    trainer.run.check_other(config)
     return config
