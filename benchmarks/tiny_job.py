@@ -180,7 +180,7 @@ def left_processes(seconds: float = 120.0) -> list[str]:
     while True:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
-                """reaped"""
+                pass
         left = psutil.Process().children(recursive=True)
         if not left:
             return []

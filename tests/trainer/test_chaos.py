@@ -104,3 +104,14 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path):
     (record,) = json.loads((tmp_path / "out.json").read_text())["kinds"]
     assert record["kills"] == 4 and record["finished_runs"] >= 1
     assert record["differences"] == record["failures"] == []
+
+
+def test_the_page_has_the_recorded_kills():
+    record = json.loads((ROOT / "benchmarks/results/kill_resume_cpu.json").read_text())["kinds"]
+    section = (ROOT / "docs/checkpoints.md").read_text().split("### Killed runs")[1].split("###")[0]
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in section.splitlines() if line.startswith("|")]
+    figures = [
+        [kind["kills"], kind["while_writing"], kind["finished_runs"], len(kind["differences"])] for kind in record
+    ]
+    assert rows[2:] == [[str(figure) for figure in row] for row in figures]
+    assert sum(row[0] for row in figures) >= 1000

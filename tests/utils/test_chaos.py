@@ -35,7 +35,7 @@ def test_unknown_faults_are_refused_with_the_list(wrong):
         chaos.read_faults([wrong])
 
 
-def test_a_fault_is_injected_once_in_its_step(tmp_path):
+def test_a_fault_is_injected_once_in_its_step(tmp_path, caplog):
     actor = Actor()
     faults = chaos.Chaos(["nan-grad@2,stop-rank@2", "hang-reward@3"], tmp_path)
     for step in (1, 2, 3):
@@ -47,6 +47,8 @@ def test_a_fault_is_injected_once_in_its_step(tmp_path):
     for step in (2, 3, 4):
         resumed.strike(step, actor, lambda: None)
     assert actor.armed == ["nan-grad", "stop-rank", "nan-grad"] and not chaos.take("hang-reward")
+    resumed.start()
+    assert "have been injected before" in caplog.text and "FAULTS" not in caplog.text
 
 
 def test_what_an_earlier_run_has_armed_does_not_strike_the_next(tmp_path, caplog):

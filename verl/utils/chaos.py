@@ -64,8 +64,10 @@ class Chaos:
     def start(self) -> None:
         """At the start of workers: log loudly what is going to happen, and disarm what an earlier run has left."""
         _armed.clear()
-        if self.faults:
-            logger.warning("FAULTS ARE INJECTED INTO THIS RUN (trainer.chaos): %s", ", ".join(self._left()))
+        if left := self._left():
+            logger.warning("FAULTS ARE INJECTED INTO THIS RUN (trainer.chaos): %s", ", ".join(left))
+        elif self.faults:
+            logger.warning("all faults of trainer.chaos have been injected before: see %s", self._record)
 
     def strike(self, step: int, actor: Any, newest: Callable[[], Path | None]) -> None:
         """Inject the faults of a step, a kill last.
