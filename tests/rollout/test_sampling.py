@@ -150,3 +150,16 @@ def test_filters_keep_the_best_token_and_do_not_change_the_input():
     kept = filter_logits(logits, SamplingParams(1, (), top_p=1e-9, min_p=1.0, top_k=1))
     assert kept.tolist() == [[-math.inf, 5.0, -math.inf]]
     assert logits.tolist() == [[0.0, 5.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"top_k": 0}, r"top_k must be -1 \(off\) or at least 1, found 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, found 0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+    ],
+)
+def test_parameters_that_select_nothing_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{"max_tokens": 4, "stop_token_ids": (), **given})

@@ -137,6 +137,9 @@ def test_completions_of_texts_and_token_ids(served, client):
     log_probs = found.choices[0].logprobs
     assert len(log_probs.tokens) == len(log_probs.token_logprobs) == len(log_probs.text_offset) == 12
     assert log_probs.text_offset[:3] == [0, len(log_probs.tokens[0]), len("".join(log_probs.tokens[:2]))]
+    streamed = client.completions.create(prompt="abc", stream=True, **options)
+    choices = [choice for chunk in streamed for choice in chunk.choices if choice.logprobs]
+    assert [offset for choice in choices for offset in choice.logprobs.text_offset] == log_probs.text_offset
     assert client.completions.create(prompt=ids, **options).choices[0].text == found.choices[0].text
     streamed = client.completions.create(prompt="abc", stream=True, **options)
     assert "".join(chunk.choices[0].text for chunk in streamed) == found.choices[0].text

@@ -13,6 +13,7 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.weight_sync import (
     CollectiveSync,
+    DiskSync,
     InProcessSync,
     ModuleReceiver,
     ReplicaSync,
@@ -20,6 +21,7 @@ from verl.rollout.weight_sync import (
     checksum_of,
     receive_collective,
 )
+from verl.rollout.weight_sync.checksums import sums_of
 from verl.single_controller.worker import free_port
 
 CONFIG = LlamaConfig(
@@ -159,6 +161,20 @@ def test_collective_delivers_every_parameter_to_every_rank(bucket_bytes, dtype):
         for module in modules:
             for (name, a), (_, b) in zip(source.named_parameters(), module.named_parameters()):
                 assert torch.equal(a if dtype is None else a.to(dtype).float(), b), name
+
+
+def test_training_ranks_that_do_not_write_only_iterate(tmp_path):
+    report = DiskSync(tmp_path, writes=False).push(Trained(make_module()), 3)
+    assert (report.version, report.bytes) == (3, 0) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [3, 1024, 1027, 2050])
+def test_sums_of_rows_and_columns(words):
+    """Rows of 1,024 words; the last one may be shorter."""
+    values = [(7 * i) % 1000 - 300 for i in range(words)]
+    rows = [sum(values[at : at + 1024]) for at in range(0, words, 1024)]
+    columns = [sum(values[column::1024]) for column in range(1024)]
+    assert sums_of(torch.tensor(values).view(torch.uint8)).tolist() == [*rows, *columns]
 
 
 def test_training_ranks_without_a_group_only_iterate():

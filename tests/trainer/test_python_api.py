@@ -21,6 +21,7 @@ from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError
 from verl.rewards import register_reward
 from verl.trainer import SFTTrainer as SameSFTTrainer
+from verl.trainer.base import Trainer
 
 NOTEBOOK = ROOT / "examples" / "notebooks" / "first_steps.ipynb"
 
@@ -489,12 +490,13 @@ def test_prompts_and_models_that_are_none(config, tiny):
 def test_shutdown_ends_each_group_once_and_the_cluster():
     ended = []
 
-    def ends(name: str) -> SimpleNamespace:
-        return SimpleNamespace(shutdown=lambda: ended.append(name))
+    class Ends:
+        def __init__(self, name: str):
+            self.shutdown = lambda: ended.append(name)
 
-    shared = ends("actor and rollout")
-    roles = {"actor": shared, "rollout": shared, "critic": ends("critic")}
-    trainer = SimpleNamespace(roles=roles, cluster=ends("cluster"), _started=True)
-    PPOTrainer.shutdown(trainer)
+    shared = Ends("actor and rollout")
+    roles = {"actor": shared, "rollout": shared, "critic": Ends("critic")}
+    trainer = SimpleNamespace(roles=roles, cluster=Ends("cluster"), _started=True)
+    Trainer.shutdown(trainer)
     assert sorted(ended[:2]) == ["actor and rollout", "critic"] and ended[2:] == ["cluster"]
     assert (trainer.roles, trainer._started) == ({}, False)
