@@ -441,6 +441,8 @@ def fuzz(name: str, cases: int, first_seed: int = 0, guard: Guard | None = None)
             assert os.getcwd() == before and not Path("pwned").exists() and not Path("/tmp/pwned").exists()
             assert random.getstate() == state or name == "http"
             found["accepted" if accepted else "refused"] += 1
+            if found.total() % 250 == 0:
+                print(f"{name}: {found.total()} cases so far", flush=True)
 
         run()
     return found

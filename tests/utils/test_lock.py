@@ -66,3 +66,10 @@ def test_the_lock_is_exclusive(tmp_path):
     for process in processes:
         process.join(60)
     assert file.read_text() == "200"
+
+
+def test_a_folder_in_place_of_the_lock_is_named(tmp_path):
+    (tmp_path / ".in_use").mkdir()
+    with pytest.raises(ValueError, match=r"\.in_use is a folder: .*remove the folder"), lock_folder(tmp_path):
+        pass
+    assert (tmp_path / ".in_use").is_dir()

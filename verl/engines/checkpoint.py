@@ -288,7 +288,14 @@ def load_extra(folder: Path) -> Any:
     path = folder / "extra.pt"
     if not path.is_file():
         raise ValueError(f"the checkpoint has no extra.pt (expected {path}): was it saved without it (save_contents)?")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{path} is damaged, or was not written by this library (only tensors and plain values are read): {first}: "
+            "delete this checkpoint, so that the one before it is used"
+        ) from error
 
 
 def save_description(module: nn.Module, folder: Path) -> None:

@@ -46,7 +46,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def _locked(path: Path) -> int:
     """Open and lock the file. Retries if its last owner has just removed it."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except IsADirectoryError:
+            raise ValueError(f"{path} is a folder: expected the lock file of a run there; remove the folder") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _same(descriptor, path):
