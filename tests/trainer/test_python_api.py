@@ -490,13 +490,11 @@ def test_prompts_and_models_that_are_none(config, tiny):
 def test_shutdown_ends_each_group_once_and_the_cluster():
     ended = []
 
-    class Ends:
-        def __init__(self, name: str):
-            self.shutdown = lambda: ended.append(name)
+    def ends(name: str) -> SimpleNamespace:
+        return SimpleNamespace(shutdown=lambda: ended.append(name))
 
-    shared = Ends("actor and rollout")
-    roles = {"actor": shared, "rollout": shared, "critic": Ends("critic")}
-    trainer = SimpleNamespace(roles=roles, cluster=Ends("cluster"), _started=True)
+    roles = {"actor": (shared := ends("actor and rollout")), "rollout": shared, "critic": ends("critic")}
+    trainer = SimpleNamespace(roles=roles, cluster=ends("cluster"), _started=True)
     Trainer.shutdown(trainer)
     assert sorted(ended[:2]) == ["actor and rollout", "critic"] and ended[2:] == ["cluster"]
     assert (trainer.roles, trainer._started) == ({}, False)
