@@ -48,8 +48,8 @@ test-megatron: $(VENV_MEGATRON)/.ready-to-test
 	$(VENV_MEGATRON)/bin/python -W ignore -m pytest tests/engines/test_megatron.py tests/engines/test_megatron_ranks.py \
 		tests/engines/test_megatron_public_layout.py tests/trainer/test_megatron_run.py $(ARGS)
 
-# Puts 300 random faults into the source, one at a time, and counts those that the fast tests find: about an hour on
-# two cores, half of it once to measure which test calls which function. ARGS="--seed 2 --number 50 --jobs 2".
+# Puts 300 random faults into the source, one at a time, and counts those that the fast tests find. The first run also
+# measures which test calls which function. A run that is interrupted continues. ARGS="--seed 2 --number 50 --jobs 2".
 mutants: $(TEST)
 	nice -n 10 $(VENV)/bin/python scripts/mutants.py $(ARGS)
 

@@ -199,3 +199,11 @@ def test_a_method_that_does_not_fit_the_engine_is_refused():
         local_sync("ipc", copied, CPU, bucket_bytes=1)
     with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver takes"):
         local_sync("auto", remote, CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)
+
+
+def test_adapters_are_sent_alone_to_an_engine_that_applies_them():
+    for applies in (False, True):
+        receiver = ModuleReceiver(make_module())
+        receiver.applies_adapters = applies
+        sync = local_sync("auto", engine_of(receiver), CPU, bucket_bytes=1, has_adapters=True)
+        assert (type(sync), sync.adapters) == (ReplicaSync, applies)
