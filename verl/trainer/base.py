@@ -479,9 +479,14 @@ class Trainer(ABC):
         state = "workers started" if self._started else "workers not started"
         return f"{type(self).__name__}(step {self.global_step} of {self.total_steps}, {state}; flow: {flow})"
 
+    @property
+    def attempted_step(self) -> int:
+        """The step that failed, if the last one did; otherwise `global_step`."""
+        return self.global_step if self._failed_step is None else self._failed_step
+
     def progress_summary(self) -> str:
         """Message for a run that ends early: its step, and the checkpoint from which it resumes."""
-        step = self.global_step if self._failed_step is None else self._failed_step
+        step = self.attempted_step
         where = f"in step {step} of {max(step, self.total_steps)}" if step else "before the first step"
         return f"{where}; {self.checkpointer.how_to_resume()}"
 
