@@ -68,6 +68,7 @@ def test_a_killed_rank_changes_no_number(save_freq, source, straight, settings, 
     assert weights(tmp_path / "killed", 4) == weights(straight, 4)
     assert metrics(tmp_path / "killed") == metrics(straight)
     assert "restart 1 of 1 after an error in step 3" in caplog.text and source in caplog.text
+    assert "restart 1 of 1 after an error in step 3" in (tmp_path / "killed" / "warnings.jsonl").read_text()
     assert "was killed by SIGKILL" in caplog.text
 
 

@@ -93,10 +93,11 @@ class Restarts:
         if trainer.config.trainer.allow_smaller:
             self._fit_size(error)
         newest = trainer.checkpointer.newest_of_run()
-        logger.warning(
-            "restart %d of %d after an error in step %d, from %s, with %d processes: %s",
-            *(self.count, self._limit, failed, newest or "the start", trainer.world_size, first_line),
-        )
+        message = "restart %d of %d after an error in step %d, from %s, with %d processes: %s"
+        values = self.count, self._limit, failed, newest or "the start", trainer.world_size, first_line
+        record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, message, values, None)
+        logger.handle(record)
+        trainer.run.warnings.append(record)  # the record of the run that ended has been closed
         trainer.checkpointer.restarted = True
         trainer.guard.in_a_row, trainer.guard.owes_save = 0, False
         trainer.global_step = 0
