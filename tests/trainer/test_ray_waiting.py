@@ -14,6 +14,7 @@ from verl.trainer.main_ppo import main
 ROOT = Path(__file__).parents[2]
 ON_RAY = ["algorithm.adv_estimator=grpo", "trainer.backend=ray", "trainer.device=cpu"]
 LOCAL = ["ray_kwargs.ray_init.address=local", "ray_kwargs.ray_init.num_cpus=2"]
+STEPS = ["trainer.total_training_steps=2"]
 
 
 @pytest.mark.slow
@@ -37,7 +38,7 @@ def test_a_ray_started_for_the_run_listens_on_loopback_only(settings):
     from tests.sockets import listening, processes_below
     from verl.trainer.ray_trainer import RayPPOTrainer
 
-    trainer, found = RayPPOTrainer(overrides=[*settings, *ON_RAY, "trainer.n_gpus_per_node=2", *LOCAL]), {}
+    trainer, found = RayPPOTrainer(overrides=[*settings, *ON_RAY, "trainer.n_gpus_per_node=2", *STEPS, *LOCAL]), {}
     below = [os.getpid()]
     trainer.on_step.append(lambda _: below.extend(processes_below(os.getpid())))
     trainer.on_step.append(lambda _: found.update({pid: listening(pid) for pid in below}))
