@@ -205,6 +205,7 @@ class Trainer(ABC):
         """
         if self._started:
             return
+        self._failed_step = None
         if self.roles:  # a custom loop has called `init_workers`
             self.before_first_step()
         else:
@@ -479,9 +480,14 @@ class Trainer(ABC):
         state = "workers started" if self._started else "workers not started"
         return f"{type(self).__name__}(step {self.global_step} of {self.total_steps}, {state}; flow: {flow})"
 
+    @property
+    def current_step(self) -> int:
+        """The step in progress, or the last one if it failed; otherwise the number of completed steps."""
+        return self.global_step if self._failed_step is None else self._failed_step
+
     def progress_summary(self) -> str:
         """Message for a run that ends early: its step, and the checkpoint from which it resumes."""
-        step = self.global_step if self._failed_step is None else self._failed_step
+        step = self.current_step
         where = f"in step {step} of {max(step, self.total_steps)}" if step else "before the first step"
         return f"{where}; {self.checkpointer.how_to_resume()}"
 
