@@ -1,4 +1,4 @@
-"""Faults on purpose: how they are read, and that each is injected once for a folder."""
+"""Fault injection: how faults are read, and that each is injected once for a folder."""
 
 import json
 
