@@ -90,7 +90,7 @@ class Runs:
 
     Args:
         folder: for job, runs and logs.
-        worker_timeout: seconds after which a stopped rank is noticed.
+        worker_timeout: seconds after which a stopped rank ends the run.
     """
 
     def __init__(self, folder: Path, worker_timeout: float):

@@ -68,7 +68,7 @@ class Chaos:
         elif self.faults:
             logger.warning("all faults of trainer.chaos have been injected before: see %s", self._record)
 
-    def strike(self, step: int, actor: Any, newest: Callable[[], Path | None]) -> None:
+    def inject(self, step: int, actor: Any, newest: Callable[[], Path | None]) -> None:
         """Inject the faults of a step, a kill last.
 
         Args:
