@@ -158,7 +158,7 @@ def did(trial: Trial) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=TRIALS, default=list(TRIALS))
-    parser.add_argument("--worker-timeout", type=float, default=30.0, help="seconds; more on a slow machine")
+    parser.add_argument("--worker-timeout", type=float, default=60.0, help="seconds; more on a slow machine")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -2,7 +2,17 @@
 
 import pytest
 
+from verl import engines
 from verl.engines.micro_batch import split_to
+
+
+def test_names_of_the_package_are_loaded_at_first_use():
+    assert (engines.MetricSums.__module__, engines.TrainEngine.__module__) == (
+        "verl.engines.metrics",
+        "verl.engines.base",
+    )
+    with pytest.raises(AttributeError, match="TrainEngin"):
+        _ = engines.TrainEngin
 
 
 def test_the_largest_micro_batches_are_halved():

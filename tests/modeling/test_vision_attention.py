@@ -28,6 +28,6 @@ def test_features_and_gradients_equal_the_default(family, monkeypatch):
         out.square().sum().backward()
         found[name] = [out.detach(), *(p.grad.clone() for p in tower.parameters() if p.grad is not None)]
     for default, ours in zip(*found.values(), strict=True):
-        assert torch.allclose(default, ours, rtol=1e-7, atol=1e-9)
+        assert torch.allclose(default, ours, rtol=1e-6, atol=1e-7)  # the softmax of "eager" is in float32
     # two lengths in a layer with full attention; the windows of Qwen2.5-VL have up to four
     assert len(calls) <= 2 * 4

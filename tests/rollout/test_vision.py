@@ -2,6 +2,7 @@
 
 import asyncio
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ def test_vllm_without_torchvision_is_refused():
 
 
 def test_sglang_refuses_videos():
-    engine = SglangRollout(None, None, None, vocab_size=9, max_length=9, reads_images=True)
+    engine = SglangRollout(SimpleNamespace(experts=None), None, None, vocab_size=9, max_length=9, reads_images=True)
     media = {"multi_modal_data": {"videos": [1]}, "multi_modal_inputs": {}, "raw_prompt_ids": [1]}
     with pytest.raises(ValueError, match=r"prompt 0: expected images, found videos: rollout.name=sglang"):
         engine._check("prompt 0", Request([1], SamplingParams(2, ()), 0, **media))

@@ -211,3 +211,11 @@ def test_shards_are_read_for_a_full_copy_where_that_is_preferred():
             assert type(sync).__name__ == name
     finally:
         dist.destroy_process_group()
+
+
+def test_adapters_are_sent_alone_to_an_engine_that_applies_them():
+    for applies in (False, True):
+        receiver = ModuleReceiver(make_module())
+        receiver.applies_adapters = applies
+        sync = local_sync("auto", engine_of(receiver), CPU, bucket_bytes=1, has_adapters=True)
+        assert (type(sync), sync.adapters) == (ReplicaSync, applies)

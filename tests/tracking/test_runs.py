@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from verl.cli.app import app
 from verl.tracking.curves import save_comparison
 from verl.tracking.report import report_data, write_report
-from verl.tracking.runs import differing_settings, find_runs, labels, open_run
+from verl.tracking.runs import differing_settings, find_runs, labels, open_run, read_metrics
 
 
 def make_run(folder, lr=1e-3, gain=0.01, **about):
@@ -186,3 +186,9 @@ def test_outputs_that_cannot_be_written(folder, tmp_path):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 1 and isinstance(result.exception, SystemExit), words
         assert result.output.startswith("error: ") and str(tmp_path) in result.output
+
+
+def test_numbers_that_are_no_finite_floats_are_skipped(tmp_path):
+    lines = [f'{{"step": 1, "a": {"9" * 400}, "b": 0.5}}', '{"step": 2, "a": -Infinity, "b": 1e308}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert read_metrics(tmp_path / "metrics.jsonl") == {"b": [(1, 0.5), (2, 1e308)]}

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from verl.dataflow.metrics import merge_passes
 from verl.protocol import DataProto
 from verl.rewards import RewardError
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo import operators
 from verl.trainer.ppo.operators import Reward
 
 
@@ -119,3 +121,12 @@ def test_a_reward_in_the_process_of_the_trainer_does_not_move_the_run(settings, 
     found = run_with(settings, tmp_path, monkeypatch, -1, "reward.isolation=none")
     assert [step["critic/score/mean"] for step in found] == [6.5, 14.5]  # calls 3 to 10, 11 to 18
     assert (tmp_path / "out" / "global_step_2" / "actor").is_dir()
+
+
+def test_a_token_that_the_model_does_not_have_ends_the_step(monkeypatch):
+    monkeypatch.setattr(operators, "prompt_columns", lambda batch, with_columns: batch)
+    batch = DataProto.from_dict({"input_ids": torch.ones(2, 1)}, meta_info={"vocab_size": 50})
+    outside = DataProto.from_dict({"responses": torch.tensor([[4, 49], [50, 4]])})
+    roles = {"rollout": SimpleNamespace(generate_sequences=lambda inputs: outside)}
+    with pytest.raises(ValueError, match=r"sample 1: .* token id 50, but the model's vocabulary has 50 tokens"):
+        operators.generate(roles, "train")(batch)

@@ -490,8 +490,8 @@ def test_prompts_and_models_that_are_none(config, tiny):
 def test_shutdown_ends_each_group_once_and_the_cluster():
     ended = []
 
-    def ends(name: str) -> SimpleNamespace:
-        return SimpleNamespace(shutdown=lambda: ended.append(name))
+    def ends(name: str) -> Any:
+        return type("Ends", (), {"shutdown": lambda self: ended.append(name)})()
 
     roles = {"actor": (shared := ends("actor and rollout")), "rollout": shared, "critic": ends("critic")}
     trainer = SimpleNamespace(roles=roles, cluster=ends("cluster"), _started=True)

@@ -256,6 +256,14 @@ def test_another_reward_file_is_refused_without_fingerprints(tiny, tmp_path):
         identity.Identity(other, tmp_path).check({}, to_flat_dict(one), tmp_path)
 
 
+def test_only_code_is_compared_as_code(tiny, tmp_path):
+    files = [f"data.train_files={tiny / 'train.jsonl'}", f"data.val_files={tiny / 'test.jsonl'}"]
+    given = [MODEL, *files, f"reward.custom_reward_function.path={tiny / 'reward.py'}"]
+    found = identity.Identity(load_config(overrides=[*given, "trainer.experiment_name=a.py"]), tmp_path)._files()
+    names = {group: [path.name for path in paths] for group, paths in found.items() if paths}
+    assert names == {"data": ["train.jsonl"], "reward": ["reward.py"]}
+
+
 def test_large_files_are_read_in_blocks_and_not_at_all_if_size_and_time_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "_WHOLE_BYTES", 1000)
     monkeypatch.setattr(identity, "_BLOCK_BYTES", 10)

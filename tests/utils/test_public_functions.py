@@ -177,6 +177,9 @@ def test_timings_and_throughput():
     found = batch_functions.compute_timing_metrics(batch(), timing)
     assert found["timing_s/step"] == 4.0
     assert found["timing_per_token_ms/gen"] == 2000 / 5 and found["timing_per_token_ms/adv"] == 1000 / 8
+    empty = batch()
+    empty.batch["attention_mask"] = torch.zeros_like(empty.batch["attention_mask"])
+    assert batch_functions.compute_timing_metrics(empty, timing)["timing_per_token_ms/gen"] == 2000
     assert batch_functions.compute_throughout_metrics(batch(), timing, n_gpus=2) == {
         "perf/total_num_tokens": 8,
         "perf/time_per_step": 4.0,

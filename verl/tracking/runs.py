@@ -2,8 +2,8 @@
 
 import json
 import logging
-import math
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ def read_metrics(metrics_jsonl: str | Path) -> dict[str, Series]:
         step = record.pop("step", None)
         record.pop("time", None)
         for name, value in record.items() if isinstance(step, int) else ():
-            if isinstance(value, int | float) and math.isfinite(value):
+            if isinstance(value, int | float) and abs(value) <= sys.float_info.max:  # false for NaN
                 found.setdefault(name, []).append((step, value))
     return {name: sorted(series, key=lambda point: point[0]) for name, series in found.items()}
 

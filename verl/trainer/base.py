@@ -481,13 +481,13 @@ class Trainer(ABC):
         return f"{type(self).__name__}(step {self.global_step} of {self.total_steps}, {state}; flow: {flow})"
 
     @property
-    def current_step(self) -> int:
-        """The step in progress, or the last one if it failed; otherwise the number of completed steps."""
+    def attempted_step(self) -> int:
+        """The step that failed, if the last one did; otherwise `global_step`."""
         return self.global_step if self._failed_step is None else self._failed_step
 
     def progress_summary(self) -> str:
         """Message for a run that ends early: its step, and the checkpoint from which it resumes."""
-        step = self.current_step
+        step = self.attempted_step
         where = f"in step {step} of {max(step, self.total_steps)}" if step else "before the first step"
         return f"{where}; {self.checkpointer.how_to_resume()}"
 

@@ -72,7 +72,7 @@ class Restarts:
     def _why_not(self, error: Exception) -> str | None:
         """Why the run does not restart after an error; None if it does."""
         trainer = self._trainer
-        signature = trainer.current_step, type(error), re.sub(r"\d+", "N", str(error).partition("\n")[0])
+        signature = trainer.attempted_step, type(error), re.sub(r"\d+", "N", str(error).partition("\n")[0])
         seen = signature in self._seen and not isinstance(error, NodeLost)
         self._seen.add(signature)
         if self.count >= self._limit:
@@ -80,14 +80,14 @@ class Restarts:
         if not trainer.ready and not isinstance(error, _LOST_AT_START):
             return "the run had not started"
         if seen:
-            return f"the same error has ended step {trainer.current_step} before"
+            return f"the same error has ended step {trainer.attempted_step} before"
         if self._initial is None and trainer.checkpointer.newest_of_run() is None:
             return "there is no checkpoint"
         return None
 
     def _prepare(self, error: Exception) -> None:
         """Return to the state before the first step. The next attempt loads the newest checkpoint, if there is one."""
-        trainer, failed = self._trainer, self._trainer.current_step
+        trainer, failed = self._trainer, self._trainer.attempted_step
         self.count += 1
         first_line = str(error).partition("\n")[0]
         if trainer.config.trainer.allow_smaller:
