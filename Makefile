@@ -54,7 +54,7 @@ test-megatron: $(VENV_MEGATRON)/.ready-to-test
 chaos: $(RUN)
 	$(VENV)/bin/python benchmarks/chaos.py $(ARGS)
 
-# Puts 300 random faults into the source, one at a time, and counts those that the fast tests find. The first run also
+# Put 300 random faults into the source, one at a time, and count those that the fast tests find. The first run also
 # measures which test calls which function. A run that is interrupted continues. ARGS="--seed 2 --number 50 --jobs 2".
 mutants: $(TEST)
 	nice -n 10 $(VENV)/bin/python scripts/mutants.py $(ARGS)

@@ -120,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--suite", choices=ALL_SUITES, default="gpu")
     parser.add_argument("--engines", default="native,vllm", help="names of rollout engines")
     parser.add_argument("--strategies", default="fsdp2", help="training engines: fsdp2, megatron")
-    parser.add_argument("--skip", default="", help="pairs to leave out, such as megatron/vllm")
+    parser.add_argument("--skip", default="", help="pairs to skip, such as megatron/vllm")
     parser.add_argument("--placements", default="colocated,split")
     parser.add_argument("--devices", type=int, default=2, help="devices of a run")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of the colocated rollout")

@@ -76,6 +76,8 @@ def trends(samples: Sequence[dict[str, float]], warm_up: int) -> dict[str, dict[
 
 
 def soak(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    import torch
+
     from verl.trainer.local_trainer import LocalPPOTrainer
 
     run, begun, samples = folder / "run", time.monotonic(), []
@@ -89,7 +91,7 @@ def soak(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     def result() -> dict[str, Any]:
         facts = {"suite": name, "steps": trainer.global_step, "asked": args.steps, "warm_up": args.warm_up}
-        facts |= {"seconds": round(time.monotonic() - begun, 1), "torch": __import__("torch").__version__}
+        facts |= {"seconds": round(time.monotonic() - begun, 1), "torch": torch.__version__}
         facts |= {"python": platform.python_version(), "cores": os.cpu_count()}
         return facts | {"trends": trends(samples, args.warm_up), "samples": samples[:: max(1, len(samples) // 40)]}
 

@@ -369,19 +369,21 @@ def share_out(items: list[Any], jobs: int, work: Any) -> list[Any]:
     pids = []
     for job in range(jobs):
         if (pid := os.fork()) == 0:
+            status = 1
             try:
                 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: see kill_descendants
                 place = Copy(BUILD / f"copy_{job}")
                 with open(folder / f"{job}.jsonl", "w") as file:
                     for i in range(job, len(items), jobs):
                         print(json.dumps([i, work(place, items[i])]), file=file, flush=True)
+                status = 0
             except BaseException as error:
                 say(f"job {job}: {error!r}")
             finally:
-                os._exit(0)
+                os._exit(status)
         pids.append(pid)
-    for pid in pids:
-        os.waitpid(pid, 0)
+    if any([os.waitpid(pid, 0)[1] for pid in pids]):
+        raise RuntimeError("a job failed: see its line above")
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
     return [result for _, result in sorted((json.loads(line) for line in lines), key=lambda pair: pair[0])]
 
@@ -482,8 +484,7 @@ def main() -> None:
             say(f"not installed: {name}")
     gc.freeze()  # a collection in a child would copy the memory of all these modules
     assert not any(name == "verl" or name.startswith("verl.") for name in sys.modules)
-    calls = Calls(["-m", arguments.markers])
-    files = test_files()
+    calls, files = Calls(["-m", arguments.markers]), test_files()
     share_out(files, arguments.jobs, calls.measure)
     if not mutants:
         return
@@ -492,7 +493,7 @@ def main() -> None:
     results = judge_all(mutants, calls, arguments)
     path = arguments.record or BUILD / f"seed_{arguments.seed}.json"
     path.write_text(json.dumps(report(results, seed=arguments.seed, number=len(mutants)), indent=1) + "\n")
-    print(f"\n{path}")
+    print(path)
 
 
 if __name__ == "__main__":

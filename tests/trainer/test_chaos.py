@@ -1,4 +1,4 @@
-"""`--chaos`: what a run does that is hit by a fault on purpose."""
+"""`--chaos`: what a run does when a fault is injected."""
 
 import json
 import subprocess

@@ -42,13 +42,14 @@ def uids_of(batch: DataProto) -> list[str]:
 
 
 def run_to_the_end(chosen: list[str], steps: dict[int, list[str]]) -> list[QuarantineError]:
-    """The same command again and again; the errors on the way."""
+    """The same command again and again; the errors on the way, with the step that failed."""
     errors = []
     while True:
         try:
             run(chosen, steps)
             return errors
         except QuarantineError as error:
+            error.step = max(steps, default=0) + 1
             errors.append(error)
             assert len(errors) < 4
 
@@ -61,7 +62,7 @@ def test_the_same_command_continues_without_the_poisoned_rows(chosen, tmp_path, 
     assert sorted(item["row"] for item in listed) == [5, 11]
     assert all(f"{'train.jsonl'}, line {item['row'] + 1}" in item["place"] for item in listed), listed
     assert all("poisoned" in item["reason"] and item["uid"].endswith(f":{item['row']}") for item in listed)
-    assert len(errors) == len({item["step"] for item in listed})
+    assert [error.step for error in errors] == sorted({item["step"] for item in listed})
     assert any("the same command continues without them" in note for note in errors[0].__notes__)
     assert "dropping 2 of 24 rows of the training data" in caplog.text
     # all steps were trained on whole batches, no prompt was used twice in an epoch, and the poisoned ones never

@@ -1,4 +1,4 @@
-"""Faults on purpose: how they are read, and that each is injected once for a folder."""
+"""Fault injection: how faults are read, and that each is injected once for a folder."""
 
 import json
 
@@ -39,19 +39,19 @@ def test_a_fault_is_injected_once_in_its_step(tmp_path, caplog):
     actor = Actor()
     faults = chaos.Chaos(["nan-grad@2,stop-rank@2", "hang-reward@3"], tmp_path)
     for step in (1, 2, 3):
-        faults.strike(step, actor, lambda: None)
+        faults.inject(step, actor, lambda: None)
     assert actor.armed == ["nan-grad", "stop-rank"] and chaos.take("hang-reward")
     recorded = [json.loads(line)["fault"] for line in (tmp_path / chaos.RECORD).read_text().splitlines()]
     assert recorded == ["nan-grad@2", "stop-rank@2", "hang-reward@3"]
     resumed = chaos.Chaos(["nan-grad@2", "stop-rank@2", "hang-reward@3", "nan-grad@4"], tmp_path)
     for step in (2, 3, 4):
-        resumed.strike(step, actor, lambda: None)
+        resumed.inject(step, actor, lambda: None)
     assert actor.armed == ["nan-grad", "stop-rank", "nan-grad"] and not chaos.take("hang-reward")
     resumed.start()
     assert "have been injected before" in caplog.text and "FAULTS" not in caplog.text
 
 
-def test_what_an_earlier_run_has_armed_does_not_strike_the_next(tmp_path, caplog):
+def test_what_an_earlier_run_has_armed_is_not_injected_into_the_next(tmp_path, caplog):
     chaos.arm("nan-grad")
     chaos.Chaos([], tmp_path).start()
     assert not chaos.take("nan-grad") and not caplog.text
@@ -69,12 +69,12 @@ def test_one_byte_of_the_largest_file_changes(tmp_path):
 
 def test_a_checkpoint_that_does_not_exist_is_said(tmp_path, caplog):
     faults = chaos.Chaos(["corrupt-ckpt@1"], tmp_path)
-    faults.strike(1, Actor(), lambda: None)
+    faults.inject(1, Actor(), lambda: None)
     assert "corrupt-ckpt@1 is not injected: there is no checkpoint yet" in caplog.text
     assert not (tmp_path / chaos.RECORD).exists()
 
 
-def test_an_armed_fault_strikes_once():
+def test_an_armed_fault_is_taken_once():
     assert not chaos.take("nan-weight")
     chaos.arm("nan-weight")
     assert chaos.is_armed("nan-weight") and chaos.take("nan-weight") and not chaos.take("nan-weight")

@@ -159,6 +159,8 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
     ("trainer.resume_mode", "auto"): ("trainer.resume_from_path",),
     ("trainer.resume_mode", "disable"): ("trainer.resume_from_path",),
     ("trainer.async.max_staleness", 0): ("trainer.async.partial_rollout",),
+    ("trainer.max_restarts", 0): ("trainer.allow_smaller",),
+    ("trainer.wait_factor", None): ("trainer.wait_minimum",),
     ("actor_rollout_ref.rollout.nnodes", 0): ("actor_rollout_ref.rollout.n_gpus_per_node",),
     ("trainer.backend", "local"): ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"),
     ("algorithm.use_kl_in_reward", False): (

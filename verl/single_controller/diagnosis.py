@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from verl.utils.waiting import HEARTBEAT_SECONDS, Elapsed, Limit, Limits
+from verl.utils.waiting import HEARTBEAT_SECONDS, Durations, Elapsed, Limit, Limits
 
 logger = logging.getLogger("verl.single_controller")
 
@@ -120,6 +120,13 @@ class CallWatch:
         return self._limits.factor is not None and any(
             now - since >= self._limits.minimum for since in self._stopped.values()
         )
+
+
+def limit_of_call(durations: Durations, role: str, method: str, operator: str | None) -> Limit:
+    """The limit of a call; of the construction of workers, that of their start."""
+    if method == "__init__":
+        return durations.start_limit
+    return durations.limit(None if operator is None else (operator, role, method))
 
 
 def _in_operator(operator: str | None) -> str:

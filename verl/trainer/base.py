@@ -205,6 +205,7 @@ class Trainer(ABC):
         """
         if self._started:
             return
+        self._failed_step = None
         if self.roles:  # a custom loop has called `init_workers`
             self.before_first_step()
         else:

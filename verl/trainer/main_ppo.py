@@ -26,7 +26,7 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
   --dry-run            run all checks, print the plan, and stop before workers start
   --verbose            with --dry-run: list the checks
   --print-config       print the resolved configuration, and stop
-  --chaos LIST         inject faults on purpose, such as kill@7,nan-grad@4 (docs/trust.md)
+  --chaos LIST         inject faults, such as kill@7,nan-grad@4 (docs/trust.md)
   --help               this text; all keys: python -m verl.cli.config
 """
 

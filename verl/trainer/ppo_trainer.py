@@ -224,7 +224,7 @@ class PPOTrainer(Trainer):
 
     def step(self) -> StepReport:
         self.start()
-        self.chaos.strike(self.global_step + 1, self.roles["actor"], self.checkpoints.newest)
+        self.chaos.inject(self.global_step + 1, self.roles["actor"], self.checkpoints.newest)
         return super().step()
 
     def load(self) -> None:

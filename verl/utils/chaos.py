@@ -1,8 +1,7 @@
-"""Faults on purpose, `verl train --chaos kill@7,nan-grad@4`: what a run does when it is hit (docs/trust.md).
+"""Fault injection, `verl train --chaos kill@7,nan-grad@4` (docs/trust.md).
 
 A fault is injected at the start of its step, once for each folder of a run: `chaos.jsonl` records it, so that the same
-command resumes without it. A fault that strikes deeper in the program is armed in the process that it strikes, and
-taken there.
+command resumes without it. Some faults are armed in the process that they are for, and taken there.
 """
 
 import json
@@ -62,14 +61,14 @@ class Chaos:
         self._record = folder / RECORD
 
     def start(self) -> None:
-        """At the start of workers: log loudly what is going to happen, and disarm what an earlier run has left."""
+        """At the start of workers: log which faults will be injected, and disarm those of an earlier run."""
         _armed.clear()
         if left := self._left():
             logger.warning("FAULTS ARE INJECTED INTO THIS RUN (trainer.chaos): %s", ", ".join(left))
         elif self.faults:
             logger.warning("all faults of trainer.chaos have been injected before: see %s", self._record)
 
-    def strike(self, step: int, actor: Any, newest: Callable[[], Path | None]) -> None:
+    def inject(self, step: int, actor: Any, newest: Callable[[], Path | None]) -> None:
         """Inject the faults of a step, a kill last.
 
         Args:
@@ -119,11 +118,11 @@ def corrupt(checkpoint: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-# ---- in the process that is struck ----------------------------------------------------------------------------------
+# ---- in the process of the fault ------------------------------------------------------------------------------------
 
 
 def arm(name: str) -> None:
-    """Let a fault strike where it is taken next in this process."""
+    """Inject a fault where it is taken next in this process."""
     _armed.add(name)
 
 
@@ -132,7 +131,7 @@ def is_armed(name: str) -> bool:
 
 
 def take(name: str) -> bool:
-    """Whether a fault is armed; it strikes once."""
+    """Whether a fault is armed; it is disarmed."""
     try:
         _armed.remove(name)
     except KeyError:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verl.dataflow.operator import running_operator
-from verl.single_controller.diagnosis import CallWatch, RankState, no_reply
+from verl.single_controller.diagnosis import CallWatch, RankState, limit_of_call, no_reply
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel, load_result
 from verl.single_controller.local.heartbeat import Heartbeat
@@ -175,8 +175,7 @@ class ProcessPool:
 
     def _begin(self, role: str, method: str, outgoing: list[tuple[_Rank, Kind, Parcel]]) -> _PendingCall:
         operator = running_operator()
-        name = None if operator is None else (operator, role, method)
-        limit = self.durations.start_limit if method == "__init__" else self.durations.limit(name)
+        limit = limit_of_call(self.durations, role, method, operator)
         watch = CallWatch(self.durations.limits, limit, role, method, operator)
         pending = _PendingCall(role, method, operator, limit, watch, {rank.rank for rank, _, _ in outgoing})
         with self._lock:  # all ranks must get the calls of all threads in the same order, or their collectives mismatch

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.dataflow.operator import running_operator
-from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState, no_reply
+from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState, limit_of_call, no_reply
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray.heartbeats import Heartbeats
@@ -226,10 +226,7 @@ class RayPool:
         calls: list[Call | None],
         operator: str | None = None,
     ) -> _PendingCall:
-        if method == "__init__":
-            limit = self.durations.start_limit
-        else:
-            limit = self.durations.limit(None if operator is None else (operator, role, method))
+        limit = limit_of_call(self.durations, role, method, operator)
         watch = CallWatch(self.durations.limits, limit, role, method, operator)
         return _PendingCall(role, method, refs, calls, limit, watch, time.monotonic() + limit.seconds, operator)
 

@@ -1,4 +1,4 @@
-"""What the faults of `trainer.chaos` need to strike."""
+"""What the faults of `trainer.chaos` need to have an effect."""
 
 from verl.config.schema import Config
 from verl.tracking.trackers import TRACKER_REGISTRY
