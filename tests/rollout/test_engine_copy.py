@@ -6,7 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from verl.rollout.engine_copy import cache_bytes_per_token, max_model_len
+from tests.vl_models import save_vl_model
+from verl.config import schema
+from verl.rollout.base import RolloutEnv
+from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, max_model_len
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,11 @@ def test_the_longest_sequence():
     lengths = {"prompt_length": 5, "response_length": 7}
     assert max_model_len(SimpleNamespace(max_model_len=None, **lengths)) == 12
     assert max_model_len(SimpleNamespace(max_model_len=10, **lengths)) == 10
+
+
+def test_models_with_images_that_are_not_supported_are_refused(tmp_path):
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+    for engine in ("vllm", "sglang"):
+        model = schema.ModelConfig(path=str(save_vl_model("gemma3", tmp_path / engine)))
+        with pytest.raises(ValueError, match=rf"rollout.name={engine}: expected .* qwen3_vl, found gemma3: use"):
+            EngineCopy.of(schema.RolloutConfig(name=engine), model, env, None)

@@ -59,6 +59,12 @@ def test_what_an_earlier_run_has_armed_is_not_injected_into_the_next(tmp_path, c
     assert "FAULTS ARE INJECTED INTO THIS RUN (trainer.chaos): kill@3" in caplog.text
 
 
+def test_a_damaged_record_is_named(tmp_path):
+    (tmp_path / "chaos.jsonl").write_text("[]\n")
+    with pytest.raises(ValueError, match=r"chaos.jsonl: expected lines such as .* delete the file"):
+        chaos.Chaos(["kill@2"], tmp_path).start()
+
+
 def test_one_byte_of_the_largest_file_changes(tmp_path):
     for name, size in (("small", 10), ("large", 101)):
         (tmp_path / name).write_bytes(bytes(size))

@@ -8,10 +8,14 @@ import torch
 
 from verl.config import schema
 from verl.modeling.huggingface import model_source, read_config
+from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
 from verl.rollout.routed_experts import layers_with_experts
 from verl.rollout.weight_sync import WeightReceiver
+
+#: model types with images whose weights these engines load by the names that the trainer sends
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,15 @@ class EngineCopy:
         env: RolloutEnv,
         train_engine: SharesWeights | None,
     ) -> "EngineCopy":
-        """For the arguments of a factory."""
+        """For the arguments of a factory. Raises ValueError for a model with images that is not supported."""
         is_trained = train_engine is not None or env.compute_dtype is not None
         model = model.model_copy(update={"path": model_source(model.path)})
         hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
+        if is_vision_config(hf_config) and hf_config.model_type not in VISION_MODELS:
+            raise ValueError(
+                f"rollout.name={config.name}: expected a vision-language model of {', '.join(VISION_MODELS)}, found "
+                f"{hf_config.model_type}: use rollout.name=native or hf (docs/vlm.md)"
+            )
         merges = not is_trained and model.lora_adapter_path is not None
         records = isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay
         return cls(model, hf_config, engine_dtype(config, env), is_trained, merges, records)

@@ -96,7 +96,13 @@ class Chaos:
         """The faults that are not injected yet."""
         if not self._record.exists():
             return self.faults
-        done = [json.loads(line)["fault"] for line in self._record.read_text().splitlines()]
+        try:
+            done = [json.loads(line)["fault"] for line in self._record.read_text().splitlines()]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'{self._record}: expected lines such as {{"fault": "kill@2"}}, found {error}: delete the file, and all '
+                "faults are injected again"
+            ) from None
         return [fault for fault in self.faults if fault not in done]
 
     def _add_to_record(self, fault: str) -> None:
