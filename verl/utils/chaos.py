@@ -100,8 +100,8 @@ class Chaos:
             done = [json.loads(line)["fault"] for line in self._record.read_text().splitlines()]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f'{self._record}: expected lines such as {{"fault": "kill@2"}}, found {error}: delete the file, and all '
-                "faults are injected again"
+                f'{self._record}: expected lines such as {{"fault": "kill@2"}}, found {error}: delete the file, '
+                "and all faults are injected again"
             ) from None
         return [fault for fault in self.faults if fault not in done]
 
