@@ -22,6 +22,7 @@ def group_of(name: str, limits: Limits, n: int = 2) -> LocalWorkerGroup:
     return LocalWorkerGroup(WorkerSpec((WORKERS, name)), n, name="actor", timeout=limits)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_long_before_the_timeout(monkeypatch, caplog):
     """The first call of an operator: nothing is known about its duration."""
     monkeypatch.setattr(diagnosis, "SILENT_SECONDS", 2.0)
@@ -50,6 +51,7 @@ def test_a_rank_that_continues_is_not_lost():
         assert len(group.sleep(0.1).get()) == 2
 
 
+@pytest.mark.slow
 def test_the_limit_follows_the_durations_of_the_operator():
     with group_of("Echo", Limits(timeout=3600, factor=10, minimum=0.5)) as group:
         for _ in range(3):

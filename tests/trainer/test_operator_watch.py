@@ -59,6 +59,7 @@ def test_it_is_restarted_like_a_lost_worker(settings):
     assert trainer_with(settings, 4, 300.0, *more).fit()["training/restarts"] == 1
 
 
+@pytest.mark.slow
 def test_the_first_time_and_without_a_factor_it_may_take_longer(settings):
     trainer_with(settings, 1, 4.0, "trainer.wait_minimum=1").fit()
     trainer_with(
