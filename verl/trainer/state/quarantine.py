@@ -63,7 +63,7 @@ def quarantine(trainer: "Trainer", error: QuarantineError) -> None:
         row = int(uid.rpartition(":")[2])
         where = dataset.dataframe.where(row) if isinstance(dataset, RLHFDataset) else None
         lines.append(
-            json.dumps({"row": row, "uid": uid, "place": where, "step": trainer.global_step, "reason": reason})
+            json.dumps({"row": row, "uid": uid, "place": where, "step": trainer.attempted_step, "reason": reason})
         )
     with atomic_write(path) as draft:
         draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
