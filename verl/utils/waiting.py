@@ -28,8 +28,8 @@ class Limits:
         start: Limit of starting workers and loading models; None: `timeout`.
         factor: A limit is the median duration times this factor; None: always `timeout`.
         minimum: The smallest of these limits, and how long a stopped process is waited for.
-        own: Operator -> how long one of its calls may take by a limit of its own, such as `reward.timeout`. A limit from
-            its median is longer by this, so that one slow call that is allowed does not end the run.
+        own: Operator -> how long one of its calls may take by a limit of its own, such as `reward.timeout`. A limit
+            from its median is longer by this, so that one slow call that is allowed does not end the run.
     """
 
     timeout: float = 3600.0
