@@ -65,3 +65,25 @@ def test_the_first_time_and_without_a_factor_it_may_take_longer(settings):
     trainer_with(
         settings, 2, 4.0, "trainer.wait_minimum=1", "trainer.wait_factor=null", "trainer.resume_mode=disable"
     ).fit()
+
+
+SLOW_ONCE = """
+import time
+calls = []
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    calls.append(1)
+    time.sleep(5.0 * (len(calls) == 20))
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize("timeout", ["30", "2"])
+def test_a_slow_reward_that_its_timeout_allows_does_not_end_the_run(settings, tmp_path, timeout):
+    (tmp_path / "slow.py").write_text(SLOW_ONCE)
+    more = [f"reward.custom_reward_function.path={tmp_path / 'slow.py'}", "trainer.wait_minimum=1"]
+    more += [f"reward.timeout={timeout}", "reward.on_error=count", "reward.max_failure_rate=0.5"]
+    metrics = []
+    trainer = LocalPPOTrainer(overrides=[*settings, *SHORT, *more])
+    trainer.on_step.append(lambda report: metrics.append(report.metrics))
+    trainer.fit()
+    assert sum(step["reward/failed_rows"] for step in metrics) == (0 if timeout == "30" else 1)

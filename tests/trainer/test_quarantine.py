@@ -89,6 +89,21 @@ def test_the_same_command_continues_without_the_poisoned_rows(chosen, tmp_path, 
     assert [straight[1][step] for step in range(1, first)] == [steps[step] for step in range(1, first)]
 
 
+def test_the_same_trainer_continues_without_the_poisoned_rows(chosen, tmp_path):
+    trainer, done = LocalPPOTrainer(overrides=chosen), []
+    trainer.on_step.append(lambda report: done.append(report.step))
+    failed = []
+    while trainer.global_step < 8:
+        try:
+            trainer.fit()
+        except QuarantineError:
+            failed.append(done[-1] + 1 if done else 1)
+            assert len(failed) < 3
+    listed = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
+    assert sorted(item["row"] for item in listed) == [5, 11]
+    assert sorted({item["step"] for item in listed}) == failed and done == list(range(1, 9))
+
+
 def test_a_function_that_fails_everywhere_quarantines_nothing(chosen, tmp_path, tiny):
     answers = [json.loads(line)["answer"] for line in (tiny / "train.jsonl").read_text().splitlines()]
     (tmp_path / "reward.py").write_text(POISONED.format(poisoned=answers[1:]))  # a trial before training has the first

@@ -109,3 +109,61 @@ def test_a_stopped_rank_restarts_after_the_limit(settings, tmp_path, caplog):
     strike_at(trainer, 3, signal.SIGSTOP)
     assert trainer.fit()["training/restarts"] == 1
     assert "is stopped: SIGSTOP" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_that_was_asked_to_end_does_not_restart(settings, tmp_path):
+    trainer = run(settings, tmp_path / "run", "trainer.save_freq=1", "trainer.max_restarts=3")
+    left = [1]
+
+    def strike(name: str, seconds: float, batch) -> None:
+        if name == "gen" and trainer.global_step == 2 and left[0]:
+            left[0] -= 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(rank_pid(trainer, 1), signal.SIGKILL)
+
+    trainer.pipeline.observer = strike
+    with pytest.raises(WorkerDied) as error:
+        trainer.fit()
+    assert "no restart: SIGTERM was received" in error.value.__notes__
+    assert trainer.global_step == 1 and trainer.restarts.count == 0
+    assert trainer.fit()["training/global_step"] == 4  # the signal was one to the first `fit`
+
+
+def lose_a_worker(trainer: LocalPPOTrainer, monkeypatch, name: str, times: int) -> None:
+    """Let a method of the trainer raise as if a worker were killed in it, the first times it is called."""
+    left, method = [times], getattr(trainer, name)
+
+    def call():
+        if left[0]:
+            left[0] -= 1
+            raise WorkerDied("killed", role="actor", method="update_actor", rank=0)
+        return method()
+
+    monkeypatch.setattr(trainer, name, call)
+
+
+def test_the_steps_of_fit_count_if_its_first_start_fails(settings, tmp_path, monkeypatch):
+    trainer = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", "trainer.max_restarts=1"])
+    lose_a_worker(trainer, monkeypatch, "load", 1)
+    assert trainer.fit(steps=2)["training/restarts"] == 1
+    assert trainer.global_step == 2
+
+
+def test_a_checkpoint_that_was_lost_while_being_written_is_written_again(settings, tmp_path, monkeypatch):
+    saving = ["trainer.save_freq=2", "trainer.total_training_steps=2", "trainer.max_restarts=1"]
+    trainer = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", *saving])
+    left, complete = [1], trainer.checkpointer._complete
+
+    def lose(wait: bool) -> None:
+        """As if a worker were killed while it writes in the background."""
+        pending = trainer.checkpointer._pending
+        if pending is not None and left[0]:
+            left[0], trainer.checkpointer._pending = 0, None
+            with pending.folder:
+                raise WorkerDied("killed", role="actor", method="update_actor", rank=0)
+        complete(wait)
+
+    monkeypatch.setattr(trainer.checkpointer, "_complete", lose)
+    assert trainer.fit()["training/restarts"] == 1
+    assert (tmp_path / "run" / "global_step_2" / "actor").is_dir()

@@ -280,3 +280,17 @@ def test_large_files_are_read_in_blocks_and_not_at_all_if_size_and_time_agree(tm
         file.write_bytes(changed)
         os.utime(file, ns=(0, first[2] + 1))
         assert (identity.fingerprint(file, known)[3] != first[3]) == is_seen, position
+
+
+def test_settings_that_the_version_of_the_checkpoint_did_not_have_are_no_change(tiny, tmp_path, caplog):
+    """An experiment setting and a free one are missing in the checkpoint; their defaults are what it was trained with."""
+    settings = [f"data.train_files={tiny / 'train.jsonl'}", f"actor_rollout_ref.model.path={tiny / 'model'}"]
+    saved = to_flat_dict(load_config(overrides=settings))
+    for key in ("algorithm.norm_adv_by_std_in_grpo", "trainer.max_restarts"):
+        del saved[key]
+    config = load_config(overrides=settings)
+    identity.Identity(config, tmp_path).check(identity.Identity(config, tmp_path).state(), saved, tmp_path)
+    assert "changed since" not in caplog.text
+    other = load_config(overrides=[*settings, "algorithm.norm_adv_by_std_in_grpo=false"])
+    with pytest.raises(ValueError, match=r"algorithm\.norm_adv_by_std_in_grpo: None -> False"):
+        identity.Identity(other, tmp_path).check({}, saved, tmp_path)

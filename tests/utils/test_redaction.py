@@ -27,6 +27,7 @@ SECRETS += ["SSH_KEY", "auth_token", "judge-token", "Authorization", "redis_pass
 PLAIN = ["prompt_key", "image_key", "eos_token", "pad_token", "max_tokens", "tokenizer", "keyboard", "author", "monkey"]
 PLAIN += ["stop_token", "num_special_tokens", "authority", "secretary", "tokens_per_second", "key", "reward_fn_key"]
 PLAIN += ["PWD", "OLDPWD", "SSH_AUTH_SOCK", "RAY_AUTH_MODE", "token_file", "XAUTHORITY", "TOKENIZERS_PARALLELISM"]
+PLAIN += ["think_token", "vision_start_token", "assistant_token", "token_budget", "token_level", "token_type_ids"]
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -67,6 +68,14 @@ def test_values_of_the_environment_and_of_a_command_line(monkeypatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "abcdef-123")
     remember_arguments(["trainer.worker_env.PLAIN=from-the-command", "+reward.reward_kwargs.judge_token='quoted-1'"])
     assert redact_text("abcdef-123 from-the-command quoted-1") == "<not saved> <not saved> <not saved>"
+
+
+def test_folders_in_the_environment_of_workers_stay_in_messages(tmp_path):
+    key = f"value-{tmp_path.name}-of-a-key"
+    remember_arguments([f"trainer.worker_env.HF_HOME={tmp_path}", f"trainer.worker_env.CUSTOM={key}"])
+    remember_arguments([f"trainer.worker_env.HF_TOKEN={tmp_path / 'no-folder'}"])
+    assert redact_text(f"the newest checkpoint is {tmp_path}/run") == f"the newest checkpoint is {tmp_path}/run"
+    assert redact_text(f"{key} {tmp_path / 'no-folder'}") == "<not saved> <not saved>"
 
 
 def test_control_characters():

@@ -91,7 +91,21 @@ def make_cluster(config: RunConfig, backend: str | None = None) -> Cluster:
 def wait_limits(config: RunConfig) -> Limits:
     """The limits of waits that the `trainer` section sets."""
     trainer = config.trainer
-    return Limits(trainer.worker_timeout, trainer.start_timeout, trainer.wait_factor, trainer.wait_minimum)
+    limits = trainer.worker_timeout, trainer.start_timeout, trainer.wait_factor, trainer.wait_minimum
+    return Limits(*limits, {} if isinstance(config, schema.SFTConfig) else _limits_of_calls(config))
+
+
+def _limits_of_calls(config: schema.Config) -> dict[str, float]:
+    """Operator -> how long scoring or sampling one response may take by the limits of its own settings."""
+    reward, rollout = config.reward, config.actor_rollout_ref.rollout
+    turns = rollout.multi_turn
+    scoring = (reward.timeout or 0.0) * (1 + reward.retries)
+    calls = turns.max_user_turns or turns.max_assistant_turns or 1
+    sampling = (turns.tool_timeout or 0.0) * calls if turns.enable else 0.0
+    if rollout.mode == "server":
+        sampling = rollout.server.timeout
+    operators = {"reward": scoring, "reward_baseline": scoring, "gen": sampling, "gen_baseline": sampling}
+    return operators | {"group": sampling + scoring}  # of asynchronous training
 
 
 def start_pools(

@@ -235,21 +235,21 @@ class Trainer(ABC):
             Stopped: SIGINT or SIGTERM. The step in flight is finished and saved first (docs/checkpoints.md).
         """
         self.check_steps(steps)
-        was_started = self._started
-        self.restarts = Restarts(self)
+        was_started, self._steps_to_add = self._started, steps
+        self.restarts, self.interruption = Restarts(self), Interruption()
         with lock_folder(self.checkpoints.root):
-            metrics = self.restarts.run(lambda: self._attempt(steps, was_started))
+            metrics = self.restarts.run(lambda: self._attempt(was_started))
             if not was_started and not self.can_stay_loaded:
                 self.shutdown()
         return metrics
 
-    def _attempt(self, steps: int | None, was_started: bool) -> dict[str, float]:
+    def _attempt(self, was_started: bool) -> dict[str, float]:
         """Train to the last step. After an error, the workers have ended."""
         try:
             with RunLog(self) as log:
                 self.start()
-                if steps is not None and not self.restarts.count:
-                    self.total_steps = self.global_step + steps
+                if self._steps_to_add is not None:  # not again after a restart
+                    self.total_steps, self._steps_to_add = self.global_step + self._steps_to_add, None
                 elif was_started and self.global_step >= self.total_steps:
                     logger.warning("nothing to train: the run ended at step %d; see fit(steps)", self.global_step)
                 return self._train(log)
@@ -261,7 +261,8 @@ class Trainer(ABC):
         try:
             if isinstance(error, QuarantineError):
                 quarantine(self, error)
-            if not (isinstance(error, BadStepsError) and roll_back(self, error)):
+            interrupted = self.interruption.requested is not None
+            if interrupted or not (isinstance(error, BadStepsError) and roll_back(self, error)):
                 raise error
             with RunLog(self) as log:
                 return self._train(log)

@@ -26,14 +26,14 @@ _KEYS = frozenset(["api", "access", "private", "secret", "signing", "encryption"
 _VOCABULARY = frozenset(
     (
         *("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "special"),
-        *("begin", "end", "first", "last"),
+        *("begin", "end", "first", "last", "start", "think", "turn", "newline", "separator", "response", "assistant"),
     )
 )
 #: words after which it is a property of the secret: SSH_AUTH_SOCK, TOKEN_FILE
 _PROPERTIES = frozenset(
     (
         *("mode", "sock", "file", "path", "dir", "type", "method", "name", "url", "timeout", "ttl"),
-        *("enabled", "limit", "count", "length"),
+        *("enabled", "limit", "count", "length", "budget", "level", "column", "ids"),
     )
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -109,7 +109,12 @@ def is_redacted(value: Any) -> bool:
 
 def remember_secrets(values: Mapping[str, Any], all_of_them: bool = False) -> None:
     """Replace these values in texts from here on, if their names are those of secrets, or all of them."""
-    found = (str(value) for name, value in values.items() if all_of_them or is_secret_name(name.rpartition(".")[2]))
+    found = (
+        str(value)
+        for name, value in values.items()
+        # a folder that exists, such as HF_HOME, is part of other paths
+        if is_secret_name(name.rpartition(".")[2]) or (all_of_them and not os.path.exists(str(value)))
+    )
     _known.update(value for value in found if len(value) >= _SHORTEST and value != REDACTED)
 
 

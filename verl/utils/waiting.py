@@ -11,8 +11,8 @@ A fixed limit is too long for most operations and too short for others, and nobo
 import statistics
 import threading
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 
 HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a process
 
@@ -28,12 +28,15 @@ class Limits:
         start: Limit of starting workers and loading models; None: `timeout`.
         factor: A limit is the median duration times this factor; None: always `timeout`.
         minimum: The smallest of these limits, and how long a stopped process is waited for.
+        own: Operator -> how long one of its calls may take by a limit of its own, such as `reward.timeout`. A limit
+            from its median is longer by this, so that one slow call that is allowed does not end the run.
     """
 
     timeout: float = 3600.0
     start: float | None = None
     factor: float | None = None
     minimum: float = 120.0
+    own: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, value: "float | Limits") -> "Limits":
@@ -81,11 +84,18 @@ class Durations:
         if limits.factor is None or name is None or not found:
             return Limit(limits.timeout, "trainer.worker_timeout")
         median = statistics.median(found)
-        seconds = max(limits.factor * median, limits.minimum)
+        own = limits.own.get(_operator(name), 0.0)
+        seconds = max(limits.factor * median, limits.minimum) + own
         if seconds >= limits.timeout:
             return Limit(limits.timeout, "trainer.worker_timeout")
         reason = f"{limits.factor:g} x the median of {median:.3g} s, at least {limits.minimum:g} s"
+        reason += f", and {own:g} s for one call" if own else ""
         return Limit(seconds, reason)
+
+
+def _operator(name: Hashable) -> str:
+    """The operator of a name, ("gen", role, method) or "validation: gen", without its flow."""
+    return str(name[0] if isinstance(name, tuple) else name).rpartition(": ")[2]
 
 
 class Elapsed:

@@ -68,6 +68,7 @@ class Identity:
         self._reward = [] if reward is None else [object_fingerprint(reward)]
         self._config = config
         self._flat = redacted(to_flat_dict(config))
+        self._defaults = to_flat_dict(type(config)())
         self._working_dir = working_dir
         self._state: dict[str, Any] | None = None
 
@@ -149,6 +150,8 @@ class Identity:
                 "data" in compared and key == "data.train_files"
             )
             old, new = saved.get(key), self._flat.get(key)
+            if key not in saved and key in self._defaults and new == self._defaults[key]:
+                continue  # a setting that the version that wrote the checkpoint did not have
             if old == new or ("code" in compared and _without_code(old) == _without_code(new)):
                 continue
             if not (is_path and all((self._working_dir / text).exists() for text in _texts(new))):

@@ -70,3 +70,7 @@ def quarantine(trainer: "Trainer", error: QuarantineError) -> None:
     error.add_note(
         f"the rows of these {len(error.failures)} prompts were added to {path}: the same command continues without them"
     )
+    try:
+        apply_quarantine(trainer)  # for another `fit` of this trainer
+    except ValueError as too_few:
+        error.add_note(str(too_few))

@@ -75,6 +75,8 @@ class Restarts:
         signature = trainer.attempted_step, type(error), re.sub(r"\d+", "N", str(error).partition("\n")[0])
         seen = signature in self._seen and not isinstance(error, NodeLost)
         self._seen.add(signature)
+        if (received := trainer.interruption.requested) is not None:
+            return f"{received.name} was received"
         if self.count >= self._limit:
             return f"trainer.max_restarts is {self._limit}"
         if not trainer.ready and not isinstance(error, _LOST_AT_START):
@@ -99,6 +101,7 @@ class Restarts:
         logger.handle(record)
         trainer.run.warnings.append(record)  # the record of the run that ended has been closed
         trainer.checkpointer.restarted = True
+        trainer.checkpointer.saved_step = trainer.checkpointer.saved_path = None  # it may not be written completely
         trainer.guard.in_a_row, trainer.guard.owes_save = 0, False
         trainer.global_step = 0
         if self._initial is not None:
