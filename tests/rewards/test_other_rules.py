@@ -241,3 +241,11 @@ def test_a_term_without_a_score_is_named(tmp_path):
     path.write_text("def f(solution_str, ground_truth, **kwargs):\n    pass\n")
     with pytest.raises(ValueError, match=r"reward 'f', f\(\) at .*none.py:1, returned None"):
         weighted({"path": str(path), "name": "f"})("7", "7")
+
+
+def test_an_expected_output_above_1_mib_can_be_printed():
+    expected = " ".join(map(str, range(200_000)))
+    assert len(expected) > 1 << 20
+    tests = {"inputs": ["200000"], "outputs": [expected]}
+    assert code_reward("test", "n = int(input())\nprint(*range(n))", tests)["acc"] == 1.0
+    assert code_reward("test", "while True: print('x' * 1000)", tests)["acc"] == 0.0

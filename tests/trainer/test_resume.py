@@ -283,7 +283,7 @@ def test_large_files_are_read_in_blocks_and_not_at_all_if_size_and_time_agree(tm
 
 
 def test_settings_that_the_version_of_the_checkpoint_did_not_have_are_no_change(tiny, tmp_path, caplog):
-    """An experiment setting and a free one are missing in the checkpoint; their defaults are what it was trained with."""
+    """One of the experiment and a free one; their defaults are what the checkpoint was trained with."""
     settings = [f"data.train_files={tiny / 'train.jsonl'}", f"actor_rollout_ref.model.path={tiny / 'model'}"]
     saved = to_flat_dict(load_config(overrides=settings))
     for key in ("algorithm.norm_adv_by_std_in_grpo", "trainer.max_restarts"):

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def _run_inputs(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator
     for given, expected in zip(tests["inputs"], tests["outputs"]):
         stdin = "\n".join(map(str, given)) if isinstance(given, list) else str(given)
         wanted = "\n".join(map(str, expected)) if isinstance(expected, list) else str(expected)
-        finished, _ = run_program(code, limits=limits, stdin=stdin)
+        room = replace(limits, output_bytes=max(limits.output_bytes, 2 * len(wanted.encode(errors="replace"))))
+        finished, _ = run_program(code, limits=room, stdin=stdin)
         yield finished.failure is None and same_output(finished.stdout, wanted)
 
 
