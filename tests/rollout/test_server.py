@@ -14,6 +14,7 @@ import pytest
 from examples.quickstart.tiny_model import tiny_model
 from verl.cli.serve import load
 from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from verl.rollout.native.torch_decoder import TorchDecoder
 from verl.rollout.server.app import make_app
 from verl.rollout.server.engine_loop import EngineLoop
 from verl.rollout.server.http import ServerThread, listen, serve_until_signal
@@ -320,8 +321,10 @@ def test_200_concurrent_requests_share_batches(served):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnect_aborts_the_request(served, stream):
+def test_a_disconnect_aborts_the_request(served, stream, monkeypatch):
     engine, _, _, server = served
+    step = TorchDecoder.step
+    monkeypatch.setattr(TorchDecoder, "step", lambda *tokens: time.sleep(0.005) or step(*tokens))  # not done in 0.3 s
     body = {**CHAT, "max_tokens": 900, "ignore_eos": True, "stream": stream}
     headers = {"Authorization": f"Bearer {KEY}"}
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.3, headers=headers) as http:
