@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from grpo_step import Work, make_inputs  # noqa: E402
+from grpo_step import Work, make_inputs, task_overrides  # noqa: E402
 
 SUITES = {
     "gpu": Work(896, 4864, 24, 14, 2, 151936, True, prompts=32, samples=8, prompt=64, new=2048),  # Qwen2.5-0.5B
@@ -55,16 +55,9 @@ def overrides(work: Work, folder: Path, args: argparse.Namespace) -> list[str]:
     actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
     staleness = args.max_staleness if args.child == "async" else 0
     return [
-        "algorithm.adv_estimator=grpo",
-        f"data.train_files={folder / 'prompts.jsonl'}",
-        f"data.train_batch_size={work.prompts}",
-        f"data.max_prompt_length={work.prompt}",
-        f"data.max_response_length={work.new}",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
+        *task_overrides(work, folder),
         f"imports=[{ROOT}/benchmarks/lognormal_loop.py]",
         f"{rollout}agent.default_agent_loop=lognormal",
-        f"{rollout}n={work.samples}",
-        f"{rollout}ignore_eos=true",
         f"{actor}ppo_mini_batch_size={work.prompts}",
         f"{actor}optim.lr=1e-6",
         f"reward.custom_reward_function.path={ROOT}/benchmarks/grpo_step.py",

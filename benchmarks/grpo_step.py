@@ -132,6 +132,20 @@ def make_inputs(work: Work, folder: Path, rows: int) -> None:
             file.write(json.dumps({"prompt": prompt, "answer": "even"}) + "\n")
 
 
+def task_overrides(work: Work, folder: Path) -> list[str]:
+    """The settings of GRPO on the inputs of `make_inputs`: files, sizes, and responses of the maximum length."""
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={folder / 'prompts.jsonl'}",
+        f"data.train_batch_size={work.prompts}",
+        f"data.max_prompt_length={work.prompt}",
+        f"data.max_response_length={work.new}",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"actor_rollout_ref.rollout.n={work.samples}",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+    ]
+
+
 def compute_score(data_source, solution_str: str, ground_truth, extra_info) -> float:
     """The reward function of this library's trainer, which loads this file."""
     return even_digits(solution_str)
@@ -183,16 +197,9 @@ class Reporter:
 def run_ours(work: Work, folder: Path, args: argparse.Namespace, reporter: Reporter) -> None:
     from verl.trainer.local_trainer import LocalPPOTrainer
 
-    actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+    actor = "actor_rollout_ref.actor."
     overrides = [
-        "algorithm.adv_estimator=grpo",
-        f"data.train_files={folder / 'prompts.jsonl'}",
-        f"data.train_batch_size={work.prompts}",
-        f"data.max_prompt_length={work.prompt}",
-        f"data.max_response_length={work.new}",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"{rollout}n={work.samples}",
-        f"{rollout}ignore_eos=true",
+        *task_overrides(work, folder),
         f"{actor}ppo_mini_batch_size={work.prompts}",
         f"{actor}optim.lr={LEARNING_RATE}",
         f"{actor}optim.weight_decay=0",
@@ -200,7 +207,7 @@ def run_ours(work: Work, folder: Path, args: argparse.Namespace, reporter: Repor
         f"{actor}kl_loss_coef={args.betas[0]}",
         f"reward.custom_reward_function.path={Path(__file__).resolve()}",
         f"trainer.total_training_steps={args.steps}",
-        f"trainer.default_local_dir={folder / 'run'}",
+        f"trainer.default_local_dir={folder / f'run_{args.betas[0]}'}",
         "trainer.logger=[jsonl]",
         *args.set,
     ]

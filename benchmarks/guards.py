@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from grpo_step import Work, make_inputs  # noqa: E402
+from grpo_step import Work, make_inputs, task_overrides  # noqa: E402
 
 SUITES = {
     "cpu": Work(64, 128, 2, 4, 2, 300, False, prompts=64, samples=8, prompt=16, new=8),  # the shapes of the quickstart
@@ -125,14 +125,7 @@ def make_trainer(work: Work, folder: Path) -> Any:
     actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
     return LocalPPOTrainer(
         overrides=[
-            "algorithm.adv_estimator=grpo",
-            f"data.train_files={folder / 'prompts.jsonl'}",
-            f"data.train_batch_size={work.prompts}",
-            f"data.max_prompt_length={work.prompt}",
-            f"data.max_response_length={work.new}",
-            f"actor_rollout_ref.model.path={folder / 'model'}",
-            f"{rollout}n={work.samples}",
-            f"{rollout}ignore_eos=true",
+            *task_overrides(work, folder),
             f"{rollout}check_every={CHECK_EVERY}",
             f"{actor}ppo_mini_batch_size={work.prompts // 2}",
             f"{actor}optim.lr=1e-6",

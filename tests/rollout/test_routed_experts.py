@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout.mixtures import expected_experts
 from tests.rollout.test_native_families import PROMPTS, model
 from verl.config import schema
-from verl.modeling.moe import routing_of
 from verl.rollout.agent_loop import Prompt, Trajectory
 from verl.rollout.base import (
     ROLLOUT_ENGINES,
@@ -30,15 +30,6 @@ from verl.workers.rollout.service import extend
 LIMITS = [12, 3, 9, 12, 5]
 SAMPLED = SamplingParams(12, (3, 50), seed=5)
 CASES = pytest.mark.parametrize("case", ["qwen3-moe", "mixtral"])
-
-
-def expected_experts(module: torch.nn.Module, tokens: list[int]) -> np.ndarray:
-    """Of all tokens but the last, from one forward pass."""
-    routing = routing_of(module)
-    routing.start(None)
-    with torch.no_grad():
-        module(torch.tensor([tokens[:-1]]))
-    return routing.recorded().numpy()
 
 
 def assert_routed_experts(module: torch.nn.Module, requests: list[Request], completions: list[Completion]) -> None:

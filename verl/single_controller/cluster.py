@@ -96,7 +96,7 @@ def wait_limits(config: RunConfig) -> Limits:
 
 
 def _limits_of_calls(config: schema.Config) -> dict[str, float]:
-    """Operator -> how long scoring or sampling one response may take by the limits of its own settings."""
+    """Operator -> how long scoring or sampling one response may take by the settings of reward, server and tools."""
     reward, rollout = config.reward, config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
     scoring = (reward.timeout or 0.0) * (1 + reward.retries)

@@ -1,8 +1,8 @@
 """The store and the sockets of process groups, on the network interface that they need.
 
-`torch.distributed` lets rank 0 listen on all interfaces, and the store has no authentication: whoever reaches its port
-can change what the ranks read. Here it listens on the address of rank 0, which is the loopback interface for a run on
-one host.
+`torch.distributed` lets rank 0 listen on all interfaces, and the store has no authentication: a host that can connect
+to its port can change what the ranks read. Here it listens on the address of rank 0, which is the loopback interface
+for a run on one host.
 """
 
 import ipaddress
@@ -36,7 +36,7 @@ def tcp_store(
         listener = socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
         raise ValueError(
-            f"rank 0 cannot listen on {host}:{port} ({error}): expected an address of its own host and a free port "
+            f"rank 0 cannot listen on {host}:{port} ({error}): expected an address of this host and a free port "
             "(MASTER_ADDR, MASTER_PORT)"
         ) from error
     # the store closes the descriptor

@@ -5,7 +5,7 @@
     durations.record("gen", 20.0)
     durations.limit("gen").seconds       # 200: 10 x the median
 
-A fixed limit is too long for most operations and too short for others, and nobody knows them before the run.
+A fixed limit is too long for most operations and too short for others, and their durations are not known in advance.
 """
 
 import statistics
@@ -28,7 +28,7 @@ class Limits:
         start: Limit of starting workers and loading models; None: `timeout`.
         factor: A limit is the median duration times this factor; None: always `timeout`.
         minimum: The smallest of these limits, and how long a stopped process is waited for.
-        own: Operator -> how long one of its calls may take by a limit of its own, such as `reward.timeout`. A limit
+        own: Operator -> how long one of its calls may take by a separate setting, such as `reward.timeout`. A limit
             from its median is longer by this, so that one slow call that is allowed does not end the run.
     """
 

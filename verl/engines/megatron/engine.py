@@ -47,6 +47,7 @@ from verl.engines.micro_batch import plan_micro_batches, split_to
 from verl.engines.optimizer import clip_gradients, lr_multiplier
 from verl.engines.parallel import reduce_values
 from verl.engines.routing import ROUTED_EXPERTS, check_routing, set_replay
+from verl.engines.token_budget import megatron_checkpoints
 from verl.modeling.huggingface import read_config
 from verl.modeling.moe import NOT_RECORDED
 from verl.modeling.packing import ModelInput, build_input, row_lengths, to_device
@@ -95,9 +96,8 @@ class MegatronEngine(TrainEngine):
         self.pipeline_rank = ranks.p
         self.replicas = ranks.replicas
         self.dtype = resolve_dtype(self.section.dtype, spec.device)
-        checkpointing = spec.model.enable_gradient_checkpointing
-        recompute = spec.optimizer is not None and (
-            checkpointing is True or (checkpointing == "auto" and spec.device.type == "cuda")
+        recompute = spec.optimizer is not None and megatron_checkpoints(
+            spec.model.enable_gradient_checkpointing, spec.device.type == "cuda"
         )
         self.config = convert.decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
         # frees outputs that are sent; a GPU's stream still has them then, a send of gloo has not
