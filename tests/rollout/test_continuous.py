@@ -366,7 +366,9 @@ def test_a_second_event_loop_is_refused_while_the_first_has_requests():
         run_iterations(loop, iterations)
         with pytest.raises(ValueError, match="in a second event loop while requests of the first are running"):
             run_coroutine(asyncio.wait_for(engine.generate_one(requests[1]), 10))
-    assert loop.run_until_complete(task) == expected[0]
+    found = loop.run_until_complete(task)
+    assert found.token_ids == expected[0].token_ids  # the batch has another size, which changes the rounding
+    assert found.log_probs == pytest.approx(expected[0].log_probs, abs=1e-4)
     loop.close()
     assert in_time(engine.generate_one(requests[1])).token_ids == expected[1].token_ids
 

@@ -225,7 +225,11 @@ class Blocked(Tracker):
 def blocked(monkeypatch):
     kind = type("Kind", (Blocked,), {"gate": threading.Event(), "calls": []})
     monkeypatch.setitem(TRACKER_REGISTRY, "blocked", kind)
-    return kind
+    yield kind
+    kind.gate.set()
+    for thread in threading.enumerate():  # it would log into the next test
+        if thread.name == "blocked":
+            thread.join(20)
 
 
 def test_a_hanging_tracker_does_not_stop_training(tmp_path, caplog, monkeypatch, blocked):
