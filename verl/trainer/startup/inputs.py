@@ -35,6 +35,7 @@ from verl.trainer.checks.model_limits import ModelLimits
 from verl.trainer.startup.launch import Recipe
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.data_names import with_split
+from verl.utils.subprocess_pool import set_helper_environment
 
 logger = logging.getLogger("verl.trainer")
 
@@ -76,6 +77,7 @@ def load_inputs(
     tokenizer: Any = None,
 ) -> Inputs:
     """Load the inputs that are not given as objects. reward_manager: see `given_rewards`."""
+    set_helper_environment(config.trainer.worker_env)
     model = config.actor_rollout_ref.model
     if tokenizer is None and isinstance(train_dataset, RLHFDataset):
         tokenizer = train_dataset.tokenizer
