@@ -8,7 +8,7 @@ always have the maximum length; their reward is the fraction of even digits. Eac
 with a time limit. On a CPU both alternate step by step, so that both see the same load of the machine; on a GPU they
 run one after the other, since memory is compared too. One JSON line per trainer and setting, and one that compares
 them: seconds are medians over the steps after the warm-up, `faster` is the median ratio of paired steps (by wall clock,
-and by CPU time, which is more reliable on a shared machine).
+and by CPU time, which is more reliable on a shared machine). The exit status is 1 if a trainer fails.
 
 TRL runs with its fast options: vLLM in its process, Liger, checkpointing and micro-batches of --trl-rows rows on a GPU,
 transformers' generate on a CPU (PYTHON: an environment with trl, if this one has none). This library runs with its
@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -338,10 +339,21 @@ class Child:
                 self.first = time.perf_counter() - self.began
         return bool(line)
 
-    def end(self) -> None:
+    def end(self, expected: int) -> list[str]:
+        """End the process. Returns what went wrong if it has not run all steps."""
+        over_time = not self.timer.is_alive()
         self.timer.cancel()
+        found = f"{self.name}: {len(self.steps)} of {expected} steps"
+        if len(self.steps) < expected:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)  # its pipe has closed: its status follows
+        status = self.process.poll()
         self.process.kill()
         self.process.wait()
+        if len(self.steps) >= expected and expected > 0:
+            return []
+        why = "was killed at --limit" if over_time else f"ended with status {status}"
+        return [f"{found}; its process {why} (see its output above)"]
 
     def line(self, work: Work, steps: list[dict], args: argparse.Namespace, setting: dict) -> dict:
         named = sorted(name for name, value in steps[-1].items() if value is not None) if steps else []
@@ -359,8 +371,10 @@ class Child:
         }
 
 
-def compare(work: Work, folder: Path, args: argparse.Namespace, theirs: list[str]) -> Iterator[dict]:
-    """Run all trainers: print the line of each when it ends, and the comparison with this library."""
+def compare(
+    work: Work, folder: Path, args: argparse.Namespace, theirs: list[str], failures: list[str]
+) -> Iterator[dict]:
+    """Run all trainers: yield the line of each at its end, and the comparison with this library. failures: extended."""
     measured: dict[float, list[dict]] = {}
     count = args.steps - args.warm_up
     for beta in args.betas:
@@ -370,7 +384,7 @@ def compare(work: Work, folder: Path, args: argparse.Namespace, theirs: list[str
                 break
         found = {child.name: child.steps[args.warm_up :] for child in children}
         for child in children:
-            child.end()
+            failures += child.end(args.steps)
             yield child.line(work, found[child.name], args, {"beta": beta})
         measured[beta] = found.pop("ours")
         yield from (compared(name, measured[beta], steps, beta) for name, steps in found.items())
@@ -382,7 +396,7 @@ def compare(work: Work, folder: Path, args: argparse.Namespace, theirs: list[str
             steps = child.steps[args.warm_up + i * count :]
             yield child.line(work, steps, args, {"beta": beta})
             yield compared(name, measured[beta], steps, beta)
-        child.end()
+        failures += child.end(args.steps + (len(args.betas) - 1) * count)
 
 
 def compared(name: str, ours: list[dict], theirs: list[dict], beta: float) -> dict:
@@ -460,18 +474,23 @@ def main() -> None:
     args.suite = args.suite or ("gpu" if torch.cuda.is_available() else "cpu")
     args.alternate = args.suite == "cpu" if args.alternate is None else args.alternate
     args.steps = args.steps or (20 if args.suite == "cpu" else 5)
+    if args.steps <= args.warm_up:
+        sys.exit(f"--steps={args.steps}: expected more than --warm-up={args.warm_up}, whose steps are not measured")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     work, record = SUITES[args.suite], facts(args) | {"lines": []}
     theirs = list(filter(None, args.against.split(",")))
     args.of_child = [f"--{name}={vars(args)[name.replace('-', '_')]}" for name in HANDED_ON]
     args.of_child += [f"--set={setting}" for setting in args.set]
+    failures: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         make_inputs(work, Path(name), work.prompts * args.steps * len(args.betas))
-        for line in compare(work, Path(name), args, theirs):
+        for line in compare(work, Path(name), args, theirs, failures):
             print(json.dumps(line), flush=True)
             record["lines"].append(line)
             if args.out:
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
+    if failures:
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 MODEL: the folder of SmolLM2-135M-Instruct. PYTHON: an environment with trl. Each trainer runs in a separate process,
 and they alternate step by step, so that both see the same load of the machine. Responses end after the same number of
 tokens or with the end token; stop strings are off. One JSON line per trainer, and one that compares them: `faster` is
-the median ratio of paired steps, by wall clock and by CPU time.
+the median ratio of paired steps, by wall clock and by CPU time. The exit status is 1 if a trainer fails.
 """
 
 import argparse
@@ -140,6 +140,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--betas", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < 2:
+        parser.error(f"--steps={args.steps}: expected at least 2, since the first one is not counted")
     if args.child:
         run_child(args)
         return
@@ -152,10 +154,9 @@ def main() -> None:
         for _ in range(args.steps):
             if not all([child.step() for child in children]):
                 break
-        for child in children:
-            child.end()
-    lines = [line_of(child, child.steps[1:], child.steps[0]) for child in children]
-    if len(children) == 2:
+        failures = [failure for child in children for failure in child.end(args.steps)]
+    lines = [line_of(child, child.steps[1:], child.steps[0]) for child in children if len(child.steps) > 1]
+    if len(lines) == 2:
         lines.append(compared(args.against, children[0].steps[1:], children[1].steps[1:], 0.0))
     for line in lines:
         print(json.dumps(line))
@@ -168,6 +169,8 @@ def main() -> None:
             "results": lines,
         }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
+    if failures:
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ install_torch() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
+if [ -L "$venv" ]; then  # pip would change the environment of another checkout
+    echo "$venv is a link to $(readlink "$venv"): remove it (rm $venv), or activate that environment and do not run this script" >&2
+    exit 1
+fi
 python=$(interpreter)
 if [ ! -x "$venv/bin/python" ]; then
     echo "Creating $venv with $("$python" -V)"

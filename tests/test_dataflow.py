@@ -427,3 +427,16 @@ def test_a_failed_run_leaves_no_state():
         pipeline.run(numbers())
     fail[0] = False
     assert pipeline.run(numbers()).meta_info["metrics"] == {"failed": False}
+
+
+def test_nothing_is_running_after_an_error():
+    seen = []
+
+    def fail(batch):
+        seen.append(list(pipeline.running_since))
+        raise RuntimeError("once")
+
+    pipeline = DataFlow([Operator("a", keep), Operator("b", fail)]).compile()
+    with pytest.raises(RuntimeError, match="once"):
+        pipeline.run(numbers())
+    assert seen == [["b"]] and not pipeline.running_since

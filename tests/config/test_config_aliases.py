@@ -250,6 +250,18 @@ def test_two_names_of_one_key_must_agree():
     assert "reward.reward_manager.name: naive" in str(error.value)
 
 
+def test_an_override_that_is_given_twice_is_noted(caplog):
+    given = ["trainer.seed=1", "data.train_batch_size=64", "trainer.seed=2", "--data.train_batch_size=64"]
+    given += ["actor_rollout_ref.actor.optim={lr: 1e-5}", "actor_rollout_ref.actor.optim.lr=1e-6", "+trainer.seed=3"]
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        config = load_config(overrides=given)
+    assert config.trainer.seed == 3 and config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert [record.getMessage() for record in caplog.records] == [
+        "overrides that are given several times; the last value is used: trainer.seed (1, then 2, then 3); "
+        "actor_rollout_ref.actor.optim.lr (1e-05, then 1e-06)"
+    ]
+
+
 def test_two_aliases_in_one_file_must_agree(tmp_path):
     text = "model: {pretrain_model_path: /a}\nactor_rollout: {model_name_or_path: /b}"
     with pytest.raises(ConfigError) as error:

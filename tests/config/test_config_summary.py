@@ -5,8 +5,9 @@ import logging
 import pytest
 
 from verl.config import batch_summary, check_supported, load_config
+from verl.config.no_effect import NO_EFFECT, settings_without_effect
 from verl.config.schema.model import EngineConfig
-from verl.config.supported import NO_EFFECT, settings_without_effect
+from verl.config.schema.offline import GenerationConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
@@ -25,6 +26,20 @@ def test_settings_without_effect_are_logged(caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
         check_supported(load(f"{ROLLOUT}name=hf", f"{ROLLOUT}gpu_memory_utilization=0.4"))
     assert f"{ROLLOUT}gpu_memory_utilization: 0.4 has no effect with {ROLLOUT}name=hf" in caplog.text
+
+
+def test_a_condition_holds_for_its_own_section_only():
+    given = ["data.path=x", "rollout.temperature=0", "rollout.top_p=0.9"]
+    assert settings_without_effect(load_config(overrides=given, schema=GenerationConfig)) == [
+        "rollout.top_p: 0.9 has no effect with rollout.temperature=0.0"
+    ]
+    batches = [f"{ACTOR}use_dynamic_bsz=true", f"{ACTOR}ppo_micro_batch_size_per_gpu=2", "critic.use_dynamic_bsz=false"]
+    batches += ["critic.ppo_micro_batch_size_per_gpu=4", "critic.ppo_max_token_len_per_gpu=99"]
+    assert settings_without_effect(load(*batches)) == [
+        f"{ACTOR}ppo_micro_batch_size_per_gpu: 2 has no effect with {ACTOR}use_dynamic_bsz=true",
+        "critic.ppo_max_token_len_per_gpu: 99 has no effect with critic.ppo_micro_batch_size_per_gpu=4 and "
+        "critic.use_dynamic_bsz=false",
+    ]
 
 
 def test_all_settings_of_the_engine_that_is_not_selected_are_without_effect():

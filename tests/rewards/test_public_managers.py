@@ -9,6 +9,7 @@ import torch
 from tests.rewards.test_reward_managers import SAMPLES, WIDTH, make_batch, tokenizer  # noqa: F401 (a fixture)
 from verl.registry import import_module
 from verl.rewards import RewardError, as_reward_manager, load_reward_manager, register_reward_manager
+from verl.rewards.outcome import QuarantineError
 
 EXAMPLE = "examples/reward_fn/public_reward_manager.py"
 
@@ -104,6 +105,31 @@ def test_a_single_sample_that_fails_is_named_or_counted(tokenizer, judge):  # no
     assert result["reward_tensor"].sum(1).tolist() == [1.0, -1.0, 1.0]
     assert result["metrics"]["reward/failed_rows"] == 1.0
     assert asyncio.run(asyncio.to_thread(counted, batch)).sum() == 1.0
+
+
+def test_failing_samples_of_a_single_manager_are_scored_again_or_quarantined(tokenizer, judge, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("verl.rewards.managers.time.sleep", lambda seconds: None)
+    import_module(judge)
+    failed = {"b": 2, "d": 1}  # how often a response still fails
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        if failed.get(solution_str):
+            failed[solution_str] -= 1
+            raise ConnectionError("service is down")
+        return 1.0
+
+    def single(**kwargs):
+        loaded = load(tokenizer, manager="judge", manager_kwargs=kwargs)
+        loaded.manager.compute_score = compute_score
+        return loaded
+
+    batch = make_batch(["a", "b", "d"])
+    assert single(retries=2)(batch).sum(1).tolist() == [1.0, 1.0, 1.0] and failed == {"b": 0, "d": 0}
+    failed |= {"b": 2, "d": 1}  # the second call of "d" succeeds
+    batch.non_tensor_batch["uid"] = np.array(["0:7", "0:8", "0:9"], dtype=object)
+    with pytest.raises(QuarantineError) as caught:
+        single(on_error="quarantine", max_failure_rate=0.5)(batch)
+    assert list(caught.value.failures) == ["0:8"] and "service is down" in caught.value.failures["0:8"]
 
 
 @pytest.mark.parametrize("text", ["cancel", "ctrl-c", "str"])

@@ -232,6 +232,24 @@ def test_the_summary_of_a_run():
         "validation loss: 1.000 (step 8) -> 1.500 (step 9)",
     ]
     assert summary_lines({}, 0, 10, 3.0) == []
+
+
+def test_the_summary_has_the_cost_of_weight_pushes_and_the_staleness():
+    steps = range(1, 4)
+    history = {"train/nll": [(step, 1.0) for step in steps]}
+    history["weight_sync/bytes"] = [(step, 12_400_000) for step in steps]
+    history["weight_sync/seconds"] = [(step, {2: 9.0}.get(step, 0.03)) for step in steps]
+    history["weight_sync/bandwidth_share"] = [(step, 0.4) for step in steps]
+    history |= {"async/staleness_0": [(1, 96), (2, 0), (3, 32)], "async/staleness_1": [(1, 0), (2, 2000), (3, 64)]}
+    assert summary_lines(history, 3, 3, 1.0)[1:] == [
+        "weight sync: 12.4MB in 0.03 s, 40% of the bandwidth limit (median push)",
+        "staleness in updates: 0: 128 samples (6%), 1: 2,064 samples (94%)",
+    ]
+    history |= {"weight_sync/bytes": [(1, 0)], "weight_sync/bandwidth_share": []}  # shared weights have no push
+    assert len(summary_lines(history, 3, 3, 1.0)) == 2
+
+
+def test_durations_in_words():
     assert [duration_in_words(s) for s in (41, 123, 5364)] == ["41 s", "2 min 03 s", "1 h 29 min"]
 
 

@@ -15,7 +15,7 @@ SHORT = ["algorithm.name=grpo", "trainer.total_training_steps=4"]
 def hang_at(step: int, trainer_of: list, seconds: float):
     def hang(batch) -> None:
         if trainer_of[0].global_step == step and trainer_of[1]:
-            trainer_of[1] = False
+            trainer_of[1] -= 1
             try:
                 time.sleep(seconds)
             except Exception:  # as code that tries again
@@ -24,8 +24,8 @@ def hang_at(step: int, trainer_of: list, seconds: float):
     return hang
 
 
-def trainer_with(settings: list[str], step: int, seconds: float, *more: str) -> LocalPPOTrainer:
-    given: list = [None, True]
+def trainer_with(settings: list[str], step: int, seconds: float, *more: str, times: int = 1) -> LocalPPOTrainer:
+    given: list = [None, times]
 
     class Hanging(LocalPPOTrainer):
         def finish_flow(self, flow):
@@ -57,6 +57,32 @@ def test_an_operator_that_hangs_is_named(settings):
 def test_it_is_restarted_like_a_lost_worker(settings):
     more = ["trainer.wait_minimum=3", "trainer.max_restarts=1", "trainer.save_freq=1"]
     assert trainer_with(settings, 4, 300.0, *more).fit()["training/restarts"] == 1
+
+
+def test_the_limits_hold_after_a_restart(settings):
+    more = ["trainer.wait_minimum=2", "trainer.max_restarts=1", "trainer.save_freq=3"]
+    start = time.monotonic()
+    with pytest.raises(OperatorTimeout, match="operator 'check' has not ended after 2 s"):
+        trainer_with(settings, 4, 300.0, *more, times=2).fit()
+    assert time.monotonic() - start < 100
+
+
+def test_an_operator_that_goes_on_after_its_limit_does_not_end_the_watch(settings):
+    trainer, slow = trainer_with(settings, 4, 300.0, "trainer.wait_minimum=2", "trainer.total_training_steps=4"), []
+
+    def catch_everything(name: str, seconds: float, batch) -> None:
+        if name == "gen" and trainer.global_step == 3:
+            try:
+                trainer.pipeline.running_since["gen"] = started = time.perf_counter() - 1000
+                time.sleep(300.0)
+            except BaseException:
+                slow.append(started)
+                trainer.pipeline.running_since.pop("gen", None)
+
+    trainer.pipeline.observer = catch_everything
+    with pytest.raises(OperatorTimeout, match="operator 'check' has not ended after 2 s"):
+        trainer.fit()
+    assert len(slow) == 1
 
 
 @pytest.mark.slow

@@ -19,6 +19,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("verl.rewards.managers._RETRY_SECONDS", 0.0)
+
+
 @pytest.fixture
 def chosen(settings, tiny, tmp_path):
     """Settings of 8 steps of 4 of 24 rows, of which rows 5 and 11 are poisoned; and the uids of each step."""
@@ -87,6 +92,26 @@ def test_the_same_command_continues_without_the_poisoned_rows(chosen, tmp_path, 
     straight, resumed = again(8), again(3, 5, 8)
     assert resumed == straight
     assert [straight[1][step] for step in range(1, first)] == [steps[step] for step in range(1, first)]
+
+
+@pytest.mark.slow
+def test_the_bad_rows_of_a_step_are_collected_in_one_stop(chosen, tmp_path, tiny):
+    answers = [json.loads(line)["answer"] for line in (tiny / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "reward.py").write_text(POISONED.format(poisoned=[answers[row] for row in (0, 1, 6, 7)]))
+    in_order = [*chosen, "data.shuffle=false", "trainer.total_training_steps=3"]
+    steps: dict[int, list[str]] = {}
+    errors = run_to_the_end(in_order, steps)
+    assert [sorted(error.failures) for error in errors] == [["0:0", "0:1"], ["0:6", "0:7"]]
+    # row 0 is that of the trial before training, which goes on with another one
+    assert steps[1] == ["0:2", "0:3", "0:4", "0:5"] and steps[2] == ["0:10", "0:11", "0:8", "0:9"]
+
+
+def test_a_row_whose_process_was_killed_once_is_not_quarantined(chosen, tmp_path):
+    killed = ["trainer.chaos=kill-reward@3", "reward.isolation=process", "reward.timeout=30"]
+    (tmp_path / "reward.py").write_text(POISONED.format(poisoned=[]))
+    run([*chosen, *killed], {})
+    assert not (tmp_path / "run" / "quarantine.jsonl").exists()
+    assert "kill-reward@3" in (tmp_path / "run" / "chaos.jsonl").read_text()
 
 
 def test_the_same_trainer_continues_without_the_poisoned_rows(chosen, tmp_path):

@@ -130,6 +130,45 @@ def test_a_run_that_was_asked_to_end_does_not_restart(settings, tmp_path):
     assert trainer.fit()["training/global_step"] == 4  # the signal was one to the first `fit`
 
 
+def lengths(metrics: dict) -> tuple:
+    """Values of a step that depend on the weights and on the prompts."""
+    return tuple(metrics[name] for name in ("training/global_step", "response_length/mean", "actor/entropy"))
+
+
+@pytest.mark.parametrize("resume_mode", ["auto", "disable"])
+def test_rewind_returns_to_the_last_checkpoint(settings, resume_mode):
+    more = ["algorithm.name=grpo", "trainer.save_at_end=false", f"trainer.resume_mode={resume_mode}"]
+    trainer = LocalPPOTrainer(overrides=[*settings, *more, "trainer.total_training_steps=9"])
+    steps = []
+    trainer.on_step.append(lambda report: steps.append(lengths(report.metrics)))
+    trainer.fit(steps=2)
+    trainer.save()
+    trainer.fit(steps=2)
+    trainer.rewind()
+    assert trainer.global_step == 2
+    trainer.fit(steps=2)
+    assert [step for step, *_ in steps] == [1, 2, 3, 4, 3, 4]
+    assert steps[4:] == steps[2:4] and steps[2] != steps[3]
+    trainer.shutdown()
+    trainer.rewind()  # now new workers load it
+    assert trainer.global_step == 0
+    trainer.fit(steps=2)
+    assert steps[6:] == steps[2:4]
+
+
+def test_rewind_without_a_checkpoint_returns_to_the_start(settings):
+    trainer = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", "trainer.save_at_end=false"])
+    with pytest.raises(ValueError, match="cannot return to an earlier step: there is no checkpoint in "):
+        trainer.rewind()
+    steps = []
+    trainer.on_step.append(lambda report: steps.append(lengths(report.metrics)))
+    trainer.fit(steps=2)
+    trainer.rewind()
+    assert trainer.global_step == 0
+    trainer.fit(steps=2)
+    assert steps[2:] == steps[:2] and steps[0] != steps[1]
+
+
 def lose_a_worker(trainer: LocalPPOTrainer, monkeypatch, name: str, times: int) -> None:
     """Let a method of the trainer raise as if a worker were killed in it, the first times it is called."""
     left, method = [times], getattr(trainer, name)

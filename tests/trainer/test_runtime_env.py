@@ -14,6 +14,7 @@ from verl.single_controller.ray.runtime_env import (
     packed_files,
     prepare_runtime_env,
 )
+from verl.utils.subprocess_pool import helper_environment
 
 
 def fill(folder: Path, files: dict[str, int]) -> Path:
@@ -148,3 +149,59 @@ def test_settings_that_a_running_ray_would_not_hear_are_refused(settings, monkey
     overrides = [*settings, "trainer.backend=ray", "algorithm.name=grpo", "ray_kwargs.ray_init.num_cpus=2"]
     with pytest.raises(ValueError, match="ray_init sets num_cpus, but Ray is already running in this process"):
         RayPPOTrainer(overrides=overrides)
+
+
+READS_ENVIRONMENT = """
+import os
+
+import numpy as np
+
+def sample(data_source, solution_str, ground_truth, extra_info=None):
+    return float(os.environ["JUDGE"])
+
+async def coroutine(data_source, solution_str, ground_truth, extra_info=None):
+    return float(os.environ["JUDGE"])
+
+def lists(data_sources, solution_strs, ground_truths, extra_infos=None):
+    return [float(os.environ["JUDGE"])] * len(solution_strs)
+
+def columns(batch):
+    return np.full(len(batch), float(os.environ["JUDGE"]))
+
+class Public:
+    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key="data_source"):
+        self.compute_score = compute_score
+
+    def __call__(self, data, return_dict=False):
+        return np.full(len(data), self.compute_score("", "", ""))
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "manager"),
+    [
+        ("sample", "naive"),
+        ("sample", "prime"),
+        ("coroutine", "naive"),
+        ("lists", "batch"),
+        pytest.param("columns", "naive", marks=pytest.mark.slow),  # the process imports torch
+        ("sample", "Public"),
+    ],
+)
+def test_rewards_and_tools_have_the_variables_of_the_workers(function, manager, settings, tmp_path):
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    (tmp_path / "judge.py").write_text(READS_ENVIRONMENT)
+    given = [f"reward.custom_reward_function.path={tmp_path / 'judge.py'}", "reward.isolation=process"]
+    given += [f"reward.custom_reward_function.name={function}", f"reward.reward_manager.name={manager}"]
+    if manager == "Public":
+        given += [
+            "reward.reward_manager.source=importlib",
+            f"reward.reward_manager.module.path={tmp_path / 'judge.py'}",
+        ]
+    overrides = [*settings, "algorithm.name=grpo", *given]
+    trainer = LocalPPOTrainer(overrides=[*overrides, "trainer.worker_env.JUDGE=7"])  # scores a trial response
+    assert helper_environment(JUDGE="1", OTHER="2") == {**os.environ, "JUDGE": "7", "OTHER": "2"}
+    assert set(trainer.run.reward_values) <= {"acc"}
+    with pytest.raises(ValueError, match="JUDGE"):
+        LocalPPOTrainer(overrides=overrides)  # a further trainer without it

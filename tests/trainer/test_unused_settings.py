@@ -7,8 +7,8 @@ import pytest
 from tests.trainer.conftest import run_settings
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.config import load_config
+from verl.config.no_effect import settings_without_effect
 from verl.config.presets import PRESETS
-from verl.config.supported import settings_without_effect
 from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -57,6 +57,27 @@ def test_a_published_algorithm_uses_all_of_its_settings(name):
          "algorithm.rollout_correction.rollout_rs_threshold"),
         (["algorithm.name=grpo", f"{ACTOR}use_dynamic_bsz=true", f"{ACTOR}ppo_micro_batch_size_per_gpu=2"],
          f"{ACTOR}ppo_micro_batch_size_per_gpu"),
+        (["reward.failure_score=-1"], "reward.failure_score"),
+        (["reward.max_failure_rate=0.5"], "reward.max_failure_rate"),
+        (["reward.on_error=quarantine", "reward.failure_score=-1"], "reward.failure_score"),
+        (["reward.reward_model.use_dynamic_bsz=true"], "reward.reward_model.use_dynamic_bsz"),
+        (["reward.reward_model.fsdp.param_offload=true"], "reward.reward_model.fsdp.param_offload"),
+        (["trainer.early_stopping.min_delta=0.1"], "trainer.early_stopping.min_delta"),
+        (["trainer.save_best_mode=min"], "trainer.save_best_mode"),
+        (["trainer.resume_mode=disable", "trainer.allow_change=[data]"], "trainer.allow_change"),
+        (["trainer.max_critic_ckpt_to_keep=2", "algorithm.name=grpo"], "trainer.max_critic_ckpt_to_keep"),
+        (["actor_rollout_ref.model.target_modules=[q_proj]"], "actor_rollout_ref.model.target_modules"),
+        (["critic.model.lora_alpha=8"], "critic.model.lora_alpha"),
+        (["algorithm.rollout_correction.loss_type=reinforce"], "algorithm.rollout_correction.loss_type"),
+        ([f"{ACTOR}data_loader_seed=1"], f"{ACTOR}data_loader_seed"),
+        ([f"{ACTOR}optim.num_cycles=2"], f"{ACTOR}optim.num_cycles"),
+        ([f"{ACTOR}optim.lr_warmup_steps=5", f"{ACTOR}optim.lr_warmup_steps_ratio=0.1"],
+         f"{ACTOR}optim.lr_warmup_steps_ratio"),
+        ([f"{ACTOR}ppo_micro_batch_size_per_gpu=2", f"{ACTOR}ppo_max_token_len_per_gpu=99"],
+         f"{ACTOR}ppo_max_token_len_per_gpu"),
+        (["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+          "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2"],
+         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"),
     ],
 )  # fmt: skip
 def test_a_setting_of_another_algorithm_is_named(overrides, key):
@@ -75,6 +96,16 @@ def test_a_setting_of_another_algorithm_is_named(overrides, key):
          "algorithm.rollout_correction.rollout_is_threshold=5"],
         ["algorithm.name=grpo", f"{ACTOR}ppo_mini_batch_size=64", f"{ACTOR}shuffle=true"],  # the critic's follow
         ["algorithm.name=grpo", "algorithm.lam=1.0"],  # its default
+        ["reward.on_error=count", "reward.failure_score=-1", "reward.max_failure_rate=0.5"],
+        ["reward.on_error=quarantine", "reward.max_failure_rate=0.5"],
+        ["trainer.early_stopping.patience=2", "trainer.early_stopping.min_delta=0.1", "trainer.save_best_mode=min"],
+        ["trainer.allow_change=[data]"],
+        ["critic.optim.lr_scheduler_type=cosine", "critic.optim.num_cycles=2"],  # the actor's is constant
+        ["actor_rollout_ref.model.lora_adapter_path=x", "actor_rollout_ref.model.exclude_modules=[lm_head]"],
+        [f"{ACTOR}use_dynamic_bsz=true", f"{ACTOR}ppo_max_token_len_per_gpu=99"],
+        [f"{ACTOR}ppo_max_token_len_per_gpu=99"],
+        [f"{ACTOR}shuffle=true", f"{ACTOR}data_loader_seed=1"],
+        [f"{ACTOR}optim.lr_warmup_steps_ratio=0.1"],
     ],
 )  # fmt: skip
 def test_a_setting_that_is_read_is_not(overrides):

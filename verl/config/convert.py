@@ -61,9 +61,9 @@ def read_source(path: Path) -> tuple[Layer, list[str]]:
         return read_yaml(path), []
     words = shlex.split(read_text(path).replace("\\\n", " "), comments=True)
     settings = [word for word in words if "=" in word and "." in word.partition("=")[0]]
-    layer, problems = read_overrides(settings)
+    layer, problems, repeated = read_overrides(settings)
     others = [word for word in words if word not in settings and ("=" in word or word.startswith("--"))]
-    remarks = [f"not converted: {problem}" for problem in problems]
+    remarks = repeated + [f"not converted: {problem}" for problem in problems]
     remarks += [f"not a setting: {', '.join(others)}"] if others else []
     variables = [key for key, setting in layer.items() if "$" in str(setting.value).replace("${", "")]
     remarks += [f"shell variables, replace them with values: {', '.join(variables)}"] if variables else []

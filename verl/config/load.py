@@ -90,13 +90,13 @@ def read_config(
         layers, path = [*layers, read_mapping(path, "config")], None
     if path is not None:
         layers += read_file(path)
-    last, problems = read_overrides(overrides)
+    last, problems, repeated = read_overrides(overrides)
     selected, last, refused = select_groups(last, path)
     problems += refused
     reader = Reader(schema, [*layers, *selected, last])
     given = reader.read()
     problems += reader.problems
-    notes = reader.notes
+    notes = repeated + reader.notes
     if isinstance(given.get("algorithm.name", _ABSENT).value, str):
         given = agree_with_preset(given, reader.source_of, presets, problems, notes)
     values = {key: setting.value for key, setting in given.items()}

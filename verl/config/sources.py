@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.errors import ConfigError, Problem
+from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import flatten
 
 _FILE = "the configuration file"
@@ -170,7 +170,7 @@ def _without_python_types(value: Any) -> Any:
     return [_without_python_types(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem]]:
+def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem], list[str]]:
     """`key=value` from the command line, with or without a leading `--` or `+`; the last of equal keys wins.
 
     In Python, overrides may also be a dictionary with nested or dotted keys.
@@ -179,12 +179,14 @@ def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem]]:
     sources: its default applies.
 
     Returns:
-        The settings, and a problem for every override that cannot be read.
+        The settings, a problem for every override that cannot be read, and a note if keys are given several times with
+        different values.
     """
     if isinstance(overrides, Mapping):
-        return read_mapping(overrides, "overrides"), []
+        return read_mapping(overrides, "overrides"), [], []
     layer: Layer = {}
     problems: list[Problem] = []
+    values_of: dict[str, list[Any]] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
         name = name.strip().removeprefix("--")
@@ -207,7 +209,17 @@ def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem]]:
             for key, item in values.items():
                 layer.pop(key, None)
                 layer[key] = Setting(key, item, where, text.strip() if key == name else None, added)
-    return layer, problems
+                values_of.setdefault(key, []).append(item)
+    return layer, problems, _repeated(values_of)
+
+
+def _repeated(values_of: Mapping[str, Sequence[Any]]) -> list[str]:
+    found = [
+        f"{key} ({', then '.join(map(format_value, values))})"
+        for key, values in values_of.items()
+        if any(value != values[0] for value in values)
+    ]
+    return [f"overrides that are given several times; the last value is used: {'; '.join(found)}"] if found else []
 
 
 def has_interpolation(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What is supported: unsupported values, engine names that must be registered, and settings without effect.
+"""What is supported: unsupported values, and engine names that must be registered.
 
 All tables are keyed by the end of a dotted key: "rollout.name" stands for `actor_rollout_ref.rollout.name`. To add
 support for a setting, delete its row here.
@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, flatten
+from verl.config.no_effect import matches, settings_without_effect
 from verl.config.upstream import upstream_engines
 from verl.registry import did_you_mean
 
@@ -81,123 +82,7 @@ PACKAGES: dict[tuple[str, str], tuple[str, str]] = {
 }
 """(end of a key, its value) -> the package that it needs, and the error if it is not installed."""
 
-_OTHER_REGISTERED_KINDS = (
-    "max_num_batched_tokens",
-    "max_model_len",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "engine_kwargs.vllm",
-    "engine_kwargs.sglang",
-    "engine_kwargs.trtllm",
-)
-
-_OF_MEGATRON = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("context_parallel_size", "sequence_parallel", "use_distributed_optimizer", "seed", "dtype"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-    *("param_offload", "grad_offload", "optimizer_offload"),
-    *(f"override_transformer_config.recompute_{name}" for name in ("granularity", "modules", "method", "num_layers")),
-    *(f"override_transformer_config.moe_{name}" for name in ("router_dtype", "aux_loss_coeff", "z_loss_coeff")),
-    *(f"override_transformer_config.num_layers_in_{name}_pipeline_stage" for name in ("first", "last")),
-)
-_OF_FSDP = (
-    *("model_dtype", "dtype", "use_torch_compile", "param_offload", "optimizer_offload", "offload_policy"),
-    *("reshard_after_forward", "fsdp_size", "ulysses_sequence_parallel_size", "tensor_parallel_size"),
-    "expert_parallel_size",
-)
-
-_SHARED = ("dtype", "param_offload", "optimizer_offload")
-"""Keys of `engine` that `engine.megatron` inherits."""
-
-NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
-    **{
-        (f"{role}.strategy", name): tuple(f"{role}.megatron.{key}" for key in _OF_MEGATRON)
-        for role in ("actor", "ref", "critic")
-        for name in ("fsdp", "fsdp2")
-    },
-    **{
-        ("engine.strategy", name): tuple(f"engine.megatron.{key}" for key in _OF_MEGATRON) for name in ("fsdp", "fsdp2")
-    },
-    ("engine.strategy", "megatron"): tuple(f"engine.{key}" for key in _OF_FSDP if key not in _SHARED),
-    ("actor.strategy", "megatron"): tuple(f"actor.fsdp_config.{key}" for key in _OF_FSDP),
-    ("ref.strategy", "megatron"): (
-        *(f"ref.fsdp_config.{key}" for key in _OF_FSDP),
-        # the reference policy is not trained
-        *(f"ref.megatron.override_transformer_config.moe_{name}_loss_coeff" for name in ("aux", "z")),
-        *(f"ref.megatron.{key}" for key in ("use_distributed_optimizer", "grad_offload", "optimizer_offload")),
-    ),
-    ("critic.strategy", "megatron"): tuple(f"critic.fsdp.{key}" for key in _OF_FSDP),
-    ("rollout.name", "native"): _OTHER_REGISTERED_KINDS,
-    ("rollout.name", "vllm"): ("engine_kwargs.sglang", "engine_kwargs.trtllm"),
-    ("rollout.name", "sglang"): ("engine_kwargs.vllm", "engine_kwargs.trtllm"),
-    ("rollout.name", "hf"): (
-        "actor_rollout_ref.rollout.dtype",
-        "gpu_memory_utilization",
-        "enforce_eager",
-        "free_cache_engine",
-        *_OTHER_REGISTERED_KINDS,
-    ),
-    ("rollout.agent.default_agent_loop", "single_turn_agent"): tuple(
-        "rollout.multi_turn." + name
-        for name in ("max_assistant_turns", "max_user_turns", "interaction_config_path", "format", "max_parallel_calls")
-        + ("max_tool_response_length", "tool_response_truncate_side", "tool_timeout", "tool_isolation")
-    ),
-    **{
-        ("rollout.mode", mode): (
-            *(f"rollout.server.agent.{name}" for name in ("path", "name", "command")),
-            *(f"rollout.server.{name}" for name in ("model_name", "timeout", "max_concurrency")),
-            *(f"rollout.server.{name}" for name in ("on_new_conversation", "failure_score")),
-        )
-        for mode in ("async", "sync")
-    },
-    ("reward.reward_model.enable", False): (
-        "reward.reward_model.model_path",
-        "reward.reward_model.tokenizer_path",
-        "reward.reward_model.custom_chat_template",
-        "reward.reward_model.micro_batch_size_per_gpu",
-    ),
-    ("trainer.resume_mode", "auto"): ("trainer.resume_from_path",),
-    ("trainer.resume_mode", "disable"): ("trainer.resume_from_path",),
-    ("trainer.async.max_staleness", 0): ("trainer.async.partial_rollout",),
-    ("trainer.max_restarts", 0): ("trainer.allow_smaller",),
-    ("trainer.wait_factor", None): ("trainer.wait_minimum",),
-    ("actor_rollout_ref.rollout.nnodes", 0): ("actor_rollout_ref.rollout.n_gpus_per_node",),
-    ("trainer.backend", "local"): ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"),
-    ("algorithm.use_kl_in_reward", False): (
-        "algorithm.kl_penalty",
-        "algorithm.kl_ctrl.type",
-        "algorithm.kl_ctrl.kl_coef",
-        "algorithm.kl_ctrl.horizon",
-        "algorithm.kl_ctrl.target_kl",
-    ),
-    ("algorithm.kl_ctrl.type", "fixed"): ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-    ("algorithm.filter_groups.enable", False): (
-        "algorithm.filter_groups.metric",
-        "algorithm.filter_groups.max_num_gen_batches",
-        "algorithm.filter_groups.at_limit",
-    ),
-    ("algorithm.filter_groups.max_num_gen_batches", 0): ("algorithm.filter_groups.at_limit",),
-    ("actor.use_kl_loss", False): ("actor.kl_loss_coef", "actor.kl_loss_type"),
-    ("actor.loss_agg_mode", None): ("actor.loss_scale_factor",),
-    ("actor.loss_agg_mode", "token-mean"): ("actor.loss_scale_factor",),
-    ("actor.loss_agg_mode", "token-sum"): ("actor.loss_scale_factor",),
-    ("actor.loss_agg_mode", "seq-mean-token-sum"): ("actor.loss_scale_factor",),
-    ("actor.loss_agg_mode", "seq-mean-token-mean"): ("actor.loss_scale_factor",),
-    ("val_kwargs.do_sample", False): ("val_kwargs.top_k", "val_kwargs.top_p"),
-    ("actor.use_dynamic_bsz", True): ("actor.ppo_micro_batch_size_per_gpu",),
-    ("critic.use_dynamic_bsz", True): ("critic.ppo_micro_batch_size_per_gpu",),
-    ("actor_rollout_ref.model.lora_rank", 0): ("actor_rollout_ref.model.lora_alpha",),
-    ("actor.optim.lr_scheduler_type", "constant"): ("actor.optim.min_lr_ratio",),
-    ("critic.optim.lr_scheduler_type", "constant"): ("critic.optim.min_lr_ratio",),
-}
-"""(end of a key, its value) -> ends of the keys that have no effect with that value."""
-
 log = logging.getLogger("verl.config")
-
-
-def matches(key: str, end: str) -> bool:
-    """Whether a dotted key is `end`, or ends in it."""
-    return key == end or key.endswith("." + end)
 
 
 def unsupported(config: Schema) -> list[Problem]:
@@ -276,22 +161,3 @@ def _not_registered(key: str, name: str, kind: str, names: Collection[str]) -> s
     return (
         f"there is no {kind} {name!r}: {did_you_mean(name, names)}. Custom ones are registered in a file of `imports`"
     )
-
-
-def settings_without_effect(config: Schema) -> list[str]:
-    """Fields that were changed from their default and have no effect, each as "key: value has no effect with ...".
-
-    The fields that the chosen estimator and loss do not read are found from their signatures, by the trainer.
-    """
-    chosen, flat = differences(config), flatten(config.model_dump(), type(config))
-    modes = [key for key in chosen if matches(key, "rollout.mode") and flat[key] == "sync"]
-    notes = {key: f"{key}: sync is the same as async" for key in modes}
-    for (end, value), ends in NO_EFFECT.items():
-        for reason in (key for key, given in flat.items() if matches(key, end) and given == value):
-            unused = [key for key in chosen if any(matches(key, other) for other in ends)]
-            notes |= {key: f"{key}: {_plain(flat[key])} has no effect with {reason}={_plain(value)}" for key in unused}
-    return list(notes.values())
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else format_value(value)

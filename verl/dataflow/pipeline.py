@@ -168,11 +168,11 @@ def merge_reports(runs: Sequence[RunReports]) -> tuple[dict[str, float], dict[st
 
 
 @contextmanager
-def heartbeat(running_since: Mapping[str, float]) -> Iterator[None]:
+def heartbeat(running_since: dict[str, float]) -> Iterator[None]:
     """Log every minute which operators are still running, to distinguish a long one from a hang.
 
     Args:
-        running_since: operator name -> start by `time.perf_counter`; read while the block runs.
+        running_since: operator name -> start by `time.perf_counter`; read while the block runs, and empty after it.
     """
     ended = threading.Event()
 
@@ -186,3 +186,4 @@ def heartbeat(running_since: Mapping[str, float]) -> Iterator[None]:
         yield
     finally:
         ended.set()
+        running_since.clear()  # after an error

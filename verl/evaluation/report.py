@@ -184,31 +184,40 @@ def compare(first: Sequence[ScoredPrompt], second: Sequence[ScoredPrompt], setti
 
 
 def metrics_table(evaluated: Evaluated, confidence: float) -> Table:
-    """Return a table with a section per data source, and one for all prompts if there are several sources."""
+    """Return a table with a section per data source, and one for all prompts if there are several sources.
+
+    With several, each row has the data source.
+    """
     table = _table("data source", "prompts", "responses", "metric", "value", f"{confidence:.0%} interval")
+    several = len(evaluated.sources) > 1
     for name, metrics in _with_overall(evaluated.sources, evaluated.overall).items():
         table.add_section()
         head = (name, f"{metrics.prompts:,}", f"{metrics.responses:,}")
         for metric_name, metric in _shown(metrics):
             interval = "" if metric.low is None else f"{metric.low:.4f} .. {metric.high:.4f}"
             table.add_row(*head, metric_name, f"{metric.value:.4f}", interval)
-            head = ("", "", "")
+            head = (name if several else "", "", "")
         if metrics.failed:
-            table.add_row("", "", "failed to score", f"{metrics.failed:,}", "")
+            table.add_row(*head, "failed to score", f"{metrics.failed:,}", "")
     return table
 
 
 def comparison_table(comparison: Comparison, confidence: float) -> Table:
-    """Return a table with a section per data source, and one for all prompts if there are several sources."""
+    """Return a table with a section per data source, and one for all prompts if there are several sources.
+
+    With several, each row has the data source.
+    """
     table = _table("data source", "prompts", "accuracy", "data.path - data.compare_path")
+    several = len(comparison.sources) > 1
     for name, found in _with_overall(comparison.sources, comparison.overall).items():
         table.add_section()
         table.add_row(name, f"{found.prompts:,}", "difference", f"{found.difference:+.4f}")
+        head = (name if several else "", "")
         if found.low is not None:
-            table.add_row("", "", f"{confidence:.0%} interval", f"{found.low:+.4f} .. {found.high:+.4f}")
-        table.add_row("", "", "p, sign-flip test", _p(found.p_value))
-        table.add_row("", "", "better, worse, equal", f"{found.wins:,}, {found.losses:,}, {found.ties:,}")
-        table.add_row("", "", "p, sign test", _p(found.sign_test_p))
+            table.add_row(*head, f"{confidence:.0%} interval", f"{found.low:+.4f} .. {found.high:+.4f}")
+        table.add_row(*head, "p, sign-flip test", _p(found.p_value))
+        table.add_row(*head, "better, worse, equal", f"{found.wins:,}, {found.losses:,}, {found.ties:,}")
+        table.add_row(*head, "p, sign test", _p(found.sign_test_p))
     return table
 
 

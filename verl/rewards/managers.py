@@ -17,7 +17,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NoReturn
 
@@ -111,7 +111,8 @@ class RewardManager(ABC):
             It is killed and restarted if a call exceeds its timeout or the memory limit. "none": they are called in
             this process, where breakpoints work.
         memory_limit_mb: Memory limit of the worker process in MiB; None: half of the memory of the host.
-        retries: How often the failed samples of a batch are scored again before they count as failed.
+        retries: How often the failed samples of a batch are scored again before they count as failed. At least once
+            with on_error="quarantine": the fault may be that of a process or a service, not of the prompt.
         max_failure_rate: With on_error="count", the largest share of a batch that may fail; a single sample always may.
 
     Raises:
@@ -172,6 +173,64 @@ class RewardManager(ABC):
             name -> list of B values, "metrics": name -> float}.
         """
 
+    def attempts(self, failures: dict[int, RewardError], total: int) -> Iterator[tuple[list[int], bool]]:
+        """Yields the samples to score: all, then those that failed, after a pause.
+
+        Args:
+            failures: Index of a sample -> its error. The caller adds those of an attempt.
+            total: Number of samples.
+
+        Yields:
+            Their indices, and whether it is the last attempt.
+        """
+        retries = max(1, self.retries) if self.on_error == "quarantine" else self.retries
+        yield list(range(total)), retries == 0
+        for attempt in range(1, retries + 1):
+            if not failures:
+                return
+            todo = sorted(failures)
+            logger.warning(
+                "%d of %d samples failed to score; retry %d of %d; the first: %s",
+                *(len(todo), total, attempt, retries, failures[todo[0]]),
+            )
+            time.sleep(min(_RETRY_SECONDS * 2 ** (attempt - 1), _LONGEST_RETRY))
+            failures.clear()
+            yield todo, attempt == retries
+
+    def judge(self, failures: Mapping[int, RewardError], uids: Sequence[Any]) -> None:
+        """Decide what follows from the samples that have failed.
+
+        Args:
+            failures: Index of a sample -> its error, after the last attempt.
+            uids: The prompt of every sample.
+
+        Raises:
+            QuarantineError: With on_error="quarantine".
+            RewardError: The function is to blame, because it fails for many samples.
+        """
+        if not failures:
+            return
+        first = failures[min(failures)]
+        logger.error("%s", first, exc_info=first.__cause__)
+        if self.on_error == "quarantine":
+            self._quarantine(failures, list(map(str, uids)))
+        check_failure_rate(failures.values(), len(uids), self.max_failure_rate)
+        logger.error("%d of %d samples failed to score; assigned %g", len(failures), len(uids), self.failure_score)
+
+    def _quarantine(self, failures: Mapping[int, RewardError], uids: Sequence[str]) -> NoReturn:
+        """Raise QuarantineError; RewardError if the function is to blame, because it fails for many prompts, or if the
+        samples are not of the training data but of a validation."""
+        first = failures[min(failures)]
+        of_prompts = {uids[i]: error for i, error in sorted(failures.items(), reverse=True)}
+        if not all(_OF_TRAINING.fullmatch(uid) for uid in of_prompts):
+            raise first from first.__cause__
+        check_failure_rate(of_prompts.values(), len(set(uids)), self.max_failure_rate, "prompts")
+        names = ", ".join(sorted(of_prompts))
+        raise QuarantineError(
+            f"responses to {len(of_prompts)} prompts (uid {names}) could not be scored; the first: {first}",
+            {uid: str(error).splitlines()[0] for uid, error in of_prompts.items()},
+        )
+
 
 @register_reward_manager("naive")
 class NaiveRewardManager(RewardManager):
@@ -226,50 +285,18 @@ class NaiveRewardManager(RewardManager):
     def _score(self, samples: Sequence[Sample]) -> tuple[list[float], list[dict[str, Any]], int]:
         """Return scores, extra values and the number of failed samples."""
         scores, extras = [self.failure_score] * len(samples), [{"acc": 0.0} for _ in samples]
-        todo, failures = list(range(len(samples))), {}
-        for attempt in range(1 + self.retries):
-            if attempt:
-                logger.warning(
-                    "%d of %d samples failed to score; retry %d of %d; the first: %s",
-                    *(len(todo), len(samples), attempt, self.retries, failures[todo[0]]),
-                )
-                time.sleep(min(_RETRY_SECONDS * 2 ** (attempt - 1), _LONGEST_RETRY))
-            failures = self._score_once(samples, todo, scores, extras, is_last=attempt == self.retries)
-            todo = sorted(failures)
-            if not todo:
-                break
-        failed = len(failures)
-        if failed:
-            logger.error("%s", failures[todo[0]], exc_info=failures[todo[0]].__cause__)
-        if failed and self.on_error == "quarantine":
-            self._quarantine(samples, failures)
-        check_failure_rate(failures.values(), len(samples), self.max_failure_rate)
-        if failed:
-            logger.error("%d of %d samples failed to score; assigned %g", failed, len(samples), self.failure_score)
-            if (lowest := min(scores)) < self.failure_score:
-                logger.warning(
-                    "reward.failure_score=%g is above the lowest score of this batch, so a sample that fails is "
-                    "preferred to a wrong one: set reward.failure_score=%g",
-                    self.failure_score,
-                    lowest,
-                )
-        return scores, extras, failed
-
-    def _quarantine(self, samples: Sequence[Sample], failures: Mapping[int, RewardError]) -> NoReturn:
-        """Raise QuarantineError; RewardError if the function is to blame, because it fails for many prompts, or if the
-        samples are not of the training data but of a validation."""
-        first = failures[min(failures)]
-        of_prompts = {str(samples[i].uid): error for i, error in sorted(failures.items(), reverse=True)}
-        if not all(_OF_TRAINING.fullmatch(uid) for uid in of_prompts):
-            raise first from first.__cause__
-        check_failure_rate(
-            of_prompts.values(), len({str(sample.uid) for sample in samples}), self.max_failure_rate, "prompts"
-        )
-        names = ", ".join(sorted(of_prompts))
-        raise QuarantineError(
-            f"responses to {len(of_prompts)} prompts (uid {names}) could not be scored; the first: {first}",
-            {uid: str(error).splitlines()[0] for uid, error in of_prompts.items()},
-        )
+        failures: dict[int, RewardError] = {}
+        for todo, is_last in self.attempts(failures, len(samples)):
+            failures |= self._score_once(samples, todo, scores, extras, is_last)
+        self.judge(failures, [sample.uid for sample in samples])
+        if failures and (lowest := min(scores)) < self.failure_score:
+            logger.warning(
+                "reward.failure_score=%g is above the lowest score of this batch, so a sample that fails is preferred "
+                "to a wrong one: set reward.failure_score=%g",
+                self.failure_score,
+                lowest,
+            )
+        return scores, extras, len(failures)
 
     def _score_once(
         self,

@@ -17,7 +17,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from verl.rewards.functions import COLUMN_FORMS, ScoreFunction
 from verl.rewards.managers import (
     REWARD_MANAGER_REGISTRY,
     RewardManager,
-    check_failure_rate,
     register,  # noqa: F401 (a name of public verl)
     scores_single_samples,
 )
@@ -49,8 +48,8 @@ class ColumnsRewardManager(RewardManager):
         tokenizer: Decodes the responses.
         compute_score: A function or callable object with the parameter `batch` or `data`.
         scores_with: The reward function that a manager calls; for messages. Default: `compute_score`.
-        **kwargs: Arguments of RewardManager. There is one call per batch: `on_error` does not apply, and `timeout`
-            limits the whole batch, in a worker process.
+        **kwargs: Arguments of RewardManager. There is one call per batch: `on_error` and `retries` do not apply, and
+            `timeout` limits the whole batch, in a worker process.
     """
 
     forms = COLUMN_FORMS
@@ -67,8 +66,9 @@ class ColumnsRewardManager(RewardManager):
         self._call = self.compute_score
         if scores_with is not None:
             self.compute_score = scores_with
-        if self.on_error != "raise":
-            logger.warning("reward.on_error=%s has no effect: %s scores whole batches", self.on_error, self._call.where)
+        for name, default in (("on_error", "raise"), ("retries", 0)):
+            if (value := getattr(self, name)) != default:
+                logger.warning("reward.%s=%s has no effect: %s scores whole batches", name, value, self._call.where)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         returned = self._returned(data)
@@ -157,23 +157,21 @@ class SingleRewardManager(RewardManager):
         self.manager = manager
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        rewards, extras, failures = torch.zeros(data.column("responses").shape), [], []
+        rewards, extras = torch.zeros(data.column("responses").shape), [{"acc": 0.0} for _ in range(len(data))]
         positions, lengths = reward_positions(data)
-        for i, outcome in enumerate(self._outcomes(data)):
-            try:
-                score, extra = read_outcome(outcome)
-            except BadOutcome as bad:
-                where = f"{type(self.manager).__name__}.run_single"
-                error = RewardError(f"reward manager {where} {bad}\n  sample {i} of {len(data)}")
-                if self.on_error == "raise":
-                    raise error from bad.__cause__
-                failures.append(error)
-                if len(failures) == 1:
-                    logger.error("%s", error, exc_info=bad.__cause__)
-                score, extra = self.failure_score, {"acc": 0.0}
-            rewards[i, positions[i]] = score
-            extras.append(extra)
-        check_failure_rate(failures, len(data), self.max_failure_rate)
+        rewards[torch.arange(len(data)), positions] = self.failure_score
+        failures: dict[int, RewardError] = {}
+        for todo, is_last in self.attempts(failures, len(data)):
+            for i, outcome in zip(todo, self._outcomes(data, todo)):
+                try:
+                    rewards[i, positions[i]], extras[i] = read_outcome(outcome)
+                except BadOutcome as bad:
+                    error = RewardError(f"reward manager {self._where} {bad}\n  sample {i} of {len(data)}")
+                    error.__cause__ = bad.__cause__
+                    if self.on_error == "raise" and is_last:
+                        raise error from bad.__cause__
+                    failures[i] = error
+        self.judge(failures, data.non_tensor_batch.get("uid", [None] * len(data)))
         if not return_dict:
             return rewards
         names = dict.fromkeys(name for extra in extras for name in extra)
@@ -186,18 +184,24 @@ class SingleRewardManager(RewardManager):
             },
         }
 
-    def _outcomes(self, data: DataProto) -> list[Outcome]:
-        """Score all samples in an event loop in a thread, since the caller may be inside a loop."""
+    @property
+    def _where(self) -> str:
+        return f"{type(self.manager).__name__}.run_single"
+
+    def _outcomes(self, data: DataProto, rows: Sequence[int]) -> list[Outcome]:
+        """Score samples in an event loop in a thread, since the caller may be inside a loop."""
         found: list[Outcome] = []
-        thread = threading.Thread(target=lambda: found.extend(asyncio.run(self._gather(data))), name="reward manager")
+        thread = threading.Thread(
+            target=lambda: found.extend(asyncio.run(self._gather(data, rows))), name="reward manager"
+        )
         thread.start()
         thread.join()
-        if len(found) != len(data):
-            where = f"{type(self.manager).__name__}.run_single"
-            raise RewardError(f"reward manager {where} ended its event loop: see the traceback of its thread above")
+        if len(found) != len(rows):
+            found = "ended its event loop: see the traceback of its thread above"
+            raise RewardError(f"reward manager {self._where} {found}")
         return found
 
-    async def _gather(self, data: DataProto) -> list[Outcome]:
+    async def _gather(self, data: DataProto, rows: Sequence[int]) -> list[Outcome]:
         slots = asyncio.Semaphore(self.max_concurrency)
 
         async def score(row: int) -> Outcome:
@@ -209,7 +213,7 @@ class SingleRewardManager(RewardManager):
                     timed_out = isinstance(error, TimeoutError) and deadline.expired()
                     return late(self.timeout, error) if timed_out else Outcome.raised(error)
 
-        return await asyncio.gather(*map(score, range(len(data))))
+        return await asyncio.gather(*map(score, rows))
 
 
 def _outcome_of(returned: Any) -> Outcome:

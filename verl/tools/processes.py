@@ -11,7 +11,6 @@ only the call at fault fails. Instances of classes are lost with their process, 
 
 import asyncio
 import itertools
-import os
 import pickle
 import threading
 import time
@@ -26,7 +25,7 @@ from typing import Any, Literal
 from verl.tools.function_tool import FunctionTool
 from verl.tools.load import load_tools
 from verl.tools.runner import ToolFailure, ToolSettings, describe, late
-from verl.utils.subprocess_pool import PythonProcess, describe_exit
+from verl.utils.subprocess_pool import PythonProcess, describe_exit, helper_environment
 
 START_SECONDS = 300.0  # for a worker to start and load the files of the tools
 _GRACE_SECONDS = 1.0  # for a worker to report a timeout itself
@@ -91,7 +90,7 @@ class _Slot:
     def _start(self) -> None:
         self._connection, theirs = Pipe()
         with theirs:
-            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            environment = helper_environment(OMP_NUM_THREADS="1")
             self._process = PythonProcess("verl.tools.worker", [theirs.fileno()], environment)
         self._is_ready = False
         self._connection.send_bytes(pickle.dumps(self._settings))

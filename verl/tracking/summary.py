@@ -1,8 +1,11 @@
 """The summary at the end of a run: reward or loss, validation results, and duration."""
 
+import re
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from verl.tracking.formatting import HEADLINES, duration_in_words
+from verl.tracking.formatting import HEADLINES, duration_in_words, short
 
 Series = Sequence[tuple[int, float]]
 """(step, value) in the order of the steps."""
@@ -12,6 +15,9 @@ WINDOW = 10
 #: headlines that are summarized
 _LEARNED = ("reward", "loss")
 _MAX_VALIDATIONS = 3
+#: metrics of the weight sync that are summarized, and of the staleness of samples
+SYNC = ("weight_sync/bytes", "weight_sync/seconds", "weight_sync/bandwidth_share")
+STALENESS = re.compile(r"async/staleness_(\d+)")
 
 
 def summary_lines(history: Mapping[str, Series], steps: int, total_steps: int, seconds: float) -> list[str]:
@@ -19,9 +25,12 @@ def summary_lines(history: Mapping[str, Series], steps: int, total_steps: int, s
 
         reward 0.61 -> 0.90 in 100 steps (2 min 03 s; means of the first and last 10 steps)
         validation reverse/acc/mean@1: 0.906 (step 0) -> 0.968 (step 100), best 0.978 (step 80)
+        weight sync: 1.24GB in 0.11 s, 62% of the bandwidth limit (median push)
+        staleness in updates: 0: 3,200 samples (50%), 1: 3,200 samples (50%)
 
     Args:
-        history: metric -> values; metrics other than the reward, the loss and validation results have no line.
+        history: metric -> values; metrics other than the reward, the loss, validation results, and the cost and
+            staleness of a rollout with separate weights have no line.
         steps: completed steps, those before a resume included; the history has only those of this process.
         seconds: of this process.
     """
@@ -44,7 +53,32 @@ def summary_lines(history: Mapping[str, Series], steps: int, total_steps: int, s
         lines.append(
             f"validation {name.removeprefix('val-core/').removeprefix('val/')}: {_first_and_best(name, history)}"
         )
-    return lines
+    return [*lines, *_cost_of_pushes(history), *_staleness(history)] if lines else []
+
+
+def push_words(size: float, seconds: float, share: float | None) -> str:
+    """The cost of a weight push. share: of the bandwidth limit, if it was measured."""
+    limit = "" if share is None else f", {share:.0%} of the bandwidth limit"
+    return f"{short(size)}B in {seconds:.3g} s{limit}"
+
+
+def _cost_of_pushes(history: Mapping[str, Series]) -> list[str]:
+    sizes, seconds, shares = ([value for _, value in history.get(name, ())] for name in SYNC)
+    if not any(sizes):  # the rollout shares the weights of training
+        return []
+    share = statistics.median(shares) if shares else None
+    return [f"weight sync: {push_words(statistics.median(sizes), statistics.median(seconds), share)} (median push)"]
+
+
+def _staleness(history: Mapping[str, Series]) -> list[str]:
+    """The histogram over all samples of the run."""
+    counts: Counter[int] = Counter()
+    for name, series in history.items():
+        if found := STALENESS.fullmatch(name):
+            counts[int(found[1])] += int(sum(value for _, value in series))
+    total = counts.total()
+    bars = [f"{k}: {counts[k]:,} samples ({counts[k] / total:.0%})" for k in sorted(counts) if total]
+    return [f"staleness in updates: {', '.join(bars)}"] if bars else []
 
 
 def best_point(name: str, series: Series) -> tuple[int, float]:

@@ -15,7 +15,6 @@ from verl.config.fields import Schema
 from verl.data.order import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
-from verl.rewards.outcome import QuarantineError
 from verl.single_controller import WorkerGroup
 from verl.single_controller.cluster import StartedRoles
 from verl.tracking.trackers import Rows
@@ -24,7 +23,7 @@ from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
 from verl.trainer.output.step_report import StepReport
 from verl.trainer.state.bad_steps import StepGuard, roll_back
-from verl.trainer.state.checkpointing import BadStepsError, Checkpointer
+from verl.trainer.state.checkpointing import Checkpointer
 from verl.trainer.state.interruption import Interruption, Stopped
 from verl.trainer.state.operator_watch import OperatorWatch
 from verl.trainer.state.quarantine import apply_quarantine, quarantine
@@ -91,6 +90,7 @@ class Trainer(ABC):
         self._failed_step: int | None = None  # the last step, if it raised
         self.on_step: list[Callable[[StepReport], None]] = []
         self.guard = StepGuard(self)
+        self._operator_watch = OperatorWatch(self)
         self.restarts = Restarts(self)
         flow = self._checked_flow("build_flow", self.build_flow())
         self.pipeline: Pipeline = self._checked_flow("finish_flow", self.finish_flow(flow)).compile()
@@ -180,7 +180,7 @@ class Trainer(ABC):
         """Called after `init_workers` and `load`, before the first step or validation."""
 
     def after_restore(self) -> None:  # noqa: B027 (optional hook)
-        """Called after the run has rolled back to a checkpoint, and before the step after a failed one."""
+        """Called after running workers have loaded a checkpoint again, and before the step after a failed one."""
 
     def checkpoints_to_keep(self) -> dict[str, int | None]:
         """Role -> how many of its newest checkpoints are kept; None keeps all."""
@@ -259,10 +259,8 @@ class Trainer(ABC):
     def _train_again(self, error: BaseException) -> dict[str, float]:
         """After an error: roll back and train to the end if it allows that, otherwise end the workers and raise it."""
         try:
-            if isinstance(error, QuarantineError):
-                quarantine(self, error)
-            interrupted = self.interruption.requested is not None
-            if interrupted or not (isinstance(error, BadStepsError) and roll_back(self, error)):
+            quarantine(self, error)
+            if not roll_back(self, error):
                 raise error
             with RunLog(self) as log:
                 return self._train(log)
@@ -275,7 +273,7 @@ class Trainer(ABC):
         """The loop of `fit`: steps with logging, validation and saving."""
         trainer = self.config.trainer
         metrics: dict[str, float] = {}
-        with frozen_heap(), log.steps(), OperatorWatch(self):  # what exists now lives to the end
+        with frozen_heap(), log.steps(), self._operator_watch:  # what exists now lives to the end
             if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
                 metrics = self._validate(log)
             elif self.watch.skipped:
@@ -378,13 +376,8 @@ class Trainer(ABC):
         trainer = self.config.trainer
         ends = self.end_reason is not None or self.interruption.requested is not None
         is_due = self._is_due(trainer.save_freq) or (ends and trainer.save_at_end) or self.guard.owes_save
-        if not (is_due or self.watch.improved) or self.checkpointer.saved_step == self.global_step:
-            return
-        self.guard.owes_save = self.guard.is_bad and self.global_step < self.total_steps
-        if self.guard.owes_save:
-            # a run that ends for bad steps must resume from before them
-            logger.warning("step %d is not saved, since updates were skipped: the next good one is", self.global_step)
-        else:
+        wanted = (is_due or self.watch.improved) and self.checkpointer.saved_step != self.global_step
+        if wanted and not self.guard.defers_save():
             self.checkpointer.save(self.global_step, is_due)
 
     def _is_due(self, freq: int | str) -> bool:
@@ -430,8 +423,6 @@ class Trainer(ABC):
         self.roles.clear()
         self._started = False
 
-    # ---- the end of a run -------------------------------------------------------------------------------------------
-
     @property
     def end_reason(self) -> str | None:
         """Why the run has ended; None while there are further steps."""
@@ -472,9 +463,20 @@ class Trainer(ABC):
                 )
             return
         self.global_step = step
-        if self.config.trainer.val_only or self.watch.skipped or self.end_reason is None:
-            return
-        warn_nothing_to_train(self)
+        if not (self.config.trainer.val_only or self.watch.skipped or self.end_reason is None):
+            warn_nothing_to_train(self)
+
+    def rewind(self) -> None:
+        """Return to the last checkpoint of this run, or to the state before its first step if there is none.
+
+        Workers that are running load it now; otherwise, the next ones do. Raises ValueError if there is neither.
+        """
+        if self._started and self.checkpointer.saved_path is None:
+            self.shutdown()
+        self.guard.reset()
+        self.global_step = self.checkpointer.rewind(self._started)
+        if self._started:
+            self.after_restore()
 
     def __repr__(self) -> str:
         flow = " -> ".join(op.name for op in self.pipeline.operators)

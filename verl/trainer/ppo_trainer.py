@@ -262,6 +262,11 @@ class PPOTrainer(Trainer):
             self.rollout_weights.version = None
             self.before_first_step()
 
+    def rewind(self) -> None:
+        if self.asynchronous is not None:
+            self.shutdown()  # the samples in flight are of the steps that are undone
+        super().rewind()
+
     def flow_state(self) -> Any:
         return None if self.asynchronous is not None else super().flow_state()
 

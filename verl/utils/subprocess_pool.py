@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+_further: dict[str, str] = {}  # environment variables of helper processes
 _SIGNAL_NAMES = {s.value: s.name for s in signal.Signals}
 STACK_SIGNAL = signal.SIGUSR1  # blocked in a child until `dump_stacks_on_request`
 
@@ -119,6 +120,18 @@ class PythonProcess(ChildProcess):
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
         return self._popen.returncode
+
+
+def set_helper_environment(variables: Mapping[str, str]) -> None:
+    """Set the environment variables that processes of reward functions, tools and agents have in addition to those of
+    this process (`trainer.worker_env`). Processes that are running keep theirs."""
+    _further.clear()
+    _further.update(variables)
+
+
+def helper_environment(**defaults: str) -> dict[str, str]:
+    """The environment of a process that calls functions of the user. defaults: values of unset variables."""
+    return {**defaults, **os.environ, **_further}
 
 
 def process_status(pid: int) -> str:

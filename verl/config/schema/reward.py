@@ -81,4 +81,9 @@ class RewardConfig(Section):
         ge=0,
         le=1,
     )
-    retries: int = field(0, "how often responses that could not be scored are scored again, after 1, 2, 4 ... s", ge=0)
+    retries: int = field(
+        0,
+        "how often responses that could not be scored are scored again, after 1, 2, 4 ... s; with on_error=quarantine "
+        "at least once",
+        ge=0,
+    )

@@ -127,7 +127,11 @@ class TrainerConfig(_WithAsync):
     max_critic_ckpt_to_keep: int | None = field(None, "number of critic checkpoints to keep; null: all", ge=1)
     critic_warmup: int = field(0, "steps in which only the critic is updated", ge=0)
     balance_batch: bool = field(True, "balance the number of tokens over the ranks")
-    worker_env: dict[str, str] = field({}, "environment variables of the workers, such as NCCL_SOCKET_IFNAME")
+    worker_env: dict[str, str] = field(
+        {},
+        "environment variables of the workers, such as NCCL_SOCKET_IFNAME, and of processes of reward functions, tools "
+        "and agents",
+    )
     overlap: bool = field(False, "run independent operators of different resource pools concurrently")
     log_samples: int = field(0, "number of samples of each step sent to the trackers, drawn at random", ge=0)
     log_val_generations: int = field(0, "number of validation samples sent to the trackers", ge=0)

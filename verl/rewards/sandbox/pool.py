@@ -31,7 +31,13 @@ from typing import Any
 
 import psutil
 
-from verl.utils.subprocess_pool import PythonProcess, describe_exit, process_status, resident_memory
+from verl.utils.subprocess_pool import (
+    PythonProcess,
+    describe_exit,
+    helper_environment,
+    process_status,
+    resident_memory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +162,7 @@ class _Worker:
     def __init__(self, shares_cores: bool) -> None:
         self.connection, theirs = Pipe()
         # Many workers share the cores: one thread each, unless the user sets another number.
-        environment = {**({"OMP_NUM_THREADS": "1"} if shares_cores else {}), **os.environ}
+        environment = helper_environment(**({"OMP_NUM_THREADS": "1"} if shares_cores else {}))
         with theirs:
             self.process = PythonProcess("verl.rewards.sandbox.worker", [theirs.fileno()], environment)
         self.positions: deque[int] = deque()

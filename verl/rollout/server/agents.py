@@ -19,6 +19,7 @@ import numpy as np
 
 from verl.config import schema
 from verl.registry import load_object
+from verl.utils.subprocess_pool import helper_environment
 
 #: extra_info of the trial of the reward function before training
 TRIAL_FACTS = {"agent_score": 0.0, "agent_error": None, "agent_info": {}, "num_turns": 2}
@@ -123,7 +124,7 @@ class CommandAgent:
         values = {"OPENAI_BASE_URL": call.base_url, "OPENAI_API_KEY": call.api_key, "OPENAI_MODEL": call.model}
         process = subprocess.Popen(
             self.command,
-            env={**os.environ, **values, "VERL_SAMPLE": sample},
+            env=helper_environment() | values | {"VERL_SAMPLE": sample},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -34,10 +34,10 @@ from verl.config import (
 from verl.config.checks import check_combinations
 from verl.config.fields import Schema
 from verl.config.inputs import check_code_file
+from verl.config.no_effect import settings_without_effect
 from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.sources import Overrides
-from verl.config.supported import settings_without_effect
 from verl.data.collate import check_dataset
 from verl.data.mixture import Mixture
 from verl.data.rlhf_dataset import RLHFDataset

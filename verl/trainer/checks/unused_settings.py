@@ -42,7 +42,8 @@ def _unused(config: schema.Config, given: list[str]) -> Iterator[tuple[str, str]
                 if _name(key).startswith(kind + "_") and _name(key) in others:
                     yield key, f"{_CORRECTION}.{kind}=null and actor.policy_loss.loss_mode={loss}"
     if not needs_critic(config):
-        yield from ((key, f"{estimator}, which has no critic") for key in given if key.startswith("critic."))
+        of_critic = ("critic.", "trainer.max_critic_ckpt_to_keep")
+        yield from ((key, f"{estimator}, which has no critic") for key in given if key.startswith(of_critic))
     if not needs_reference(config):
         yield from ((key, "no KL to a reference") for key in given if key.startswith("actor_rollout_ref.ref."))
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from verl.tracking.formatting import HEADLINES
-from verl.tracking.summary import Series, best_point
+from verl.tracking.summary import STALENESS, SYNC, Series, best_point
 
 History = Mapping[str, Series]
 """Metric -> its values."""
@@ -158,8 +158,13 @@ DETECTORS: dict[str, Detector] = {
 }
 
 
-#: metrics of the history, in addition to validation results; the loss is for the summary of the run
-_KEPT = {"actor/lr", "reward/acc", "critic/score/min", "critic/score/max", *HEADLINES["loss"], *REWARD, *ENTROPY, *KL}
+#: metrics of the history, in addition to validation results; the last line is for the summary of the run
+_KEPT = {"actor/lr", "reward/acc", "critic/score/min", "critic/score/max", *REWARD, *ENTROPY, *KL}
+_KEPT |= {*HEADLINES["loss"], *SYNC}
+
+
+def _is_kept(name: str) -> bool:
+    return name in _KEPT or name.startswith(("val-core/", "val/")) or STALENESS.fullmatch(name) is not None
 
 
 class DivergenceWatch:
@@ -178,7 +183,7 @@ class DivergenceWatch:
     def update(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Add the metrics of a step or of a validation. Returns one line for each new event."""
         for name, value in metrics.items():
-            if math.isfinite(value) and (name in _KEPT or name.startswith(("val-core/", "val/"))):
+            if math.isfinite(value) and _is_kept(name):
                 self.history.setdefault(name, []).append((step, value))
         self._updates += 1
         # the detectors read the whole history: rarer checks in a long run keep the time per step bounded

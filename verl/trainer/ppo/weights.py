@@ -1,12 +1,16 @@
 """The weights of the rollout: pushes to it, and what they report."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from verl.rollout.weight_sync import SyncReport
 from verl.single_controller.worker_group import Future, WorkerGroup
+from verl.tracking.summary import push_words
 from verl.trainer.ppo.canary import Canary
 from verl.utils import chaos
+
+logger = logging.getLogger("verl.trainer")
 
 _POLL = 0.02  # seconds between two polls of calls that wait for one another
 
@@ -56,8 +60,10 @@ class RolloutWeights:
             metrics["weight_sync/kept_bytes"] = kept
         if size:
             metrics["weight_sync/gb_per_second"] = size / seconds / 1e9
-        if size and (limit := min(report.bandwidth for report in reports)):
-            metrics["weight_sync/bandwidth_share"] = size / seconds / limit
+            if limit := min(report.bandwidth for report in reports):
+                metrics["weight_sync/bandwidth_share"] = size / seconds / limit
+            share = metrics.get("weight_sync/bandwidth_share")
+            logger.info("[sync_weights] version %d: %s", version, push_words(size, seconds, share))
         if self.canary is not None and self.canary.is_due(version):
             metrics |= self.canary.check(version)
         return metrics

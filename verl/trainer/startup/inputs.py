@@ -27,7 +27,7 @@ from verl.data.tokenization import load_tokenizer
 from verl.modeling.huggingface import model_source
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
+from verl.rewards import RewardError, RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import ScoreFunction, check_registered
 from verl.rewards.sandbox.pool import WorkerError
 from verl.rollout.agent_loop.base import NO_FACTS
@@ -35,12 +35,15 @@ from verl.trainer.checks.model_limits import ModelLimits
 from verl.trainer.startup.launch import Recipe
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.data_names import with_split
+from verl.utils.subprocess_pool import set_helper_environment
 
 logger = logging.getLogger("verl.trainer")
 
 #: keys of an item that is tokenized, or that the trainer tokenizes
 RL_TOKENS = (*TOKEN_KEYS, "raw_prompt")
 SFT_TOKENS = ("response_ids",)
+#: rows that are tried until the reward function scores one
+_TRIAL_ROWS = 3
 #: columns of a row that are not further columns for the reward
 _READ = ("prompt", "answer", "ground_truth", "reward_model", "data_source", "ability", "extra_info")
 
@@ -74,6 +77,7 @@ def load_inputs(
     tokenizer: Any = None,
 ) -> Inputs:
     """Load the inputs that are not given as objects. reward_manager: see `given_rewards`."""
+    set_helper_environment(config.trainer.worker_env)
     model = config.actor_rollout_ref.model
     if tokenizer is None and isinstance(train_dataset, RLHFDataset):
         tokenizer = train_dataset.tokenizer
@@ -326,8 +330,8 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
 def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | None = None) -> set[str]:
     """Score two trial responses to the first prompt: its ground truth and the prompt itself.
 
-    With a reward model, the trial uses reward model scores of 0 and 1; if the reward is the same for both, a warning is
-    logged.
+    If the function fails for it, but may fail for some rows (`reward.on_error`), the next two rows are tried. With a
+    reward model, the trial uses its scores 0 and 1; if the reward is the same for both, a warning is logged.
 
     Args:
         inputs: the loaded inputs.
@@ -343,7 +347,17 @@ def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | Non
     manager = inputs.reward_manager
     if manager.compute_score.needs_ground_truth:
         check_ground_truth(inputs.train_dataset, f"the reward function {manager.compute_score.name}")
-    batch = _trial_batch(inputs)
+    rows = 1 if manager.on_error == "raise" else min(_TRIAL_ROWS, len(inputs.train_dataset))
+    for row in range(rows - 1):
+        try:
+            return _try_row(inputs, row, uses_model, facts)
+        except RewardError as error:
+            logger.warning("the reward function fails for row %d of the training data: %s", row, error)
+    return _try_row(inputs, rows - 1, uses_model, facts)
+
+
+def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any] | None) -> set[str]:
+    manager, batch = inputs.reward_manager, _trial_batch(inputs, row)
     if facts is not None:
         batch = batch.replace(agent_facts=[dict(facts) for _ in range(len(batch))])
     if not uses_model:
@@ -363,8 +377,8 @@ def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | Non
     return set(first["reward_extra_info"])
 
 
-def _trial_batch(inputs: Inputs) -> DataProto:
-    tokenizer, item = inputs.tokenizer, inputs.train_dataset[0]
+def _trial_batch(inputs: Inputs, row: int) -> DataProto:
+    tokenizer, item = inputs.tokenizer, inputs.train_dataset[row]
     prompts = inputs.collate([item, item]).replace(uid=["trial", "trial"], agent_facts=[NO_FACTS, NO_FACTS])
     truth = (item.get("reward_model") or {}).get("ground_truth")
     truth = "" if truth is None else str(truth)
@@ -386,6 +400,6 @@ def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
         for filename, number, line in lines[-1:]:
             error.add_note(f"raised at {filename}:{number}: {line}")
         error.add_note(
-            "found by a trial before training: the ground truth and the prompt of the first row, scored as responses"
+            "found by a trial before training: the ground truth and the prompt of a row, scored as responses"
         )
         raise

@@ -51,6 +51,19 @@ class StepGuard:
     def _settings(self) -> RunConfig:
         return self._trainer.config.trainer
 
+    def reset(self) -> None:
+        """Forget the bad steps so far, which the run has undone."""
+        self.in_a_row, self.owes_save = 0, False
+
+    def defers_save(self) -> bool:
+        """Whether a checkpoint that is due now is written at the next good step instead: a run that ends for bad steps
+        must resume from before them."""
+        step = self._trainer.global_step
+        self.owes_save = self.is_bad and step < self._trainer.total_steps
+        if self.owes_save:
+            logger.warning("step %d is not saved, since updates were skipped: the next good one is", step)
+        return self.owes_save
+
     def check(self, report: "StepReport") -> None:
         """Count and dump a bad step. Raises BadStepsError if the run cannot continue after it."""
         bad = {name: value for name, value in report.metrics.items() if name.endswith((SKIPPED, BROKEN)) and value > 0}
@@ -137,16 +150,16 @@ def _words(bad: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in bad.items())
 
 
-def roll_back(trainer: "Trainer", error: BadStepsError) -> bool:
-    """Return to the last checkpoint of this run, once, and continue with the prompts after those of the bad steps.
+def roll_back(trainer: "Trainer", error: BaseException) -> bool:
+    """After bad steps, rewind once, and continue with the prompts after theirs.
 
     Returns:
         Whether the run continues. If not, a note of the error says why.
     """
-    if trainer.config.trainer.on_bad_steps != "rollback":
+    asked_to_end = trainer.interruption.requested is not None
+    if asked_to_end or not isinstance(error, BadStepsError) or trainer.config.trainer.on_bad_steps != "rollback":
         return False
     checkpointer, failed = trainer.checkpointer, trainer.global_step
-    checkpointer.wait()
     if checkpointer.rollbacks or checkpointer.saved_path is None:
         reason = "the run has rolled back once already" if checkpointer.rollbacks else "there is no checkpoint yet"
         error.add_note(f"trainer.on_bad_steps=rollback: {reason}")
@@ -154,11 +167,9 @@ def roll_back(trainer: "Trainer", error: BadStepsError) -> bool:
     # the first operator is the source, which may have a queue of prompts (dynamic sampling)
     source = trainer.pipeline.operators[0].stateful or trainer.source
     position = source.state_dict()
-    trainer.global_step = checkpointer.restore(checkpointer.saved_path)
+    trainer.rewind()
     source.load_state_dict(position)
     checkpointer.rollbacks += 1
-    trainer.guard.in_a_row = 0
-    trainer.after_restore()
     logger.warning(
         "%s. Rolled back from step %d to step %d; the prompts of the steps in between are not used again",
         *(error, failed, trainer.global_step),

@@ -8,6 +8,7 @@
 A checkpoint is complete once everything is written and it has its final name.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +96,6 @@ class Checkpointer:
         saved_step: step of the last checkpoint that was saved or loaded; None before.
         saved_path: its folder.
         rollbacks: how often the run has returned to a checkpoint because of bad steps.
-        restarted: whether the next `load` continues this run, rather than starting it.
     """
 
     def __init__(
@@ -128,9 +128,10 @@ class Checkpointer:
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0
-        self.restarted = False
+        self._rewound = False  # the next `load` continues this run, rather than starting it
+        self._initial: tuple[dict[str, Any], dict[str, Any]] | None = None  # of pipeline and watch, before step 1
         self._durations = Durations(wait_limits(config))
-        self._serial = 0  # of the newest checkpoint before this run
+        self._serial: int | None = None  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -151,6 +152,8 @@ class Checkpointer:
     def _save(self, step: int, is_due: bool) -> Path:
         for role in self._present_roles():
             self.require_finite(role, step)
+        if self._serial is None:  # a custom loop
+            self._serial = self.store.last_serial()
         start, path = time.perf_counter(), self.store.path(step)
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.writing(step))
@@ -248,7 +251,9 @@ class Checkpointer:
             The step; 0 if there is no checkpoint to resume from.
         """
         folder = self._folder_to_load()
-        return 0 if folder is None else self.restore(folder)
+        step = 0 if folder is None else self.restore(folder)
+        self._rewound = False
+        return step
 
     def restore(self, folder: Path) -> int:
         """Restore the checkpoint in a verified folder. Returns its step."""
@@ -286,19 +291,50 @@ class Checkpointer:
         if (self.store.path(best.step) / MANIFEST).is_file():
             self.store.mark_best(asdict(best) | {"saved_as_best": False})
 
-    def start_of_run(self) -> None:
-        """Later checkpoints are those of this run: a restart with resume_mode=disable continues from them."""
-        self._serial, self.restarted = self.store.last_serial(), False
+    def start_of_run(self, step: int) -> None:
+        """Later checkpoints are those of this run, also with resume_mode=disable. step: completed steps."""
+        if self._serial is None:
+            self._serial = self.store.last_serial()
+        if step == 0 and not self._rewound:
+            self._initial = copy.deepcopy((self.pipeline.state_dict(), self.watch.state_dict()))
 
     def newest_of_run(self) -> Path | None:
         """The newest complete checkpoint from which a restart of this run may continue."""
         auto = self.config.trainer.resume_mode == "auto"
-        return self.store.newest(0 if auto else self._serial)
+        return self.store.newest(0 if auto else self._serial or 0)
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether there is a state to which the run can return."""
+        return self._initial is not None or self.newest_of_run() is not None
+
+    def rewind(self, into_workers: bool) -> int:
+        """Return to the last checkpoint of this run: `Trainer.rewind`.
+
+        Args:
+            into_workers: restore it now. Otherwise, return to the state before the first step, and the next `load`
+                continues from the newest checkpoint, if there is one.
+
+        Returns:
+            The step.
+        """
+        if into_workers:
+            self.wait()
+            return self.restore(self.saved_path)
+        if not self.can_rewind:
+            raise ValueError(f"the run cannot return to an earlier step: there is no checkpoint in {self.store.root}")
+        self._rewound = True
+        self.saved_step = self.saved_path = None  # it may not be written completely
+        if self._initial is not None:
+            pipeline, watch = copy.deepcopy(self._initial)
+            self.pipeline.load_state_dict(pipeline)
+            self.watch.load_state_dict(watch)
+        return 0
 
     def _folder_to_load(self) -> Path | None:
         trainer = self.config.trainer
-        if self.restarted and trainer.resume_mode != "auto" and self.newest_of_run() is not None:
-            return self.store.latest(self._serial)
+        if self._rewound and trainer.resume_mode != "auto" and self.newest_of_run() is not None:
+            return self.store.latest(self._serial or 0)
         if trainer.resume_mode == "disable":
             return None
         if trainer.resume_mode == "resume_path":

@@ -47,7 +47,8 @@ def thread_stacks() -> str:
 
 
 class OperatorWatch:
-    """Context manager around the steps of a run, in the thread that runs the flow.
+    """Context manager around the steps of a run, in the thread that runs the flow. It can be entered again, after a
+    restart: the durations of operators are kept.
 
     Args:
         trainer: the operators of its `pipelines` are watched, except those of `unwatched`.
@@ -59,10 +60,11 @@ class OperatorWatch:
         self._seen: dict[str, float] = {}  # operator -> its last start that is recorded
         self._ended = threading.Event()
         self._message = ""
-        self._late: tuple[str, float] = ("", 0.0)  # the operator to end, and its start
+        self._late: tuple[str, float] = ("", 0.0)  # the operator that was ended last, and its start
         self._handler: Any = None
 
     def __enter__(self) -> "OperatorWatch":
+        self._ended.clear()
         self._flow_thread = threading.current_thread()
         if self._flow_thread is threading.main_thread():
             self._handler = signal.signal(_SIGNAL, self._raise)
@@ -88,13 +90,12 @@ class OperatorWatch:
                         self._seen[name] = start
                         self._durations.record(name, end - start)
             for name, start in self._trainer.running_operators().items():
-                if name in self._trainer.unwatched:
+                if name in self._trainer.unwatched or (name, start) == self._late:
                     continue
                 limit = self._durations.limit(name)
                 if time.perf_counter() - start > limit.seconds + _MARGIN_SECONDS:
                     self._late = name, start
                     self._interrupt(name, f"{limit.seconds:g} s (limit: {limit.reason})")
-                    return
 
     def _interrupt(self, name: str, limit: str) -> None:
         """Raise OperatorTimeout in the thread that runs the flow."""

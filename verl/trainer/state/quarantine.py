@@ -55,8 +55,10 @@ def _rows_of(lines: Iterable[str], path: Path, count: int) -> Iterable[int]:
         yield row
 
 
-def quarantine(trainer: "Trainer", error: QuarantineError) -> None:
-    """Add the rows of the samples that could not be scored to the file, and a note about it to the error."""
+def quarantine(trainer: "Trainer", error: BaseException) -> None:
+    """After a QuarantineError, add the rows of its samples to the file, and a note about it to the error."""
+    if not isinstance(error, QuarantineError):
+        return
     path, dataset = trainer.folder / FILE, trainer.source.dataset
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for uid, reason in error.failures.items():

@@ -5,11 +5,10 @@ checkpoint that is complete, so its results are those of a run that was resumed 
 the same step is not an accident, and ends the run.
 """
 
-import copy
 import logging
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.config.fields import Schema
 from verl.single_controller.worker_group import NodeLost, WorkerDied, WorkerError, WorkerTimeout
@@ -35,7 +34,6 @@ class Restarts:
         self._trainer = trainer
         self.count = 0
         self._seen: set[tuple] = set()  # errors that have ended an attempt
-        self._initial: tuple[dict[str, Any], dict[str, Any]] | None = None  # of the pipeline and the watch
 
     @property
     def _limit(self) -> int:
@@ -54,10 +52,7 @@ class Restarts:
         Raises:
             Exception: the error of the last attempt, with a note that says why there is no further one.
         """
-        trainer = self._trainer
-        trainer.checkpointer.start_of_run()
-        if self._limit and trainer.global_step == 0:
-            self._initial = copy.deepcopy(trainer.pipeline.state_dict()), trainer.watch.state_dict()
+        self._trainer.checkpointer.start_of_run(self._trainer.global_step)
         while True:
             try:
                 return attempt()
@@ -83,12 +78,12 @@ class Restarts:
             return "the run had not started"
         if seen:
             return f"the same error has ended step {trainer.attempted_step} before"
-        if self._initial is None and trainer.checkpointer.newest_of_run() is None:
+        if not trainer.checkpointer.can_rewind:
             return "there is no checkpoint"
         return None
 
     def _prepare(self, error: Exception) -> None:
-        """Return to the state before the first step. The next attempt loads the newest checkpoint, if there is one."""
+        """Log the restart and rewind the trainer for the next attempt."""
         trainer, failed = self._trainer, self._trainer.attempted_step
         self.count += 1
         first_line = str(error).partition("\n")[0]
@@ -100,14 +95,7 @@ class Restarts:
         record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, message, values, None)
         logger.handle(record)
         trainer.run.warnings.append(record)  # the record of the run that ended has been closed
-        trainer.checkpointer.restarted = True
-        trainer.checkpointer.saved_step = trainer.checkpointer.saved_path = None  # it may not be written completely
-        trainer.guard.in_a_row, trainer.guard.owes_save = 0, False
-        trainer.global_step = 0
-        if self._initial is not None:
-            pipeline, watch = copy.deepcopy(self._initial)
-            trainer.pipeline.load_state_dict(pipeline)
-            trainer.watch.load_state_dict(watch)
+        trainer.rewind()
 
     def _fit_size(self, error: Exception) -> None:
         """Use the devices that are left. Raises the error if the settings do not allow any smaller number of them."""
