@@ -145,7 +145,7 @@ def redact_text(text: str) -> str:
 
 
 def _secrets() -> tuple[str, ...]:
-    """The values to replace, longest first. The environment is read again only if it has changed: every log line asks."""
+    """The values to replace, longest first; the environment is read again only if it has changed."""
     global _read
     environment = getattr(os.environ, "_data", os.environ)  # the dict of bytes: comparing it takes a microsecond
     before, size, found = _read
