@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.rewards.sandbox import programs
+from verl.rewards.sandbox import program_boot, programs
 from verl.rewards.sandbox.pool import Limits
 from verl.rewards.sandbox.program_boot import can_filter_calls, landlock_abi
 from verl.rewards.sandbox.programs import has_shared_memory, run_program
@@ -146,6 +146,17 @@ def test_output_is_limited_although_shared_memory_is_larger():
         finished = run(f"import sys\nprint('x' * (3 << 20)); sys.stdout.flush()\n{wait}")
         assert finished.failure == "ended by SIGKILL" and "printed more than 1048576 bytes" in finished.stderr
         assert len(finished.stdout) == 1 << 20
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="/proc")
+@pytest.mark.parametrize("name", [b"\x0bVmSwap: -99999", b"\x85VmSwap: -99999", b"\xff"])
+def test_the_name_of_a_process_does_not_change_its_memory(name):
+    """15 bytes that a process chooses are in the file that is read without root."""
+    rename = f"import ctypes; ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0); print('x', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert program_boot._kilobytes(process.pid, "status", ("RssAnon:", "RssShmem:", "VmSwap:")) > 1000
+        process.stdin.write(b"\n")
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="/proc")

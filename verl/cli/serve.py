@@ -126,7 +126,7 @@ def load(
         raise ValueError(str(problem))
     template = model_settings.pop("template")
     if template is not None:
-        model_settings["custom_chat_template"] = Path(template).read_text()
+        model_settings["custom_chat_template"] = Path(template).read_text(encoding="utf-8")
     model = schema.ModelConfig(**model_settings)
     tokenizer, limits = load_tokenizer(model), ModelLimits.of(model)
     max_model_len, max_tokens = lengths

@@ -326,7 +326,7 @@ class Evaluation:
             console().print(comparison_table(comparison, settings.confidence))
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.output) as draft:
-            draft.write_text(json.dumps(report, indent=1) + "\n")
+            draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         logger.info("wrote %s", self.output)
         return report
 

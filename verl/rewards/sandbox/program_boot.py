@@ -254,7 +254,8 @@ def memory_of(processes: Iterable[int]) -> int:
 
 
 def _kilobytes(pid: int, file: str, names: tuple[str, ...]) -> int:
-    lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    # the name of the process may contain other line breaks than \n, and any byte
+    lines = Path(f"/proc/{pid}/{file}").read_text(encoding="latin-1").split("\n")
     return sum(int(line.split()[1]) for line in lines if line.startswith(names))
 
 
@@ -276,13 +277,13 @@ def children(parent: int) -> list[int]:
         return [
             int(pid)
             for file in Path(f"/proc/{parent}/task").iterdir()
-            for pid in (file / "children").read_text().split()
+            for pid in (file / "children").read_text(encoding="latin-1").split()
         ]
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited since
-                _, ppid, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+                _, ppid, *_ = (folder / "stat").read_text(encoding="latin-1").rpartition(")")[2].split()
                 found += [int(folder.name)] * (int(ppid) == parent)
     return found
 

@@ -72,9 +72,10 @@ def warn_of_missing_isolation() -> None:
 @functools.cache
 def has_shared_memory() -> bool:
     """Whether programs can have a private /dev/shm here."""
-    return sys.platform == "linux" and not subprocess.run(
-        [sys.executable, "-I", str(_BOOT)], stderr=subprocess.DEVNULL, check=False
-    ).returncode
+    return (
+        sys.platform == "linux"
+        and not subprocess.run([sys.executable, "-I", str(_BOOT)], stderr=subprocess.DEVNULL, check=False).returncode
+    )
 
 
 def run_program(
