@@ -1,0 +1,37 @@
+"""stdout and stderr that cannot write: another encoding, a reader that has ended, closed files."""
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+from verl.utils.redaction import printable
+
+
+def write_any_text() -> None:
+    """Let stdout and stderr escape what their encoding does not have, such as é in ASCII, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        # a notebook has streams of another kind, and one that is closed cannot be changed
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            if stream.errors in ("strict", "surrogateescape"):
+                stream.reconfigure(errors="backslashreplace")
+
+
+def stop_writing(stream: Any) -> None:
+    """Drop what is written to a stream from here on: its reader has ended (`| head`)."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # it is no file
+        descriptor = stream.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+
+
+def print_printable(text: str) -> None:
+    """Print a text of the data or of custom code: control characters escaped, and no error if stdout cannot be written,
+    which must not end a run."""
+    try:
+        print(printable(text), end="")
+    except BrokenPipeError:
+        stop_writing(sys.stdout)
+    except (OSError, ValueError):
+        return
