@@ -8,8 +8,25 @@ from typing import Any
 from verl.utils.redaction import printable
 
 
+def prepare_streams() -> None:
+    """Let stdin, stdout and stderr exist and take any text.
+
+    Those that the process was started without (`>&-`) are /dev/null: otherwise files that it opens would have their
+    numbers. Characters that an encoding does not have, such as é in ASCII, are written as escapes.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # the smallest free number is given to the file that is opened next
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            mode = "w" if descriptor else "r"
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+    write_any_text()
+
+
 def write_any_text() -> None:
-    """Let stdout and stderr escape what their encoding does not have, such as é in ASCII, instead of raising."""
+    """Let stdout and stderr escape what their encoding does not have, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         # a notebook has streams of another kind, and one that is closed cannot be changed
         with contextlib.suppress(AttributeError, ValueError, OSError):

@@ -11,7 +11,7 @@ from verl.env_check.packages import CORE
 from verl.trainer.startup.torchrun import run_under_launcher
 from verl.trainer.state.interruption import Stopped, sigterm_raises
 from verl.utils.redaction import remember_arguments, shown
-from verl.utils.streams import stop_writing, write_any_text
+from verl.utils.streams import prepare_streams, stop_writing
 
 if TYPE_CHECKING:
     from verl.config.fields import Schema
@@ -120,7 +120,7 @@ def command_line(
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     remember_arguments(arguments)
-    write_any_text()
+    prepare_streams()
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = print_traceback
     return run_under_launcher(lambda: _command(arguments, help_text, settings, run, dry_run, check))
