@@ -92,7 +92,7 @@ def row(prompt: list[dict[str, str]] | str, value: int) -> dict[str, Any]:
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
 
 
 def write_arithmetic(folder: str | Path, rows: int, test_rows: int = TEST_ROWS, seed: int = 1) -> Path:

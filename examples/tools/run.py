@@ -61,7 +61,7 @@ def warm_up(task: ModuleType, name: str, out: Path, seed: int) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(out / "model")
-    (out / "sft.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (out / "sft.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
     trainer = SFTTrainer(
         overrides=[
             f"model.path={out / 'model'}",
@@ -94,7 +94,7 @@ def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[
     for name, seed, rows in (("train", args.seed + 100, PROMPTS[args.task] * args.steps), ("test", 0, 200)):
         random = Random(seed)
         lines = [json.dumps(task.row(random)) + "\n" for _ in range(rows)]
-        (args.out / f"{name}.jsonl").write_text("".join(lines))
+        (args.out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     trainer = LocalPPOTrainer(
         overrides=[
             "algorithm.name=grpo",
@@ -145,7 +145,7 @@ def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[
 def validation(out: Path) -> list[tuple[int, float]]:
     """(step, mean reward of the held-out prompts) of a run, from its log."""
     (log,) = (out / "rl").rglob("metrics.jsonl")
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     found = []
     for record in records:
         found += [(record["step"], value) for key, value in record.items() if key.endswith("reward/mean@1")]
@@ -176,7 +176,7 @@ def main() -> None:
     curve = learn(args, task, model)
     held_out = validation(args.out)
     result = {"task": name, "seed": args.seed, "seconds": round(time.perf_counter() - start), "held_out": held_out}
-    (args.out / "curve.json").write_text(json.dumps({**result, "curve": curve}) + "\n")
+    (args.out / "curve.json").write_text(json.dumps({**result, "curve": curve}) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 

@@ -1,20 +1,25 @@
 """Programs in responses have no network, no files of the user, and one memory limit: real programs that try."""
 
+import functools
 import os
 import socket
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from verl.rewards.sandbox import programs
+from verl.rewards.sandbox import program_boot, programs
 from verl.rewards.sandbox.pool import Limits
 from verl.rewards.sandbox.program_boot import can_filter_calls, landlock_abi
-from verl.rewards.sandbox.programs import run_program
+from verl.rewards.sandbox.programs import has_shared_memory, run_program
 
 ON_LINUX = sys.platform == "linux"
 needs_landlock = pytest.mark.skipif(not ON_LINUX or landlock_abi() < 1, reason="no Landlock here")
 needs_seccomp = pytest.mark.skipif(not ON_LINUX or not can_filter_calls(), reason="no seccomp here")
+
+needs_shared_memory = pytest.mark.skipif(not has_shared_memory(), reason="no private /dev/shm here")
 
 
 def run(code: str, memory: int = 1 << 30, seconds: float = 60.0):
@@ -83,8 +88,107 @@ def test_no_program_changes_or_takes_a_file(act, tmp_path):
 @needs_landlock
 def test_no_program_writes_outside_of_its_folder(tmp_path):
     assert refused(f"open({str(tmp_path / 'new')!r}, 'w')")
-    assert refused("open('/dev/shm/left_by_a_program', 'w')")
-    assert not os.listdir(tmp_path) and not os.path.exists("/dev/shm/left_by_a_program")
+    assert not os.listdir(tmp_path)
+
+
+USES_OF_MULTIPROCESSING = {
+    "pool": "with m.Pool(2) as pool: print(sum(pool.map(square, range(3))))",
+    "executor": "with concurrent.futures.ProcessPoolExecutor(2) as pool: print(sum(pool.map(square, range(3))))",
+    "a pool of new interpreters": "with m.get_context('spawn').Pool(1) as pool: print(pool.apply(square, (2,)) + 1)",
+    "queue, lock and value": """
+def add(queue, lock, value):
+    with lock:
+        value.value += 1
+        queue.put(value.value)
+queue, lock, value = m.Queue(), m.Lock(), m.Value("i", 0)
+processes = [m.Process(target=add, args=(queue, lock, value)) for _ in range(2)]
+[p.start() for p in processes], [p.join() for p in processes]
+print(queue.get() + queue.get() + value.value)
+""",
+    "shared memory": """
+block = shared_memory.SharedMemory(create=True, size=4 << 20)  # more than the limit of the output
+if os.fork() == 0:
+    same = shared_memory.SharedMemory(block.name)
+    same.buf[0] = 5
+    os._exit(0)
+os.wait()
+print(block.buf[0])
+block.close(), block.unlink()
+""",
+}
+
+
+@needs_shared_memory
+@pytest.mark.parametrize("use", USES_OF_MULTIPROCESSING)
+def test_programs_can_use_multiprocessing(use):
+    program = "import concurrent.futures, os, multiprocessing as m\nfrom multiprocessing import shared_memory\n"
+    program += "def square(x):\n    return x * x\n"
+    body = USES_OF_MULTIPROCESSING[use].strip().replace("\n", "\n    ")
+    finished = run(f"{program}if __name__ == '__main__':\n    {body}\n")
+    assert finished.failure is None and finished.stdout == "5\n", finished
+
+
+@needs_shared_memory
+def test_shared_memory_is_private_and_counts():
+    """What is mapped counts as memory of its process, too."""
+    assert run("import os; open('/dev/shm/left_by_a_program', 'w'); print(os.listdir('/dev/shm'))").failure is None
+    assert not os.path.exists("/dev/shm/left_by_a_program")
+    fill = "import time\nfor i in range(6): open(f'/dev/shm/{i}', 'wb').write(bytes(10 << 20))\n"
+    assert run(fill + "print('written')", memory=200 << 20).stdout == "written\n"
+    assert "No space left" in run(fill, memory=100 << 20).stderr
+    more = run(fill + "block = bytes(b'x') * (50 << 20); time.sleep(30)", memory=120 << 20)
+    assert more.failure == "ended by SIGKILL" and "more than 120 MiB together" in more.stderr
+
+
+@needs_shared_memory
+def test_output_is_limited_although_shared_memory_is_larger():
+    for wait in ("", "import time; time.sleep(30)"):
+        finished = run(f"import sys\nprint('x' * (3 << 20)); sys.stdout.flush()\n{wait}")
+        assert finished.failure == "ended by SIGKILL" and "printed more than 1048576 bytes" in finished.stderr
+        assert len(finished.stdout) == 1 << 20
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="/proc")
+@pytest.mark.parametrize("name", [b"\x0bVmSwap: -99999", b"\x85VmSwap: -99999", b"\xff"])
+def test_the_name_of_a_process_does_not_change_its_memory(name):
+    """15 bytes that a process chooses are in the file that is read without root."""
+    rename = f"import ctypes; ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0); print('x', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert program_boot._kilobytes(process.pid, "status", ("RssAnon:", "RssShmem:", "VmSwap:")) > 1000
+        process.stdin.write(b"\n")
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="/proc")
+def test_a_fork_bomb_is_ended():
+    start = time.monotonic()
+    bomb = "import os, time\nend = time.time() + 0.5\nwhile time.time() < end: os.fork()\ntime.sleep(60)"
+    finished = run(bomb, memory=4 << 30)
+    assert finished.failure == "ended by SIGKILL" and "were more than 256 processes" in finished.stderr
+    assert time.monotonic() - start < 30
+
+
+@needs_seccomp
+def test_without_mounts_there_is_a_warning_and_programs_run_as_before(monkeypatch, caplog):
+    """The probe runs with a filter of its own, which refuses `unshare`, as in most containers."""
+    boot = Path(programs.__file__).with_name("program_boot.py")
+    code = (
+        f"import ctypes, runpy, sys; names = runpy.run_path({str(boot)!r}); machine = names['platform'].machine()\n"
+        "number = {'x86_64': 272, 'aarch64': 97}[machine]\n"
+        "libc = ctypes.CDLL(None); libc.prctl(38, 1, 0, 0, 0)\n"
+        "names['refuse_calls'](libc, names['REFUSED_CALLS'][machine][0], (number,)); names['main']()\n"
+    )
+    real = subprocess.run
+    monkeypatch.setattr(programs.subprocess, "run", lambda _, **kw: real([sys.executable, "-I", "-c", code], **kw))
+    for cached in (programs.has_shared_memory, programs.warn_of_missing_isolation):
+        cached.cache_clear()
+        monkeypatch.setattr(programs, cached.__name__, functools.cache(cached.__wrapped__))
+    assert not programs.has_shared_memory()
+    assert run("print(1)").stdout == "1\n"
+    if landlock_abi() > 0:
+        assert refused("import multiprocessing; multiprocessing.Lock()")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "cannot use locks, queues, pools and shared memory of multiprocessing" in said
 
 
 def test_what_solutions_need_is_allowed():

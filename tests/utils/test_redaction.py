@@ -13,6 +13,7 @@ from verl.config import dump_config, load_config
 from verl.config.errors import ConfigError
 from verl.tracking.run_record import RunRecord
 from verl.trainer.main_ppo import main
+from verl.utils import redaction
 from verl.utils.redaction import (
     is_secret_name,
     printable,
@@ -68,6 +69,23 @@ def test_values_of_the_environment_and_of_a_command_line(monkeypatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "abcdef-123")
     remember_arguments(["trainer.worker_env.PLAIN=from-the-command", "+reward.reward_kwargs.judge_token='quoted-1'"])
     assert redact_text("abcdef-123 from-the-command quoted-1") == "<not saved> <not saved> <not saved>"
+
+
+def test_the_environment_is_read_again_only_if_it_has_changed(monkeypatch):
+    judged = []
+    monkeypatch.setattr(redaction, "is_secret_name", lambda name: judged.append(name) or is_secret_name(name))
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "abcdef-123")
+    assert redact_text("abcdef-123 later-1234") == "<not saved> later-1234" and "MY_SERVICE_TOKEN" in judged
+    judged.clear()
+    assert redact_text("abcdef-123 later-1234") == "<not saved> later-1234" and not judged
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "later-1234")
+    assert redact_text("abcdef-123 later-1234") == "abcdef-123 <not saved>"
+    os.environb[b"MY_SERVICE_TOKEN"] = b"later-5678"
+    assert redact_text("later-1234 later-5678") == "later-1234 <not saved>"
+    monkeypatch.delenv("MY_SERVICE_TOKEN")
+    assert redact_text("later-5678") == "later-5678"
+    monkeypatch.setattr(os, "environ", {"MY_SERVICE_TOKEN": "abcdef-123"})
+    assert redact_text("abcdef-123") == "<not saved>"
 
 
 def test_folders_in_the_environment_of_workers_stay_in_messages(tmp_path):

@@ -225,7 +225,7 @@ class CheckpointStore:
         if not path.is_file():
             return None
         try:
-            best = json.loads(path.read_text())
+            best = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             logger.error("%s cannot be read and is ignored: %s", path, error)
             return None
@@ -396,7 +396,7 @@ def _read(folder: Path) -> _Saved:
             raise CheckpointError(f"{folder} does not exist")
         raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written by this library, or is incomplete")
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
     if fault := _manifest_fault(manifest):
@@ -436,7 +436,7 @@ def _is_digest(value: Any) -> bool:
 def _write_atomically(path: Path, text: str) -> None:
     """Replace the contents of a file atomically."""
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w") as file:
+    with draft.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

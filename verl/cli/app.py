@@ -11,6 +11,7 @@ from verl.cli.replay import replay
 from verl.cli.report import report
 from verl.cli.runs import runs
 from verl.cli.serve import serve
+from verl.utils.streams import prepare_streams
 
 
 def _print_version(asked: bool) -> None:
@@ -36,7 +37,7 @@ def _verl(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    prepare_streams()
 
 
 #: the program reads its own options, --help included

@@ -5,6 +5,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from verl.utils.redaction import shown
+
 if TYPE_CHECKING:
     from verl.planner.shapes import ModelShape
     from verl.planner.workload import Job
@@ -109,7 +111,7 @@ def _simulate(arguments: list[str]) -> int:
         return 1
     sizes = MEGATRON_SIZES if job.kind == "megatron" else None
     space = Space(separate_rollout=False, rollout_sizes=ROLLOUT_SIZES, model_sizes=sizes)
-    print("\n".join([*_model_lines(job), *_workload_lines(args, device.name)]))
+    print(shown("\n".join([*_model_lines(job), *_workload_lines(args, device.name)])))
 
     def plans_of(job: Job, gpus: int, count: int) -> list[Plan]:
         """The plans with the largest share of the memory for the rollout with which there are any."""

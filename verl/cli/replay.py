@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from verl.utils.redaction import shown
+
 
 def replay(
     dump: Annotated[Path, typer.Argument(metavar="DUMP", help="folder bad_steps/step_N of a run")],
@@ -22,5 +24,5 @@ def replay(
         result = run(dump)
     except (ValueError, OSError) as error:
         raise typer.Exit(print_error(error)) from None
-    typer.echo("\n".join(result.lines()))
+    typer.echo(shown("\n".join(result.lines())))
     raise typer.Exit(0 if result.found else 1)

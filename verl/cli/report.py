@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from verl.utils.redaction import shown
+
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run (trainer.default_local_dir)")],
@@ -21,4 +23,4 @@ def report(
         path = write_report(run, out)
     except (ValueError, OSError) as error:
         raise typer.Exit(print_error(error)) from None
-    typer.echo(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
+    typer.echo(f"report: {shown(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")

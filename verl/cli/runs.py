@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from verl.utils.redaction import shown
+
 runs = typer.Typer(help="List and compare runs.", no_args_is_help=False)
 
 _Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="searched with its subfolders")]
@@ -30,7 +32,7 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
     folders = run_folders(folder)
     found = [open_run(path) for path in (folders[:limit] if limit else folders)]
     if not found:
-        typer.echo(f"no runs in {folder}: expected folders with run.json or metrics.jsonl", err=True)
+        typer.echo(f"no runs in {shown(str(folder))}: expected folders with run.json or metrics.jsonl", err=True)
         raise typer.Exit(1)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("run", "algorithm", "model", "steps", "reward", "best", "validation", "best", "state", "age"):
@@ -47,10 +49,11 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
             *_last_and_best(run.reward_name, training),
             *_last_and_best(_first(run.validation_names), validation),
         ]
-        table.add_row(name, run.algorithm, run.model, steps, *figures, run.state, short_duration(run.age))
+        cells = (name, run.algorithm, run.model, steps, *figures, run.state, short_duration(run.age))
+        table.add_row(*map(shown, cells))
     _print(table)
     if len(found) < len(folders):
-        typer.echo(f"{len(folders) - len(found)} older runs in {folder}: --limit 0 lists all")
+        typer.echo(f"{len(folders) - len(found)} older runs in {shown(str(folder))}: --limit 0 lists all")
 
 
 @runs.command("compare")
@@ -77,12 +80,12 @@ def compare_runs(
         plot = save_comparison(found, out, metric)
     except (ValueError, OSError) as error:
         raise typer.Exit(print_error(error)) from None
-    names = [str(run.folder) for run in found]
+    names = [shown(str(run.folder)) for run in found]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("setting", *names):
         table.add_column(column, overflow="fold")
     for key, values in differing_settings(found).items():
-        table.add_row(key, *("-" if value is None else str(value) for value in values))
+        table.add_row(shown(key), *("-" if value is None else shown(str(value)) for value in values))
     if table.row_count:
         _print(table)
     else:
@@ -91,11 +94,11 @@ def compare_runs(
         )
     table = Table("first -> last (best)", *names, box=None, header_style="bold", pad_edge=False)
     for name in metric or _shown_metrics(found):
-        table.add_row(name, *(_range(name, run.metrics.get(name)) for run in found))
+        table.add_row(shown(name), *(_range(name, run.metrics.get(name)) for run in found))
     table.add_row("steps", *(str(run.steps) for run in found))
     table.add_row("time", *(short_duration(run.seconds) for run in found))
     _print(table)
-    typer.echo(f"legend: {'; '.join(labels(found))}\nplot: {plot}")
+    typer.echo(shown(f"legend: {'; '.join(labels(found))}\nplot: {plot}"))
 
 
 _NUMBERS = ("steps", "reward", "best", "validation")
@@ -105,10 +108,11 @@ def _print(table: Any) -> None:
     """Print a table: as wide as the terminal, otherwise as wide as its content."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    plain = {"highlight": False, "markup": False, "emoji": False}  # names of runs may look like markup
+    console = Console(**plain)
     if not console.is_terminal:
-        wide = Console(highlight=False, width=10_000)
-        console = Console(highlight=False, width=max(console.width, wide.measure(table).maximum))
+        wide = Console(**plain, width=10_000)
+        console = Console(**plain, width=max(console.width, wide.measure(table).maximum))
     console.print(table)
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from verl.utils.redaction import shown
+
 if TYPE_CHECKING:
     from socket import socket
 
@@ -72,7 +74,7 @@ def serve(
         made, served = load(settings, model_settings, device, lengths, served_model_name or model)
     except (*USER_ERRORS, OSError) as error:  # OSError: transformers finds no weights in a folder
         raise typer.Exit(print_error(_with_extra(error))) from None
-    print(f"serving {served.name} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
+    print(f"serving {shown(served.name)} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
     _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
 
 
@@ -126,7 +128,7 @@ def load(
         raise ValueError(str(problem))
     template = model_settings.pop("template")
     if template is not None:
-        model_settings["custom_chat_template"] = Path(template).read_text()
+        model_settings["custom_chat_template"] = Path(template).read_text(encoding="utf-8")
     model = schema.ModelConfig(**model_settings)
     tokenizer, limits = load_tokenizer(model), ModelLimits.of(model)
     max_model_len, max_tokens = lengths

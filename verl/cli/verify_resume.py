@@ -3,6 +3,8 @@
 import sys
 from typing import Any
 
+from verl.utils.redaction import shown
+
 HELP = """usage: verl verify-resume [--steps N] [--config FILE.yaml] key=value ...
 
 Trains N steps (default 4) without an interruption, and N/2 steps, a resume and the rest, in a temporary folder.
@@ -31,7 +33,7 @@ def main(arguments: list[str] | None = None, program: str = "verl verify-resume"
         comparison = verify(train, steps)
     except USER_ERRORS as error:
         return print_error(error)
-    print("\n".join(comparison.lines()))
+    print(shown("\n".join(comparison.lines())))
     return 1 if comparison.differences else 0
 
 

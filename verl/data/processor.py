@@ -91,7 +91,7 @@ def _load(path: str, config: Any, tokenizer: Any, trust_remote_code: bool) -> An
     images = AutoImageProcessor.from_pretrained(path)
     template, file = tokenizer.chat_template, Path(path) / "chat_template.json"
     if template is None and file.is_file():
-        template = json.loads(file.read_text())["chat_template"]
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
     return kind(image_processor=images, tokenizer=tokenizer, video_processor=_NoVideos(), chat_template=template)
 
 

@@ -242,7 +242,10 @@ class Adapters:
         self.settings.save_pretrained(folder)
         if self._value_model:  # tells peft that the head in the file replaces the model's
             path = folder / "adapter_config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"modules_to_save": ["score"]}, indent=2))
+            path.write_text(
+                json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"modules_to_save": ["score"]}, indent=2),
+                encoding="utf-8",
+            )
 
     @torch.no_grad()
     def load(self, folder: Path, adapter: str = TRAINED) -> None:
@@ -252,7 +255,7 @@ class Adapters:
         path, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
         if not path.is_file() or not config.is_file():
             raise ValueError(f"{folder} contains no adapters: expected {path.name} and {config.name}")
-        saved, saved_config = load_file(path), json.loads(config.read_text())
+        saved, saved_config = load_file(path), json.loads(config.read_text(encoding="utf-8"))
         if (saved_config["r"], saved_config["lora_alpha"]) != (self.settings.r, self.settings.lora_alpha):
             raise ValueError(
                 f"{folder} contains adapters of rank {saved_config['r']} and alpha {saved_config['lora_alpha']}, "

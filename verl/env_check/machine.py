@@ -50,7 +50,7 @@ def nvidia_smi() -> Cards:
     if shutil.which(command[0]) is None:
         return Cards()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, encoding="utf-8", errors="replace")
     except subprocess.TimeoutExpired:
         return Cards(problem="nvidia-smi did not respond within 30 s")
     lines = (done.stdout or done.stderr).strip().splitlines()
@@ -190,7 +190,7 @@ def _check_interfaces(value: str, routes: Path) -> Check:
 def _interface_to_other_hosts(present: list[str], routes: Path) -> str | None:
     """The interface of the default route, otherwise the first one that is not virtual; None if there is none."""
     if routes.is_file():
-        for fields in map(str.split, routes.read_text().splitlines()[1:]):
+        for fields in map(str.split, routes.read_text(encoding="utf-8").splitlines()[1:]):
             if fields[1] == "00000000" and fields[0] in present:
                 return fields[0]
     return next((interface for interface in present if not interface.startswith(_VIRTUAL)), None)

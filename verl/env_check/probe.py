@@ -46,7 +46,15 @@ def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, 
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _CHILD, json.dumps(dict(codes))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        encoding="utf-8",
+        errors="replace",
+    )
     try:
         output, _ = process.communicate(timeout=timeout)
         ending = _ending(process.returncode)

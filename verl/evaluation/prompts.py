@@ -184,7 +184,7 @@ def write_output(prompts: PromptSet, responses: list[list[str]], path: Path) -> 
     """Write the columns of the input and the responses, a list of texts for each prompt."""
     with atomic_write(path) as draft:
         if path.suffix == ".jsonl":
-            with draft.open("w", encoding="utf-8") as file:
+            with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(_lines(prompts, responses))
         else:
             pq.write_table(_table(prompts, responses), draft)

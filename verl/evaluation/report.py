@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from verl.checkpoints.atomic import atomic_write, check_folder
 from verl.config import check_data, load_config
@@ -33,6 +34,7 @@ from verl.rewards.outcome import RewardError
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskFullError
 from verl.utils.log import console, setup_logging
+from verl.utils.redaction import shown
 
 logger = logging.getLogger("verl.trainer")
 
@@ -192,11 +194,11 @@ def metrics_table(evaluated: Evaluated, confidence: float) -> Table:
     several = len(evaluated.sources) > 1
     for name, metrics in _with_overall(evaluated.sources, evaluated.overall).items():
         table.add_section()
-        head = (name, f"{metrics.prompts:,}", f"{metrics.responses:,}")
+        head = (_cell(name), f"{metrics.prompts:,}", f"{metrics.responses:,}")
         for metric_name, metric in _shown(metrics):
             interval = "" if metric.low is None else f"{metric.low:.4f} .. {metric.high:.4f}"
-            table.add_row(*head, metric_name, f"{metric.value:.4f}", interval)
-            head = (name if several else "", "", "")
+            table.add_row(*head, _cell(metric_name), f"{metric.value:.4f}", interval)
+            head = (_cell(name) if several else "", "", "")
         if metrics.failed:
             table.add_row(*head, "failed to score", f"{metrics.failed:,}", "")
     return table
@@ -211,14 +213,19 @@ def comparison_table(comparison: Comparison, confidence: float) -> Table:
     several = len(comparison.sources) > 1
     for name, found in _with_overall(comparison.sources, comparison.overall).items():
         table.add_section()
-        table.add_row(name, f"{found.prompts:,}", "difference", f"{found.difference:+.4f}")
-        head = (name if several else "", "")
+        table.add_row(_cell(name), f"{found.prompts:,}", "difference", f"{found.difference:+.4f}")
+        head = (_cell(name) if several else "", "")
         if found.low is not None:
             table.add_row(*head, f"{confidence:.0%} interval", f"{found.low:+.4f} .. {found.high:+.4f}")
         table.add_row(*head, "p, sign-flip test", _p(found.p_value))
         table.add_row(*head, "better, worse, equal", f"{found.wins:,}, {found.losses:,}, {found.ties:,}")
         table.add_row(*head, "p, sign test", _p(found.sign_test_p))
     return table
+
+
+def _cell(name: str) -> Text:
+    """A name of the data, which may look like markup or contain control characters."""
+    return Text(shown(name))
 
 
 def _p(value: float) -> str:
@@ -327,7 +334,7 @@ class Evaluation:
         for name, files, of_file in zip(("evaluated", "compared_with"), paths, scored):
             evaluated = evaluate(of_file, settings)
             report[name] = {"files": files, **as_json(evaluated)}
-            console().print(", ".join(files), markup=False, highlight=False, soft_wrap=True)
+            console().print(shown(", ".join(files)), markup=False, highlight=False, soft_wrap=True)
             console().print(metrics_table(evaluated, settings.confidence))
         if len(scored) > 1:
             comparison = compare(*scored, settings)
@@ -335,7 +342,7 @@ class Evaluation:
             console().print(comparison_table(comparison, settings.confidence))
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.output) as draft:
-            draft.write_text(json.dumps(report, indent=1) + "\n")
+            draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         logger.info("wrote %s", self.output)
         return report
 

@@ -89,7 +89,7 @@ class ResponseShards:
             return False
         found = "with unknown settings"
         if settings_file(self.output).is_file():
-            recorded = json.loads(settings_file(self.output).read_text())["settings"]
+            recorded = json.loads(settings_file(self.output).read_text(encoding="utf-8"))["settings"]
             if recorded == self.settings:
                 return True
             found = f"generated with other settings ({changed(recorded, self.settings)})"
@@ -101,14 +101,14 @@ class ResponseShards:
         """Create the folder, and warn of shards of other settings next to it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / "settings.json") as draft:
-            draft.write_text(json.dumps(self.settings, indent=1, sort_keys=True) + "\n")
+            draft.write_text(json.dumps(self.settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         for other in sorted(self.folder.parent.glob("*/settings.json")):
             if other.parent != self.folder:
                 logger.warning(
                     "%s contains responses generated with other settings (%s); they are not used. Delete the folder if "
                     "you do not need them",
                     other.parent,
-                    changed(json.loads(other.read_text()), self.settings),
+                    changed(json.loads(other.read_text(encoding="utf-8")), self.settings),
                 )
 
     def prompts_of(self, shard: int) -> range:
@@ -122,7 +122,7 @@ class ResponseShards:
     def write(self, shard: int, responses: Sequence[Responses]) -> None:
         """Write the responses to the prompts of a shard."""
         with atomic_write(self._path(shard)) as draft:
-            draft.write_text("".join(json.dumps(asdict(of_prompt)) + "\n" for of_prompt in responses))
+            draft.write_text("".join(json.dumps(asdict(of_prompt)) + "\n" for of_prompt in responses), encoding="utf-8")
 
     def read(self) -> list[Responses]:
         """Return the responses to all prompts, in order. All shards must exist."""
@@ -132,7 +132,7 @@ class ResponseShards:
         """Write the settings file of the output. Called before the output is written."""
         about = {"settings": self.settings, **facts}
         with atomic_write(settings_file(self.output)) as draft:
-            draft.write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
+            draft.write_text(json.dumps(about, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     def delete(self) -> None:
         """Delete the shards, if they exist. Those of other settings are kept."""
@@ -150,7 +150,7 @@ class ResponseShards:
         return self.folder / f"part-{shard:05d}.jsonl"
 
     def _read(self, shard: int) -> list[Responses]:
-        return [Responses(**json.loads(line)) for line in self._path(shard).read_text().splitlines()]
+        return [Responses(**json.loads(line)) for line in self._path(shard).read_text(encoding="utf-8").splitlines()]
 
     def _is_usable(self, shard: int) -> bool:
         if not self._path(shard).is_file():

@@ -51,9 +51,9 @@ class Checkpoint:
 
 def base_models(folder: Path) -> list[str]:
     """Return the base models that a checkpoint (.../actor) names, as paths or HuggingFace ids."""
-    config = json.loads((folder / "huggingface" / "config.json").read_text())
+    config = json.loads((folder / "huggingface" / "config.json").read_text(encoding="utf-8"))
     run_config = folder.parent / "config.yaml"  # the run's configuration
-    settings = yaml.safe_load(run_config.read_text()) if run_config.is_file() else {}
+    settings = yaml.safe_load(run_config.read_text(encoding="utf-8")) if run_config.is_file() else {}
     # without a critic.model.path, the critic starts from the policy's model; SFT has a single top-level section
     sections = [settings.get("critic", {})] if folder.name == "critic" else []
     sections += [settings.get("actor_rollout_ref", {}), settings]
@@ -166,7 +166,7 @@ def _verify_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     if not (root / MANIFEST).is_file():
         return {}
     try:
-        recorded = json.loads((root / MANIFEST).read_text())["files"]
+        recorded = json.loads((root / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
         raise ValueError(f"cannot read {root / MANIFEST}: {error}") from error
     folders = tuple(f"{role}/{name}/" for name in ("shards", "lora_adapter", "huggingface", DIST_CKPT))

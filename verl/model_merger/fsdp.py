@@ -50,7 +50,7 @@ def rank_files(folder: Path) -> list[Path]:
         )
     world = sizes[0]
     stated = folder / "fsdp_config.json"
-    if stated.is_file() and (config := json.loads(stated.read_text()))["world_size"] != world:
+    if stated.is_file() and (config := json.loads(stated.read_text(encoding="utf-8")))["world_size"] != world:
         raise ValueError(f"{stated}: world_size {config['world_size']}, but the rank files have world size {world}")
     expected = {(world, rank): f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)}
     missing = [name for key, name in expected.items() if key not in found]

@@ -66,7 +66,10 @@ class MegatronCheckpoint(WeightSource):
 
     def _check_format(self) -> None:
         path = self.folder / "metadata.json"
-        if path.is_file() and (found := json.loads(path.read_text()).get("sharded_backend")) != "torch_dist":
+        if (
+            path.is_file()
+            and (found := json.loads(path.read_text(encoding="utf-8")).get("sharded_backend")) != "torch_dist"
+        ):
             raise ValueError(f"{path}: expected the format torch_dist, found {found}, which is not supported")
 
     def _table(self, config_folder: Path) -> list[Conversion]:

@@ -181,7 +181,7 @@ class SafetensorsFolder(WeightSource):
         """
         self.folder = folder
         if (folder / INDEX).is_file():
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         elif (folder / single_file).is_file():
             names = [single_file]
         else:

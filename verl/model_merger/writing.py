@@ -128,7 +128,7 @@ def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dty
     for path in source.iterdir():
         if path.is_file() and path not in weights:
             shutil.copy2(path, folder / path.name)
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     changed = dict(config)
     changed["architectures"] = [architecture]
     changed["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
@@ -141,4 +141,4 @@ def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dty
 
 def write_json(path: Path, content: Any) -> None:
     """Write indented JSON with a final newline, as HuggingFace does."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -53,7 +53,7 @@ def load_head(score: nn.Linear, path: str) -> bool:
     for name in ("score.weight", "score.bias"):
         file = folder / _SINGLE
         if (folder / _INDEX).is_file():
-            file = folder / json.loads((folder / _INDEX).read_text())["weight_map"].get(name, _SINGLE)
+            file = folder / json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].get(name, _SINGLE)
         if not file.is_file():
             return False
         with safe_open(file, "pt") as tensors:

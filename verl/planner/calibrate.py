@@ -107,7 +107,13 @@ def _collective_rates() -> dict[str, float]:
         other = subprocess.Popen([*command, "1", f"{folder}/store"])
         try:
             run = subprocess.run(
-                [*command, "0", f"{folder}/store"], capture_output=True, text=True, timeout=120, check=True
+                [*command, "0", f"{folder}/store"],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=True,
+                encoding="utf-8",
+                errors="replace",
             )
         finally:
             other.wait(timeout=120)

@@ -178,7 +178,7 @@ def save(device: Device, host: Mapping[str, str]) -> Path:
         "device": asdict(device),
     }
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"format": FORMAT, "profiles": profiles}, indent=1) + "\n")
+    temporary.write_text(json.dumps({"format": FORMAT, "profiles": profiles}, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
     return path
 
@@ -188,7 +188,7 @@ def _profiles(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         return found["profiles"] if found["format"] == FORMAT else {}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error

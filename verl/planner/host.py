@@ -32,7 +32,7 @@ def host_fingerprint(device: torch.device) -> dict[str, str]:
 def _cpu_model() -> str:
     """Such as "AMD EPYC 9B14"."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -42,7 +42,7 @@ def host_memory() -> float:
     limits = [float(psutil.virtual_memory().total)]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # versions 2 and 1 of cgroups
         path = Path("/sys/fs/cgroup") / name
-        text = path.read_text().strip() if path.is_file() else "max"
+        text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
         limits += [float(text)] if text.isdigit() else []
     return min(limits)
 

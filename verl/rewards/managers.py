@@ -30,6 +30,7 @@ from verl.rewards.outcome import BadOutcome, QuarantineError, RewardError, Sampl
 from verl.rewards.responses import prompt_texts, read_responses
 from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
+from verl.utils.streams import print_printable
 
 logger = logging.getLogger(__name__)
 
@@ -335,8 +336,8 @@ class NaiveRewardManager(RewardManager):
                 shown.append(i)
         for i, prompt in zip(shown, prompt_texts(data, self.tokenizer, shown)):
             sample = samples[i]
-            print(f"[data_source] {sample.data_source}\n[prompt] {prompt}\n[response] {sample.solution_str}")
-            print(f"[ground_truth] {sample.ground_truth}\n[score] {scores[i]:g}")
+            text = f"[data_source] {sample.data_source}\n[prompt] {prompt}\n[response] {sample.solution_str}\n"
+            print_printable(f"{text}[ground_truth] {sample.ground_truth}\n[score] {scores[i]:g}\n")
 
 
 @register_reward_manager("batch")

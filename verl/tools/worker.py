@@ -87,7 +87,7 @@ def read_calls(connection: Connection, submit: Callable[[tuple], None]) -> None:
 
 def limit_output() -> None:
     """Drop the output of subprocesses, and that of this process after `OUTPUT_CHARACTERS`."""
-    stream = os.fdopen(os.dup(2), "w", errors="replace")
+    stream = os.fdopen(os.dup(2), "w", errors="replace", encoding="utf-8")
     null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(null, descriptor)
@@ -97,7 +97,7 @@ def limit_output() -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # if the machine runs out of memory, this process ends, not the trainer
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     connection, worker, lock = Connection(int(sys.argv[1])), os.getpid(), threading.Lock()
 
     def reply(*message: Any) -> None:

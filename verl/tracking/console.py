@@ -23,12 +23,14 @@ from verl.tracking.formatting import (
     core_results,
     duration,
     headline,
+    one_line,
     sample_line,
     sparkline,
     validation_line,
 )
 from verl.tracking.summary import best_point
 from verl.utils import log
+from verl.utils.redaction import printable, redact_text
 
 Sample = tuple[str, str, float]
 """(prompt, response, score)"""
@@ -38,8 +40,9 @@ _CURVES = ("reward", "loss")
 #: seconds between two drawings of the panel: at most, while an operator runs, and at least, for very fast steps
 _REDRAW_SECONDS = 1.0
 _MIN_REDRAW_SECONDS = 0.1
-#: warnings that the panel keeps
+#: warnings that the panel keeps, and their characters
 _WARNINGS = 2
+_WARNING_WIDTH = 400
 #: operators that the panel shows: those that took longest so far
 _OPERATORS = 8
 
@@ -75,7 +78,7 @@ class TrainingProgress:
         running: Callable[[], Mapping[str, float]] = dict,
     ):
         self.total_steps = total_steps
-        self.title = title
+        self.title = one_line(redact_text(title))
         self.print_every = print_every
         self.console = console or log.console()
         self.quiet, self.details, self.running = quiet, details, running
@@ -265,14 +268,15 @@ class TrainingProgress:
     def _validation(self, name: str, width: int) -> Text:
         points, (best_step, best) = self._validations[name], self._best(name)
         values = f"{points[0][1]:.3f} -> {points[-1][1]:.3f} (step {points[-1][0]}), best {best:.3f} (step {best_step})"
-        line = Text.assemble((f"{name.removeprefix('val-core/')} ", "dim"), values, no_wrap=True, overflow="ellipsis")
+        label = printable(name.removeprefix("val-core/"))
+        line = Text.assemble((f"{label} ", "dim"), values, no_wrap=True, overflow="ellipsis")
         line.truncate(width)
         return line
 
     def _now(self) -> list[Text]:
         """The operators that run now, so that a long step does not look like a hang."""
         now = time.perf_counter()
-        names = [f"{name} {now - start:.0f}s" for name, start in dict(self.running()).items()]
+        names = [f"{printable(name)} {now - start:.0f}s" for name, start in dict(self.running()).items()]
         return [Text.assemble(("now ", "dim"), ", ".join(names), no_wrap=True)]
 
 
@@ -283,6 +287,7 @@ def _curve(label: str, values: Sequence[float], width: int) -> Text:
 
 def _columns(cells: Mapping[str, str], width: int) -> Table:
     """Lay out `label value` pairs in columns, as many per line as fit."""
+    cells = {printable(label): value for label, value in cells.items()}
     longest = max((len(label) + len(value) for label, value in cells.items()), default=0) + 1
     per_line = max(1, min(6, width // (longest + 3)))
     grid = Table.grid(padding=(0, 3, 0, 0))
@@ -300,4 +305,4 @@ class _LastWarnings(logging.Handler):
         self.lines: deque[str] = deque(maxlen=count)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage().partition("\n")[0])
+        self.lines.append(one_line(redact_text(record.getMessage()).partition("\n")[0], _WARNING_WIDTH))

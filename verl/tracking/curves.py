@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.tracking.formatting import HEADLINES
 from verl.tracking.runs import RecordedRun, Series, labels, open_run, read_metrics
+from verl.utils.redaction import printable
 
 __all__ = ["centred_mean", "moving_mean", "read_metrics", "robust_limits", "save_comparison", "save_curves"]
 
@@ -92,7 +93,7 @@ def save_comparison(runs: Sequence[RecordedRun], out_png: str | Path, keys: Sequ
 def _save(
     runs: Sequence[RecordedRun], names: Sequence[str], out_png: str | Path, keys: Sequence[str] | None, title: str
 ) -> Path:
-    panels = _panels(runs, keys)
+    panels, names, title = _panels(runs, keys), [_literal(name) for name in names], _literal(title)
     figure = _figure(len(panels))
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for index, (axis, (panel, metric)) in enumerate(zip(axes, panels.items())):
@@ -143,7 +144,7 @@ def _draw_validation(axis: Any, run: RecordedRun, color: int, name: str) -> list
     shown: list[float] = []
     for i, metric in enumerate(run.validation_names):
         steps, values = zip(*run.metrics[metric])
-        label = run.validation_label(metric)
+        label = _literal(run.validation_label(metric))
         # two points do not make a trend, so they are not joined
         line = ":" if len(steps) > 2 else ""
         style = {"color": f"C{color if name else i + 1}", "marker": "osD^v"[i % 5], "markersize": 5, "linewidth": 1}
@@ -154,7 +155,7 @@ def _draw_validation(axis: Any, run: RecordedRun, color: int, name: str) -> list
 
 def _finish(axis: Any, title: str, values: Sequence[float]) -> None:
     """Title, labels, and limits that outliers do not stretch."""
-    axis.set_title(title, fontsize=10)
+    axis.set_title(_literal(title), fontsize=10)
     axis.set_xlabel("step")
     axis.grid(alpha=0.25)
     limits = robust_limits(values)
@@ -163,6 +164,11 @@ def _finish(axis: Any, title: str, values: Sequence[float]) -> None:
         outside = [value for value in values if not limits[0] <= value <= limits[1]]
         text = f"{len(outside)} outside, to {max(outside, key=abs):.3g}"
         axis.text(0.98, 0.97, text, transform=axis.transAxes, ha="right", va="top", fontsize=7, color="0.4")
+
+
+def _literal(text: str) -> str:
+    """A text in a plot: no formulas, which `$` begins, and no control characters."""
+    return printable(text).replace("$", r"\$")
 
 
 def _figure(panels: int):

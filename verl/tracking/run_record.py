@@ -111,7 +111,7 @@ class RunRecord:
 
     def _append(self, record: Mapping[str, Any]) -> None:
         """Write a line. Drop every other step if the file has become too large."""
-        with self._steps.open("a", encoding="utf-8") as file:
+        with self._steps.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         if self._steps.stat().st_size > STEPS_LIMIT:
             self._every *= 2
@@ -119,11 +119,15 @@ class RunRecord:
             kept = [{**item, "every": self._every} for item in kept if (item["step"] - 1) % self._every == 0]
             with atomic_write(self._steps) as draft:
                 lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in kept)
-                draft.write_text("".join(lines), encoding="utf-8")
+                draft.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
     def _write(self) -> None:
         with atomic_write(self.folder / "run.json") as draft:
-            draft.write_text(json.dumps(self._about, ensure_ascii=False, default=str, indent=1), encoding="utf-8")
+            draft.write_text(
+                json.dumps(self._about, ensure_ascii=False, default=str, indent=1),
+                encoding="utf-8",
+                errors="backslashreplace",
+            )
 
 
 @contextmanager
@@ -156,7 +160,7 @@ class _WarningFile(logging.Handler):
                 "level": record.levelname,
                 "message": redact_text(record.getMessage())[:4000],
             }
-            with self._path.open("a", encoding="utf-8") as file:
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as error:
             self._count = WARNINGS_LIMIT

@@ -25,7 +25,8 @@ def open_steps(path: Path, resume_step: int) -> TextIO:
         with atomic_write(path) as draft:
             draft.write_bytes(b"".join(kept))
         logger.info("%s: moved %d lines after step %d to a .dropped file", path, len(dropped), resume_step)
-    return path.open("a", encoding="utf-8")
+    # a lone surrogate, which UTF-8 does not have, becomes an escape of JSON
+    return path.open("a", encoding="utf-8", errors="backslashreplace")
 
 
 def _is_kept(line: bytes, resume_step: int) -> bool:

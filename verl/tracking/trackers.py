@@ -51,11 +51,11 @@ class Run:
 
     def remember_id(self, tracker: str, run_id: str) -> None:
         """Save the id next to the checkpoints, for the next resume."""
-        (self.folder / "tracker_ids.json").write_text(json.dumps(self._ids() | {tracker: run_id}))
+        (self.folder / "tracker_ids.json").write_text(json.dumps(self._ids() | {tracker: run_id}), encoding="utf-8")
 
     def _ids(self) -> dict[str, str]:
         file = self.folder / "tracker_ids.json"
-        return json.loads(file.read_text()) if file.is_file() else {}
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 class Tracker(ABC):

@@ -97,7 +97,7 @@ class Chaos:
         if not self._record.exists():
             return self.faults
         try:
-            done = [json.loads(line)["fault"] for line in self._record.read_text().splitlines()]
+            done = [json.loads(line)["fault"] for line in self._record.read_text(encoding="utf-8").splitlines()]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f'{self._record}: expected lines such as {{"fault": "kill@2"}}, found {error}: delete the file, '
@@ -107,7 +107,7 @@ class Chaos:
 
     def _add_to_record(self, fault: str) -> None:
         self._record.parent.mkdir(parents=True, exist_ok=True)
-        with self._record.open("a") as file:
+        with self._record.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"fault": fault, "time": time.time()}) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -261,7 +261,7 @@ def _without_late(env: Mapping[str, str]) -> dict[str, str]:
 
 def _inherited() -> tuple:
     """State that a child process inherits from its parent and that a request does not contain."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     umask = status.partition("Umask:")[2].split(maxsplit=1)[0]
     names = {name for name in dir(resource) if name.startswith("RLIMIT_")} - {"RLIMIT_NOFILE", "RLIMIT_OFILE"}
     limits = [resource.getrlimit(getattr(resource, name)) for name in sorted(names)]

@@ -87,7 +87,9 @@ def _hdfs(*command: str, check: bool = True) -> subprocess.CompletedProcess:
             f"{command[-1]}: hdfs:// addresses need the command `hdfs`, which is not on PATH: install Hadoop's client "
             "or use a local path"
         )
-    done = subprocess.run([binary, "dfs", *command], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [binary, "dfs", *command], capture_output=True, text=True, check=False, encoding="utf-8", errors="replace"
+    )
     if check and done.returncode:
         raise OSError(f"hdfs dfs {' '.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}")
     return done

@@ -1,5 +1,6 @@
 """Console output of the logger "verl"."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl.utils.redaction import shown
+from verl.utils.streams import stop_writing, write_any_text
 
 #: the logger of the lines about steps. It has a separate level, so that a run with log level WARNING prints its steps
 steps = logging.getLogger("verl.steps")
@@ -30,6 +32,29 @@ def is_live(console: Console) -> bool:
         and not console.is_jupyter
         and os.environ.get("CI", "").lower() not in ("1", "true")
     )
+
+
+class _StreamHandler(logging.StreamHandler):
+    """Writes lines to a stream. One that cannot be written does not end the run, and is reported once, on stderr."""
+
+    _reported = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record) + self.terminator
+        except Exception:
+            self.handleError(record)
+            return
+        try:
+            self.stream.write(text)
+            self.flush()
+        except (OSError, ValueError) as error:
+            if isinstance(error, BrokenPipeError):
+                stop_writing(self.stream)
+            if not self._reported and self.stream is not sys.stderr:
+                self._reported = True
+                with contextlib.suppress(AttributeError, ValueError, OSError):
+                    sys.stderr.write(f"the log cannot be written to stdout: {type(error).__name__}: {error}\n")
 
 
 class _PlainFormatter(logging.Formatter):
@@ -84,10 +109,11 @@ def setup_logging(level: int | str | None = None) -> None:
         logger.setLevel(chosen.upper() if isinstance(chosen, str) else chosen)
     if logger.hasHandlers():
         return
+    write_any_text()
     if is_live(console()):
         handler: logging.Handler = _TerminalHandler()
     else:
-        handler = logging.StreamHandler(sys.stdout)
+        handler = _StreamHandler(sys.stdout)
         handler.setFormatter(_PlainFormatter())
     logger.addHandler(handler)
 

@@ -6,6 +6,7 @@ import threading
 from rich.text import Text
 
 from verl.utils import log
+from verl.utils.redaction import printable
 
 
 def relay() -> int | None:
@@ -25,4 +26,4 @@ def relay() -> int | None:
 def _print_lines(reader: int) -> None:
     with open(reader, encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            log.console().print(Text.from_ansi(line.rstrip("\n")), soft_wrap=True)
+            log.console().print(Text(printable(Text.from_ansi(line.rstrip("\n")).plain)), soft_wrap=True)

@@ -44,6 +44,8 @@ _IN_QUERY = re.compile(r"(?<=[?&])([\w\-]+)=([^&\s'\"#]+)")
 _SHORTEST = 8
 
 _known: set[str] = set()
+#: the environment and the size of `_known` when they were read last, and their secrets, longest first
+_read: tuple[dict[Any, Any] | None, int, tuple[str, ...]] = (None, 0, ())
 
 
 def is_secret_name(name: object) -> bool:
@@ -137,15 +139,32 @@ def remember_settings(flat: Mapping[str, Any]) -> None:
 
 def redact_text(text: str) -> str:
     """A text for a log, an error or a file of a run: without secrets of the environment and of the settings."""
-    values = _known | {v for k, v in os.environ.items() if len(v) >= _SHORTEST and is_secret_name(k)}
-    for value in sorted(values, key=len, reverse=True):
+    for value in _secrets():
         text = text.replace(value, REDACTED)
     return redact_urls(text)
 
 
+def _secrets() -> tuple[str, ...]:
+    """The values to replace, longest first; the environment is read again only if it has changed."""
+    global _read
+    environment = getattr(os.environ, "_data", os.environ)  # the dict of bytes: comparing it takes a microsecond
+    before, size, found = _read
+    if environment != before or size != len(_known):
+        before, size = dict(environment), len(_known)
+        named = ((os.fsdecode(name), os.fsdecode(value)) for name, value in before.items())
+        values = _known | {value for name, value in named if len(value) >= _SHORTEST and is_secret_name(name)}
+        found = tuple(sorted(values, key=len, reverse=True))
+        _read = before, size, found
+    return found
+
+
 def printable(text: str) -> str:
     """Escape control characters, which could change the state of the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
+
+
+def _escaped(line: str) -> str:
+    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
 
 
 def shown(text: str) -> str:

@@ -153,12 +153,12 @@ def resident_memory(pid: int, shared_once: bool = False) -> int:
         folder = Path(f"/proc/{pids.pop()}")
         with suppress(OSError, IndexError, ValueError):
             if shared_once:
-                lines = (folder / "smaps_rollup").read_text().splitlines()
+                lines = (folder / "smaps_rollup").read_text(encoding="utf-8").splitlines()
                 found += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
             else:
-                found += int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                found += int((folder / "statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
             for thread in (folder / "task").iterdir():
-                pids += map(int, (thread / "children").read_text().split())
+                pids += map(int, (thread / "children").read_text(encoding="utf-8").split())
     return found
 
 

@@ -148,7 +148,7 @@ def serve(channel: Channel) -> None:
             channel.send(["raised", kinds, str(error)[:2000]])
 
     def run_solution() -> dict[str, Any]:
-        with open("solution.py") as file:
+        with open("solution.py", encoding="utf-8") as file:
             exec(compile(file.read(), "solution.py", "exec"), names)
         modules = {name: value.__name__ for name, value in names.items() if isinstance(value, types.ModuleType)}
         return {"modules": modules, "others": [name for name in names if name not in modules]}
@@ -288,7 +288,7 @@ def main() -> None:
             serve(Channel(*map(int, sys.argv[1:])))
         return
     channel = start_program()
-    with open("tests.py") as file:
+    with open("tests.py", encoding="utf-8") as file:
         tests = file.read()
     os.remove("tests.py")
     sys.path.remove("")  # from here on the program writes to this folder: nothing may be imported from it

@@ -134,7 +134,7 @@ def _run_asserts(code: str, tests: str, limits: Limits) -> Iterator[bool]:
     except SyntaxError as error:
         raise ValueError(f"code: the tests are not valid Python: {error}: {tests!r:.300}") from error
     files = {"solution.py": code, "tests.py": tests}
-    finished, _ = run_program(_ASSERTS.read_text(), limits=limits, files=files)
+    finished, _ = run_program(_ASSERTS.read_text(encoding="utf-8"), limits=limits, files=files)
     yield finished.failure is None
 
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from verl.utils.streams import print_printable
 from verl.utils.subprocess_pool import (
     PythonProcess,
     describe_exit,
@@ -217,7 +218,7 @@ class _Worker:
         self._start_clock()
         *content, output = content
         if output:
-            sys.stdout.write(output)
+            print_printable(output)
         return value_outcome(*content) if kind == "value" else _error_outcome(self._limits, *content)
 
     def _start_clock(self) -> None:

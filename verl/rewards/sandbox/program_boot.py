@@ -1,13 +1,17 @@
 """The supervisor of a program: sets its limits, waits for it, and ends all its child processes.
 
-    python -I program_boot.py CPU_SECONDS MEMORY_BYTES OUTPUT_BYTES PROGRAM [ARGUMENT ...]      (-1: no limit)
+    python -I program_boot.py CPU_SECONDS MEMORY_BYTES OUTPUT_BYTES HAS_SHARED_MEMORY PROGRAM [ARGUMENT ...]
+    python -I program_boot.py                 fails if the system does not allow HAS_SHARED_MEMORY=1
 
+-1: no limit.
 Exits like the program: with its exit status, or 128 + the signal that ended it. SIGTERM ends everything. No module of
 the package is imported: the script runs in an isolated interpreter. On Linux,
 
 - a child that has left the program's process group, or whose parent has exited, is reparented to this process, which
   ends it.
-- the memory of the program and all its children together is limited.
+- the memory of the program and all its children together is limited, and their number.
+- with HAS_SHARED_MEMORY=1, it has a private /dev/shm, for locks, queues and shared memory of `multiprocessing`. The
+  system must allow mounts: as root, or with user namespaces. Otherwise it has none.
 - the program can read the interpreter, its packages and the system's libraries, and write to its own folder (Landlock,
   Linux 5.13).
 - it has no network and no other sockets, except pairs between its own processes (seccomp).
@@ -26,7 +30,7 @@ import struct
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 36, 4, 24, 38, 22
@@ -57,22 +61,49 @@ REFUSED_CALLS = {
 #: system calls of the x32 variant of x86_64 start here
 X32_CALLS = 0x40000000
 
+#: of unshare() and mount()
+CLONE_NEWNS, CLONE_NEWUSER, MS_NOSUID, MS_NODEV, MS_REC, MS_SLAVE = 1 << 17, 1 << 28, 1 << 1, 1 << 2, 1 << 14, 1 << 19
+SHARED_MEMORY = "/dev/shm"
+
 #: seconds between two measurements of the memory
 MEMORY_SECONDS = 0.05
+#: processes of one program at the same time
+MOST_PROCESSES = 256
 
 
-def run(limits: list[int], program: str, arguments: list[str]) -> None:
+def run(limits: list[int], program: str, arguments: list[str], has_shared_memory: bool) -> None:
     """Run the program in this process under its limits."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if sys.platform == "linux":
-        confine()
-    for kind, limit in zip((resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE), limits):
+        confine([SHARED_MEMORY] if has_shared_memory else [])
+    cpu, memory, output = limits
+    if has_shared_memory:  # shared memory is a file; the supervisor measures the output
+        output = memory
+    kinds = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
+    for kind, limit in zip(kinds, (cpu, memory, output)):
         if limit >= 0:
             resource.setrlimit(kind, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.argv = [program, *arguments]
     sys.path.insert(0, "")
     runpy.run_path(program, run_name="__main__")
+
+
+def mount_shared_memory(most_bytes: int) -> None:
+    """Give this process and its children an empty /dev/shm of at most that many bytes (-1: no limit) that no other
+    process sees. Raises OSError if the system does not allow it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWNS):  # not root
+        if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), "no user namespaces")
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            Path("/proc/self", name).write_text(text, encoding="ascii")
+    options = "mode=700,nr_inodes=4096" + ("" if most_bytes < 0 else f",size={most_bytes}")
+    if libc.mount(None, b"/", None, MS_REC | MS_SLAVE, None) or libc.mount(
+        b"tmpfs", SHARED_MEMORY.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options.encode()
+    ):
+        raise OSError(ctypes.get_errno(), f"cannot mount {SHARED_MEMORY}")
 
 
 def adopt_orphans() -> None:
@@ -95,21 +126,22 @@ def can_filter_calls() -> bool:
     return platform.machine() in REFUSED_CALLS and Path("/proc/sys/kernel/seccomp/actions_avail").is_file()
 
 
-def confine() -> None:
-    """Take from this process, for good, what a program does not need (Linux). Each part as far as the kernel has it."""
+def confine(writable: list[str]) -> None:
+    """Take from this process, for good, what a program does not need (Linux). Each part as far as the kernel has it.
+    writable: folders besides the current one."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if landlock_abi() > 0:
-        restrict_files(libc, landlock_abi())
+        restrict_files(libc, landlock_abi(), writable)
     # effective, permitted and inheritable capabilities of root; version 3 of the call
     libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
     if can_filter_calls():
         refuse_calls(libc, *REFUSED_CALLS[platform.machine()])
 
 
-def restrict_files(libc: ctypes.CDLL, abi: int) -> None:
-    """Allow reading the interpreter and libraries and writing to this folder only. From version 4 on: no TCP; from
-    version 6 on: no signals to processes outside, and no tracing of them."""
+def restrict_files(libc: ctypes.CDLL, abi: int, writable: list[str]) -> None:
+    """Allow reading the interpreter and libraries, and writing to this folder and `writable` only. From version 4 on:
+    no TCP; from version 6 on: no signals to processes outside, and no tracing of them."""
     rights = sum(bits for since, bits in FILE_RIGHTS.items() if since <= abi)
     handled = [rights]
     if abi >= 4:
@@ -122,7 +154,8 @@ def restrict_files(libc: ctypes.CDLL, abi: int) -> None:
     )
     readable = dict.fromkeys(READABLE, EXECUTE | READ_FILE | READ_DIR)
     readable |= dict.fromkeys(interpreter_folders(), EXECUTE | READ_FILE | READ_DIR)
-    readable |= {"/dev/null": READ_FILE | WRITE_FILE, ".": rights & ~(MAKE_CHAR | MAKE_BLOCK | MAKE_SOCK)}
+    readable["/dev/null"] = READ_FILE | WRITE_FILE
+    readable |= dict.fromkeys([".", *writable], rights & ~(MAKE_CHAR | MAKE_BLOCK | MAKE_SOCK))
     for path, allowed in readable.items():
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -158,29 +191,43 @@ def refuse_calls(libc: ctypes.CDLL, machine: int, calls: tuple[int, ...]) -> Non
         raise OSError(ctypes.get_errno(), "cannot take the network from the program with seccomp")
 
 
-def wait_for(program: int, memory: int) -> int:
+def wait_for(program: int, limits: list[int], has_shared_memory: bool) -> int:
     """Return the program's exit status; -SIGTERM if this process receives SIGTERM, -SIGKILL if all processes together
-    use more than `memory` bytes (-1: no limit)."""
+    exceed a limit."""
+    _, memory, output = limits
     while True:
-        awaited = {signal.SIGCHLD, signal.SIGTERM}
-        if memory < 0:
-            received = signal.sigwait(awaited)
-        elif info := signal.sigtimedwait(awaited, MEMORY_SECONDS):
-            received = info.si_signo
-        else:
-            received = None
-        if received == signal.SIGTERM:
+        info = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, MEMORY_SECONDS)
+        if info is not None and info.si_signo == signal.SIGTERM:
             os.kill(program, signal.SIGKILL)
             return -signal.SIGTERM
         ended = -1
-        while ended:
+        while ended and ended != program:
             ended, status = os.waitpid(-1, os.WNOHANG)
-            if ended == program:
-                return os.waitstatus_to_exitcode(status)
-        if memory >= 0 and memory_of(descendants()) > memory:
-            os.kill(program, signal.SIGKILL)
-            print(f"the program and its child processes used more than {memory >> 20} MiB together", file=sys.stderr)
+        excess = None
+        if has_shared_memory and max(os.fstat(1).st_size, os.fstat(2).st_size) > output >= 0:
+            excess = f"printed more than {output} bytes"
+        elif ended != program and sys.platform == "linux":
+            excess = excess_of(list(descendants()), memory, has_shared_memory)
+        if excess is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(program, signal.SIGKILL)
+            print(f"the program and its child processes {excess}", file=sys.stderr)
             return -signal.SIGKILL
+        if ended == program:
+            return os.waitstatus_to_exitcode(status)
+
+
+def excess_of(processes: list[int], memory: int, has_shared_memory: bool) -> str | None:
+    """The limit that processes exceed together, as a predicate. memory: in bytes; -1: no limit."""
+    if len(processes) > MOST_PROCESSES:
+        return f"were more than {MOST_PROCESSES} processes"
+    if memory < 0:
+        return None
+    used = memory_of(processes)
+    if has_shared_memory:
+        mounted = os.statvfs(SHARED_MEMORY)
+        used += (mounted.f_blocks - mounted.f_bfree) * mounted.f_frsize
+    return f"used more than {memory >> 20} MiB together" if used > memory else None
 
 
 def descendants() -> Iterator[int]:
@@ -191,7 +238,7 @@ def descendants() -> Iterator[int]:
         found += children(pid)
 
 
-def memory_of(processes: Iterator[int]) -> int:
+def memory_of(processes: Iterable[int]) -> int:
     """Bytes of memory that processes use together, in RAM and swap. Files of the disk do not count.
 
     Pages that processes share since a fork count once if the kernel says so (PSS), otherwise once for each process.
@@ -207,17 +254,20 @@ def memory_of(processes: Iterator[int]) -> int:
 
 
 def _kilobytes(pid: int, file: str, names: tuple[str, ...]) -> int:
-    lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    # the name of the process may contain other line breaks than \n, and any byte
+    lines = Path(f"/proc/{pid}/{file}").read_text(encoding="latin-1").split("\n")
     return sum(int(line.split()[1]) for line in lines if line.startswith(names))
 
 
 def end_children() -> None:
-    """Kill children until none is left: orphans are reparented to this process."""
+    """Kill all processes below this one until none is left: orphans are reparented to this process."""
     with contextlib.suppress(ChildProcessError):  # no children left
         while True:
-            os.waitpid(-1, os.WNOHANG)
-            for child in children(os.getpid()):
-                os.kill(child, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+            for process in descendants():
+                with contextlib.suppress(ProcessLookupError):  # it has exited since
+                    os.kill(process, signal.SIGKILL)
             time.sleep(0.001)
 
 
@@ -227,28 +277,32 @@ def children(parent: int) -> list[int]:
         return [
             int(pid)
             for file in Path(f"/proc/{parent}/task").iterdir()
-            for pid in (file / "children").read_text().split()
+            for pid in (file / "children").read_text(encoding="latin-1").split()
         ]
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited since
-                _, ppid, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+                _, ppid, *_ = (folder / "stat").read_text(encoding="latin-1").rpartition(")")[2].split()
                 found += [int(folder.name)] * (int(ppid) == parent)
     return found
 
 
 def main() -> None:
-    *limits, program = sys.argv[1:5]
-    limits = [int(limit) for limit in limits]
+    if len(sys.argv) == 1:
+        mount_shared_memory(-1)
+        return
+    cpu, memory, output, has_shared_memory = map(int, sys.argv[1:5])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    if has_shared_memory:
+        mount_shared_memory(memory // 2)
     if sys.platform == "linux":
         adopt_orphans()
     child = os.fork()
     if child == 0:
-        run(limits, program, sys.argv[5:])
+        run([cpu, memory, output], sys.argv[5], sys.argv[6:], bool(has_shared_memory))
         return
-    status = wait_for(child, limits[1])
+    status = wait_for(child, [cpu, memory, output], bool(has_shared_memory))
     if sys.platform == "linux":
         end_children()
     os._exit(status if status >= 0 else 128 - status)

@@ -61,6 +61,21 @@ def warn_of_missing_isolation() -> None:
             ", ".join(name for name, is_missing in missing.items() if is_missing),
             " ".join((os.uname().sysname, os.uname().release)),
         )
+    if on_linux and not has_shared_memory():
+        logger.warning(
+            "programs in responses cannot use locks, queues, pools and shared memory of multiprocessing, and fail if "
+            "they do: this system allows no private /dev/shm. Run the training as root, or allow user namespaces "
+            "(docs/security.md)"
+        )
+
+
+@functools.cache
+def has_shared_memory() -> bool:
+    """Whether programs can have a private /dev/shm here."""
+    return (
+        sys.platform == "linux"
+        and not subprocess.run([sys.executable, "-I", str(_BOOT)], stderr=subprocess.DEVNULL, check=False).returncode
+    )
 
 
 def run_program(
@@ -95,6 +110,7 @@ def _run(folder: str, arguments: tuple[str, ...], limits: Limits) -> str | None:
         # Address space; only Linux has a limit that programs survive.
         -1 if limits.memory_bytes is None or sys.platform != "linux" else limits.memory_bytes,
         limits.output_bytes,
+        int(has_shared_memory()),
     )
     command = [sys.executable, "-I", str(_BOOT), *map(str, bounds), "program.py", *arguments]
     environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}

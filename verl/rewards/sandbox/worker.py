@@ -111,7 +111,7 @@ def limited(limits: Limits):
         usage = resource.getrusage(resource.RUSAGE_SELF)
         bounds[resource.RLIMIT_CPU] = int(usage.ru_utime + usage.ru_stime + limits.cpu_seconds) + 1
     if limits.memory_bytes is not None and sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         bounds[resource.RLIMIT_AS] = pages * resource.getpagesize() + limits.memory_bytes
     before = {kind: resource.getrlimit(kind) for kind in bounds}
     for kind, soft in bounds.items():
@@ -207,7 +207,7 @@ def no_breakpoint(*args: object, **kwargs: object) -> None:
 def main() -> None:
     sys.breakpointhook = no_breakpoint
     with contextlib.suppress(OSError):  # if the machine runs out of memory, this process ends, not the trainer
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     connection, worker = Connection(int(sys.argv[1])), os.getpid()
 
     def reply(*message: object) -> None:

@@ -130,6 +130,8 @@ class CommandAgent:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            encoding="utf-8",
+            errors="replace",
         )
         try:
             output, errors = process.communicate(timeout=timeout)

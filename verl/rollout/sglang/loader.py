@@ -40,7 +40,7 @@ def read_outcomes(outcome: Path, ranks: int) -> None:
         path = Path(f"{outcome}-{rank}")
         if not path.exists():
             raise ValueError(f"SGLang's rank {rank} did not load the weights")
-        error = path.read_text()
+        error = path.read_text(encoding="utf-8")
         path.unlink()
         if error:
             raise ValueError(f"SGLang's rank {rank} cannot load the weights: {error}")
@@ -83,7 +83,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
         error = "".join(traceback.format_exception_only(raised)).strip()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     path = Path(f"{order['outcome']}-{rank}")
-    path.with_suffix(".part").write_text(error)
+    path.with_suffix(".part").write_text(error, encoding="utf-8")
     os.replace(path.with_suffix(".part"), path)
 
 

@@ -23,7 +23,7 @@ Matcher = Callable[[str], bool]
 
 def default_excludes() -> list[str]:
     """The patterns that are always excluded."""
-    return list(yaml.safe_load(_DEFAULTS.read_text())["excludes"])
+    return list(yaml.safe_load(_DEFAULTS.read_text(encoding="utf-8"))["excludes"])
 
 
 def package_limit() -> int:
@@ -76,7 +76,7 @@ def _walk(folder: Path, prefix: str, matchers: list[tuple[str, Matcher]]) -> Ite
     """matchers: each with the path of the folder that its patterns are relative to."""
     for name in _IGNORE_FILES:
         if (folder / name).is_file():
-            matchers = [*matchers, (prefix, ignore_matcher((folder / name).read_text().splitlines()))]
+            matchers = [*matchers, (prefix, ignore_matcher((folder / name).read_text(encoding="utf-8").splitlines()))]
     for entry in sorted(folder.iterdir()):
         path = prefix + entry.name
         if entry.is_dir() and not entry.is_symlink():

@@ -137,4 +137,4 @@ def write_jsonl(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as draft:
         lines = (json.dumps(item, ensure_ascii=False, default=str) + "\n" for item in items)
-        draft.write_text("".join(lines), encoding="utf-8")
+        draft.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")

@@ -1,6 +1,5 @@
 """Common command line of all programs: `--config FILE.yaml key=value ...`, --dry-run, --print-config, --help."""
 
-import os
 import signal
 import sys
 import traceback
@@ -12,6 +11,7 @@ from verl.env_check.packages import CORE
 from verl.trainer.startup.torchrun import run_under_launcher
 from verl.trainer.state.interruption import Stopped, sigterm_raises
 from verl.utils.redaction import remember_arguments, shown
+from verl.utils.streams import prepare_streams, stop_writing
 
 if TYPE_CHECKING:
     from verl.config.fields import Schema
@@ -96,7 +96,7 @@ def print_text(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
+        stop_writing(sys.stdout)  # Python flushes it once more at exit
 
 
 def command_line(
@@ -120,6 +120,7 @@ def command_line(
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     remember_arguments(arguments)
+    prepare_streams()
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = print_traceback
     return run_under_launcher(lambda: _command(arguments, help_text, settings, run, dry_run, check))

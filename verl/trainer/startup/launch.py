@@ -18,7 +18,7 @@ from verl.trainer.state.interruption import Stopped, sigterm_raises
 from verl.trainer.state.validation_watch import NoMetricError
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
-from verl.utils.redaction import redact_text
+from verl.utils.redaction import redact_text, shown
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
@@ -93,7 +93,7 @@ def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
     passed = command.passed_checks()
     short = [f"{len(passed)} checks (--verbose: their names)"]
     print("\n".join(f"ok  {line}" for line in (passed if verbose else short)))
-    print(command.plan())
+    print(shown(command.plan()))
     return 0
 
 

@@ -122,7 +122,7 @@ class StepGuard:
             "working_dir": str(trainer.run.working_dir),
         }
         save_state(state, folder, "step")
-        (folder / "config.yaml").write_text(dump_config(trainer.config, redact=True))
+        (folder / "config.yaml").write_text(dump_config(trainer.config, redact=True), encoding="utf-8")
 
     def _weights(self, role: str, folder: Path, bad: dict[str, float]) -> dict[str, Any]:
         """Where the weights of a role are, and whether they are those of the bad updates.

@@ -165,7 +165,7 @@ class Checkpointer:
             state |= {"validations": self.watch.state_dict(), "data": self._fingerprint, "media": self._media}
             state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
-            (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
+            (folder / "config.yaml").write_text(dump_config(self.config, redact=True), encoding="utf-8")
             self._pending = _Pending(path, start, stack.pop_all(), self._best_record(step, is_due))
         self.saved_step, self.saved_path = step, path
         self.poll()

@@ -31,7 +31,7 @@ def save_state(state: Any, folder: Path, name: str) -> None:
     writer = _Writer()
     text = json.dumps(writer.encode(state, name), indent=1)
     save_file(writer.tensors, folder / f"{name}.safetensors")
-    (folder / f"{name}.json").write_text(text)
+    (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 def load_state(folder: Path, name: str) -> Any:
@@ -40,7 +40,7 @@ def load_state(folder: Path, name: str) -> Any:
         if not (folder / f"{name}.{end}").is_file():
             raise ValueError(f"{folder} has no {name}.{end}: it is not a checkpoint of this version")
     try:
-        state = json.loads((folder / f"{name}.json").read_text())
+        state = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         return _Reader(load_file(folder / f"{name}.safetensors")).decode(state)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{folder}: {name}.json or {name}.safetensors is damaged: {error!r}") from error

@@ -60,7 +60,7 @@ def verify(train: Train, steps: int) -> Comparison:
 def compare(straight: Path, resumed: Path, step: int) -> Comparison:
     """Compare the checkpoints of a step, and the metrics, of two runs."""
     folders = [run / f"global_step_{step}" for run in (straight, resumed)]
-    manifests = [json.loads((folder / MANIFEST).read_text())["files"] for folder in folders]
+    manifests = [json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"] for folder in folders]
     found, tensors = [], 0
     for name in sorted({*manifests[0], *manifests[1]}):
         if name not in manifests[0] or name not in manifests[1]:
