@@ -1,23 +1,28 @@
 """Batches that threads prepare are those that are read without threads, and saved positions are of batches in use."""
 
 import gc
+import io
 import json
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from PIL import Image
 
-from tests.vl_models import processor, tokenizer
+from tests.vl_models import save_vl_model
+from verl.config.schema import ModelConfig
 from verl.data import prefetch
 from verl.data.collate import collate_prompts
 from verl.data.images import RowImage
 from verl.data.mixture import Mixture
 from verl.data.order import PromptSource
+from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset, collate_sft
+from verl.data.tokenization import load_tokenizer
 from verl.protocol import DataProto
 
 NAME = "data reader"
@@ -161,6 +166,7 @@ def test_threads_work_at_the_same_time():
 
     rows = source_of(Rows(8), 4, workers=2)
     assert len(rows()) == 4
+    both.abort()  # one thread may wait for the next batch
     rows.close()
 
 
@@ -237,6 +243,12 @@ def test_a_source_that_is_forgotten_leaves_no_thread():
 # ---- the datasets of this package -----------------------------------------------------------------------------------
 
 
+def reading(family, folder):
+    """The tokenizer and the processor of a model, loaded from its files as a run does."""
+    model = ModelConfig(path=save_vl_model(family, folder / "model", weights=False))
+    return (tokenizer := load_tokenizer(model)), load_processor(model, tokenizer)
+
+
 def write_images(folder, count):
     draw = random.Random(0)
     lines = []
@@ -266,7 +278,8 @@ def assert_same(mine, other):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_images_are_the_same_bit_for_bit(tmp_path, family, streaming):
     settings = {"max_prompt_length": 256, "streaming": streaming}
-    dataset = RLHFDataset(write_images(tmp_path, 20), tokenizer(family), settings, processor=processor(family))
+    tokenizer, processor = reading(family, tmp_path)
+    dataset = RLHFDataset(write_images(tmp_path, 20), tokenizer, settings, processor=processor)
     plain = source_of(dataset, 8, collate=collate_prompts)
     threaded = source_of(dataset, 8, collate=collate_prompts, workers=6)
     for _ in range(4):
@@ -275,10 +288,10 @@ def test_images_are_the_same_bit_for_bit(tmp_path, family, streaming):
 
 
 def test_sft_rows_that_are_tokenized_when_they_are_read(tmp_path):
-    file, family = write_images(tmp_path, 20), "qwen2_vl"
+    file, (tokenizer, processor) = write_images(tmp_path, 20), reading("qwen2_vl", tmp_path)
 
     def make(**more):
-        dataset = SFTDataset(file, tokenizer(family), {"max_length": 256}, lambda _: {0}, processor(family))
+        dataset = SFTDataset(file, tokenizer, {"max_length": 256}, lambda _: {0}, processor)
         return source_of(dataset, 8, collate=lambda rows: collate_sft(rows, 0), **more)
 
     plain, threaded = make(), make(workers=6)
@@ -292,26 +305,10 @@ def test_sft_rows_that_are_tokenized_when_they_are_read(tmp_path):
 
 def test_rows_may_share_an_image():
     """Pillow reads the pixels of an image when they are first used, which only one thread may do."""
-    path_less = []
     for _ in range(30):
-        given = Image.effect_noise((64, 64), 50).convert("RGB")
-        expected = given.tobytes()
-        opened = Image.open(saved(given))
-        threads = [
-            threading.Thread(target=lambda: path_less.append(RowImage(opened, "x").decode().tobytes() == expected))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(path_less) == 120 and all(path_less)
-
-
-def saved(image):
-    import io
-
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    file.seek(0)
-    return file
+        given, file = Image.effect_noise((64, 64), 50).convert("RGB"), io.BytesIO()
+        given.save(file, "PNG")
+        rows = [RowImage(opened, "row") for opened in [Image.open(file)] * 4]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda row: row.decode().tobytes(), rows))
+        assert found == [given.tobytes()] * 4
