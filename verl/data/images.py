@@ -16,7 +16,7 @@ import threading
 import urllib.request
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ _ROTATED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and he
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
 _LARGEST_DOWNLOAD = 100 << 20
 _TIMEOUT = 20.0  # seconds
-_LOADING = threading.Lock()  # several threads must not load the same PIL image
+_LOADING = threading.Lock()
 
 
 class MediaError(ValueError):
@@ -80,7 +80,7 @@ class RowImage:
 
     def __init__(self, source: Any, where: str, folder: Path = Path(), limits: ImageLimits = NO_LIMITS):
         self._source, self.where, self._folder, self._limits = source, where, folder, limits
-        self._is_given = False  # whether the source is a PIL image, which other rows may share
+        self._is_given = False  # whether the source is a PIL image
 
     def size(self) -> tuple[int, int]:
         """Width and height of the decoded image. Only the header is read.
@@ -90,7 +90,8 @@ class RowImage:
         """
         image = self._open()
         try:
-            rotated = image.getexif().get(0x0112) in _ROTATED
+            with self._alone():
+                rotated = image.getexif().get(0x0112) in _ROTATED
         except Exception as error:  # Pillow raises errors of many types for damaged files
             raise self._damaged(error) from error
         return self._limits.resized(*(image.size[::-1] if rotated else image.size))
@@ -105,7 +106,7 @@ class RowImage:
 
         image = self._open()
         try:
-            with _LOADING if self._is_given else nullcontext():
+            with self._alone():
                 image.load()
                 image = ImageOps.exif_transpose(image)
         except Exception as error:  # as above
@@ -139,6 +140,10 @@ class RowImage:
                 "or move it to the column of videos (data.video_key)"
             )
         return found
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """A context for reading pixels: rows may share a PIL image, which only one thread may read."""
+        return _LOADING if self._is_given else nullcontext()
 
     def _parsed(self, data: bytes) -> "Image":
         from PIL import Image, UnidentifiedImageError
