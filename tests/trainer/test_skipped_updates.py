@@ -168,11 +168,13 @@ def test_a_bad_column_never_reaches_the_weights(value, settings, tmp_path, caplo
     assert "actor: column 'advantages' has" in caplog.text and "at row 3, token 0" in caplog.text
 
 
-def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path):
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path, threads):
     """Updates 9 to 12 (steps 5 and 6) are broken: the run returns to step 4 and reads the prompts after step 6."""
     seen = []
     rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=2"]
-    found = run(settings, tmp_path, range(9, 13), *rollback, seen=seen)
+    threads = f"data.dataloader_num_workers={threads}"
+    found = run(settings, tmp_path, range(9, 13), *rollback, threads, seen=seen)
     assert found == [0, 0, 0, 0, 1, 0, 0, 0, 0]  # steps 1 to 5, the error of step 6, and steps 5 to 8
     sampler = ResumableSampler(24, 4, seed=42)
     drawn = [sorted({f"{epoch}:{row}" for epoch, row in sampler.next_items()}) for _ in range(10)]
@@ -181,12 +183,13 @@ def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path):
     assert steps == list(range(1, 9))
 
 
-def test_a_rollback_with_dynamic_sampling_repeats_no_prompt(settings, tmp_path):
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_rollback_with_dynamic_sampling_repeats_no_prompt(settings, tmp_path, threads):
     """The queue of prompts is that of the bad step, not that of the checkpoint."""
     seen = []
     rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=1"]
     groups = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"]
-    chosen = [*rollback, *groups, "trainer.total_training_steps=4"]
+    chosen = [*rollback, *groups, "trainer.total_training_steps=4", f"data.dataloader_num_workers={threads}"]
     run(settings, tmp_path, range(5, 9), *chosen, seen=seen)  # steps 3 and 4
     assert len(seen) == 5 and not set(seen[2]) & {uid for uids in seen[3:] for uid in uids}
 

@@ -253,7 +253,10 @@ _OF_MEGATRON_SFT = (
 )
 
 SFT = Aliases(
-    short={f"engine.{key}": f"engine.megatron.{key}" for key in _OF_MEGATRON_SFT},
+    short={
+        **{f"engine.{key}": f"engine.megatron.{key}" for key in _OF_MEGATRON_SFT},
+        "data.num_workers": "data.dataloader_num_workers",
+    },
     deprecated={
         "model.partial_pretrain": "model.path",
         "model.strategy": "engine.strategy",

@@ -12,9 +12,11 @@ import io
 import math
 import os
 import re
+import threading
 import urllib.request
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,7 @@ _ROTATED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and he
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
 _LARGEST_DOWNLOAD = 100 << 20
 _TIMEOUT = 20.0  # seconds
+_LOADING = threading.Lock()
 
 
 class MediaError(ValueError):
@@ -77,6 +80,7 @@ class RowImage:
 
     def __init__(self, source: Any, where: str, folder: Path = Path(), limits: ImageLimits = NO_LIMITS):
         self._source, self.where, self._folder, self._limits = source, where, folder, limits
+        self._is_given = False  # whether the source is a PIL image
 
     def size(self) -> tuple[int, int]:
         """Width and height of the decoded image. Only the header is read.
@@ -86,7 +90,8 @@ class RowImage:
         """
         image = self._open()
         try:
-            rotated = image.getexif().get(0x0112) in _ROTATED
+            with self._alone():
+                rotated = image.getexif().get(0x0112) in _ROTATED
         except Exception as error:  # Pillow raises errors of many types for damaged files
             raise self._damaged(error) from error
         return self._limits.resized(*(image.size[::-1] if rotated else image.size))
@@ -101,8 +106,9 @@ class RowImage:
 
         image = self._open()
         try:
-            image.load()
-            image = ImageOps.exif_transpose(image)
+            with self._alone():
+                image.load()
+                image = ImageOps.exif_transpose(image)
         except Exception as error:  # as above
             raise self._damaged(error) from error
         image = self._as_rgb(image)
@@ -135,15 +141,18 @@ class RowImage:
             )
         return found
 
+    def _alone(self) -> AbstractContextManager[Any]:
+        """A context for reading pixels: rows may share a PIL image, which only one thread may read."""
+        return _LOADING if self._is_given else nullcontext()
+
     def _parsed(self, data: bytes) -> "Image":
         from PIL import Image, UnidentifiedImageError
 
         if not data:
             raise self._error("expected an image, found 0 bytes: write the file again, or remove the row")
+        ignore_size_warnings()  # the size is checked by `_open`
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked by `_open`
-                return Image.open(io.BytesIO(data))
+            return Image.open(io.BytesIO(data))
         except UnidentifiedImageError as error:
             raise self._error(
                 f"expected an image (PNG, JPEG, WebP, ...), found {len(data):,} bytes of another kind, which start "
@@ -163,6 +172,7 @@ class RowImage:
         from PIL import Image
 
         if isinstance(source, Image.Image):
+            self._is_given = True
             return source
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source)
@@ -251,6 +261,14 @@ class RowImage:
 
     def _error(self, what: str) -> MediaError:
         return MediaError(f"{self.where}{_named(self._source)}: {what}")
+
+
+def ignore_size_warnings() -> None:
+    """Ignore Pillow's warning of large images, which are refused here. `warnings.catch_warnings` is not thread-safe."""
+    from PIL import Image
+
+    if ("ignore", None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 def _named(source: Any) -> str:

@@ -191,9 +191,7 @@ class MediaReader:
         if prompt.images:
             further["images"] = [image.decode() for image in prompt.images]
         with _errors_of(prompt.where):
-            found = self.processor(
-                text=[text], return_tensors="pt", add_special_tokens=False, **further, **self.data.mm_processor_kwargs
-            )
+            found = self._processed(text, return_tensors="pt", **further)
         inputs = {name: value for name, value in found.items() if name not in _TEXT_OUTPUTS}
         raw = encode(self.tokenizer, [text], add_special_tokens=False)[0]
         data = {"images": further["images"]} if "images" in further else {}
@@ -295,8 +293,13 @@ class MediaReader:
 
     def _expanded(self, token: str, **media: Any) -> str:
         """What the processor writes for one placeholder."""
-        found = self.processor(text=[token], add_special_tokens=False, **media, **self.data.mm_processor_kwargs)
+        found = self._processed(token, **media)
         return self.tokenizer.decode(found["input_ids"][0], skip_special_tokens=False)
+
+    def _processed(self, text: str, **media: Any) -> Any:
+        """What the processor returns for one text. Padding would set the tokenizer, which other threads use."""
+        kwargs = {"add_special_tokens": False, "padding": False, **media, **self.data.mm_processor_kwargs}
+        return self.processor(text=[text], **kwargs)
 
 
 def prompt_texts(prompt: str | Sequence[Message] | MediaPrompt) -> list[str]:

@@ -5,13 +5,15 @@ MixtureSampler     the same from several datasets, with weights
 PromptSource       either as a source of `DataProto` batches: the first operator of a flow
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from verl.data.mixture import Mixture
+from verl.data.prefetch import Item, LookAhead
 from verl.protocol import DataProto
 
 
@@ -261,6 +263,8 @@ class PromptSource:
         shuffle: whether the rows are shuffled.
         weights: of the datasets of a `Mixture`; None: the dataset is one.
         collate: a list of such dicts -> DataProto.
+        workers: threads that prepare the next batches; 0: batches are read when they are asked for.
+        batches_ahead: how many batches they prepare.
     """
 
     def __init__(
@@ -272,11 +276,14 @@ class PromptSource:
         shuffle: bool = True,
         weights: Sequence[float] | None = None,
         collate: Callable[[list[dict[str, Any]]], DataProto],
+        workers: int = 0,
+        batches_ahead: int = 1,
     ):
         self.dataset = dataset
         self.collate = collate
+        self._ahead = LookAhead(self._row, collate, workers, batches_ahead) if workers else None
         self._dropped: frozenset[int] = frozenset()
-        self._waiting: list[tuple[int, int]] = []  # drawn in the place of dropped rows, and not used yet
+        self._waiting: list[Item] = []  # drawn in the place of dropped rows, and not used yet
         self._batch_size = batch_size
         self.sampler: ResumableSampler | MixtureSampler
         if weights:
@@ -298,7 +305,7 @@ class PromptSource:
                 f"than one batch of data.train_batch_size={self._batch_size}"
             )
 
-    def _next_items(self) -> list[tuple[int, int]]:
+    def _next_items(self) -> list[Item]:
         """(epoch, row number) of every prompt of the next batch."""
         items, self._waiting = self._waiting, []
         while len(items) < self._batch_size:
@@ -306,12 +313,36 @@ class PromptSource:
         self._waiting = items[self._batch_size :]
         return items[: self._batch_size]
 
+    def _row(self, item: Item) -> dict[str, Any]:
+        epoch, row = item
+        return {**self.dataset[row], "uid": f"{epoch}:{row}"}
+
+    def _following(self) -> Iterator[list[Item]]:
+        """The items of the next batches. The position does not change."""
+        ahead = copy.copy(self)
+        ahead.sampler, ahead._waiting = copy.deepcopy(self.sampler), list(self._waiting)
+        return iter(ahead._next_items, None)
+
     def __call__(self) -> DataProto:
-        batch = self.collate([{**self.dataset[row], "uid": f"{epoch}:{row}"} for epoch, row in self._next_items()])
+        items = self._next_items()
+        if self._ahead is None:
+            batch = self.collate([self._row(item) for item in items])
+        else:
+            batch = self._ahead.take(items, self._following)
         shares = {f"data/share/{name}": share for name, share in self.sampler.shares().items()}
         if shares:
             batch.meta_info["metrics"] = batch.meta_info.get("metrics", {}) | shares
         return batch
+
+    def close(self) -> None:
+        """End the threads that read ahead. A further call starts new ones."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    @property
+    def seconds_ahead(self) -> float:
+        """How long threads have prepared the last batch; 0 without threads."""
+        return 0.0 if self._ahead is None else self._ahead.seconds
 
     @property
     def epoch(self) -> int:
@@ -326,7 +357,8 @@ class PromptSource:
         return self.sampler.steps_per_epoch
 
     def describe(self, unit: str = "prompts") -> str:
-        return self.sampler.describe(unit)
+        reading = f"; {self._ahead.describe()}" if self._ahead is not None else ""
+        return self.sampler.describe(unit) + reading
 
     def state_dict(self) -> dict[str, Any]:
         waiting = {"waiting_rows": [list(item) for item in self._waiting]} if self._waiting else {}

@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ logger = logging.getLogger("verl.data")
 
 _CHUNK = 1024  # rows converted from Arrow to Python objects at a time, and per batch of an Arrow copy
 _BOM = b"\xef\xbb\xbf"  # some programs write a byte order mark
+_LOCK = threading.RLock()  # of readers that several threads must not use at once
 _SAMPLE = 1024  # lines of a streamed file that define its columns
 
 
@@ -192,7 +194,9 @@ class ArrowCopy(_File):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         batch = int(np.searchsorted(self._ends, row, side="right")) - 1
-        return self._reader.get_batch(batch).slice(row - int(self._ends[batch]), 1).to_pylist()[0]
+        with _LOCK:
+            found = self._reader.get_batch(batch)
+        return found.slice(row - int(self._ends[batch]), 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with pa.OSFile(str(self._copy)) as file:
@@ -221,7 +225,8 @@ class RowTable(_File):
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return dict(self._rows[row])
+        with _LOCK:
+            return dict(self._rows[row])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))  # iterating a torch dataset may not end

@@ -1,6 +1,7 @@
 """SFT examples: chats, or prompts with responses -> token ids with a loss mask."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from verl.registry import did_you_mean
 
 logger = logging.getLogger("verl.data")
 
+_ADDING = threading.Lock()  # while a row is tokenized that is read for the first time
 _PROMPT_COLUMNS = ("prompt", "question")
 _RESPONSE_COLUMNS = ("response", "answer")
 #: columns with which public verl renders a chat differently -> the fix
@@ -183,10 +185,11 @@ class SFTDataset(Dataset):
         """The entry of a row. A row that is not tokenized yet is tokenized now."""
         if not 0 <= row < self._count:
             raise IndexError(f"item {row} of {self._count}")
-        if row not in self._entries:
-            self._tokenize([row])
-            self._entries[row] = len(self._kept) - 1
-        return self._entries[row]
+        with _ADDING:
+            if row not in self._entries:
+                self._tokenize([row])
+                self._entries[row] = len(self._kept) - 1
+            return self._entries[row]
 
     def _tokenize(self, rows: Collection[int] | None) -> None:
         """Add the given rows to the tables; None: all rows."""

@@ -3,7 +3,6 @@
 import io
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.images import MOST_PIXELS, NO_LIMITS, ImageLimits, MediaError, RowImage
+from verl.data.images import MOST_PIXELS, NO_LIMITS, ImageLimits, MediaError, RowImage, ignore_size_warnings
 
 DEFAULT_FPS = 2.0
 """Frames per second of a list of frames that has no `fps`: that of Qwen-VL."""
@@ -163,10 +162,9 @@ class Video:
         """The frames of an image; None for another file."""
         from PIL import Image, UnidentifiedImageError
 
+        ignore_size_warnings()  # the size is checked by `RowImage`
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked by `RowImage`
-                image = Image.open(io.BytesIO(data))
+            image = Image.open(io.BytesIO(data))
             image.load()  # PNG and WebP have the duration with the first frame
             total, milliseconds = getattr(image, "n_frames", 1), image.info.get("duration")
         except UnidentifiedImageError:

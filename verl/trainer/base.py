@@ -7,6 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -237,7 +238,7 @@ class Trainer(ABC):
         self.check_steps(steps)
         was_started, self._steps_to_add = self._started, steps
         self.restarts, self.interruption = Restarts(self), Interruption()
-        with lock_folder(self.checkpoints.root):
+        with closing(self.source), lock_folder(self.checkpoints.root):
             metrics = self.restarts.run(lambda: self._attempt(was_started))
             if not was_started and not self.can_stay_loaded:
                 self.shutdown()
@@ -420,6 +421,7 @@ class Trainer(ABC):
         for group in set(self.roles.values()):
             group.shutdown()
         self.cluster.shutdown()
+        self.source.close()
         self.roles.clear()
         self._started = False
 

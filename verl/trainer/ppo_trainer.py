@@ -51,7 +51,7 @@ from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, re
 from verl.trainer.ppo.rollout_correction import correct_rollout
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.startup.arguments import ConfigSource, read_arguments
-from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, stop_token_ids
+from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, reading_threads, stop_token_ids
 from verl.trainer.startup.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
@@ -149,7 +149,10 @@ class PPOTrainer(Trainer):
         self.validation_texts: list[dict[str, Any]] = []
         data = run.config.data
         order = {"seed": data.seed, "shuffle": data.shuffle, "weights": data.train_weights, "collate": inputs.collate}
-        super().__init__(run, PromptSource(self.train_dataset, data.train_batch_size, **order))
+        size = data.train_batch_size
+        ahead = -(-(data.gen_batch_size or size) // size)
+        threads = {"workers": reading_threads(self.train_dataset, data), "batches_ahead": ahead}
+        super().__init__(run, PromptSource(self.train_dataset, size, **order, **threads))
         self._set_up()
 
     def _set_up(self) -> None:

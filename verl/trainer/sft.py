@@ -19,7 +19,7 @@ from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.checks.preflight import INPUTS, prepare_run, run_checks
 from verl.trainer.startup.arguments import ConfigSource, read_arguments
-from verl.trainer.startup.inputs import load_sft_inputs
+from verl.trainer.startup.inputs import load_sft_inputs, reading_threads
 from verl.trainer.startup.launch import Recipe
 from verl.trainer.state.checkpointing import describe_saving
 from verl.workers.sft import SFTWorker
@@ -101,7 +101,12 @@ class SFTTrainer(Trainer):
         super().__init__(
             run,
             PromptSource(
-                self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=self.collate
+                self.train_dataset,
+                data.train_batch_size,
+                seed=data.seed,
+                shuffle=data.shuffle,
+                collate=self.collate,
+                workers=reading_threads(self.train_dataset, data),
             ),
         )
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from verl.config.aliases import SFT
 from verl.config.fields import FilePaths, Precision, Schema, StrList, field, section
 from verl.config.naming import default_names
-from verl.config.schema.data import BAD_ROWS, DatasetClassConfig, MediaSection, PromptFormat
+from verl.config.schema.data import BAD_ROWS, NUM_WORKERS, DatasetClassConfig, MediaSection, PromptFormat
 from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.model import CheckpointConfig, CheckpointContents, EngineConfig, ModelConfig, OptimConfig
 from verl.config.schema.trainer import RunConfig
@@ -36,6 +36,7 @@ class SFTDataConfig(MediaSection):
     max_bad_rows: int = field(0, BAD_ROWS, ge=0)
     shuffle: bool = field(True, "shuffle the training rows in every epoch")
     seed: int = field(1, "shuffle seed", default_from="${trainer.seed}", ge=0)
+    dataloader_num_workers: int | None = field(None, NUM_WORKERS, ge=0)
     custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces SFTDataset")
     apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template")
 

@@ -189,10 +189,11 @@ class Producer:
         """Send as many prompts as may be admitted. Returns whether there were any."""
         with self.buffer.lock:
             room = self.buffer.room()
-            if not room:
-                return False
-            self.buffer.queue.size = room
-            self.prompting.run()
+        if not room:
+            return False
+        self.buffer.queue.size = room
+        self.prompting.run()
+        with self.buffer.lock:
             for batch in self.generation.waiting:
                 self.buffer.admit(batch)
                 self.buffer.add_reports(_uids(batch), self.prompting.take_held())

@@ -79,13 +79,13 @@ class SampleBuffer:
 
     Attributes:
         filtered: number of groups that an operator has filtered since the last `take`.
-        lock: held while prompts are taken from the queue and admitted, so that a checkpoint has each prompt once.
+        lock: held while prompts change their place, so that a checkpoint has each prompt once.
         on_take: called before the first step waits.
     """
 
     def __init__(
         self,
-        queue: PromptQueue,
+        queue: "AsyncPrompts",
         batch_size: int,
         max_staleness: int,
         total_steps: int,
@@ -121,8 +121,7 @@ class SampleBuffer:
     def reset(self) -> None:
         """Return all prompts to the queue, for new workers: what the last ones generated is dropped."""
         with self.lock:
-            if self.groups:
-                self.queue.put_back(DataProto.concat([group.prompt for group in self.groups.values()]))
+            self.queue.take_back([group.prompt for group in self.groups.values()])
             self.groups, self._finished, self._error = {}, [], None
             self._dropped = self._tokens = self.filtered = 0
             self._drops.clear()
@@ -164,6 +163,7 @@ class SampleBuffer:
             if uid in self.groups:
                 raise ValueError(f"uid {uid!r} was admitted twice: the uid of a prompt must be unique")
             self.groups[uid] = Group(prompt, self.version)
+        self.queue.leaving = None
 
     def put(self, batch: DataProto) -> None:
         """Keep the groups of a batch that is generated and scored, until `settle`."""
@@ -322,18 +322,53 @@ class AsyncPrompts(PromptQueue):
     A resumed run generates them again first, so no prompt is lost or repeated.
 
     Attributes:
-        buffer: has the prompts that have left the queue.
+        buffer: has the prompts that are admitted.
+        leaving: prompts that have left the queue and are not admitted yet.
     """
 
     buffer: SampleBuffer
 
     def __init__(self, prompts: Prompts, size: int):
         super().__init__(prompts, size)
+        self.leaving: DataProto | None = None
+        self._position: dict[str, Any] | None = None  # of the data, before the batch that is being read
+
+    def __call__(self) -> DataProto:
+        self._fill()
+        with self.buffer.lock:
+            batch = self.leaving = super().__call__()
+        return batch
+
+    def _fill(self) -> None:
+        """Read prompts until `size` are waiting, without the lock: the training loop needs it while a read hangs."""
+        while True:
+            with self.buffer.lock:
+                if self.waiting is not None and len(self.waiting) >= self.size:
+                    return
+                position = self._position = self.source.state_dict()
+            new = self.source()
+            with self.buffer.lock:
+                if self._position is not position:
+                    raise RuntimeError("a read of the data has ended after its run had stopped")
+                self.waiting = DataProto.concat([self.waiting, new]) if self.waiting is not None else new
+                self._position = None
+
+    def take_back(self, admitted: list[DataProto]) -> None:
+        """Return prompts that are admitted, leaving or being read to the queue."""
+        with self.buffer.lock:
+            under_way = admitted + ([self.leaving] if self.leaving is not None else [])
+            if under_way:
+                self.put_back(DataProto.concat(under_way))
+            if self._position is not None:
+                self.source.load_state_dict(self._position)
+            self.leaving = self._position = None
 
     def state_dict(self) -> dict[str, Any]:
         with self.buffer.lock:
-            state = super().state_dict()
+            position = self._position or self.source.state_dict()
+            state = {"source": position, "size": self.size, "waiting": self.waiting}
             under_way = [group.prompt for group in self.buffer.groups.values()]
+            under_way += [self.leaving] if self.leaving is not None else []
             if under_way:
                 state["waiting"] = self.before_waiting(DataProto.concat(under_way))
         return state
@@ -341,6 +376,7 @@ class AsyncPrompts(PromptQueue):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self.buffer.lock:  # a state has all prompts that are not trained yet
             self.buffer.groups, self.buffer._finished = {}, []
+            self.leaving = self._position = None
             super().load_state_dict(state)
 
 

@@ -19,6 +19,7 @@ from verl.data.files import row_count
 from verl.data.media import media_columns, note_unused_media_keys
 from verl.data.mixture import Mixture
 from verl.data.order import ResumableSampler, check_batch_size
+from verl.data.prefetch import default_workers
 from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
 from verl.data.sequences import build_sequences
@@ -207,6 +208,23 @@ def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_sa
     if config.data.custom_cls.path:
         return create_custom_dataset(cls, files, tokenizer, settings, max_samples, processor=processor)
     return cls(list(files), tokenizer, settings, processor=processor, max_samples=max_samples)
+
+
+def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataConfig) -> int:
+    """The number of threads that prepare the next batches (`data.dataloader_num_workers`).
+
+    Items of a custom dataset are read by at most one, since several threads may not be safe there.
+    """
+    parts = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
+    is_custom = any(type(part) not in (RLHFDataset, SFTDataset) for part in parts)
+    found = data.dataloader_num_workers
+    if found is None:
+        has_images = not is_custom and any(part.media is not None for part in parts)
+        return default_workers() if has_images else 0
+    if is_custom and found > 1:
+        logger.info("data.dataloader_num_workers=%d: the items of a custom dataset are read by one thread", found)
+        return 1
+    return found
 
 
 def are_rows(given: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:

@@ -42,8 +42,9 @@ _EXPERIMENT = (
 #: ... except these: placement, speed, limits, and what is tuned during a run
 _TUNED = (
     *("algorithm.kl_ctrl.*", "data.val_*", "data.validation_shuffle", "data.max_*_length", "data.gen_batch_size"),
-    *("data.streaming", "data.max_bad_rows", "reward.timeout", "reward.isolation", "reward.memory_limit_mb"),
-    *("reward.on_error", "reward.retries", "reward.max_failure_rate", "reward.sandbox_fusion.*"),
+    *("data.streaming", "data.dataloader_num_workers", "data.max_bad_rows", "reward.timeout", "reward.isolation"),
+    *("reward.memory_limit_mb", "reward.on_error", "reward.retries", "reward.max_failure_rate"),
+    *("reward.sandbox_fusion.*",),
     *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len*", "*use_remove_padding", "*.trust_remote_code"),
 )
 #: settings whose changes are not logged
