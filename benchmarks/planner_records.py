@@ -159,7 +159,8 @@ def _vllm_steps() -> Iterator[Run]:
         if not line["variant"].startswith("steps"):
             continue
         tensor = 2 if "TP 2" in line["variant"] else 1
-        job = _job("0.5B", (16, 4, 64, 128), engine="vllm", rollout_tensor=tensor, memory_share=0.4)
+        engine = {"engine": "vllm", "rollout_tensor": tensor, "memory_share": 0.4, "eager": "eager" in line["variant"]}
+        job = _job("0.5B", (16, 4, 64, 128), **engine)
         seconds = {"step": line["step_s"], "gen": line["gen_s"], "update_actor": line["update_s"]}
         seconds |= {"sync_weights": line["sync_s"]}
         yield Run(f"vllm_h200.json: {line['variant'].removeprefix('steps ')}", job, line["gpus"], seconds)
@@ -173,7 +174,7 @@ def _generations() -> Iterator[Run]:
             job = _job(line["shape"], (line["rows"], 1, line["prompt"], line["new"]), engine=line["engine"])
             rows = f"{line['rows']} x {line['prompt']} + {line['new']}"
             name = f"rollout_h200.jsonl: {line['engine']} {line['shape']}, {rows}"
-            yield Run(name, replace(job, memory_share=0.9), 1, {"gen": line["seconds"]})
+            yield Run(name, replace(job, memory_share=0.9, sleeps=False), 1, {"gen": line["seconds"]})
     record = _read("tensor_parallel_h200.json")
     for count in (1, 2):
         rate = record[f"speed, {count} GPU{'s' * (count > 1)}"]["tokens_per_second"]

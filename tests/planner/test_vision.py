@@ -16,8 +16,8 @@ from verl.planner.shapes import VisionShape
 from verl.planner.workload import Role
 from verl.trainer.checks.planning import shape_of
 
-#: 1000 parameters with the projection, 900 of them in 3 layers of hidden size 16 and MLP 32; 4 patches of a token
-VISION = VisionShape(1000, 900, 3, 16, 32, 4)
+#: 1000 parameters with the projection, 900 of them in 3 layers of hidden size 16 and MLP 32; 4 patches of a token, 12 values
+VISION = VisionShape(1000, 900, 3, 16, 32, 4, 12)
 
 
 @pytest.mark.parametrize("family", QWEN)

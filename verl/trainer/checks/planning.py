@@ -72,7 +72,9 @@ def _vision_of(hf: Any) -> VisionShape:
     if sizes is None:
         raise ValueError(f"the planner does not model the vision tower of {hf.model_type}")
     outside = sum(p.numel() for p in module.parameters()) - inside - head
-    return VisionShape(outside, sum(p.numel() for p in tower_of(module)[1].parameters()), *sizes)
+    vision = hf.vision_config.to_dict()
+    values = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
+    return VisionShape(outside, sum(p.numel() for p in tower_of(module)[1].parameters()), *sizes, values)
 
 
 def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:
