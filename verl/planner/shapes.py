@@ -154,7 +154,7 @@ class ModelShape:
 
     @property
     def tensors(self) -> int:
-        """Parameter tensors of a layer times layers, about: those of queries, keys, values, and of gate and up count."""
+        """Number of parameter tensors, of a model without experts."""
         return self.layers * (9 + 3 * self.qkv_bias + 2 * self.head_norms) + 3
 
     def largest_tensor(self) -> int:

@@ -45,7 +45,7 @@ EXPERTS_DECODE_SECONDS = 0.18e-3
 #: bytes that the layers of a vision tower, which are those of transformers, read and write in a forward pass of a patch
 #: under autocast, per element of the hidden size and of the MLP size: counted for Qwen2.5-VL (tests/planner/
 #: test_vision.py); a backward pass has twice as many
-TOWER_BYTES = (245, 11)
+TOWER_BYTES = (240, 10)
 #: bytes/s of the processor's output when one core decodes and processes images by Pillow (640 x 480: 33 ms)
 IMAGE_RATE = 225e6
 #: bytes/s at which the images of a micro-batch are copied to one tensor and to the device
