@@ -90,8 +90,8 @@ class Plan:
 
     @property
     def available(self) -> float:
-        """Bytes of memory that one process may use. The processes of a CPU share the memory of the host."""
-        return self.device.memory / (self.devices if self.device.kind == "cpu" else 1)
+        """Bytes of memory that one process may use."""
+        return self.device.available(self.devices)
 
     @property
     def complexity(self) -> tuple[int, int, int]:
