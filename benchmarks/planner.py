@@ -3,7 +3,7 @@
     python benchmarks/planner.py --out benchmarks/results/planner.json
     OMP_NUM_THREADS=1 python benchmarks/planner.py --cpu --out benchmarks/results/planner_cpu.json
 
-The recorded runs are those of benchmarks/results; `ratio` is predicted / measured.
+The recorded runs are those of benchmarks/results (planner_records.py); `ratio` is predicted / measured.
 
 With --cpu, each configuration trains in a separate process, which measures the rates of the engines right after it:
 other programs on the machine slow both down. Seconds per step are medians of processor time (of the controller, plus
@@ -19,30 +19,26 @@ import gc
 import json
 import multiprocessing
 import os
-import shlex
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import engines
 import psutil
-from grpo_step import SUITES, Work, make_inputs, model_config
+from grpo_step import Work, make_inputs
+from planner_records import compared, recorded_lines
 
 from verl.planner import devices
-from verl.planner.devices import GIB, Device
-from verl.planner.memory import total
+from verl.planner.devices import Device
 from verl.planner.placement import Plan, plan_groups
 from verl.planner.settings import job_of
-from verl.planner.shapes import ModelShape, built_in
-from verl.planner.workload import Job, Role
+from verl.planner.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 #: hidden, MLP, layers, heads, key heads, vocabulary, tied, prompts, samples, prompt tokens, new tokens
 SMALL = Work(256, 768, 4, 8, 4, 2048, False, prompts=8, samples=4, prompt=16, new=48)
 WIDE = Work(512, 1536, 6, 8, 4, 4096, False, prompts=4, samples=4, prompt=16, new=48)
@@ -208,118 +204,25 @@ def cpu_lines(base: Device, names: Sequence[str]) -> Iterator[dict[str, Any]]:
             plan = predict(name, folder, device)
         line = {"name": name, "wall": round(found["wall"], 3)}
         tensors = (plan.peak - device.reserved) / 2**20
-        line |= _compared(plan.seconds, found["seconds"], tensors, found["memory"] / 2**20, "mib")
+        line |= compared(plan.seconds, found["seconds"], tensors, found["memory"] / 2**20, "mib")
         line["resident_mib"] = round(found["resident"] / 2**20)
         line["rates"] = {key: float(f"{getattr(device, key):.4g}") for key in RATES}
         print(json.dumps(line), flush=True)
         yield line
 
 
-def _compared(seconds: float, measured: float, memory: float, peak: float | None, unit: str) -> dict[str, Any]:
-    line = {"predicted_seconds": float(f"{seconds:.4g}"), "seconds": float(f"{measured:.4g}")}
-    line["time_ratio"] = round(seconds / measured, 2)
-    if peak:
-        line |= {f"predicted_{unit}": round(memory, 1), unit: round(peak, 1), "memory_ratio": round(memory / peak, 2)}
-    return line
-
-
-# ---- recorded runs --------------------------------------------------------------------------------------------------
-
-
-def _job(model: str, rows: tuple[int, int, int, int], **settings: Any) -> Job:
-    """A GRPO job. rows: prompts, samples, prompt and response tokens. ref: with a reference policy."""
-    shape, ref = built_in(model), settings.pop("ref", False)
-    roles = [Role("actor", shape, trains=True, checkpointing=False, update_tokens=16384, infer_tokens=16384)]
-    roles += [Role("ref", shape, infer_tokens=16384)] if ref else []
-    return Job(tuple(roles), *rows, **settings)
-
-
-def _engines_job(line: dict[str, Any]) -> Job:
-    """The job of a run of engines.py, from its settings."""
-    from verl.config import load_config
-    from verl.trainer.startup.roles import roles_of
-
-    args = engines.parser().parse_args(shlex.split(line["command"])[2:])
-    args.set += ["trainer.device=cuda"]
-    strategy = line.get("strategy", "fsdp2")
-    config = load_config(overrides=engines.overrides(args, Path(), strategy, line["engine"], line["placement"]))
-    shape = ModelShape.of(model_config(SUITES[line["suite"]]).to_dict(), line["suite"])
-    names = roles_of(config)
-    return job_of(config, dict.fromkeys(names, shape), names, on_gpu=True)
-
-
-def recorded_lines(device: Device) -> list[dict[str, Any]]:
-    """Recorded seconds and memory (GiB) of H200 runs, and predictions."""
-    lines: list[dict[str, Any]] = []
-
-    def add(name: str, job: Job, count: int, operator: str, seconds: float, memory: float | None, extra: float) -> None:
-        plan = plan_groups(job, device, [(job.names, count)])
-        predicted = plan.seconds if operator == "step" else plan.groups[0].seconds[operator][1]
-        peak = max(map(total, plan.groups[0].memory.values())) - device.reserved + extra
-        lines.append({"name": name, "operator": operator, "devices": count})
-        lines[-1] |= _compared(predicted, seconds, peak / GIB, memory, "gib")
-
-    for line in _read("train_step_gpu.json")["updates"]:
-        if line["variant"] == "fused":
-            rows = (line["rows"] // line["samples"], line["samples"], line["prompt"], line["response"])
-            name = f"train_step_gpu.json: {line['name']}, {line['samples']} per prompt"
-            job = _job(line["shape"], rows)
-            add(name, job, 1, "update_actor", line["update_seconds"], line["peak_gib"], 0.0)
-    for line in _read("grpo_step_gpu.json")["lines"]:
-        if line.get("trainer") == "ours":
-            ref = line["beta"] > 0
-            name = f"grpo_step_gpu.json: beta {line['beta']} (memory of the device, allocator included)"
-            job = _job("0.5B", (64, 8, 128, 512), ref=ref)
-            add(name, job, 1, "step", line["seconds"], line["peak_gib"], device.reserved)
-    for line in _read("restructure_h200.json")["lines"]:
-        if line.get("hidden") == 3584 and line["tree"] == "new":
-            name, job = "restructure_h200.json: 7B, 2 GPUs", _job("7B", (16, 8, 128, 128), ref=True)
-            add(name, job, 2, "step", statistics.median(line["seconds_of_steps"]), line["peak_gib"], device.reserved)
-    for line in _read("engines_h200.json")["lines"]:
-        if "failed" in line or line["suite"] not in SUITES:  # images are not modelled
-            continue
-        job, engine = _engines_job(line), "vLLM" if line["engine"] == "vllm" else line["engine"]
-        parallel = f", TP {line['tensor_parallel']}" if "tensor_parallel" in line else ""
-        replay = f", {line['router_replay']}" if "router_replay" in line else ""
-        strategy = {"megatron": "Megatron"}.get(line.get("strategy"), "FSDP2")
-        name = f"engines_h200.json: {line['suite']}, {strategy}, {engine}{parallel}{replay}"
-        # torch counts the memory that vLLM has freed
-        memory = None if line["engine"] == "vllm" else line["memory_gib"]
-        add(name, job, line["devices"], "step", line["step_s"], memory, 0.0)
-        add(name, job, line["devices"], "update_actor", line["update_s"], None, 0.0)
-    return lines + _rollout_lines(device)
-
-
-def _rollout_lines(device: Device) -> list[dict[str, Any]]:
-    """Seconds of generation, responses of equal length."""
-    lines = []
-    for text in (RESULTS / "rollout_h200.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if line.get("lengths") != "even" or line["engine"] not in ("native", "vllm"):
-            continue
-        job = _job(line["shape"], (line["rows"], 1, line["prompt"], line["new"]), engine=line["engine"])
-        plan = plan_groups(replace(job, memory_share=0.9), device, [(job.names, 1)])
-        seconds = plan.groups[0].seconds["gen"][1]
-        name = (
-            f"rollout_h200.jsonl: {line['engine']} {line['shape']}, {line['rows']} x {line['prompt']} + {line['new']}"
-        )
-        lines.append({"name": name, "operator": "gen", "devices": 1})
-        lines[-1] |= _compared(seconds, line["seconds"], 0.0, None, "gib")
-    return lines
-
-
-def _read(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / name).read_text())
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, str]:
-    """How many ratios are within the goals of 25 % (time) and 10 % (memory)."""
+    """How many ratios are within the goals of 25 % (time) and 10 % (memory), also of the runs that are held out."""
     goals = {"time_ratio": ("time within 25 %", 0.25), "memory_ratio": ("memory within 10 %", 0.1)}
     found = {}
     for key, (words, goal) in goals.items():
-        ratios = [line[key] for line in lines if key in line]
-        if ratios:
-            found[words] = f"{sum(abs(ratio - 1) <= goal + 1e-9 for ratio in ratios)} of {len(ratios)}"
+        for more, chosen in (("", lines), (", held out", [line for line in lines if line.get("held_out")])):
+            ratios = [line[key] for line in chosen if key in line]
+            if ratios:
+                found[words + more] = f"{sum(abs(ratio - 1) <= goal + 1e-9 for ratio in ratios)} of {len(ratios)}"
     return found
 
 

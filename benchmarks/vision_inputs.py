@@ -7,8 +7,12 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_step import Work
+
+if TYPE_CHECKING:
+    from transformers import Qwen2_5_VLConfig
 
 
 @dataclass(frozen=True)
@@ -94,14 +98,14 @@ def _save_tokenizer(work: VisionWork, folder: Path) -> dict[str, int]:
     return {token: vocabulary[token] for token in _SPECIAL}
 
 
-def _save_model(work: VisionWork, ids: dict[str, int], folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+def vision_model_config(work: VisionWork, ids: dict[str, int]) -> "Qwen2_5_VLConfig":
+    """The config of a model of this shape. ids: those of the special tokens."""
+    from transformers import Qwen2_5_VLConfig
 
     depth, hidden, mlp, heads = work.tower
     eighth = work.hidden // work.heads // 8
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [eighth, eighth * 3 // 2, eighth * 3 // 2]}
-    config = Qwen2_5_VLConfig(
+    return Qwen2_5_VLConfig(
         text_config={
             "hidden_size": work.hidden,
             "intermediate_size": work.mlp,
@@ -128,8 +132,16 @@ def _save_model(work: VisionWork, ids: dict[str, int], folder: Path) -> None:
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=work.tied,
     )
+
+
+def _save_model(work: VisionWork, ids: dict[str, int], folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForImageTextToText
+
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
+        model = AutoModelForImageTextToText.from_config(
+            vision_model_config(work, ids), dtype=torch.bfloat16 if gpu else torch.float32
+        )
     model.save_pretrained(folder)

@@ -5,19 +5,23 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText
 
 from tests.planner.test_planner import H200, TINY, job_of
 from tests.vl_models import MERGE, PATCH, QWEN, make_config, save_vl_model
 from verl.modeling.vision import tower_of
 from verl.modeling.vision_attention import use_vision_attention
-from verl.planner.memory import group_memory, tower_bytes, update_items
+from verl.planner.memory import gradients, group_memory, tower_bytes, update_items
 from verl.planner.shapes import VisionShape
+from verl.planner.step_time import TOWER_BYTES
 from verl.planner.workload import Role
 from verl.trainer.checks.planning import shape_of
 
-#: 1000 parameters with the projection, 900 of them in 3 layers of hidden size 16 and MLP 32; 4 patches of a token
-VISION = VisionShape(1000, 900, 3, 16, 32, 4)
+#: 1000 parameters with the projection, 900 of them in 3 layers of hidden size 16 and MLP 32; 4 patches of a
+#: token, with 12 values each
+VISION = VisionShape(1000, 900, 3, 16, 32, 4, 12)
 
 
 @pytest.mark.parametrize("family", QWEN)
@@ -62,6 +66,47 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(family, tmp_path):
     assert 0.85 < tower_bytes(role).plain / shape.vision.patches / 2 / measured < 1.35
 
 
+class MovedBytes(TorchDispatchMode):
+    """Counts the bytes that kernels read and write in tensors with a row per patch, without matmuls and attention."""
+
+    def __init__(self, patches: int):
+        super().__init__()
+        self.patches, self.count = patches, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given, made = ([x for x in tree_leaves(y) if isinstance(x, torch.Tensor)] for y in ((args, kwargs), out))
+        own = {x.untyped_storage().data_ptr() for x in given}
+        is_view = all(x.untyped_storage().data_ptr() in own for x in made) and not func._schema.name.endswith("_")
+        if not is_view and not any(word in func._schema.name for word in ("mm", "attention", "convolution")):
+            self.count += sum(x.nbytes for x in (*given, *made) if self.patches in x.shape)
+        return out
+
+
+def moved_bytes(hidden: int, mlp: int, layers: int) -> tuple[float, float]:
+    """Bytes per patch of a forward and a backward pass of the tower of Qwen2.5-VL."""
+    patches, config = 400, make_config("qwen2_5_vl")
+    sizes = {"depth": layers, "hidden_size": hidden, "intermediate_size": mlp, "num_heads": 2}
+    for name, value in (sizes | {"fullatt_block_indexes": list(range(layers))}).items():
+        setattr(config.vision_config, name, value)
+    tower = tower_of(use_vision_attention(AutoModelForImageTextToText.from_config(config)).float())[1]
+    pixels, counted = torch.randn(patches, tower.patch_embed.proj.weight[0].numel()), MovedBytes(patches)
+    with counted:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = tower(pixels, grid_thw=torch.tensor([[1, 20, 20]])).pooler_output
+        forward = counted.count
+        found.float().sum().backward()
+    return forward / patches, (counted.count - forward) / patches
+
+
+def test_bytes_that_a_tower_moves_are_those_of_its_kernels():
+    hidden, mlp = 128, 256
+    (few, few_back), (many, many_back) = (moved_bytes(hidden, mlp, layers) for layers in (1, 2))
+    expected = TOWER_BYTES[0] * hidden + TOWER_BYTES[1] * mlp
+    assert many - few == pytest.approx(expected, rel=0.05)
+    assert many_back - few_back == pytest.approx(2 * expected, rel=0.05)
+
+
 def test_memory_of_an_update_by_hand():
     text, whole = job_of(TINY), job_of(replace(TINY, vision=VISION))
     assert whole.role("actor").parameters == TINY.parameters() + 1000
@@ -77,6 +122,6 @@ def test_memory_of_an_update_by_hand():
     # 64 samples of 128 + 128 tokens: 8192 prompt tokens
     assert found[2]["activations"] - found[1]["activations"] == 8192 * 4 * 3 * layer
     assert found[1]["activations"] == found[0]["activations"]
-    assert [items["gradients"] for items in found] == [4 * n for n in (1704, 1804, 2704)]
+    assert [gradients(job, job.role("actor")) for job in (text, frozen, whole)] == [4 * n for n in (1704, 1804, 2704)]
     first, second = (group_memory(job, H200, job.roles)["update of the actor"]["weights"] for job in (text, whole))
     assert second - first == 4 * 1000

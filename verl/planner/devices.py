@@ -22,6 +22,7 @@ class Device:
         name: as shown.
         kind: "cuda" or "cpu".
         memory: bytes of one device; of a CPU, the memory of the host.
+        process_limit: bytes that one process may allocate (`ulimit -d`); 0: no limit.
         per_node: devices of a node.
         matmul: FLOP/s of the GEMMs of a decoder in the dtype of the computation.
         attention: FLOP/s of attention over long sequences with heads of 128; `attention_half` is the sequence length
@@ -68,7 +69,13 @@ class Device:
     sharded_layer_seconds: float = 0.0
     reserved: float = 0.0
     peak: float = 0.0
+    process_limit: float = 0.0
     source: str = ""
+
+    def available(self, devices: int) -> float:
+        """Bytes of memory that one of `devices` processes may use. Those of a CPU share the memory of the host."""
+        share = self.memory / (devices if self.kind == "cpu" else 1)
+        return min(share, self.process_limit or share)
 
     def attention_rate(self, length: float, head_dim: int) -> float:
         """FLOP/s of attention over sequences of this length."""

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,13 +39,40 @@ def _cpu_model() -> str:
 
 
 def host_memory() -> float:
-    """Bytes of memory of the host, or of the limit of its container."""
+    """Bytes of memory of the host, or of the smallest limit of the cgroups that this process is in."""
     limits = [float(psutil.virtual_memory().total)]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # versions 2 and 1 of cgroups
-        path = Path("/sys/fs/cgroup") / name
+    for path in _limit_files(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
         text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
         limits += [float(text)] if text.isdigit() else []
     return min(limits)
+
+
+def _limit_files(groups: Path, root: Path) -> Iterator[Path]:
+    """Files that may have the memory limit of a process: of its cgroups and of all above them.
+
+    Args:
+        groups: the file that lists its cgroups, such as "0::/a/b" (version 2) or "4:memory:/a/b" (version 1).
+        root: where cgroups are mounted. In a container the cgroup of the container may be the root.
+    """
+    found = {"": "/", "memory": "/"}
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            found["memory" if controllers else ""] = path
+    for kind, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        folder = Path(found[kind].strip("/"))
+        for each in (folder, *folder.parents):
+            yield root / kind / each / name
+
+
+def process_limit() -> float:
+    """Bytes that a process may allocate (`ulimit -d`); 0 without a limit."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return 0.0
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return 0.0 if soft == resource.RLIM_INFINITY else float(soft)
 
 
 def base_profile(device: torch.device) -> Device:
@@ -72,6 +100,7 @@ def base_profile(device: torch.device) -> Device:
         push_seconds=0.02,
         sharded=1.5,
         reserved=0.5 * GIB,
+        process_limit=process_limit(),
         source="nominal rates of a CPU",
     )
 
@@ -80,7 +109,7 @@ def host_profile(name: str = "auto") -> Device:
     """The profile of the device of this host: calibrated, built in, or nominal. name: as `trainer.device`."""
     device = resolve_device(name)
     found, why = calibrated(host_fingerprint(device), host_name(device))
-    if found is not None:
-        return replace(found, memory=base_profile(device).memory)
     base = base_profile(device)
+    if found is not None:
+        return replace(found, memory=base.memory, process_limit=base.process_limit)
     return replace(base, source=f"{base.source} ({why}; `verl plan --calibrate` measures it)")

@@ -90,8 +90,8 @@ class Plan:
 
     @property
     def available(self) -> float:
-        """Bytes of memory that one process may use. The processes of a CPU share the memory of the host."""
-        return self.device.memory / (self.devices if self.device.kind == "cpu" else 1)
+        """Bytes of memory that one process may use."""
+        return self.device.available(self.devices)
 
     @property
     def complexity(self) -> tuple[int, int, int]:
@@ -133,6 +133,8 @@ def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Rol
         if role.name == job.generator:
             found["gen"] = ("generation", step_time.generation_seconds(job, role, device, taken))
         if role.name == "actor":
+            if role.shape.vision is not None:
+                found["prompts"] = ("generation", step_time.image_seconds(job, role))
             if job.old_log_probs:
                 found["old_log_prob"] = ("preparation", step_time.infer_seconds(job, role, device))
             found["update_actor"] = ("training", step_time.update_seconds(job, role, device, taken))

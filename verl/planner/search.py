@@ -113,7 +113,7 @@ class Search:
             found.append((sum(s for _, s in seconds.values()), len(found), job, roles))
         for *_, job, roles in sorted(found, key=lambda entry: entry[:2]):
             group = cost_group(job, self.device, roles, self._generator(job, roles, split))
-            if group.peak[1] <= self.device.memory / (devices if self.device.kind == "cpu" else 1):
+            if group.peak[1] <= self.device.available(devices):
                 self._jobs[key] = job
                 return group
         return None

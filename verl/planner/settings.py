@@ -55,6 +55,8 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
         rollout_tensor=rollout.tensor_model_parallel_size,
         memory_share=rollout.gpu_memory_utilization,
         max_rows=rollout.max_num_seqs,
+        eager=rollout.enforce_eager or rollout.name == "hf",
+        sleeps=rollout.free_cache_engine,
         bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
         replays=actor.router_replay.mode != "disabled",
         kind="megatron" if actor.strategy == "megatron" else "torch",

@@ -16,6 +16,7 @@ class VisionShape:
         tower: of the tower alone, which `model.freeze_vision_tower` does not train.
         layers, hidden, mlp: sizes of the tower.
         patches: patches of an image token.
+        values: numbers of a patch, as the processor returns them.
     """
 
     parameters: int
@@ -24,6 +25,7 @@ class VisionShape:
     hidden: int
     mlp: int
     patches: int
+    values: int
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,11 @@ class ModelShape:
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of the KV cache per token."""
         return 2 * self.layers * self.kv_size * itemsize
+
+    @property
+    def tensors(self) -> int:
+        """Number of parameter tensors, of a model without experts."""
+        return self.layers * (9 + 3 * self.qkv_bias + 2 * self.head_norms) + 3
 
     def largest_tensor(self) -> int:
         """Elements of the largest parameter. The experts of a layer are one parameter."""

@@ -8,7 +8,7 @@ generation, preparation (log-probs, values, scores) and training.
 import math
 from dataclasses import dataclass, replace
 
-from verl.planner.devices import Device
+from verl.planner.devices import GIB, Device
 from verl.planner.memory import (
     PREFILL_TOKENS,
     kv_cache_bytes,
@@ -21,6 +21,14 @@ from verl.planner.workload import Job, Layout, Role, Tokens, rows_per_rank, toke
 #: seconds of vLLM's and SGLang's host per row and decoding step (benchmarks/results/rollout_h200.jsonl: 6.5 ms for 256
 #: rows, 25 ms for 1024)
 SERVER_ROW_SECONDS = 24e-6
+#: bytes/s at which these engines map and clear their KV cache when they wake up (vllm_h200.json, engines_h200.json:
+#: generation takes 0.2 to 0.3 s longer than its steps)
+WAKE_RATE = 200 * GIB
+#: seconds of the host per parameter that a push loads into vLLM or SGLang: its loaders and checksums
+LOAD_SECONDS = 0.25e-3
+#: bytes read and written on the GPU per parameter and push into these engines: the sums of the bits that were sent and
+#: that arrived, and the copy
+LOAD_BYTES = 8
 #: bytes read and written by the optimizer per trained parameter: AdamW, the gradient norm and clipping, in float32
 ADAM_BYTES = 44
 #: FLOPs of the backward pass of attention, as a multiple of the forward pass at the same rate
@@ -34,6 +42,16 @@ ADAPTER_FACTOR = 1.6
 EXPERTS_FACTOR, MEGATRON_EXPERTS_FACTOR = 1.9, 3.3
 #: seconds of a layer with experts in a decoding step of the engine native on a GPU, beside those of a dense layer
 EXPERTS_DECODE_SECONDS = 0.18e-3
+#: bytes that the layers of a vision tower, which are those of transformers, read and write in a forward pass of a patch
+#: under autocast, per element of the hidden size and of the MLP size: counted for Qwen2.5-VL (tests/planner/
+#: test_vision.py); a backward pass has twice as many
+TOWER_BYTES = (240, 10)
+#: bytes/s of the processor's output when one core decodes and processes images by Pillow (640 x 480: 33 ms)
+IMAGE_RATE = 225e6
+#: bytes/s at which the images of a micro-batch are copied to one tensor and to the device
+PIXEL_RATE = 1.6e9
+#: seconds of the host to place one sample with an image: the axes of mRoPE
+MROPE_SECONDS = 0.25e-3
 #: a matmul in float32 on a GPU, relative to 16 bits
 FLOAT32_FACTOR = 1 / 12
 
@@ -46,11 +64,15 @@ class Pass:
     attention: float
     elementwise: float
     fixed: float
+    images: float = 0.0
 
     def seconds(self, device: Device) -> float:
-        """On a GPU, kernels are launched while others run; on a CPU, all of it adds up."""
+        """On a GPU, kernels are launched while others run; on a CPU, all of it adds up.
+
+        images: seconds of the host before the first kernel.
+        """
         busy = self.matmul + self.attention + self.elementwise
-        return (max(busy, self.fixed) if device.kind == "cuda" else busy + self.fixed) * device.forward
+        return (max(busy, self.fixed) if device.kind == "cuda" else busy + self.fixed) * device.forward + self.images
 
     def backward_seconds(self, device: Device, adapters: bool) -> float:
         """The backward pass: gradients of inputs and, without adapters, of weights."""
@@ -69,8 +91,6 @@ def forward_pass(role: Role, tokens: Tokens, job: Job, device: Device, micro_bat
     ranks = layout.tensor * layout.pipeline
     head = 0 if role.value_head else s.embedding
     matmul = 2 * (tokens.total * s.matrices() + tokens.response * head) / ranks
-    if s.vision is not None:  # every prompt token is one of an image
-        matmul += 2 * tokens.prompt * s.vision.patches * s.vision.tower / ranks
     if role.lora_rank:
         matmul += 2 * tokens.total * s.lora_parameters(role.lora_rank) / ranks
     # a token attends to those before it
@@ -80,12 +100,36 @@ def forward_pass(role: Role, tokens: Tokens, job: Job, device: Device, micro_bat
     layer = (24 * s.hidden + 6 * s.mlp_width + 4 * (s.q_size + 2 * s.kv_size) + 2 * dispatched) * c / 2
     moved = tokens.total * s.layers * layer / ranks + tokens.response * (0 if role.value_head else s.vocabulary * c)
     rate = matmul_rate(role, device)
-    return Pass(
+    text = Pass(
         matmul / rate,
         attention / (device.attention_rate(job.length, s.head_dim) * rate / device.matmul),
         moved / device.bandwidth,
         micro_batches * s.layers / layout.pipeline * device.layer_seconds,
     )
+    return text if s.vision is None else _with_images(text, role, tokens, job, device)
+
+
+def _with_images(text: Pass, role: Role, tokens: Tokens, job: Job, device: Device) -> Pass:
+    """A forward pass with its images: every prompt token is one of an image."""
+    vision, rate, ranks = role.shape.vision, matmul_rate(role, device), role.layout.tensor * role.layout.pipeline
+    patches = tokens.prompt * vision.patches
+    length = job.prompt_tokens * vision.patches  # all patches of an image attend to each other
+    attention = 4 * vision.hidden * vision.layers * patches * length
+    moved = patches * vision.layers * (TOWER_BYTES[0] * vision.hidden + TOWER_BYTES[1] * vision.mlp)
+    return Pass(
+        text.matmul + 2 * patches * vision.tower / ranks / rate,
+        text.attention + attention / ranks / (device.attention_rate(length, 64) * rate / device.matmul),
+        text.elementwise + moved / ranks / device.bandwidth,
+        text.fixed,
+        patches * vision.values * 4 / PIXEL_RATE + tokens.rows * MROPE_SECONDS,
+    )
+
+
+def image_seconds(job: Job, role: Role) -> float:
+    """Seconds to decode and process the images of a step, one after the other."""
+    vision = role.shape.vision
+    patches = job.prompts * job.prompt_tokens * vision.patches if vision is not None else 0
+    return patches * vision.values * 4 / IMAGE_RATE if patches else 0.0
 
 
 def collective_seconds(size: float, devices: int, device: Device) -> float:
@@ -93,6 +137,13 @@ def collective_seconds(size: float, devices: int, device: Device) -> float:
     if devices == 1:
         return 0.0
     return size * (devices - 1) / devices / device.link_of(devices) + device.latency * math.log2(devices)
+
+
+def all_reduce_seconds(size: float, devices: int, device: Device) -> float:
+    """Seconds to add up `size` bytes over neighboring devices: of a reduce-scatter and a gather, in one kernel."""
+    if devices == 1:
+        return 0.0
+    return 2 * collective_seconds(size, devices, device) - device.latency * math.log2(devices)
 
 
 def activations_exchange(role: Role, tokens: float, device: Device) -> float:
@@ -212,15 +263,21 @@ def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0)
     context = job.prompt_tokens + job.response_tokens / 2
     cache = alive * context * s.kv_bytes(c) / tensor / device.bandwidth
     sampling = alive * s.vocabulary * 2 * (c + 4) / device.bandwidth
-    fixed = s.layers * device.decode_seconds + alive * device.decode_row_seconds
+    layer_seconds = device.layer_seconds if job.eager else device.decode_seconds
+    fixed = s.layers * layer_seconds + alive * device.decode_row_seconds
     step = (matmul + cache + sampling + fixed) * device.decode
     if s.experts and device.kind == "cuda":
         step += s.sparse_layers * EXPERTS_DECODE_SECONDS
-    if job.engine in ("vllm", "sglang"):
-        step = max(step, alive * SERVER_ROW_SECONDS)
     if tensor > 1:
-        step += 4 * s.layers * collective_seconds(alive * s.hidden * c, tensor, device)
-    return job.generations * (prefill + job.response_tokens * step * rows / alive)
+        step += 2 * s.layers * all_reduce_seconds(alive * s.hidden * c, tensor, device)
+    wake = 0.0
+    if job.engine in ("vllm", "sglang"):
+        # the next step is scheduled while one runs, unless several ranks must take the same steps
+        host = alive * SERVER_ROW_SECONDS
+        step = max(step, host) if tensor == 1 else step + host
+        if device.kind == "cuda" and job.sleeps and role.name == "actor":
+            wake = max(0.0, job.memory_share * device.memory - rollout_weights(job, role)) / WAKE_RATE
+    return job.generations * (prefill + job.response_tokens * step * rows / alive) + wake
 
 
 def _as_engine(role: Role, tensor: int) -> Role:
@@ -243,6 +300,14 @@ def _concurrent_rows(job: Job, role: Role, device: Device, taken: float) -> int:
 def push_seconds(job: Job, role: Role, device: Device, generator: Role) -> float:
     """Seconds of a weight push from the actor to the devices that generate."""
     size = role.parameters * role.compute_bytes
+    seconds = _sent_seconds(job, role, device, generator, size)
+    if job.engine in ("vllm", "sglang") and device.kind == "cuda":
+        seconds += role.shape.tensors * LOAD_SECONDS + role.parameters * LOAD_BYTES / device.bandwidth
+    return seconds
+
+
+def _sent_seconds(job: Job, role: Role, device: Device, generator: Role, size: float) -> float:
+    """Seconds until `size` bytes of weights are on the devices that generate."""
     if generator is not role:
         joined = role.layout.devices + generator.layout.devices
         return device.push_seconds + size / device.link_of(joined)

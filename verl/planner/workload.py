@@ -127,6 +127,8 @@ class Job:
         rollout_tensor: tensor-parallel size of the rollout.
         memory_share: share of the device memory that the rollout may use.
         max_rows: largest number of concurrent sequences of an engine.
+        eager: the engine runs without CUDA graphs.
+        sleeps: vllm and sglang free their memory during training.
         bucket_bytes: bucket of the weight sync.
         replays: router replay, with which every sample's prompt is computed.
         kind: training engine: "torch" (one process or FSDP2), or "megatron".
@@ -145,6 +147,8 @@ class Job:
     rollout_tensor: int = 1
     memory_share: float = 0.5
     max_rows: int = 1024
+    eager: bool = False
+    sleeps: bool = True
     bucket_bytes: int = 512 * 2**20
     replays: bool = False
     kind: str = "torch"

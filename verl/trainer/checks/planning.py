@@ -53,8 +53,12 @@ def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_co
     """The shape of a model, from its config."""
     overrides = model.override_config if model is not None else {}
     trust = model.trust_remote_code if model is not None else trust_remote_code
-    hf = read_config(path, overrides, trust)
-    found = ModelShape.of({**hf.get_text_config().to_dict(), "tie_word_embeddings": hf.tie_word_embeddings}, path)
+    return shape_of_config(read_config(path, overrides, trust), path)
+
+
+def shape_of_config(hf: Any, name: str) -> ModelShape:
+    """The shape of a model, from its HuggingFace config. name: in errors and tables."""
+    found = ModelShape.of({**hf.get_text_config().to_dict(), "tie_word_embeddings": hf.tie_word_embeddings}, name)
     return replace(found, vision=_vision_of(hf)) if is_vision_config(hf) else found
 
 
@@ -68,7 +72,9 @@ def _vision_of(hf: Any) -> VisionShape:
     if sizes is None:
         raise ValueError(f"the planner does not model the vision tower of {hf.model_type}")
     outside = sum(p.numel() for p in module.parameters()) - inside - head
-    return VisionShape(outside, sum(p.numel() for p in tower_of(module)[1].parameters()), *sizes)
+    vision = hf.vision_config.to_dict()
+    values = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
+    return VisionShape(outside, sum(p.numel() for p in tower_of(module)[1].parameters()), *sizes, values)
 
 
 def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:

@@ -1,0 +1,80 @@
+"""The search against brute force on random cost tables, with ties and groups that do not fit."""
+
+import itertools
+import random
+
+import pytest
+
+from tests.planner.test_planner import H200, job_of
+from verl.planner.placement import STAGES, Group
+from verl.planner.search import NEAR, Search, Space
+
+
+class TableSearch(Search):
+    """A search whose groups have random costs: few different ones, so that many placements are equally fast.
+
+    Args:
+        seed: of the table.
+        roles: of the job.
+        separate_rollout: as in `Space`.
+        values: possible seconds of a stage.
+        missing: share of the groups that do not fit.
+    """
+
+    def __init__(self, seed: int, roles: tuple[str, ...], separate_rollout: bool, values: list[float], missing: float):
+        super().__init__(job_of(roles=roles, strict=False), H200, Space(separate_rollout=separate_rollout))
+        self._random, self._values, self._missing = random.Random(seed), values, missing
+
+    def _best_group(self, key: tuple[tuple[str, ...], bool, int]) -> Group | None:
+        names, split, devices = key
+        if self._random.random() < self._missing:
+            return None
+        job = self.split_job if split else self.job
+        self._jobs[key] = job
+        seconds = {stage: (stage, self._random.choice(self._values)) for stage in STAGES}
+        return Group(tuple(job.role(name) for name in names), devices, {}, seconds)
+
+
+def fastest(search: TableSearch, devices: int) -> list[float]:
+    """The seconds of the fastest allocation of each partition that has one, by trying all, in ascending order."""
+    found = []
+    for partition in search.partitions():
+        split = search.is_split(partition)
+        options = []
+        for sizes in itertools.product(range(1, devices + 1), repeat=len(partition)):
+            groups = [search.group(names, split, size) for names, size in zip(partition, sizes)]
+            if sum(sizes) <= devices and None not in groups:
+                stages = [max(group.stages[i] for group in groups) for i in range(3)]
+                options.append(sum(stages) + H200.step_seconds)
+        found += [min(options)] if options else []
+    return sorted(found)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0], [0.5, 1.0, 1.02, 3.0, 7.0]], ids=["equal", "ties", "near"])
+@pytest.mark.parametrize("separate", [False, True], ids=["", "rollout"])
+def test_search_equals_brute_force_on_random_costs(separate, values, missing):
+    nothing_fits = 0
+    for seed, devices in itertools.product(range(2), range(1, 9)):
+        for roles in (("actor",), ("actor", "ref"), ("actor", "ref", "critic")):
+            search = TableSearch(seed, roles, separate, values, missing)
+            expected = fastest(search, devices)
+            plans = search.plans(devices)
+            near = sum(seconds <= NEAR * expected[0] for seconds in expected)
+            assert [plan.seconds for plan in plans] == pytest.approx(expected[: max(2, near)])
+            assert all(plan.devices <= devices and plan.concurrent for plan in plans)
+            for plan in plans:
+                named = sorted(name for group in plan.groups for name in group.names)
+                assert named in (sorted(roles), sorted((*roles, "rollout")))
+            nothing_fits += not expected
+    assert (nothing_fits > 0) == (missing > 0)
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_search_equals_brute_force_on_random_costs_of_four_roles(devices):
+    roles = ("actor", "ref", "critic", "reward")
+    for seed in range(3):
+        search = TableSearch(seed, roles, False, [1.0, 2.0, 3.0], 0.4)
+        expected = fastest(search, devices)
+        assert len(search.partitions()) == 15
+        assert [plan.seconds for plan in search.plans(devices, 1)][:1] == pytest.approx(expected[:1])
