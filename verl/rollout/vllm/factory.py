@@ -10,9 +10,11 @@ import torch
 
 from verl.config import schema
 from verl.modeling.vision import is_vision_config
+from verl.rollout.adapters import applied_layers
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
 from verl.rollout.loading import parameter_shapes
+from verl.rollout.vllm.adapters import lora_args, obstacles
 from verl.rollout.vllm.capabilities import probe
 from verl.rollout.vllm.engine import VllmRollout
 from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables
@@ -30,13 +32,15 @@ def make_vllm(
 
     Raises:
         ImportError, ValueError: vLLM is not installed or not supported (`capabilities.probe`), settings that contradict
-            each other, `rollout.deterministic`, or choices of experts that this vLLM does not report.
+            each other, `rollout.deterministic`, choices of experts that this vLLM does not report, or adapters that it
+            cannot apply.
     """
     check_not_deterministic(config)
     capabilities = probe()
     copy = EngineCopy.of(config, model, env, train_engine)
     layers = copy.recorded_layers("vllm")
-    args = engine_args(config, copy, env, capabilities)
+    adapted = applied_layers("vllm", config, env, partial(obstacles, copy, capabilities))
+    args = engine_args(config, copy, env, capabilities) | ({} if adapted is None else lora_args(adapted))
     join_process_group(env)
     engine = VllmRollout(
         _make_llm(args, env),
@@ -50,6 +54,7 @@ def make_vllm(
         channel=_Group() if env.tp_size > 1 else None,
         reads_images=is_vision_config(copy.hf_config),
         recorded_layers=layers,
+        adapted_layers=adapted,
     )
     copy.fill(engine.receiver())
     return engine
