@@ -1,43 +1,379 @@
 """LoRA adapters that vLLM applies. Tests of `real` need vLLM: make test-vllm."""
 
+import asyncio
 import importlib.util
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.engines.ranks import OPTIMIZER, make_batch, make_engine, train
-from tests.rollout.test_adapter_sync import log_prob_gap
+from tests.engines.ranks import make_engine
+from tests.rollout.contract import save_model
 from verl.config import schema
+from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
+from verl.protocol import DataProto
 from verl.rollout.adapters import AdaptedLayers
-from verl.rollout.base import RolloutEnv, SamplingParams, make_requests, make_rollout_engine
+from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_requests, make_rollout_engine
+from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args
 from verl.rollout.weight_sync import ReplicaSync
+from verl.trainer.ppo.canary import StaleWeightsError
 from verl.workers.rollout.role import RolloutSource
 
+pytest.importorskip("peft")
+
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
 LORA = {"lora_rank": 3, "lora_alpha": 6}
-MICRO = MicroBatching(rows=3)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3, 4]]
+BOUND = 2e-5  # of log-probs, as in test_engine_contract.py
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    from tests.rollout.contract import save_model
-    return save_model("qwen2", tmp_path_factory.mktemp("model"))
+# ---- what is asked of vLLM, and what is accepted ----------------------------------------------------------------
 
 
-def make(engine, path, **keys):
-    config = schema.RolloutConfig(name="vllm", prompt_length=16, response_length=16, max_num_seqs=8, **keys)
-    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32, adapted_layers=AdaptedLayers.of(engine.adapter_config()))
-    return make_rollout_engine("vllm", config, schema.ModelConfig(path=path, **LORA), env, engine)
+def test_the_rank_is_rounded_up_to_one_that_vllm_has():
+    for rank, of_vllm in ((1, 8), (8, 8), (9, 16), (129, 256), (257, 320), (512, 512)):
+        layers = AdaptedLayers(("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head"), rank)
+        args = lora_args(layers)
+        assert (args["max_lora_rank"], args["lora_target_modules"]) == (of_vllm, ["lm_head", "q_proj"])
+        assert args["enable_lora"] and args["max_loras"] == args["max_cpu_loras"] == 1
+
+
+def receiver(names=("a", "b"), rank=2):
+    """A receiver without an engine, whose layers have 3 inputs and 4 outputs. Its calls of the memory are recorded."""
+    calls = []
+    memory = SimpleNamespace(sleep=lambda: calls.append("sleep"), drop=lambda: calls.append("drop"))
+    stepper = SimpleNamespace(between_steps=lambda what, idle=False: nullcontext([]))
+    shapes = {f"{name}.weight": torch.Size((4, 3)) for name in names}
+    found = VllmAdapterReceiver(
+        SimpleNamespace(memory=memory, stepper=stepper), lambda: shapes, AdaptedLayers(tuple(names), rank)
+    )
+    return found, calls
+
+
+def adapter(name: str, rank: int = 2, inputs: int = 3, outputs: int = 4, rank_of_b: int | None = None):
+    yield f"base_model.model.{name}.lora_A.weight", torch.ones(rank, inputs)
+    yield f"base_model.model.{name}.lora_B.weight", torch.ones(outputs, rank_of_b or rank)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ([*adapter("a")], r"adapters of version 5: 1 are missing, first \['b'\]"),
+        ([*adapter("a"), *adapter("c")], "layer 'c' is unknown or was sent twice"),
+        ([*adapter("a"), *adapter("a")], "layer 'a' is unknown or was sent twice"),
+        ([*adapter("a", rank=3)], r"a has A \(3, 3\) and B \(4, 3\), expected \(r, 3\) and \(4, r\) with r up to 2"),
+        ([*adapter("a", inputs=4)], r"a has A \(2, 4\) and B \(4, 2\), expected"),
+        ([*adapter("a", outputs=3)], r"a has A \(2, 3\) and B \(3, 2\), expected"),
+        ([*adapter("a", rank_of_b=1)], r"a has A \(2, 3\) and B \(4, 1\), expected"),
+        ([*adapter("a")][:1], "one of lora_A and lora_B of a is missing"),
+        ([("base_model.model.a.modules_to_save.weight", torch.ones(1))], "expected names <layer>.lora_A.weight"),
+    ],
+)
+def test_adapters_of_other_layers_or_shapes_are_refused(sent, message):
+    found, _ = receiver()
+    with pytest.raises(ValueError, match=message):
+        list(found._checked(sent, 5))
+    assert [name for name, _, _ in found._checked([*adapter("b", rank=1), *adapter("a")], 5)] == ["b", "a"]
+
+
+def test_release_keeps_the_base_weights_which_are_not_trained():
+    found, calls = receiver()
+    with pytest.raises(ValueError, match="has no weights: push them first"):
+        found.receive_adapters({"scaling": {}}, [], 1)
+    with pytest.raises(ValueError, match="has no weights: push them first"):
+        found.check_filled()
+    found.release()
+    assert calls == ["drop"] and not found.has_base
+    found._has_base = True  # as after `receive`
+    with pytest.raises(ValueError, match=r"has the base weights, but no adapters: .* set rollout\.lora_sync=merged"):
+        found.check_filled()
+    found.filled = True
+    found.check_filled()
+    found.release()
+    assert calls == ["drop", "sleep"] and found.has_base and not found.filled
+
+
+# ---- with vLLM --------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A trainer with large adapters, an engine that applies them, and one that gets merged weights."""
+
+    def __init__(self, path: str, **lora):
+        self.trainer = make_engine(path, **LORA | lora)
+        self.layers = AdaptedLayers.of(self.trainer.adapter_config())
+        self.source = RolloutSource(self.trainer, torch.float32)
+        self.path = path
+        self.applied = self.make()
+        self.merged = self.make(lora_sync="merged")
+        self.sync = ReplicaSync(self.applied, adapters=True)
+        self.seed = 0
+        self.randomize()
+
+    def make(self, **keys):
+        config = schema.RolloutConfig(name="vllm", prompt_length=16, response_length=48, max_num_seqs=8, **keys)
+        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32, adapted_layers=self.layers)
+        return make_rollout_engine("vllm", config, schema.ModelConfig(path=self.path, **LORA), env, self.trainer)
+
+    @torch.no_grad()
+    def randomize(self) -> None:
+        """Other adapters in every call."""
+        self.seed += 1
+        generator = torch.Generator().manual_seed(self.seed)
+        for _, parameter in self.trainer.adapters.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+    def push(self, version: int) -> tuple[int, int]:
+        """Bytes of the push to each engine."""
+        return self.sync.push(self.source, version).bytes, ReplicaSync(self.merged).push(self.source, version).bytes
+
+    def mismatch(self, completions) -> float:
+        """The largest difference to the trainer's log-probs."""
+        columns = build_sequences(PROMPTS, [c.token_ids for c in completions], pad_token_id=0)
+        trained = self.trainer.infer(DataProto.from_dict(columns), ("log_probs",), MicroBatching())["log_probs"]
+        return (trained - torch.tensor([c.log_probs for c in completions])).abs().max().item()
+
+
+def greedy(engine, tokens: int = 24):
+    return engine.generate(make_requests(PROMPTS, SamplingParams(tokens, (), temperature=0.0, ignore_eos=True)))
+
+
+CASES = {
+    "qwen2": {},  # q, k, v and gate, up in fused layers; tied embeddings
+    "llama": {"target_modules": ["k_proj", "up_proj", "o_proj", "lm_head"], "lora_rank": 9},
+    "moe": {},  # experts are frozen
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory) -> Pair:
+    return Pair(save_model(request.param, tmp_path_factory.mktemp("model")), **CASES[request.param])
 
 
 @real
-def test_it(path):
-    engine = make_engine(path, OPTIMIZER, **LORA)
-    rollout, merged = make(engine, path), make(engine, path, lora_sync="merged")
-    sync, other = ReplicaSync(rollout, adapters=True), ReplicaSync(merged)
-    source = RolloutSource(engine, torch.float32)
+def test_adapters_give_the_tokens_and_log_probs_of_merged_weights_with_fewer_bytes(pair):
+    size = {"base": sum(value.nbytes for _, value in pair.trainer.base_weights(torch.float32))}
+    size["adapters"] = sum(value.nbytes for _, value in pair.trainer.adapter_weights())
+    assert size["adapters"] < 0.1 * size["base"]
+    before = None
     for version in range(3):
-        one, two = sync.push(source, version), other.push(source, version)
-        print(one, two, log_prob_gap(engine, rollout), log_prob_gap(engine, merged))
-        train(engine, make_batch(), MICRO, steps=1)
+        pair.randomize()
+        sent = size["adapters"] + (size["base"] if version == 0 else 0)
+        assert pair.push(version) == (sent, size["base"])
+        applied, merged = greedy(pair.applied), greedy(pair.merged)
+        assert [c.token_ids for c in applied] == [c.token_ids for c in merged] != before
+        assert pair.mismatch(applied) < BOUND and pair.mismatch(merged) < BOUND
+        with pair.trainer.reference():  # the adapters make a difference
+            assert pair.mismatch(applied) > 0.1
+        before = [c.token_ids for c in applied]
+    sampled = pair.applied.generate(make_requests(PROMPTS, SamplingParams(24, (), seed=1)))
+    assert pair.mismatch(sampled) < BOUND
+
+
+@real
+def test_sleep_keeps_the_adapter_and_release_the_base_weights(pair):
+    pair.push(1)
+    before = greedy(pair.applied)
+    pair.applied.sleep()
+    pair.applied.wake()
+    assert greedy(pair.applied) == before
+    pair.applied.receiver().release()
+    with pytest.raises(ValueError, match="has the base weights, but no adapters"):
+        greedy(pair.applied)
+    assert pair.sync.push(pair.source, 2).bytes == sum(value.nbytes for _, value in pair.trainer.adapter_weights())
+    assert greedy(pair.applied) == before
+
+
+@real
+@pytest.mark.parametrize("matrix", ["lora_a_stacked", "lora_b_stacked"])
+def test_a_stale_adapter_is_found(pair, matrix, monkeypatch):
+    from verl.rollout.vllm.weights import engine_model
+
+    pair.push(1)
+    layers = engine_model(pair.applied.llm).lora_manager.modules
+    kind = type(next(layer for name, layer in layers.items() if "layers.1.self_attn" in name))
+    load = kind.set_lora
+
+    def set_lora(self, *args):
+        stacks = getattr(self, matrix)
+        kept = [stack.clone() for stack in stacks]
+        load(self, *args)
+        for stack, old in zip(stacks, kept):
+            stack.copy_(old)
+
+    monkeypatch.setattr(kind, "set_lora", set_lora)
+    pair.randomize()
+    text = rf"version 2: matrix {matrix[5].upper()} of vLLM's layer .*layers\.\d\..* is not what was sent: .* stale"
+    with pytest.raises(ValueError, match=text):
+        pair.sync.push(pair.source, 2)
+    with pytest.raises(ValueError, match="has the base weights, but no adapters"):
+        greedy(pair.applied)
+    monkeypatch.undo()
+    pair.push(3)
+    assert pair.mismatch(greedy(pair.applied)) < BOUND
+
+
+@real
+def test_a_layer_with_an_adapter_that_was_not_sent_is_found(pair):
+    from verl.rollout.vllm import adapters
+    from verl.rollout.vllm.weights import engine_model
+
+    pair.push(1)
+    model = engine_model(pair.applied.llm)
+    config, dropped = pair.trainer.adapter_config(), pair.layers.names[0]
+    pairs = [p for p in adapters.pairs_of(pair.trainer.adapter_weights(), 2) if p[0] != dropped]
+    loading = adapters._Loading(model, 2, pairs, config["scaling"])
+    loading.verify()  # vLLM has set the dropped layer to zero
+    layer = model.lora_manager.modules[loading._target(dropped)[0]]
+    stack = layer.lora_a_stacked[0] if isinstance(layer.lora_a_stacked, tuple) else layer.lora_a_stacked
+    stack[0, 0, 0, 0] += 1
+    loading = adapters._Loading(model, 2, pairs, config["scaling"])
+    stack[0, 0, 0, 0] += 1
+    with pytest.raises(ValueError, match="is not what was sent"):
+        loading.verify()
+    pair.push(3)
+
+
+@real
+def test_running_requests_continue_with_the_new_adapter(pair):
+    pair.push(1)
+    pair.applied.weight_version = 1
+
+    async def run():
+        params = SamplingParams(40, (), temperature=0.0, ignore_eos=True)
+        seen = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        request = Request(PROMPTS[0], params, 0, on_tokens=lambda *new: loop.call_soon_threadsafe(seen.set))
+        task = asyncio.create_task(pair.applied.generate_one(request))
+        await seen.wait()
+        pair.randomize()
+        await asyncio.to_thread(pair.sync.push, pair.source, 2)
+        return await task
+
+    found = asyncio.run(run())
+    (start, version), (since, updated) = found.weight_versions
+    assert (start, version, updated) == (0, 1, 2) and 0 < since < 40
+    row = build_sequences(PROMPTS[:1], [found.token_ids], pad_token_id=0)
+    trained = pair.trainer.infer(DataProto.from_dict(row), ("log_probs",), MicroBatching())["log_probs"][0]
+    mismatch = (trained - torch.tensor(found.log_probs)).abs()
+    assert mismatch[since:].max() < BOUND < mismatch[:since].max()
+
+
+@real
+def test_what_vllm_cannot_apply_is_said_before_the_engine_is_made(tmp_path):
+    from transformers import AutoModelForCausalLM, StableLmConfig
+
+    from tests.vl_models import save_vl_model
+    from verl.rollout.engine_copy import EngineCopy
+    from verl.rollout.vllm.adapters import obstacles
+    from verl.rollout.vllm.capabilities import probe
+
+    def found(folder, layers):
+        model = schema.ModelConfig(path=str(folder))
+        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+        return [*obstacles(EngineCopy.of(schema.RolloutConfig(name="vllm"), model, env, None), probe(), layers)]
+
+    small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    layer = "model.layers.0.self_attn.q_proj"
+    AutoModelForCausalLM.from_config(StableLmConfig(**small, num_key_value_heads=2)).save_pretrained(tmp_path / "one")
+    assert found(tmp_path / "one", AdaptedLayers((layer,), 513)) == [
+        "expected a rank of at most 512, found 513",
+        "vLLM's model for stablelm does not support LoRA",
+    ]
+    assert found(save_model("llama", tmp_path), AdaptedLayers((layer,), 512)) == []
+    vision = save_vl_model("qwen2_vl", tmp_path / "vision")
+    inside, tower = "model.language_model.layers.0.self_attn.q_proj", "model.visual.blocks.0.attn.proj"
+    assert found(vision, AdaptedLayers((inside,), 8)) == []
+    assert found(vision, AdaptedLayers((inside, tower), 8)) == [
+        f"expected adapters in the language model only, found {tower}"
+    ]
+
+
+# ---- runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model of heads that vLLM accepts, with rows."""
+    from examples.quickstart.tiny_model import tiny_model
+    from tests.trainer.conftest import make_tiny
+
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
+    tiny_model("llama", folder / "model", seed=0, size="small")
+    return folder
+
+
+def run(tiny, folder, steps: int, *more: str) -> list:
+    """The reports of a run of GRPO with LoRA."""
+    from tests.trainer.conftest import run_settings
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    settings = [
+        "algorithm.name=grpo",
+        f"{MODEL}.lora_rank=4",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.check_every=1",
+        f"trainer.total_training_steps={steps}",
+    ]
+    found = []
+    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, folder), *settings, *more])
+    trainer.on_step.append(found.append)
+    trainer.fit()
+    return found
+
+
+def pushed_bytes(reports) -> list[int]:
+    for report in reports:
+        assert report.metrics["rollout/logprob_gap_max"] < BOUND
+        assert report.metrics.get("weight_sync/canary_mismatch", 0) < BOUND
+    return [int(report.metrics["weight_sync/bytes"]) for report in reports]
+
+
+@real
+@pytest.mark.timeout(600)
+def test_a_run_pushes_adapters_and_is_resumed(tiny, tmp_path, caplog):
+    with caplog.at_level("INFO", "verl.rollout.adapters"):
+        first = run(tiny, tmp_path / "run", 2, "trainer.save_freq=2")
+    assert "lora_sync=auto: vllm applies the adapters of 14 layers (rank 4)" in caplog.text
+    second = run(tiny, tmp_path / "run", 4)
+    assert [report.batch.batch["weight_version"].unique().tolist() for report in (*first, *second)] == [
+        [0],
+        [1],
+        [2],
+        [3],
+    ]
+    sizes = {*pushed_bytes(first), *pushed_bytes(second)}
+    merged = run(tiny, tmp_path / "merged", 2, f"{ROLLOUT}.lora_sync=merged")
+    assert len(sizes) == 1 and max(sizes) < 0.2 * min(pushed_bytes(merged))
+    print(f"bytes of a push: adapters {sizes}, merged {pushed_bytes(merged)}")
+    rewards = [[report.metrics["critic/score/mean"] for report in found] for found in (first, merged)]
+    assert rewards[0] == pytest.approx(rewards[1])  # the same tokens were sampled
+
+
+@real
+@pytest.mark.timeout(600)
+def test_requests_without_the_adapter_stop_the_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.rollout.vllm.engine.lora_request", lambda: None)
+    with pytest.raises(StaleWeightsError):
+        run(tiny, tmp_path / "run", 3)
+
+
+PLACEMENTS = {
+    "shared": ("trainer.n_gpus_per_node=2",),  # FSDP2 on 2
+    "separate": ("trainer.n_gpus_per_node=3", "placement.actor_devices=[0]", "placement.rollout_devices=[1,2]"),
+}
+
+
+@real
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_tensor_parallel_ranks_have_their_slices_of_the_adapters(placement, tiny, tmp_path):
+    settings = (*PLACEMENTS[placement], f"{ROLLOUT}.tensor_model_parallel_size=2")
+    sizes = pushed_bytes(run(tiny, tmp_path / "run", 2, *settings))
+    merged = pushed_bytes(run(tiny, tmp_path / "merged", 1, *settings, f"{ROLLOUT}.lora_sync=merged"))
+    assert len({*sizes}) == 1 and sizes[0] < 0.2 * merged[0]
