@@ -3,20 +3,25 @@
 import asyncio
 import importlib.util
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, StableLmConfig
 
 from tests.engines.ranks import make_engine
 from tests.rollout.contract import save_model
+from tests.vl_models import save_vl_model
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
 from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_requests, make_rollout_engine
-from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args
+from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args, obstacles
+from verl.rollout.vllm.capabilities import Capabilities, probe
 from verl.rollout.weight_sync import ReplicaSync
 from verl.trainer.ppo.canary import StaleWeightsError
 from verl.workers.rollout.role import RolloutSource
@@ -27,6 +32,7 @@ real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 LORA = {"lora_rank": 3, "lora_alpha": 6}
+LAYER = "model.layers.0.self_attn.q_proj"
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3, 4]]
 BOUND = 2e-5  # of log-probs, as in test_engine_contract.py
 
@@ -97,6 +103,24 @@ def test_release_keeps_the_base_weights_which_are_not_trained():
     assert calls == ["drop", "sleep"] and found.has_base and not found.filled
 
 
+def copy_of(path) -> EngineCopy:
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+    return EngineCopy.of(schema.RolloutConfig(name="vllm"), schema.ModelConfig(path=str(path)), env, None)
+
+
+def test_adapters_that_vllm_does_not_apply(tmp_path):
+    able = Capabilities("1.0", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True, adapters=True)
+    found = [*obstacles(copy_of(save_model("moe", tmp_path)), able, AdaptedLayers((LAYER,), 513))]
+    assert found[0] == "expected a rank of at most 512, found 513"
+    assert found[1].startswith("with LoRA, vLLM chooses kernels for experts") and len(found) == 2
+    vision = copy_of(save_vl_model("qwen2_vl", tmp_path / "vision"))
+    inside, tower = "model.language_model.layers.0.self_attn.q_proj", "model.visual.blocks.0.attn.proj"
+    text = f"expected adapters in the language model only, found {tower}"
+    assert next(obstacles(vision, able, AdaptedLayers((inside, tower), 8))) == text
+    old = replace(able, adapters=False)
+    assert [*obstacles(vision, old, AdaptedLayers((tower,), 8))] == ["vLLM 1.0 cannot load an adapter from tensors"]
+
+
 # ---- with vLLM --------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +169,6 @@ def greedy(engine, tokens: int = 24):
 CASES = {
     "qwen2": {},  # q, k, v and gate, up in fused layers; tied embeddings
     "llama": {"target_modules": ["k_proj", "up_proj", "o_proj", "lm_head"], "lora_rank": 9},
-    "moe": {},  # experts are frozen
 }
 
 
@@ -264,33 +287,15 @@ def test_running_requests_continue_with_the_new_adapter(pair):
 
 
 @real
-def test_what_vllm_cannot_apply_is_said_before_the_engine_is_made(tmp_path):
-    from transformers import AutoModelForCausalLM, StableLmConfig
-
-    from tests.vl_models import save_vl_model
-    from verl.rollout.engine_copy import EngineCopy
-    from verl.rollout.vllm.adapters import obstacles
-    from verl.rollout.vllm.capabilities import probe
-
-    def found(folder, layers):
-        model = schema.ModelConfig(path=str(folder))
-        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
-        return [*obstacles(EngineCopy.of(schema.RolloutConfig(name="vllm"), model, env, None), probe(), layers)]
-
+def test_models_whose_adapters_vllm_cannot_apply_are_known_before_the_engine_is_made(tmp_path):
     small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
-    layer = "model.layers.0.self_attn.q_proj"
-    AutoModelForCausalLM.from_config(StableLmConfig(**small, num_key_value_heads=2)).save_pretrained(tmp_path / "one")
-    assert found(tmp_path / "one", AdaptedLayers((layer,), 513)) == [
-        "expected a rank of at most 512, found 513",
-        "vLLM's model for stablelm does not support LoRA",
-    ]
-    assert found(save_model("llama", tmp_path), AdaptedLayers((layer,), 512)) == []
-    vision = save_vl_model("qwen2_vl", tmp_path / "vision")
-    inside, tower = "model.language_model.layers.0.self_attn.q_proj", "model.visual.blocks.0.attn.proj"
-    assert found(vision, AdaptedLayers((inside,), 8)) == []
-    assert found(vision, AdaptedLayers((inside, tower), 8)) == [
-        f"expected adapters in the language model only, found {tower}"
-    ]
+    module = AutoModelForCausalLM.from_config(StableLmConfig(**small, num_key_value_heads=2))
+    module.save_pretrained(tmp_path / "other")
+    for path, expected in (
+        (save_model("llama", tmp_path), []),
+        (tmp_path / "other", ["vLLM's model for stablelm does not support LoRA"]),
+    ):
+        assert [*obstacles(copy_of(path), probe(), AdaptedLayers((LAYER,), 512))] == expected
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
 from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.engine_copy import EngineCopy
@@ -55,7 +56,9 @@ def obstacles(copy: EngineCopy, capabilities: Capabilities, layers: AdaptedLayer
     outside = [name for name in layers.names if ".language_model." not in f".{name}."]
     if is_vision_config(copy.hf_config) and outside:
         yield f"expected adapters in the language model only, found {outside[0]}"
-    if not _supports_adapters(copy):
+    if experts_of(copy.hf_config):
+        yield "with LoRA, vLLM chooses kernels for experts that weights cannot be pushed into, or that need a GPU"
+    elif not _supports_adapters(copy):
         yield f"vLLM's model for {copy.hf_config.model_type} does not support LoRA"
 
 

@@ -39,8 +39,10 @@ def make_vllm(
     capabilities = probe()
     copy = EngineCopy.of(config, model, env, train_engine)
     layers = copy.recorded_layers("vllm")
+    args = engine_args(config, copy, env, capabilities)
     adapted = applied_layers("vllm", config, env, partial(obstacles, copy, capabilities))
-    args = engine_args(config, copy, env, capabilities) | ({} if adapted is None else lora_args(adapted))
+    if adapted is not None:
+        args |= lora_args(adapted)
     join_process_group(env)
     engine = VllmRollout(
         _make_llm(args, env),
