@@ -1,12 +1,15 @@
 """`rollout.name=vllm`: makes the engine of one rank."""
 
+import uuid
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl.config import schema
 from verl.modeling.vision import is_vision_config
@@ -67,7 +70,7 @@ def _make_llm(args: dict[str, Any], env: RolloutEnv) -> Any:
     from vllm import LLM
 
     on_cpu, generators = env.device.type == "cpu", rng_state()
-    with launcher_variables(env), _cpu_kernels() if on_cpu else torch.cuda.device(env.device):
+    with launcher_variables(env), _cpu_kernels(env) if on_cpu else torch.cuda.device(env.device):
         try:
             llm = LLM(**args)
         except TypeError as error:  # an argument of engine_kwargs.vllm
@@ -88,7 +91,7 @@ def _keep_process_groups(llm: Any) -> None:
 
 
 @contextmanager
-def _cpu_kernels() -> Iterator[None]:
+def _cpu_kernels(env: RolloutEnv) -> Iterator[None]:
     """Context in which vLLM makes a model for a CPU whose weights can be replaced.
 
     Its oneDNN kernels compute with packed copies that a push does not reach. Small functions are not compiled, and the
@@ -100,9 +103,31 @@ def _cpu_kernels() -> Iterator[None]:
     _custom_ops._supports_onednn = False
     torch.compiler.set_stance("force_eager")
     try:
-        yield
+        with _own_shared_memory() if env.tp_size > 1 else nullcontext():
+            yield
     finally:
         torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def _own_shared_memory() -> Iterator[None]:
+    """Context in which vLLM makes the memory that ranks on a CPU share, under a name that no other engine has.
+
+    vLLM's name is the same for all engines of a host, and stays when a process is killed: the next one would fail. At
+    the end of the context every rank has opened the memory, so its name is removed.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, src=0)
+    group_name = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{names[0]}{group_name(group).replace('/', '')}")
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(group_name)
+        for path in Path("/dev/shm").glob(f"{names[0]}*"):
+            path.unlink(missing_ok=True)
 
 
 class _Group:
