@@ -8,7 +8,7 @@ import torch
 from tests.engines.ranks import make_engine, qwen2, save_model
 from verl.config import schema
 from verl.engines.loading import adapter_config
-from verl.rollout.adapters import AdaptedLayers, applied_layers
+from verl.rollout.adapters import AdaptedLayers, applied_layers, checked_pairs
 from verl.rollout.base import RolloutEnv
 
 pytest.importorskip("peft")
@@ -64,5 +64,35 @@ def test_a_rollout_process_knows_the_layers_of_the_trainer(path, tmp_path):
     engine.adapters.settings.rank_pattern = {"q_proj": 7}
     engine.adapters.save(tmp_path, {})
     layers = AdaptedLayers.of(adapter_config(schema.ModelConfig(path=path, lora_adapter_path=str(tmp_path))))
-    assert layers.rank == 7 and layers.modules == ["down_proj", "q_proj"]
+    assert layers.rank == 7 and not layers.has_one_rank and layers.modules == ["down_proj", "q_proj"]
     assert adapter_config(schema.ModelConfig(path=path)) is None
+
+
+def adapter(name: str, rank: int = 2, inputs: int = 3, outputs: int = 4, rank_of_b: int | None = None):
+    yield f"base_model.model.{name}.lora_A.weight", torch.ones(rank, inputs)
+    yield f"base_model.model.{name}.lora_B.weight", torch.ones(outputs, rank_of_b or rank)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ([*adapter("a")], r"adapters of version 5: 1 are missing, first \['b'\]"),
+        ([*adapter("a"), *adapter("c")], "layer 'c' is unknown or was sent twice"),
+        ([*adapter("a"), *adapter("a")], "layer 'a' is unknown or was sent twice"),
+        ([*adapter("a", rank=3)], r"a has A \(3, 3\) and B \(4, 3\), expected \(r, 3\) and \(4, r\) with r up to 2"),
+        ([*adapter("a", inputs=4)], r"a has A \(2, 4\) and B \(4, 2\), expected"),
+        ([*adapter("a", outputs=3)], r"a has A \(2, 3\) and B \(3, 2\), expected"),
+        ([*adapter("a", rank_of_b=1)], r"a has A \(2, 3\) and B \(4, 1\), expected"),
+        ([*adapter("a")][:1], "one of lora_A and lora_B of a is missing"),
+        ([("base_model.model.a.modules_to_save.weight", torch.ones(1))], "expected names <layer>.lora_A.weight"),
+    ],
+)
+def test_adapters_of_other_layers_or_shapes_are_refused(sent, message):
+    layers, shapes = AdaptedLayers(("a", "b"), 2), {"a.weight": torch.Size((4, 3)), "b.weight": torch.Size((4, 3))}
+    with pytest.raises(ValueError, match=message):
+        list(checked_pairs(sent, layers, shapes, 5))
+    found = checked_pairs([*adapter("b", rank=1), *adapter("a")], layers, shapes, 5)
+    assert [(name, tuple(a.shape), tuple(b.shape)) for name, a, b in found] == [
+        ("b", (1, 3), (4, 1)),
+        ("a", (2, 3), (4, 2)),
+    ]

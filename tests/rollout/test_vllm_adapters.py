@@ -1,6 +1,5 @@
 """LoRA adapters that vLLM applies. Tests of `real` need vLLM: make test-vllm."""
 
-import asyncio
 import importlib.util
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,31 +9,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StableLmConfig
 
-from tests.engines.ranks import make_engine
+from tests.rollout.applied_adapters import BOUND, Pair, check_pushes, check_release, check_running_requests, greedy
 from tests.rollout.contract import save_model
 from tests.vl_models import save_vl_model
 from verl.config import schema
-from verl.data.sequences import build_sequences
-from verl.engines.base import MicroBatching
-from verl.protocol import DataProto
 from verl.rollout.adapters import AdaptedLayers
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_requests, make_rollout_engine
+from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args, obstacles
 from verl.rollout.vllm.capabilities import Capabilities, probe
-from verl.rollout.weight_sync import ReplicaSync
 from verl.trainer.ppo.canary import StaleWeightsError
-from verl.workers.rollout.role import RolloutSource
 
 pytest.importorskip("peft")
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
-LORA = {"lora_rank": 3, "lora_alpha": 6}
 LAYER = "model.layers.0.self_attn.q_proj"
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3, 4]]
-BOUND = 2e-5  # of log-probs, as in test_engine_contract.py
 
 
 # ---- what is asked of vLLM, and what is accepted ----------------------------------------------------------------
@@ -48,42 +39,14 @@ def test_the_rank_is_rounded_up_to_one_that_vllm_has():
         assert args["enable_lora"] and args["max_loras"] == args["max_cpu_loras"] == 1
 
 
-def receiver(names=("a", "b"), rank=2):
-    """A receiver without an engine, whose layers have 3 inputs and 4 outputs. Its calls of the memory are recorded."""
+def receiver():
+    """A receiver without an engine. Its calls of the memory are recorded."""
     calls = []
     memory = SimpleNamespace(sleep=lambda: calls.append("sleep"), drop=lambda: calls.append("drop"))
     stepper = SimpleNamespace(between_steps=lambda what, idle=False: nullcontext([]))
-    shapes = {f"{name}.weight": torch.Size((4, 3)) for name in names}
-    found = VllmAdapterReceiver(
-        SimpleNamespace(memory=memory, stepper=stepper), lambda: shapes, AdaptedLayers(tuple(names), rank)
-    )
+    engine = SimpleNamespace(memory=memory, stepper=stepper)
+    found = VllmAdapterReceiver(engine, dict, AdaptedLayers(("a",), 2))
     return found, calls
-
-
-def adapter(name: str, rank: int = 2, inputs: int = 3, outputs: int = 4, rank_of_b: int | None = None):
-    yield f"base_model.model.{name}.lora_A.weight", torch.ones(rank, inputs)
-    yield f"base_model.model.{name}.lora_B.weight", torch.ones(outputs, rank_of_b or rank)
-
-
-@pytest.mark.parametrize(
-    ("sent", "message"),
-    [
-        ([*adapter("a")], r"adapters of version 5: 1 are missing, first \['b'\]"),
-        ([*adapter("a"), *adapter("c")], "layer 'c' is unknown or was sent twice"),
-        ([*adapter("a"), *adapter("a")], "layer 'a' is unknown or was sent twice"),
-        ([*adapter("a", rank=3)], r"a has A \(3, 3\) and B \(4, 3\), expected \(r, 3\) and \(4, r\) with r up to 2"),
-        ([*adapter("a", inputs=4)], r"a has A \(2, 4\) and B \(4, 2\), expected"),
-        ([*adapter("a", outputs=3)], r"a has A \(2, 3\) and B \(3, 2\), expected"),
-        ([*adapter("a", rank_of_b=1)], r"a has A \(2, 3\) and B \(4, 1\), expected"),
-        ([*adapter("a")][:1], "one of lora_A and lora_B of a is missing"),
-        ([("base_model.model.a.modules_to_save.weight", torch.ones(1))], "expected names <layer>.lora_A.weight"),
-    ],
-)
-def test_adapters_of_other_layers_or_shapes_are_refused(sent, message):
-    found, _ = receiver()
-    with pytest.raises(ValueError, match=message):
-        list(found._checked(sent, 5))
-    assert [name for name, _, _ in found._checked([*adapter("b", rank=1), *adapter("a")], 5)] == ["b", "a"]
 
 
 def test_release_keeps_the_base_weights_which_are_not_trained():
@@ -124,48 +87,6 @@ def test_adapters_that_vllm_does_not_apply(tmp_path):
 # ---- with vLLM --------------------------------------------------------------------------------------------------
 
 
-class Pair:
-    """A trainer with large adapters, an engine that applies them, and one that gets merged weights."""
-
-    def __init__(self, path: str, **lora):
-        self.trainer = make_engine(path, **LORA | lora)
-        self.layers = AdaptedLayers.of(self.trainer.adapter_config())
-        self.source = RolloutSource(self.trainer, torch.float32)
-        self.path = path
-        self.applied = self.make()
-        self.merged = self.make(lora_sync="merged")
-        self.sync = ReplicaSync(self.applied, adapters=True)
-        self.seed = 0
-        self.randomize()
-
-    def make(self, **keys):
-        config = schema.RolloutConfig(name="vllm", prompt_length=16, response_length=48, max_num_seqs=8, **keys)
-        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32, adapted_layers=self.layers)
-        return make_rollout_engine("vllm", config, schema.ModelConfig(path=self.path, **LORA), env, self.trainer)
-
-    @torch.no_grad()
-    def randomize(self) -> None:
-        """Other adapters in every call."""
-        self.seed += 1
-        generator = torch.Generator().manual_seed(self.seed)
-        for _, parameter in self.trainer.adapters.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-
-    def push(self, version: int) -> tuple[int, int]:
-        """Bytes of the push to each engine."""
-        return self.sync.push(self.source, version).bytes, ReplicaSync(self.merged).push(self.source, version).bytes
-
-    def mismatch(self, completions) -> float:
-        """The largest difference to the trainer's log-probs."""
-        columns = build_sequences(PROMPTS, [c.token_ids for c in completions], pad_token_id=0)
-        trained = self.trainer.infer(DataProto.from_dict(columns), ("log_probs",), MicroBatching())["log_probs"]
-        return (trained - torch.tensor([c.log_probs for c in completions])).abs().max().item()
-
-
-def greedy(engine, tokens: int = 24):
-    return engine.generate(make_requests(PROMPTS, SamplingParams(tokens, (), temperature=0.0, ignore_eos=True)))
-
-
 CASES = {
     "qwen2": {},  # q, k, v and gate, up in fused layers; tied embeddings
     "llama": {"target_modules": ["k_proj", "up_proj", "o_proj", "lm_head"], "lora_rank": 9},
@@ -174,41 +95,22 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, tmp_path_factory) -> Pair:
-    return Pair(save_model(request.param, tmp_path_factory.mktemp("model")), **CASES[request.param])
+    return Pair("vllm", save_model(request.param, tmp_path_factory.mktemp("model")), **CASES[request.param])
 
 
 @real
 def test_adapters_give_the_tokens_and_log_probs_of_merged_weights_with_fewer_bytes(pair):
-    size = {"base": sum(value.nbytes for _, value in pair.trainer.base_weights(torch.float32))}
-    size["adapters"] = sum(value.nbytes for _, value in pair.trainer.adapter_weights())
-    assert size["adapters"] < 0.1 * size["base"]
-    before = None
-    for version in range(3):
-        pair.randomize()
-        sent = size["adapters"] + (size["base"] if version == 0 else 0)
-        assert pair.push(version) == (sent, size["base"])
-        applied, merged = greedy(pair.applied), greedy(pair.merged)
-        assert [c.token_ids for c in applied] == [c.token_ids for c in merged] != before
-        assert pair.mismatch(applied) < BOUND and pair.mismatch(merged) < BOUND
-        with pair.trainer.reference():  # the adapters make a difference
-            assert pair.mismatch(applied) > 0.1
-        before = [c.token_ids for c in applied]
-    sampled = pair.applied.generate(make_requests(PROMPTS, SamplingParams(24, (), seed=1)))
-    assert pair.mismatch(sampled) < BOUND
+    check_pushes(pair)
 
 
 @real
 def test_sleep_keeps_the_adapter_and_release_the_base_weights(pair):
-    pair.push(1)
-    before = greedy(pair.applied)
-    pair.applied.sleep()
-    pair.applied.wake()
-    assert greedy(pair.applied) == before
-    pair.applied.receiver().release()
-    with pytest.raises(ValueError, match="has the base weights, but no adapters"):
-        greedy(pair.applied)
-    assert pair.sync.push(pair.source, 2).bytes == sum(value.nbytes for _, value in pair.trainer.adapter_weights())
-    assert greedy(pair.applied) == before
+    check_release(pair)
+
+
+@real
+def test_running_requests_continue_with_the_new_adapter(pair):
+    check_running_requests(pair)
 
 
 @real
@@ -259,31 +161,6 @@ def test_a_layer_with_an_adapter_that_was_not_sent_is_found(pair):
     with pytest.raises(ValueError, match="is not what was sent"):
         loading.verify()
     pair.push(3)
-
-
-@real
-def test_running_requests_continue_with_the_new_adapter(pair):
-    pair.push(1)
-    pair.applied.weight_version = 1
-
-    async def run():
-        params = SamplingParams(40, (), temperature=0.0, ignore_eos=True)
-        seen = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        request = Request(PROMPTS[0], params, 0, on_tokens=lambda *new: loop.call_soon_threadsafe(seen.set))
-        task = asyncio.create_task(pair.applied.generate_one(request))
-        await seen.wait()
-        pair.randomize()
-        await asyncio.to_thread(pair.sync.push, pair.source, 2)
-        return await task
-
-    found = asyncio.run(run())
-    (start, version), (since, updated) = found.weight_versions
-    assert (start, version, updated) == (0, 1, 2) and 0 < since < 40
-    row = build_sequences(PROMPTS[:1], [found.token_ids], pad_token_id=0)
-    trained = pair.trainer.infer(DataProto.from_dict(row), ("log_probs",), MicroBatching())["log_probs"][0]
-    mismatch = (trained - torch.tensor(found.log_probs)).abs()
-    assert mismatch[since:].max() < BOUND < mismatch[:since].max()
 
 
 @real

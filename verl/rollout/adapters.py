@@ -1,11 +1,14 @@
 """LoRA adapters that the engine of another library applies without merging them (`rollout.lora_sync`)."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
+from verl.rollout.weight_sync.adapters import pairs_of
 from verl.rollout.weight_sync.base import AdapterConfig
 
 log = logging.getLogger(__name__)
@@ -18,15 +21,18 @@ class AdaptedLayers:
     Attributes:
         names: HuggingFace names of the linear layers.
         rank: the largest rank of a layer.
+        has_one_rank: whether all layers have it.
     """
 
     names: tuple[str, ...]
     rank: int
+    has_one_rank: bool = True
 
     @classmethod
     def of(cls, config: AdapterConfig) -> "AdaptedLayers":
         """The layers of an adapter configuration (`TrainEngine.adapter_config`)."""
-        return cls(tuple(config["scaling"]), max([config["r"], *(config.get("rank_pattern") or {}).values()]))
+        ranks = {config["r"], *(config.get("rank_pattern") or {}).values()}
+        return cls(tuple(config["scaling"]), max(ranks), len(ranks) == 1)
 
     @property
     def modules(self) -> list[str]:
@@ -72,3 +78,33 @@ def applied_layers(
         )
     log.info("rollout.lora_sync=auto: %s gets merged weights in every push: %s", engine, "; ".join(found))
     return None
+
+
+def checked_pairs(
+    tensors: Iterable[tuple[str, torch.Tensor]], layers: AdaptedLayers, shapes: Mapping[str, torch.Size], version: int
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (layer, A, B) of a push, and check that each layer is sent once.
+
+    Args:
+        tensors: (PEFT name, tensor).
+        layers: the layers with adapters.
+        shapes: HuggingFace name -> shape of every parameter of the base model.
+        version: weight version, for errors.
+
+    Raises:
+        ValueError: unknown, repeated or missing layers, or another shape.
+    """
+    missing = set(layers.names)
+    for layer, a, b in pairs_of(tensors, version):
+        if layer not in missing:
+            raise ValueError(f"adapters of version {version}: layer {layer!r} is unknown or was sent twice")
+        rows, columns = shapes[f"{layer}.weight"]
+        if (a.shape[1], b.shape[0]) != (columns, rows) or not a.shape[0] == b.shape[1] <= layers.rank:
+            raise ValueError(
+                f"adapters of version {version}: {layer} has A {tuple(a.shape)} and B {tuple(b.shape)}, expected "
+                f"(r, {columns}) and ({rows}, r) with r up to {layers.rank}"
+            )
+        missing.remove(layer)
+        yield layer, a, b
+    if missing:
+        raise ValueError(f"adapters of version {version}: {len(missing)} are missing, first {sorted(missing)[:3]}")

@@ -12,11 +12,10 @@ from torch import nn
 
 from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
-from verl.rollout.adapters import AdaptedLayers
+from verl.rollout.adapters import AdaptedLayers, checked_pairs
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.weights import ParameterNames, VllmReceiver, load_weights, sum_over_group
-from verl.rollout.weight_sync.adapters import pairs_of
 from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, check_parameters
 from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
@@ -128,26 +127,8 @@ class VllmAdapterReceiver(VllmReceiver, AdapterReceiver):
         if not self._has_base:
             super().check_filled()
         with self._updating(version) as model:
-            _Loading(model, version, self._checked(tensors, version), config["scaling"]).verify()
-
-    def _checked(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield (layer, A, B), and check that each layer is sent once."""
-        missing = set(self._layers.names)
-        for layer, a, b in pairs_of(tensors, version):
-            if layer not in missing:
-                raise ValueError(f"adapters of version {version}: layer {layer!r} is unknown or was sent twice")
-            rows, columns = self.shapes[f"{layer}.weight"]
-            if (a.shape[1], b.shape[0]) != (columns, rows) or not a.shape[0] == b.shape[1] <= self._layers.rank:
-                raise ValueError(
-                    f"adapters of version {version}: {layer} has A {tuple(a.shape)} and B {tuple(b.shape)}, expected "
-                    f"(r, {columns}) and ({rows}, r) with r up to {self._layers.rank}"
-                )
-            missing.remove(layer)
-            yield layer, a, b
-        if missing:
-            raise ValueError(f"adapters of version {version}: {len(missing)} are missing, first {sorted(missing)[:3]}")
+            pairs = checked_pairs(tensors, self._layers, self.shapes, version)
+            _Loading(model, version, pairs, config["scaling"]).verify()
 
     def release(self) -> None:
         """See `WeightReceiver.release`. The base weights, which are not trained, are moved to host memory."""
