@@ -13,7 +13,7 @@ from torch import nn
 
 from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
-from verl.engines.lora import add_adapters
+from verl.engines.lora import Adapters, add_adapters
 from verl.engines.memory import HOST
 from verl.modeling import attention, vision
 from verl.modeling.batch_invariant import model as batch_invariant
@@ -164,6 +164,11 @@ def check_model(model: schema.ModelConfig, kind: str = "causal_lm") -> None:
     _recipe(spec)
     if spec.section.has_adapters:
         empty_module(spec)
+
+
+def adapter_config(model: schema.ModelConfig) -> dict[str, Any] | None:
+    """`TrainEngine.adapter_config` of the policy of a `model` section, from its config.json."""
+    return Adapters(empty_module(ModelSpec(model))).config() if model.has_adapters else None
 
 
 def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:

@@ -27,6 +27,7 @@ from verl.rollout.stop_strings import StopStrings
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
+    from verl.rollout.adapters import AdaptedLayers
     from verl.rollout.weight_sync import WeightReceiver
     from verl.rollout.weight_sync.grouping import HybridGroups
 
@@ -397,6 +398,7 @@ class RolloutEnv:
             the process group of all ranks has been initialized.
         tp_stride: distance of two ranks of a group: 1 (consecutive), except for `native` on the devices of training.
         grouping: which ranks of training generate together; None: separate devices, or sizes that do not fit.
+        adapted_layers: the layers whose LoRA adapters are trained; None: there are none, or the engine merges them.
     """
 
     rank: int
@@ -409,6 +411,7 @@ class RolloutEnv:
     tp_size: int = 1
     tp_stride: int = 1
     grouping: "HybridGroups | None" = None
+    adapted_layers: "AdaptedLayers | None" = None
 
     @property
     def tp_group(self) -> int:

@@ -70,10 +70,11 @@ class ActorWorker(RolloutMethods, EngineWorker):
         self._sync: WeightSync | None = None  # to rollout ranks with separate devices
         if not hosts_rollout:
             return
+        where = self.device, pad_token_id, self.compute_dtype, config.actor.engine, self.engine.adapter_config()
         self.rollout = Rollout(
             config.rollout,
             config.model,
-            rollout_env(self, config.rollout, self.device, pad_token_id, self.compute_dtype, config.actor.engine),
+            rollout_env(self, config.rollout, *where),
             stop_token_ids=stop_token_ids,
             stop=stop,
             tokenizer=tokenizer,

@@ -173,8 +173,8 @@ class SglangFollower(RolloutEngine):
     supports_tensor_parallel = True
     records_routing = True  # rank 0 reports them
 
-    def __init__(self) -> None:
-        self._receiver = FollowerReceiver()
+    def __init__(self, receiver: FollowerReceiver | None = None) -> None:
+        self._receiver = receiver or FollowerReceiver()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Not supported on this rank. Raises ValueError."""

@@ -8,14 +8,16 @@ import numpy as np
 
 from verl.config import schema
 from verl.modeling.vision import is_vision_config
+from verl.rollout.adapters import applied_layers
 from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
 from verl.rollout.loading import parameter_shapes
+from verl.rollout.sglang.adapters import FollowerAdapterReceiver, lora_args, make_receiver, obstacles, with_adapter
 from verl.rollout.sglang.capabilities import probe
 from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of, decode_experts
 from verl.rollout.sglang.service import FailureHandler, Service, start_engine
 from verl.rollout.sglang.settings import engine_args
-from verl.rollout.sglang.weights import SglangMemory, SglangReceiver
+from verl.rollout.sglang.weights import SglangMemory
 
 log = logging.getLogger(__name__)
 
@@ -34,22 +36,33 @@ def make_sglang(
             contradict each other, or `rollout.deterministic`.
     """
     check_not_deterministic(config)
-    if env.tp_rank > 0:
+    if env.tp_rank > 0 and env.adapted_layers is None:
         return SglangFollower()
-    capabilities = probe(env.device.type == "cuda")
+    on_gpu = env.device.type == "cuda"
+    keeps_base = not (config.free_cache_engine and on_gpu)
+    capabilities = probe(on_gpu)
     copy = EngineCopy.of(config, model, env, train_engine)
+    adapted = applied_layers("sglang", config, env, partial(obstacles, copy))
+    if env.tp_rank > 0:
+        return SglangFollower(None if adapted is None else FollowerAdapterReceiver(keeps_base))
     experts = _decoder(copy)
     args = engine_args(config, copy, env, capabilities)
+    if adapted is not None:
+        args |= lora_args(adapted, on_gpu)
     if not args.get("enable_deterministic_inference"):
         log.info(
             "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
             "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
         )
     arguments, on_failure = partial(arguments_of, records=copy.records), FailureHandler()
+    if adapted is not None:
+        arguments = partial(with_adapter, arguments)
     service = on_failure.service = Service(start_engine(args, on_failure), capabilities, arguments, experts)
     memory = SglangMemory(service, saves=bool(args["enable_memory_saver"]))
-    receiver = SglangReceiver(
+    receiver = make_receiver(
         service,
+        adapted,
+        keeps_base,
         memory,
         partial(parameter_shapes, copy.model),
         dtype=copy.dtype,

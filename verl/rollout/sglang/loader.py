@@ -16,21 +16,28 @@ import torch
 from torch import nn
 
 from verl.rollout.expert_names import ExpertNames
+from verl.rollout.sglang.adapter_loader import load_adapter
 from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
 #: name of the instruction in a bucket: JSON as (n,) uint8
 INSTRUCTION = "verl.instruction"
 
 
-def instruction(outcome: Path, sums: dict[str, int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+def instruction(
+    outcome: Path,
+    sums: dict[str, int] | None = None,
+    dtype: torch.dtype | None = None,
+    adapter: dict[str, Any] | None = None,
+) -> torch.Tensor:
     """The instruction of one call.
 
     Args:
         outcome: prefix of the files for the outcomes; the rank is appended.
         sums: on the last call, `group_of` -> sum of the bits that were sent.
         dtype: on the last call, dtype of the weights that were sent.
+        adapter: the parameters are those of an adapter, see `load_adapter`.
     """
-    text = json.dumps({"outcome": str(outcome), "sums": sums, "dtype": str(dtype)})
+    text = json.dumps({"outcome": str(outcome), "sums": sums, "dtype": str(dtype), "adapter": adapter})
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
@@ -72,10 +79,12 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
     order = json.loads(bytes(content.tolist()))
     error = ""
     try:
-        if weights:
+        if order["adapter"] is not None:
+            error = load_adapter(model, order, dict(weights))
+        elif weights:
             names = ExpertNames({name for name, _ in model.named_parameters()})
             model.load_weights(item for name, tensor in weights for item in names.unfused(name, tensor))
-        if order["sums"] is not None:
+        if order["adapter"] is None and order["sums"] is not None:
             error = find_stale(model, order["sums"], order["dtype"])
         if content.is_cuda:
             torch.cuda.synchronize()  # the trainer uses the memory again

@@ -35,6 +35,7 @@ _OWNED = {
     "disable_cuda_graph": "rollout.enforce_eager",
     "enable_memory_saver": "rollout.free_cache_engine",
     "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
+    "enable_lora": "rollout.lora_sync",
     "random_seed": "rollout.seed",
 }
 _FIXED = {
@@ -52,6 +53,7 @@ _FIXED = {
     "weight_version": "it is the number of completed training steps",
     "moe_runner_backend": "weights of experts are loaded in the layout of SGLang's Triton kernels",
 }
+_LORA = "SGLang applies the adapters that are trained, and no others"
 _NOT_SUPPORTED = {
     "quantization": "trained weights cannot be loaded into a quantized model",
     "pp_size": "use rollout.tensor_model_parallel_size",
@@ -60,8 +62,9 @@ _NOT_SUPPORTED = {
     "data_parallel_size": "every group of rollout ranks has its own engine",
     "nnodes": "a tensor-parallel group is on one node",
     "speculative_algorithm": "its draft model would not be trained",
-    "enable_lora": "adapters are merged before the weights are sent",
-    "lora_paths": "adapters are merged before the weights are sent",
+    **dict.fromkeys(
+        ("lora_paths", "max_loras_per_batch", "max_loaded_loras", "max_lora_rank", "lora_target_modules"), _LORA
+    ),
     "enable_eplb": "trained weights are loaded into one copy of each expert",
 }
 #: arguments that take precedence over `disable_cuda_graph`, or compile

@@ -4,6 +4,8 @@ import logging
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,6 @@ class SglangReceiver:
         self._service = service
         self._memory = memory
         self._read_shapes = shapes
-        self._shapes: dict[str, torch.Size] = {}
         self._dtype = dtype
         self._device = device
         self._ranks = ranks
@@ -107,15 +108,25 @@ class SglangReceiver:
         Raises:
             ValueError: unknown, repeated or missing parameters, another shape, or weights that SGLang did not load.
         """
-        self._shapes = self._shapes or self._read_shapes()
-        with self._service.exclusive("a weight push"), tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder:
+        with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
+            sums = self._send_all(check_parameters(weights, self.shapes, version), Path(folder))
+            self._send([], Path(folder), sums, version)
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """HuggingFace name of every parameter -> its shape."""
+        return self._read_shapes()
+
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[None]:
+        """Context of a push, in which no request is computed. Nothing is generated if it raises."""
+        with self._service.exclusive("a weight push"):
             self.filled = False
             self._memory.allocate("weights")
             if self._sessions:
                 _check(self._service.engine.begin_weight_update())
             try:
-                sums = self._send_all(check_parameters(weights, self._shapes, version), Path(folder))
-                self._send([], Path(folder), sums, version)
+                yield
             finally:
                 if self._sessions:
                     _check(self._service.engine.end_weight_update())
@@ -153,13 +164,14 @@ class SglangReceiver:
         folder: Path,
         sums: dict[str, int] | None = None,
         version: int | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> None:
-        """Load parameters in every rank; the last call has none, and compares `sums`."""
+        """Load parameters in every rank; the last call compares `sums`, and has none or those of an adapter."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         outcome, is_last = folder / "outcome", sums is not None
-        order = instruction(outcome, sums, self._dtype if is_last else None).to(self._device)
+        order = instruction(outcome, sums, self._dtype if is_last else None, adapter).to(self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the other processes do not know this stream
         content = [*parameters, (INSTRUCTION, order)]

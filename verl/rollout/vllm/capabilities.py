@@ -40,6 +40,7 @@ class Capabilities:
         device_normalize: pixels can be normalized by the model instead of the processor; it can be turned off.
         reset_encoder_cache: features of images can be dropped when the weights change.
         routed_experts: the experts that the routers choose can be reported, on a GPU.
+        adapters: LoRA adapters can be loaded from tensors.
     """
 
     version: str
@@ -49,6 +50,7 @@ class Capabilities:
     device_normalize: bool = False
     reset_encoder_cache: bool = False
     routed_experts: bool = False
+    adapters: bool = False
 
 
 def installed_version() -> str:
@@ -122,7 +124,21 @@ def probe() -> Capabilities:
         device_normalize="mm_device_do_normalize" in _parameters(EngineArgs),
         reset_encoder_cache="reset_encoder_cache" in dir(LLMEngine),
         routed_experts="enable_return_routed_experts" in _parameters(EngineArgs),
+        adapters="lora_target_modules" in _parameters(EngineArgs) and _loads_adapters(),
     )
+
+
+def _loads_adapters() -> bool:
+    """Whether vLLM has the LoRA manager that `adapters` calls."""
+    try:
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+        from vllm.lora.model_manager import LoRAModelManager
+    except ImportError:  # another version has them elsewhere
+        return False
+    methods = {"add_adapter", "activate_adapter", "remove_adapter"} <= {*dir(LoRAModelManager)}
+    matrices = {"module_name", "rank", "lora_alpha", "lora_a", "lora_b"} <= _parameters(LoRALayerWeights)
+    return methods and matrices and {"lora_model_id", "rank", "loras"} <= _parameters(LoRAModel)
 
 
 def _parameters(function: object) -> set[str]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, is_named
 from verl.rollout.checks import check_request, unexpanded_prompt
 from verl.rollout.sampling import SAMPLING_KEYS
+from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.stepping import Channel, Job, Stepper
 from verl.rollout.vllm.weights import VllmReceiver
@@ -46,6 +48,7 @@ class VllmRollout(RolloutEngine):
         channel: to the other ranks of the tensor-parallel group; None without them.
         reads_images: whether the model is a vision-language model.
         recorded_layers: the layers with experts, if completions have `routed_experts`.
+        adapted_layers: the layers whose LoRA adapters vLLM applies; None: weights are merged.
     """
 
     sampling_keys = SAMPLING_KEYS
@@ -65,6 +68,7 @@ class VllmRollout(RolloutEngine):
         channel: Channel | None = None,
         reads_images: bool = False,
         recorded_layers: list[int] | None = None,
+        adapted_layers: AdaptedLayers | None = None,
     ):
         self.llm = llm
         self.capabilities = capabilities
@@ -76,9 +80,19 @@ class VllmRollout(RolloutEngine):
         self.stats = RolloutStats()
         self.memory = EngineMemory(llm, sleeps)
         self.stepper = Stepper(
-            llm.llm_engine, self._sampling, self._prepare, lambda: self.weight_version, channel, recorded_layers
+            llm.llm_engine,
+            self._sampling,
+            self._prepare,
+            lambda: self.weight_version,
+            channel,
+            recorded_layers,
+            None if adapted_layers is None else lora_request(),
         )
-        self._receiver = VllmReceiver(self, shapes, filled=has_weights)
+        self._receiver = (
+            VllmReceiver(self, shapes, filled=has_weights)
+            if adapted_layers is None
+            else VllmAdapterReceiver(self, shapes, adapted_layers)
+        )
 
     # ---- generating ---------------------------------------------------------------------------------------------
 

@@ -1,18 +1,23 @@
 """`rollout.name=vllm`: makes the engine of one rank."""
 
+import uuid
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl.config import schema
 from verl.modeling.vision import is_vision_config
+from verl.rollout.adapters import applied_layers
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
 from verl.rollout.loading import parameter_shapes
+from verl.rollout.vllm.adapters import lora_args, obstacles
 from verl.rollout.vllm.capabilities import probe
 from verl.rollout.vllm.engine import VllmRollout
 from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables
@@ -30,13 +35,17 @@ def make_vllm(
 
     Raises:
         ImportError, ValueError: vLLM is not installed or not supported (`capabilities.probe`), settings that contradict
-            each other, `rollout.deterministic`, or choices of experts that this vLLM does not report.
+            each other, `rollout.deterministic`, choices of experts that this vLLM does not report, or adapters that it
+            cannot apply.
     """
     check_not_deterministic(config)
     capabilities = probe()
     copy = EngineCopy.of(config, model, env, train_engine)
     layers = copy.recorded_layers("vllm")
     args = engine_args(config, copy, env, capabilities)
+    adapted = applied_layers("vllm", config, env, partial(obstacles, copy, capabilities))
+    if adapted is not None:
+        args |= lora_args(adapted)
     join_process_group(env)
     engine = VllmRollout(
         _make_llm(args, env),
@@ -50,6 +59,7 @@ def make_vllm(
         channel=_Group() if env.tp_size > 1 else None,
         reads_images=is_vision_config(copy.hf_config),
         recorded_layers=layers,
+        adapted_layers=adapted,
     )
     copy.fill(engine.receiver())
     return engine
@@ -60,7 +70,7 @@ def _make_llm(args: dict[str, Any], env: RolloutEnv) -> Any:
     from vllm import LLM
 
     on_cpu, generators = env.device.type == "cpu", rng_state()
-    with launcher_variables(env), _cpu_kernels() if on_cpu else torch.cuda.device(env.device):
+    with launcher_variables(env), _cpu_kernels(env) if on_cpu else torch.cuda.device(env.device):
         try:
             llm = LLM(**args)
         except TypeError as error:  # an argument of engine_kwargs.vllm
@@ -81,7 +91,7 @@ def _keep_process_groups(llm: Any) -> None:
 
 
 @contextmanager
-def _cpu_kernels() -> Iterator[None]:
+def _cpu_kernels(env: RolloutEnv) -> Iterator[None]:
     """Context in which vLLM makes a model for a CPU whose weights can be replaced.
 
     Its oneDNN kernels compute with packed copies that a push does not reach. Small functions are not compiled, and the
@@ -93,9 +103,31 @@ def _cpu_kernels() -> Iterator[None]:
     _custom_ops._supports_onednn = False
     torch.compiler.set_stance("force_eager")
     try:
-        yield
+        with _own_shared_memory() if env.tp_size > 1 else nullcontext():
+            yield
     finally:
         torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def _own_shared_memory() -> Iterator[None]:
+    """Context in which vLLM makes the memory that ranks on a CPU share, under a name that no other engine has.
+
+    vLLM's name is the same for all engines of a host, and stays when a process is killed: the next one would fail. At
+    the end of the context every rank has opened the memory, so its name is removed.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, src=0)
+    group_name = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{names[0]}{group_name(group).replace('/', '')}")
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(group_name)
+        for path in Path("/dev/shm").glob(f"{names[0]}*"):
+            path.unlink(missing_ok=True)
 
 
 class _Group:

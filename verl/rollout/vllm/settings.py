@@ -38,8 +38,10 @@ _OWNED = {
     "enforce_eager": "rollout.enforce_eager",
     "enable_sleep_mode": "rollout.free_cache_engine",
     "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
+    "enable_lora": "rollout.lora_sync",
     "seed": "rollout.seed",
 }
+_LORA = "vLLM applies the adapters that are trained, and no others"
 _FIXED = {
     "logprobs_mode": "log-probs are those of the distribution that was sampled from",
     "distributed_executor_backend": "the engine runs in the rollout processes",
@@ -49,11 +51,11 @@ _FIXED = {
     "moe_backend": "weights of experts are loaded in the layout of vLLM's Triton kernels",
 }
 _NOT_SUPPORTED = {
+    **dict.fromkeys(("max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules"), _LORA),
     "quantization": "trained weights cannot be loaded into a quantized model",
     "pipeline_parallel_size": "use rollout.tensor_model_parallel_size",
     "data_parallel_size": "every group of rollout ranks has its own engine",
     "speculative_config": "its draft model would not be trained",
-    "enable_lora": "adapters are merged before the weights are sent",
     "enable_eplb": "trained weights are loaded into one copy of each expert",
 }
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

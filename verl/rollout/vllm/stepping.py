@@ -85,6 +85,7 @@ class Stepper:
         version: the current weight version.
         channel: to the other ranks of the tensor-parallel group; None without them.
         recorded_layers: the layers with experts, if completions have `routed_experts`.
+        lora_request: names the adapter of every request; None: without adapters.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class Stepper:
         version: Callable[[], int],
         channel: Channel | None = None,
         recorded_layers: list[int] | None = None,
+        lora_request: Any = None,
     ):
         self._engine = engine
+        self._arguments = {} if lora_request is None else {"lora_request": lora_request}
         self._sampling = sampling
         self._prepare = prepare
         self._version = version
@@ -234,7 +237,7 @@ class Stepper:
         """The step that all ranks take."""
         self._forget(removed)
         for key, request, streams in new:
-            self._engine.add_request(key, prompt_of(request), self._sampling(request, streams))
+            self._engine.add_request(key, prompt_of(request), self._sampling(request, streams), **self._arguments)
         self.steps += 1
         return self._engine.step() if self._engine.has_unfinished_requests() else []
 

@@ -1,7 +1,9 @@
 """Loads the trainer's weights into vLLM's model, and verifies them."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +40,6 @@ class VllmReceiver:
     def __init__(self, engine: "VllmRollout", shapes: Callable[[], dict[str, torch.Size]], filled: bool):
         self._engine = engine
         self._read_shapes = shapes
-        self._shapes: dict[str, torch.Size] = {}
         self.filled = filled
 
     def check_filled(self) -> None:
@@ -56,15 +57,27 @@ class VllmReceiver:
         Raises:
             ValueError: unknown, repeated or missing parameters, another shape, or weights that vLLM did not load.
         """
-        self._shapes = self._shapes or self._read_shapes()
-        with self._engine.stepper.between_steps("a weight push") as running:
+        with self._updating(version) as model:
+            load_weights(model, check_parameters(weights, self.shapes, version), version)
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """HuggingFace name of every parameter -> its shape."""
+        return self._read_shapes()
+
+    @contextmanager
+    def _updating(self, version: int, idle: bool = False) -> Iterator[nn.Module]:
+        """Context of a push, between two steps. Yields vLLM's model. Nothing is generated if it raises.
+
+        Args:
+            version: weight version.
+            idle: no request may be running.
+        """
+        with self._engine.stepper.between_steps("a weight push", idle) as running:
             self.filled = False
             self._engine.memory.wake_weights()
-            model = engine_model(self._engine.llm)
             try:
-                with unpacked(expert_layers(model), version):
-                    _load(model, check_parameters(weights, self._shapes, version), version)
-                check_layers(model, version)
+                yield engine_model(self._engine.llm)
             finally:
                 self._engine.llm.reset_prefix_cache(reset_running_requests=bool(running))
                 if self._engine.reads_images:
@@ -80,14 +93,17 @@ class VllmReceiver:
             self._engine.memory.drop()
 
 
-def _load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-    """Load all parameters by vLLM's loaders, and verify their bits."""
-    sums = SentBits(model)
-    stream = (item for name, tensor in weights for item in sums.names.unfused(name, sums.add(name, tensor.detach())))
-    model.load_weights(stream)
-    for _ in stream:  # a loader may stop early
-        pass
-    sums.verify(version)
+def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    """Load all parameters by vLLM's loaders, and verify them. Raises ValueError for stale ones."""
+    with unpacked(expert_layers(model), version):
+        sums = SentBits(model)
+        unfused = sums.names.experts.unfused
+        stream = (item for name, tensor in weights for item in unfused(name, sums.add(name, tensor.detach())))
+        model.load_weights(stream)
+        for _ in stream:  # a loader may stop early
+            pass
+        sums.verify(version)
+    check_layers(model, version)
 
 
 def engine_model(llm: Any) -> nn.Module:
@@ -99,6 +115,35 @@ def engine_model(llm: Any) -> nn.Module:
 # ---- verification ---------------------------------------------------------------------------------------------------
 
 
+class ParameterNames:
+    """Names of the parameters of vLLM's model for those of HuggingFace. vLLM fuses some, such as q, k and v.
+
+    Layers with adapters have the names of those without.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.parameters = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
+        self.experts = ExpertNames(self.parameters)
+        # of a vision-language model, the language model may have the mapping
+        packed = [dict(getattr(m, "packed_modules_mapping", None) or {}) for m in reversed([*model.modules()])]
+        self._packed = {part: fused for mapping in packed for fused, parts in mapping.items() for part in parts}
+        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+
+    def target(self, name: str) -> str | None:
+        """The parameter that has the weights of a parameter of HuggingFace; None if there is none."""
+        if (experts := self.experts.target(name)) is not None:
+            return experts
+        name = self.experts.renamed(name)
+        if self._mapper is not None:
+            mapped = self._mapper.apply_list([name])
+            name = mapped[0] if mapped else name
+        if name in self.parameters:
+            return name
+        *path, module, kind = name.split(".")
+        fused = ".".join([*path, self._packed.get(module, module), kind])
+        return fused if fused in self.parameters else None
+
+
 class SentBits:
     """Sums of the bits of the tensors that were sent, per parameter of vLLM's model.
 
@@ -106,17 +151,13 @@ class SentBits:
     """
 
     def __init__(self, model: nn.Module):
-        self._parameters = dict(model.named_parameters())
-        self.names = ExpertNames(self._parameters)
-        # of a vision-language model, the language model may have the mapping
-        packed = [dict(getattr(m, "packed_modules_mapping", None) or {}) for m in reversed([*model.modules()])]
-        self._packed = {part: fused for mapping in packed for fused, parts in mapping.items() for part in parts}
-        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self.names = ParameterNames(model)
+        self._parameters = self.names.parameters
         self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}  # elements and sum
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor. Returns it in the dtype and on the device of the parameter that it is loaded into."""
-        target = self._target(name)
+        target = self.names.target(name)
         if target is None:
             raise ValueError(f"rollout.name=vllm: vLLM's model has no parameter for {name!r}: it is not supported")
         parameter = self._parameters[target]
@@ -131,7 +172,7 @@ class SentBits:
         if unset := [name for name in names if name not in self._parts]:
             raise ValueError(f"weights of version {version}: vLLM's parameters {unset[:3]} were not loaded")
         own = torch.stack([sum_of_bits(self._parameters[name]) for name in names]).cpu()
-        total, ranks = _sum_over_group(own)
+        total, ranks = sum_over_group(own)
         for index, name in enumerate(names):
             if not self._matches(name, own[index], total[index], ranks):
                 raise ValueError(
@@ -152,21 +193,9 @@ class SentBits:
         copies, rest = divmod(ranks * self._parameters[name].numel() - parts[0][0], others)
         return rest == 0 and wrap(sums[0] + copies * sum(sums[1:])) == int(total)
 
-    def _target(self, name: str) -> str | None:
-        if (experts := self.names.target(name)) is not None:
-            return experts
-        name = self.names.renamed(name)
-        if self._mapper is not None:
-            mapped = self._mapper.apply_list([name])
-            name = mapped[0] if mapped else name
-        if name in self._parameters:
-            return name
-        *path, module, kind = name.split(".")
-        fused = ".".join([*path, self._packed.get(module, module), kind])
-        return fused if fused in self._parameters else None
 
-
-def _sum_over_group(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+def sum_over_group(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Sum over the tensor-parallel group, and its size. Collective."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()

@@ -4,7 +4,7 @@ An engine that cannot apply adapters merges them into a copy of the base weights
 computed from that copy in every push, so rounding errors do not add up.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,29 +56,34 @@ class MergedAdapters:
 
     @torch.no_grad()
     def merge(self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Set every adapted weight to base + scaling * B A.
-
-        Raises:
-            ValueError: a tensor that is not a LoRA matrix, or a layer with only one of the two.
-        """
-        halves: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors:
-            layer, end = _layer_of(name, version)
-            other = halves.pop(layer, None)
-            if other is None:
-                halves[layer] = tensor.clone()  # valid until the next one is read
-                continue
-            a, b = (tensor, other) if end == _A else (other, tensor)
+        """Set every adapted weight to base + scaling * B A. Raises ValueError for tensors that are not pairs."""
+        for layer, a, b in pairs_of(tensors, version):
             name = f"{layer}.weight"
             weight = self._parameter(name)
             base = self._base.setdefault(layer, weight.detach().clone())
             dtype = torch.promote_types(base.dtype, a.dtype)
             a, b = a.to(base.device, dtype), b.to(base.device, dtype)
             weight.copy_(base.to(dtype) + self._slice_of(name, b @ a) * config["scaling"][layer])
-        if halves:
-            raise ValueError(
-                f"adapters of version {version}: one of lora_A and lora_B of {sorted(halves)[0]} is missing"
-            )
+
+
+def pairs_of(
+    tensors: Iterable[tuple[str, torch.Tensor]], version: int
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (layer, A, B) of adapters that are sent as (PEFT name, tensor).
+
+    Raises:
+        ValueError: a tensor that is not a LoRA matrix, or a layer with only one of the two.
+    """
+    halves: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        layer, end = _layer_of(name, version)
+        other = halves.pop(layer, None)
+        if other is None:
+            halves[layer] = tensor.clone()  # valid until the next one is read
+        else:
+            yield (layer, tensor, other) if end == _A else (layer, other, tensor)
+    if halves:
+        raise ValueError(f"adapters of version {version}: one of lora_A and lora_B of {sorted(halves)[0]} is missing")
 
 
 def _layer_of(name: str, version: int) -> tuple[str, str]:

@@ -7,7 +7,9 @@ import torch
 
 from verl.config import schema
 from verl.protocol import DataProto
+from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import Completion, RolloutEnv
+from verl.rollout.weight_sync.base import AdapterConfig
 from verl.rollout.weight_sync.grouping import HybridGroups
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
@@ -64,11 +66,13 @@ def rollout_env(
     pad_token_id: int,
     compute_dtype: torch.dtype | None,
     training: schema.EngineConfig | schema.MegatronConfig | None = None,
+    adapters: AdapterConfig | None = None,
 ) -> RolloutEnv:
     """The `RolloutEnv` of a worker.
 
     Args:
         training: how training on the same devices is sharded; None: the rollout has its own devices.
+        adapters: the configuration of the trained adapters, if there are any.
     """
     size = config.tensor_model_parallel_size
     if worker.world_size % size:
@@ -81,7 +85,8 @@ def rollout_env(
     stride = 1 if grouping is None else grouping.stride
     ranks = worker.rank, worker.world_size, worker.local_rank
     tp_rank = worker.rank // stride % size
-    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, grouping)
+    adapted = None if adapters is None else AdaptedLayers.of(adapters)
+    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, grouping, adapted)
 
 
 def _grouping(

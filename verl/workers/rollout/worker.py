@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from verl.config import schema
+from verl.engines.loading import adapter_config
 from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
 from verl.rollout.agent_loop import Prompt
@@ -16,6 +17,9 @@ from verl.utils.device import resolve_device, resolve_dtype
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout
 from verl.workers.rollout.service import GenerationService
+
+#: engines that merge adapters whatever their layers are
+_MERGE_ADAPTERS = ("native", "hf")
 
 
 class RolloutWorker(RolloutMethods):
@@ -50,7 +54,8 @@ class RolloutWorker(RolloutMethods):
         if on.type == "cuda":
             torch.cuda.set_device(on)  # Triton launches kernels on the current device
         dtype = None if train_dtype is None else resolve_dtype(train_dtype, on)
-        env = rollout_env(self, rollout, on, pad_token_id, dtype)
+        adapters = adapter_config(model) if train_dtype is not None and rollout.name not in _MERGE_ADAPTERS else None
+        env = rollout_env(self, rollout, on, pad_token_id, dtype, adapters=adapters)
         if env.tp_size > 1:
             init_process_group(on, timeout)
         if train_dtype is None and model.lora_adapter_path is None:

@@ -1,0 +1,122 @@
+"""An engine that applies LoRA adapters, one that gets merged weights, and their trainer."""
+
+import asyncio
+
+import pytest
+import torch
+
+from tests.engines.ranks import make_engine
+from verl.config import schema
+from verl.data.sequences import build_sequences
+from verl.engines.base import MicroBatching
+from verl.protocol import DataProto
+from verl.rollout.adapters import AdaptedLayers
+from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_requests, make_rollout_engine
+from verl.rollout.weight_sync import ReplicaSync
+from verl.workers.rollout.role import RolloutSource
+
+LORA = {"lora_rank": 3, "lora_alpha": 6}
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3, 4]]
+BOUND = 2e-5  # of log-probs, as in test_engine_contract.py
+
+
+class Pair:
+    """A trainer with large adapters, an engine that applies them, and one that gets merged weights."""
+
+    def __init__(self, name: str, path: str, **lora):
+        self.name = name
+        self.trainer = make_engine(path, **LORA | lora)
+        self.layers = AdaptedLayers.of(self.trainer.adapter_config())
+        self.source = RolloutSource(self.trainer, torch.float32)
+        self.path = path
+        self.applied = self.make()
+        self.merged = self.make(lora_sync="merged")
+        self.sync = ReplicaSync(self.applied, adapters=True)
+        self.seed = 0
+        self.randomize()
+
+    def make(self, **keys):
+        config = schema.RolloutConfig(name=self.name, prompt_length=16, response_length=48, max_num_seqs=8, **keys)
+        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32, adapted_layers=self.layers)
+        return make_rollout_engine(self.name, config, schema.ModelConfig(path=self.path, **LORA), env, self.trainer)
+
+    @torch.no_grad()
+    def randomize(self) -> None:
+        """Other adapters in every call."""
+        self.seed += 1
+        generator = torch.Generator().manual_seed(self.seed)
+        for _, parameter in self.trainer.adapters.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+    def push(self, version: int) -> tuple[int, int]:
+        """Bytes of the push to each engine."""
+        return self.sync.push(self.source, version).bytes, ReplicaSync(self.merged).push(self.source, version).bytes
+
+    def mismatch(self, completions) -> float:
+        """The largest difference to the trainer's log-probs."""
+        columns = build_sequences(PROMPTS, [c.token_ids for c in completions], pad_token_id=0)
+        trained = self.trainer.infer(DataProto.from_dict(columns), ("log_probs",), MicroBatching())["log_probs"]
+        return (trained - torch.tensor([c.log_probs for c in completions])).abs().max().item()
+
+
+def greedy(engine, tokens: int = 24):
+    return engine.generate(make_requests(PROMPTS, SamplingParams(tokens, (), temperature=0.0, ignore_eos=True)))
+
+
+def check_pushes(pair: Pair) -> None:
+    """Adapters give the tokens and log-probs of merged weights, with fewer bytes."""
+    size = {"base": sum(value.nbytes for _, value in pair.trainer.base_weights(torch.float32))}
+    size["adapters"] = sum(value.nbytes for _, value in pair.trainer.adapter_weights())
+    assert size["adapters"] < 0.1 * size["base"]
+    before = None
+    for version in range(3):
+        pair.randomize()
+        sent = size["adapters"] + (size["base"] if version == 0 else 0)
+        assert pair.push(version) == (sent, size["base"])
+        applied, merged = greedy(pair.applied), greedy(pair.merged)
+        assert [c.token_ids for c in applied] == [c.token_ids for c in merged] != before
+        assert pair.mismatch(applied) < BOUND and pair.mismatch(merged) < BOUND
+        with pair.trainer.reference():  # the adapters make a difference
+            assert pair.mismatch(applied) > 0.1
+        before = [c.token_ids for c in applied]
+    sampled = pair.applied.generate(make_requests(PROMPTS, SamplingParams(24, (), seed=1)))
+    assert pair.mismatch(sampled) < BOUND
+
+
+def check_release(pair: Pair) -> None:
+    """`sleep` keeps the adapter, `release` the base weights."""
+    pair.push(1)
+    before = greedy(pair.applied)
+    pair.applied.sleep()
+    pair.applied.wake()
+    assert greedy(pair.applied) == before
+    pair.applied.receiver().release()
+    with pytest.raises(ValueError, match="has the base weights, but no adapters"):
+        greedy(pair.applied)
+    assert pair.sync.push(pair.source, 2).bytes == sum(value.nbytes for _, value in pair.trainer.adapter_weights())
+    assert greedy(pair.applied) == before
+
+
+def check_running_requests(pair: Pair) -> None:
+    """Running requests continue with the new adapter, and report where."""
+    pair.push(1)
+    pair.applied.weight_version = 1
+
+    async def run():
+        params = SamplingParams(40, (), temperature=0.0, ignore_eos=True)
+        seen = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        request = Request(PROMPTS[0], params, 0, on_tokens=lambda *new: loop.call_soon_threadsafe(seen.set))
+        task = asyncio.create_task(pair.applied.generate_one(request))
+        await seen.wait()
+        pair.randomize()
+        await asyncio.to_thread(pair.sync.push, pair.source, 2)
+        return await task
+
+    found = asyncio.run(run())
+    (start, version), (since, updated) = found.weight_versions
+    assert (start, version, updated) == (0, 1, 2) and 0 < since < 40
+    row = build_sequences(PROMPTS[:1], [found.token_ids], pad_token_id=0)
+    trained = pair.trainer.infer(DataProto.from_dict(row), ("log_probs",), MicroBatching())["log_probs"][0]
+    mismatch = (trained - torch.tensor(found.log_probs)).abs()
+    assert mismatch[since:].max() < BOUND < mismatch[:since].max()

@@ -1,0 +1,128 @@
+"""LoRA adapters that SGLang applies. Tests of `real` need SGLang: VERL_CONTRACT_ENGINES=sglang, make test-sglang."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.rollout.applied_adapters import (
+    BOUND,
+    Pair,
+    check_pushes,
+    check_release,
+    check_running_requests,
+    greedy,
+)
+from tests.rollout.contract import CHOSEN, save_model
+from verl.config import schema
+from verl.rollout.adapters import AdaptedLayers
+from verl.rollout.base import RolloutEnv
+from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.sglang import adapters
+from verl.rollout.sglang.adapters import FollowerAdapterReceiver, lora_args, obstacles
+
+pytest.importorskip("peft")
+
+real = pytest.mark.skipif(
+    "sglang" not in (CHOSEN or "").split(",") or importlib.util.find_spec("sglang") is None,
+    reason="opt-in: VERL_CONTRACT_ENGINES=sglang",
+)
+LAYERS = AdaptedLayers(("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.up_proj"), 5)
+
+
+# ---- what is asked of SGLang ------------------------------------------------------------------------------------
+
+
+def test_fused_layers_are_adapted_in_full():
+    args = lora_args(LAYERS, on_gpu=True)
+    assert args["lora_target_modules"] == ["gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]
+    assert args["max_lora_rank"] == 5 and args["max_loras_per_batch"] == 1 and "lora_backend" not in args
+    assert lora_args(LAYERS, on_gpu=False)["lora_backend"] == "torch_native"
+
+
+def test_adapters_that_sglang_does_not_apply(tmp_path, monkeypatch):
+    def found(family: str, layers: AdaptedLayers) -> list[str]:
+        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+        model = schema.ModelConfig(path=save_model(family, tmp_path / family))
+        return [*obstacles(EngineCopy.of(schema.RolloutConfig(name="sglang"), model, env, None), layers)]
+
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "moe").mkdir()
+    monkeypatch.setattr(adapters, "_loads_adapters", lambda: True)
+    assert found("llama", LAYERS) == []
+    head = AdaptedLayers((*LAYERS.names, "lm_head"), 5, has_one_rank=False)
+    assert found("llama", head) == [
+        "expected adapters of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, found lm_head",
+        "expected one rank for all layers (no rank_pattern)",
+    ]
+    assert found("moe", LAYERS) == ["it is not supported for models with mixtures of experts"]
+    monkeypatch.setattr(adapters, "_loads_adapters", lambda: False)
+    assert found("llama", LAYERS) == ["this version cannot load an adapter from tensors"]
+
+
+@pytest.mark.parametrize("keeps_base", [False, True])
+def test_followers_take_part_in_the_same_pushes(keeps_base):
+    follower, read = FollowerAdapterReceiver(keeps_base), []
+    assert not follower.has_base
+    follower.receive((read.append(n) or (str(n), torch.ones(1)) for n in range(3)), 1)
+    assert follower.has_base
+    follower.receive_adapters({}, (read.append(n) or (str(n), torch.ones(1)) for n in range(3, 5)), 1)
+    follower.release()
+    assert follower.has_base is keeps_base and read == [0, 1, 2, 3, 4]
+
+
+# ---- with SGLang ------------------------------------------------------------------------------------------------
+
+CASES = {
+    "qwen2": {},  # q, k, v and gate, up in fused layers; tied embeddings
+    "llama": {"target_modules": ["v_proj", "up_proj", "o_proj"], "lora_rank": 5},  # parts of fused layers
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory) -> Pair:
+    found = Pair("sglang", save_model(request.param, tmp_path_factory.mktemp("model")), **CASES[request.param])
+    yield found
+    for engine in (found.applied, found.merged):
+        engine.service.engine.shutdown()
+
+
+@real
+@pytest.mark.timeout(600)
+def test_sglang_adapters_give_the_tokens_of_merged_weights_with_fewer_bytes(pair):
+    check_pushes(pair)
+
+
+@real
+@pytest.mark.timeout(600)
+def test_sglang_keeps_the_adapter_in_sleep_and_the_base_weights_after_release(pair):
+    check_release(pair)
+
+
+@real
+@pytest.mark.timeout(600)
+def test_sglang_continues_running_requests_with_the_new_adapter(pair):
+    check_running_requests(pair)
+
+
+@real
+@pytest.mark.timeout(600)
+def test_an_adapter_that_sglang_did_not_load_is_found(pair, monkeypatch):
+    """One matrix arrives with other values than those that the sums are of."""
+    pair.push(1)
+    receiver = pair.applied.receiver()
+    send = receiver._send
+
+    def spoiled(parameters, *args):
+        name, matrix = parameters[-1]
+        send([*parameters[:-1], (name, matrix * 2)], *args)
+
+    monkeypatch.setattr(receiver, "_send", spoiled)
+    pair.randomize()
+    with pytest.raises(ValueError, match=r"the adapter of layer 1 does not have the bits that were sent: .* stale"):
+        pair.sync.push(pair.source, 2)
+    with pytest.raises(ValueError, match="has the base weights, but no adapters"):
+        greedy(pair.applied)
+    monkeypatch.undo()
+    pair.push(3)
+    assert pair.mismatch(greedy(pair.applied)) < BOUND

@@ -1,0 +1,200 @@
+"""LoRA adapters that SGLang applies: its arguments, and the receiver that sends them to its processes.
+
+SGLang knows one adapter, `NAME`, and every request names it. A push replaces its matrices in the scheduler
+(`adapter_loader`), so requests that are running continue with the new ones.
+"""
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.modeling.huggingface import experts_of
+from verl.modeling.vision import is_vision_config
+from verl.rollout.adapters import AdaptedLayers, checked_pairs
+from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.sglang.service import Service
+from verl.rollout.sglang.weights import FollowerReceiver, SglangReceiver
+from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver
+from verl.rollout.weight_sync.checksums import sum_of_bits
+
+NAME = "policy"
+#: layers that SGLang joins to one. It requires the adapters of all of them: those that are missing are sent as zeros
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_MODULES = {*_FUSED[0], *_FUSED[1], "o_proj", "down_proj"}
+
+
+def lora_args(layers: AdaptedLayers, on_gpu: bool) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` with which it applies adapters to these layers."""
+    return {
+        "enable_lora": True,
+        "max_loras_per_batch": 1,
+        "max_lora_rank": layers.rank,
+        "lora_target_modules": _completed(layers.modules),
+    } | ({} if on_gpu else {"lora_backend": "torch_native"})
+
+
+def _completed(modules: Iterable[str]) -> list[str]:
+    found = {*modules}
+    return sorted(found.union(*(group for group in _FUSED if found & {*group})))
+
+
+def obstacles(copy: EngineCopy, layers: AdaptedLayers) -> Iterator[str]:
+    """Why SGLang cannot apply the adapters of these layers."""
+    if not _loads_adapters():
+        yield "this version cannot load an adapter from tensors"
+    if other := sorted({*layers.modules} - _MODULES):
+        yield f"expected adapters of {', '.join(sorted(_MODULES))}, found {other[0]}"
+    if not layers.has_one_rank:
+        yield "expected one rank for all layers (no rank_pattern)"
+    for kind, found in (
+        ("mixtures of experts", experts_of(copy.hf_config)),
+        ("images", is_vision_config(copy.hf_config)),
+    ):
+        if found:
+            yield f"it is not supported for models with {kind}"
+
+
+def _loads_adapters() -> bool:
+    """Whether SGLang has the LoRA manager that `adapter_loader` calls."""
+    try:
+        from sglang.srt.lora.lora_manager import LoRAManager
+        from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
+    except ImportError:
+        return False
+    methods = {"load_lora_adapter_from_tensors", "unload_lora_adapter", "fetch_new_loras"} <= {*dir(LoRAManager)}
+    return methods and "register" in dir(LoRARegistry) and "lora_id" in inspect.signature(LoRARef).parameters
+
+
+def register_adapter(engine: Any) -> None:
+    """Make requests that name the adapter valid, before its matrices are loaded."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    reference = LoRARef(lora_id=NAME, lora_name=NAME, lora_path=NAME)
+    engine.loop.run_until_complete(engine.tokenizer_manager.lora_registry.register(reference))
+
+
+class SglangAdapterReceiver(SglangReceiver, AdapterReceiver):
+    """Receives the base weights once, and then adapters, which SGLang applies without merging them.
+
+    A push is verified: the layers and shapes are those that the trainer adapts, and in the scheduler the bits of the
+    matrices of every layer that it multiplies with add up to those that were sent, scaling included (with one rank).
+
+    Args:
+        layers: the layers with adapters.
+        keeps_base: whether the weights stay in memory between `release` and the next push.
+    """
+
+    applies_adapters = True
+
+    def __init__(self, *args: Any, layers: AdaptedLayers, keeps_base: bool, **keys: Any):
+        super().__init__(*args, **keys)
+        self._layers = layers
+        self._keeps_base = keeps_base
+        self._has_base = False
+
+    @property
+    def has_base(self) -> bool:
+        return self._has_base
+
+    def check_filled(self) -> None:
+        """Raise ValueError unless the base weights and the adapters have been received."""
+        if self._has_base and not self.filled:
+            raise ValueError(
+                "the rollout engine has the base weights, but no adapters: push them first (WeightSync.push), or set "
+                "rollout.lora_sync=merged"
+            )
+        super().check_filled()
+
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Receive the base weights. Raises ValueError like `SglangReceiver.receive`."""
+        self._has_base = False
+        super().receive(weights, version)
+        self.filled, self._has_base = False, True
+
+    @torch.no_grad()
+    def receive_adapters(
+        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        """See `AdapterReceiver.receive_adapters`. Requests of `generate_one` may be running, as in `receive`.
+
+        Raises:
+            ValueError: no base weights, unknown, repeated or missing layers, another shape, or adapters that SGLang did
+                not load.
+        """
+        if not self._has_base:
+            super().check_filled()
+        self.filled = False
+        parameters, sums = [], {}
+        for layer, a, b in self._with_zeros(checked_pairs(tensors, self._layers, self.shapes, version)):
+            scale = config["scaling"].get(layer, 1.0)
+            a, b = a.to(self._device, self._dtype), (b.float() * scale).to(self._device, self._dtype)
+            parameters += [(f"{layer}.lora_A.weight", a), (f"{layer}.lora_B.weight", b)]
+            number = layer.split(".layers.")[1].partition(".")[0]
+            sums[number] = sums.get(number, 0) + int(sum_of_bits(a)) + int(sum_of_bits(b))
+        adapter = {"name": NAME, "rank": self._layers.rank, "modules": _completed(self._layers.modules)}
+        with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
+            self._send(parameters, Path(folder), sums, version, adapter)
+
+    def _with_zeros(
+        self, pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        names = {*self._layers.names}
+        for layer, a, b in pairs:
+            yield layer, a, b
+            path, _, module = layer.rpartition(".")
+            group = next((group for group in _FUSED if module in group), ())
+            present = [other for other in group if f"{path}.{other}" in names]
+            if module in present[:1]:
+                for other in {*group} - {*present}:
+                    rows, columns = self.shapes[f"{path}.{other}.weight"]
+                    yield f"{path}.{other}", a.new_zeros(len(a), columns), b.new_zeros(rows, len(a))
+
+    def release(self) -> None:
+        """See `WeightReceiver.release`. Where memory is freed, the base weights are pushed again."""
+        super().release()
+        self._has_base = self._has_base and self._keeps_base
+
+
+class FollowerAdapterReceiver(FollowerReceiver, AdapterReceiver):
+    """The receiver of the other ranks of a tensor-parallel group, which takes part in the pushes of rank 0."""
+
+    applies_adapters = True
+
+    def __init__(self, keeps_base: bool):
+        self._keeps_base = keeps_base
+        self._has_base = False
+
+    @property
+    def has_base(self) -> bool:
+        return self._has_base
+
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        super().receive(weights, version)
+        self._has_base = True
+
+    def receive_adapters(
+        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        """Take part in gathering the adapters."""
+        for _ in tensors:
+            pass
+
+    def release(self) -> None:
+        self._has_base = self._has_base and self._keeps_base
+
+
+def with_adapter(arguments: Callable[[Any], dict[str, Any]], job: Any) -> dict[str, Any]:
+    """Arguments of a request, which name the adapter."""
+    return arguments(job) | {"lora_path": NAME}
+
+
+def make_receiver(service: Service, layers: AdaptedLayers | None, keeps_base: bool, *args: Any, **keys: Any):
+    """The receiver of rank 0, for adapters or for merged weights."""
+    if layers is None:
+        return SglangReceiver(service, *args, **keys)
+    register_adapter(service.engine)
+    return SglangAdapterReceiver(service, *args, layers=layers, keeps_base=keeps_base, **keys)
