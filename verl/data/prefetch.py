@@ -201,4 +201,3 @@ def _close_all() -> None:
     """End the threads before the interpreter: one that is in C code would break its end."""
     for each in list(_OPEN):
         each.close()
-

@@ -55,7 +55,7 @@ def _limit_files(groups: Path, root: Path) -> Iterator[Path]:
         root: where cgroups are mounted. In a container the cgroup of the container may be the root.
     """
     found = {"": "/", "memory": "/"}
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
             found["memory" if controllers else ""] = path

@@ -469,10 +469,8 @@ class Trainer(ABC):
             warn_nothing_to_train(self)
 
     def rewind(self) -> None:
-        """Return to the last checkpoint of this run, or to the state before its first step if there is none.
-
-        Workers that are running load it now; otherwise, the next ones do. Raises ValueError if there is neither.
-        """
+        """Return to the last checkpoint of this run, or to the state before its first step if there is none. Workers
+        that are running load it now, others when they start. Raises ValueError if there is neither."""
         if self._started and self.checkpointer.saved_path is None:
             self.shutdown()
         self.guard.reset()

@@ -1,7 +1,7 @@
 """PPOTrainer: policy optimization on any cluster."""
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.config import batch_summary
+from verl.config.fields import Schema
 from verl.config.sources import Overrides
 from verl.data.order import PromptSource
 from verl.data.processor import media_tokens
@@ -147,13 +148,21 @@ class PPOTrainer(Trainer):
         self._warned_of_equal_scores = False
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
-        data = run.config.data
-        order = {"seed": data.seed, "shuffle": data.shuffle, "weights": data.train_weights, "collate": inputs.collate}
-        size = data.train_batch_size
-        ahead = -(-(data.gen_batch_size or size) // size)
-        threads = {"workers": reading_threads(self.train_dataset, data), "batches_ahead": ahead}
-        super().__init__(run, PromptSource(self.train_dataset, size, **order, **threads))
+        super().__init__(run, self._prompt_source(run.config.data, inputs.collate))
         self._set_up()
+
+    def _prompt_source(self, data: Schema, collate: Callable[..., Any]) -> PromptSource:
+        size = data.train_batch_size
+        return PromptSource(
+            self.train_dataset,
+            size,
+            seed=data.seed,
+            shuffle=data.shuffle,
+            weights=data.train_weights,
+            collate=collate,
+            workers=reading_threads(self.train_dataset, data),
+            batches_ahead=-(-(data.gen_batch_size or size) // size),
+        )
 
     def _set_up(self) -> None:
         """Make the specs of the workers and the pipelines."""
