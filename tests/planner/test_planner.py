@@ -365,6 +365,7 @@ def test_the_table_says_what_does_not_fit():
     job = job_of(shapes.built_in("70B"), prompts=1024)
     lines = "\n".join(memory_lines(plan_groups(job, H200, [(("actor",), 1)])))
     assert "DOES NOT FIT into 140 GiB" in lines.replace("139.8", "140") and "update of the actor" in lines
+    assert lines.endswith("the allocator keeps are not counted: 13 to 16 % in records")
 
 
 def test_a_model_that_is_not_modelled():
