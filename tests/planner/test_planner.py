@@ -353,6 +353,10 @@ def test_the_change_is_the_cheapest_one():
     change, _ = smallest_change(job, A100, groups)
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu="
     assert [s.partition(key)[2] for s in change.settings if s.startswith(key)] == ["16384"]
+    # the log-probs are not computed again, so their micro-batches stay
+    assert not any("log_prob" in setting for setting in change.settings)
+    again, _ = smallest_change(replace(job, old_log_probs=True), A100, groups)
+    assert any("log_prob_max_token_len_per_gpu=16384" in setting for setting in again.settings)
     assert not plan_groups(job, A100, groups).fits
 
 
