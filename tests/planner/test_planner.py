@@ -353,6 +353,10 @@ def test_the_change_is_the_cheapest_one():
     change, _ = smallest_change(job, A100, groups)
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu="
     assert [s.partition(key)[2] for s in change.settings if s.startswith(key)] == ["16384"]
+    # the log-probs are not computed again, so their micro-batches stay
+    assert not any("log_prob" in setting for setting in change.settings)
+    again, _ = smallest_change(replace(job, old_log_probs=True), A100, groups)
+    assert any("log_prob_max_token_len_per_gpu=16384" in setting for setting in again.settings)
     assert not plan_groups(job, A100, groups).fits
 
 
@@ -365,6 +369,7 @@ def test_the_table_says_what_does_not_fit():
     job = job_of(shapes.built_in("70B"), prompts=1024)
     lines = "\n".join(memory_lines(plan_groups(job, H200, [(("actor",), 1)])))
     assert "DOES NOT FIT into 140 GiB" in lines.replace("139.8", "140") and "update of the actor" in lines
+    assert lines.endswith("the allocator keeps are not counted: 13 to 16 % in records")
 
 
 def test_a_model_that_is_not_modelled():

@@ -20,6 +20,7 @@ from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import EngineSpec, MicroBatching, Objective
 from verl.engines.torch_engine import TorchEngine
+from verl.modeling import attention
 from verl.planner import step_time
 from verl.planner.devices import Device
 from verl.planner.host import base_profile
@@ -158,7 +159,7 @@ def with_engine_rates(profile: Device, device: torch.device) -> Device:
     config = Qwen2Config(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False, **sizes)
     shape, vocabulary = ModelShape.of(config.to_dict(), "probe"), sizes["vocab_size"]
     with device:
-        module = Qwen2ForCausalLM._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        module = Qwen2ForCausalLM._from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
     section = schema.ModelConfig(path="probe", enable_gradient_checkpointing=False)
     engine = TorchEngine(EngineSpec("causal_lm", section, optimizer=schema.OptimConfig(), device=device), module=module)
     micro, compute = MicroBatching(tokens="auto"), 2 if on_gpu else 4

@@ -178,7 +178,8 @@ def _micro_tokens(job: Job, tokens: int) -> Change:
         if role.name in _UPDATE and _is_more(role.update_tokens, tokens):
             key = _UPDATE[role.name]
             settings += [f"{key}.use_dynamic_bsz=true", f"{key}.ppo_max_token_len_per_gpu={tokens}"]
-        if role.name in _INFER_TOKENS and _is_more(role.infer_tokens, tokens):
+        infers = role.name != "actor" or job.old_log_probs
+        if role.name in _INFER_TOKENS and infers and _is_more(role.infer_tokens, tokens):
             settings += [f"{_INFER_DYNAMIC[role.name]}=true", f"{_INFER_TOKENS[role.name]}={tokens}"]
 
     def apply(job: Job) -> Job:
