@@ -2,9 +2,9 @@
 
     python benchmarks/read_ahead.py [--steps 20] [--threads 2] [--prompts 16] [--out FILE]
 
-Two runs in one process make five steps each in turn, so that both see the same load of the machine. Every prompt has a JPEG
-of 1024 x 768 pixels, which `data.max_pixels` shrinks. Prints one JSON line with medians: seconds of a step, and of its
-operator `prompts`, which is the wait for the data.
+Two runs in one process make five steps each in turn, so that both see the same load of the machine. Every prompt has a
+JPEG of 1024 x 768 pixels, which `data.max_pixels` shrinks. Prints one JSON line with medians: seconds of a step, and of
+its operator `prompts`, which is the wait for the data.
 """
 
 import argparse
