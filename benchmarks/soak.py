@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py --suite local --steps 20000        # one process
     python benchmarks/soak.py --suite processes --steps 5000     # 2 processes, rewards in worker processes
+    python benchmarks/soak.py --suite images --steps 600         # one process, images that threads read ahead
 
 Trains the tiny job of `tiny_job.py` with checkpoints every 50 steps (2 are kept), validation every 100 steps, and the
 trackers jsonl and tensorboard. Every --every steps it records this process and all its descendants. A slope is that of
@@ -34,6 +35,10 @@ SUITES = {
     "processes": [
         *("trainer.n_gpus_per_node=2", "reward.isolation=process", "reward.reward_manager.name=prime"),
         "reward.reward_kwargs.num_processes=2",
+    ],
+    "images": [
+        *("data.max_prompt_length=64", "data.max_response_length=4", "data.dataloader_num_workers=2"),
+        *("data.val_max_samples=32", "data.val_batch_size=16"),
     ],
 }
 
@@ -75,6 +80,20 @@ def trends(samples: Sequence[dict[str, float]], warm_up: int) -> dict[str, dict[
     return {name: {key: round(value, 3) for key, value in each.items()} for name, each in found.items()}
 
 
+def image_job(folder: Path) -> list[str]:
+    """Write a model that reads images, and images. Returns the overrides of a run with them."""
+    from examples.data_preprocess import count_shapes
+    from examples.quickstart.make_tiny_vl_model import tiny_vl_model
+
+    tiny_vl_model(folder / "model")
+    count_shapes.main(["--save_dir", str(folder)])
+    return [
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"data.train_files={folder / 'train.parquet'}",
+        f"data.val_files={folder / 'test.parquet'}",
+    ]
+
+
 def soak(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
@@ -87,7 +106,8 @@ def soak(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         *("trainer.log_operators=false", "trainer.log_level=warning", "trainer.total_epochs=100000"),
     ]
     job = make_job(folder / "job")
-    trainer = LocalPPOTrainer(overrides=settings(job, run, *fixed, *SUITES[name]))
+    further = [*SUITES[name], *(image_job(folder / "images") if name == "images" else ())]
+    trainer = LocalPPOTrainer(overrides=settings(job, run, *fixed, *further))
 
     def result() -> dict[str, Any]:
         facts = {"suite": name, "steps": trainer.global_step, "asked": args.steps, "warm_up": args.warm_up}

@@ -3,6 +3,7 @@
 The processors work without torchvision: images by the PIL image processors of transformers, videos by `video_patches`.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -232,3 +233,26 @@ def _expand(text: str, token: str, counts: Sequence[int]) -> str:
     parts = text.split(token)
     assert len(parts) == len(counts) + 1, f"{len(parts) - 1} placeholders of {len(counts)}"
     return parts[0] + "".join(token * n + rest for n, rest in zip(counts, parts[1:]))
+
+
+def save_llava(folder: Path) -> None:
+    """Save a tiny LLaVA, a model that has no code of its own here: an image is 32 x 32 pixels, 16 tokens."""
+    from transformers import CLIPVisionConfig, LlavaConfig, Qwen2Config
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.llava.processing_llava import LlavaProcessor
+
+    reader = copy.deepcopy(tokenizer("qwen2_vl"))
+    reader.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    reader.chat_template = _TEMPLATE.replace("IMAGE", "<image>")
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    text = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_key_value_heads=2, eos_token_id=258, **heads
+    )
+    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=64, image_size=32, patch_size=8, **heads)
+    image = reader.convert_tokens_to_ids("<image>")
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_id=image, image_seq_length=16)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    further = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    LlavaProcessor(images, reader, patch_size=8, chat_template=reader.chat_template, **further).save_pretrained(folder)

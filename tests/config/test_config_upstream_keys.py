@@ -188,6 +188,7 @@ OURS = {
     "critic.model.enable_gradient_checkpointing",
     "critic.model.path",
     "critic.ppo_max_token_len_per_gpu",
+    "data.dataloader_num_workers",  # null: threads for images only
     "data.train_files",
     "data.val_files",
     "reward.reward_manager.module.name",
@@ -287,7 +288,6 @@ actor_rollout_ref.actor.fsdp_config.forward_prefetch=true
 actor_rollout_ref.actor._target_=some.Config
 critic.model.use_shm=true
 data.filter_overlong_prompts_workers=64
-data.dataloader_num_workers=2
 global_profiler.tool=nsys
 global_profiler.steps=[1,2]
 reward.num_workers=32

@@ -1,6 +1,7 @@
 """Metrics arrive at every tracker, once, also over a resume; and no tracker can stop the training."""
 
 import importlib
+import io
 import json
 import logging
 import os
@@ -13,8 +14,10 @@ import time
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from verl.tracking.formatting import headline, short
+from verl.tracking.thumbnails import thumbnail
 from verl.tracking.trackers import TRACKER_REGISTRY, Tracker
 from verl.tracking.tracking import Tracking, check_trackers
 
@@ -66,6 +69,27 @@ def test_jsonl_resumed_holds_no_step_twice_and_loses_nothing(tmp_path):
         run.log({"loss": 0}, 1)
     assert [x["step"] for x in lines(tmp_path)] == [1]
     assert (tmp_path / "metrics.dropped.jsonl").read_text().count("\n") == 10
+
+
+def test_images_of_samples(tmp_path):
+    """TensorBoard shows the first image of a sample; files have all of them, and texts their number."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    colors = [(250, 0, 0), (0, 0, 250)]
+    images = [thumbnail(Image.new("RGB", (256, 64), color)) for color in colors]
+    rows = [{"input": "a", "images": images}, {"input": "b", "images": []}]
+    with tracking(tmp_path, "tensorboard", "jsonl") as run:
+        run.log_samples("samples/train", rows, 1)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["images"] == ["samples/train/0"]
+    (shown,) = events.Images("samples/train/0")
+    assert (shown.width, shown.height) == (128, 32)
+    assert Image.open(io.BytesIO(shown.encoded_image_string)).getpixel((5, 5)) == colors[0]
+    (text,) = events.Tensors("samples/train/text_summary")
+    assert "2 images" in str(text.tensor_proto.string_val) and "base64" not in str(text.tensor_proto.string_val)
+    (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["rows"] == rows
 
 
 def test_tensorboard_resumed_shows_each_step_once(tmp_path):

@@ -13,7 +13,6 @@ from tests.trainer.test_vision_run import letters, settings, vision  # noqa: F40
 from verl import PPOTrainer, SFTTrainer
 from verl.data import prefetch
 from verl.data.images import MediaError
-from verl.trainer.asynchronous import generation
 from verl.trainer.state import operator_watch
 from verl.trainer.state.operator_watch import OperatorTimeout
 
@@ -126,8 +125,8 @@ def test_an_image_that_is_gone_is_the_error_of_its_row(vision, tmp_path):  # noq
 
 def test_dynamic_sampling_draws_the_same_prompts(settings_of_text, tmp_path):
     groups = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "seq_reward"}
-    groups |= {"data.gen_batch_size": 6, "data.train_batch_size": 8, "trainer.total_training_steps": 4}
-    groups |= {"algorithm.adv_estimator": "grpo"}
+    groups |= {"data.gen_batch_size": 6, "data.train_batch_size": 8, "algorithm.adv_estimator": "grpo"}
+    groups |= {"trainer.total_training_steps": 4}
     found = []
     for threads in (0, 2):
         run = tmp_path / str(threads)
@@ -185,18 +184,16 @@ def asynchronous(settings: dict, *more: str) -> list[str]:
     return [f"{k}={v}" for k, v in settings.items() if k != "trainer.logger"] + [*GRPO, *VERSIONS, *more]
 
 
-@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("threads", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_read_that_hangs_ends_asynchronous_training(settings_of_text, short_waits, threads, monkeypatch):
     dataset = Counting(hang_at=18)
     overrides = asynchronous(settings_of_text | short_waits | {THREADS: threads}, "trainer.async.max_staleness=1")
     trainer = PPOTrainer(overrides=overrides, train_dataset=dataset, cluster=ThreadCluster())
-    monkeypatch.setattr(generation, "_JOIN_SECONDS", 0.2)
     with pytest.raises(OperatorTimeout, match=r"no group of responses has arrived") as error:
         trainer.fit()
     assert "self.end.wait(60)" in str(error.value)
     dataset.end.set()
     monkeypatch.setattr(prefetch, "_JOIN_SECONDS", 10.0)
-    monkeypatch.setattr(generation, "_JOIN_SECONDS", 10.0)
     trainer.source.close()
     trainer.asynchronous.producer.stop()  # ends with its read
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 
 from tests.pages import ROOT
 from tests.trainer.test_replay import LOSS
-from tests.vl_models import save_vl_model
+from tests.vl_models import save_llava, save_vl_model
 from verl import PPOTrainer, SFTTrainer
 from verl.evaluation.generate import GenerationRun
 from verl.tracking.report.report import write_report
@@ -84,6 +84,16 @@ def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     page = write_report(tmp_path / "run").read_text()
     assert shown[0]["images"][0] in page
     assert trainer.generate([[{"role": "user", "content": [{"type": "image", "image": str(vision / "0.png")}]}]])
+
+
+def test_a_model_without_its_own_code_runs_on_the_generic_path(vision, tmp_path):
+    """`AutoModelForImageTextToText` with padded sequences and rollout.name=hf; other engines refuse it."""
+    save_llava(tmp_path / "llava")
+    more = {"actor_rollout_ref.model.path": str(tmp_path / "llava"), "trainer.test_freq": -1}
+    PPOTrainer(settings(vision, tmp_path / "run", **more), reward_fn=letters).fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(line["rollout/logprob_gap_max"] < 1e-4 for line in lines)
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
 
 
 def test_a_replay_sees_the_images_of_the_run(vision, tmp_path):

@@ -1,7 +1,7 @@
 """PPOTrainer: policy optimization on any cluster."""
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.config import batch_summary
-from verl.config.fields import Schema
 from verl.config.sources import Overrides
-from verl.data.order import PromptSource
 from verl.data.processor import media_tokens
 from verl.dataflow import CONTROLLER, DataFlow, Pipeline
 from verl.protocol import DataProto
@@ -52,7 +50,7 @@ from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, re
 from verl.trainer.ppo.rollout_correction import correct_rollout
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.startup.arguments import ConfigSource, read_arguments
-from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, reading_threads, stop_token_ids
+from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, prompt_source, stop_token_ids
 from verl.trainer.startup.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
@@ -148,21 +146,8 @@ class PPOTrainer(Trainer):
         self._warned_of_equal_scores = False
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
-        super().__init__(run, self._prompt_source(run.config.data, inputs.collate))
+        super().__init__(run, prompt_source(run.config.data, inputs))
         self._set_up()
-
-    def _prompt_source(self, data: Schema, collate: Callable[..., Any]) -> PromptSource:
-        size = data.train_batch_size
-        return PromptSource(
-            self.train_dataset,
-            size,
-            seed=data.seed,
-            shuffle=data.shuffle,
-            weights=data.train_weights,
-            collate=collate,
-            workers=reading_threads(self.train_dataset, data),
-            batches_ahead=-(-(data.gen_batch_size or size) // size),
-        )
 
     def _set_up(self) -> None:
         """Make the specs of the workers and the pipelines."""

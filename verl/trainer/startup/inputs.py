@@ -18,7 +18,7 @@ from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.files import row_count
 from verl.data.media import media_columns, note_unused_media_keys
 from verl.data.mixture import Mixture
-from verl.data.order import ResumableSampler, check_batch_size
+from verl.data.order import PromptSource, ResumableSampler, check_batch_size
 from verl.data.prefetch import default_workers
 from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
@@ -225,6 +225,21 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
         logger.info("data.dataloader_num_workers=%d: the items of a custom dataset are read by one thread", found)
         return 1
     return found
+
+
+def prompt_source(data: schema.DataConfig, inputs: Inputs) -> PromptSource:
+    """The batches of training prompts."""
+    size = data.train_batch_size
+    return PromptSource(
+        inputs.train_dataset,
+        size,
+        seed=data.seed,
+        shuffle=data.shuffle,
+        weights=data.train_weights,
+        collate=inputs.collate,
+        workers=reading_threads(inputs.train_dataset, data),
+        batches_ahead=-(-(data.gen_batch_size or size) // size),
+    )
 
 
 def are_rows(given: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
