@@ -41,6 +41,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """A report of a failure may quote lone surrogates, which the worker processes of pytest-xdist cannot send."""
+    report = yield
+    if (text := report.longreprtext) != _utf8(text):
+        report.longrepr = _utf8(text)
+    report.sections = [(_utf8(name), _utf8(content)) for name, content in report.sections]
+    return report
+
+
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 @pytest.fixture(autouse=True)
 def registries_as_they_were():
     """What a test registers, itself or by a file that it loads, is gone after it."""

@@ -215,6 +215,19 @@ def test_a_tool_whose_reward_fails_counts_and_others_keep_theirs(files, tokenize
 # ---- interactions -------------------------------------------------------------------------------------------------
 
 
+def test_instances_are_released_after_an_error(files, tokenizer):
+    loop = tool_loop(files, tokenizer, f"multi_turn.tool_config_path={files / 'tools.yaml'}")
+    policy, released = Policy(tokenizer, call("count")), []
+    loop.runner.host.tools["count"].release = lambda instance, **kwargs: _noted(released, instance)
+    with pytest.raises(IndexError):  # the policy has no second turn
+        run(loop, policy)
+    assert len(released) == 1 and not loop.runner.host._instances
+
+
+async def _noted(released: list, instance: str) -> None:
+    released.append(instance)
+
+
 def interaction_loop(files, tokenizer, *overrides: str) -> MultiTurnLoop:
     config = rollout(f"multi_turn.interaction_config_path={files / 'talk.yaml'}", *overrides)
     return make_agent_loop("interaction", config, tokenizer)

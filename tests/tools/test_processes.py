@@ -8,6 +8,7 @@ import pytest
 from verl.tools.host import Observation, Rewards
 from verl.tools.processes import ToolProcesses
 from verl.tools.runner import ToolFailure, ToolSettings
+from verl.utils.subprocess_pool import describe_exit
 
 TOOLS = """
 import asyncio, os, sys, time
@@ -44,6 +45,27 @@ class Text(str):
     def __reduce__(self): return eval, ("1/0",)
 @tool
 def subclass(): return Text("text")
+@tool
+def surrogate(): return "a\\ud800"
+@tool
+def interrupt(): raise KeyboardInterrupt
+@tool
+def fork(): return str(os.fork() > 0)
+@tool
+def kill(): os.kill(os.getpid(), 9)
+@tool
+def stop(): os.kill(os.getpid(), 19)
+@tool
+def message_exits():
+    class Error(Exception):
+        def __str__(self): sys.exit(1)
+    raise Error
+@tool
+async def cancel_all():
+    for task in asyncio.all_tasks(): task.cancel()
+    await asyncio.sleep(0)
+@tool
+def escape(): print("\\x1b[2J\\ud800"); return "\\x1b[2J"
 @tool
 async def unreadable():
     from verl.tools import host
@@ -108,6 +130,13 @@ def test_calls_of_one_process_run_concurrently(tools):
         ("flood", Observation("done")),
         ("flood_for_ever", "timed out after 0.5 s"),
         ("subclass", Observation("text")),
+        ("surrogate", Observation("a\ud800")),  # `ChatContinuation.next_tokens` replaces it
+        ("interrupt", Observation("error: Key...(truncated)...nterrupt: ", failed=True)),
+        ("fork", Observation("True")),
+        ("kill", f"the process {describe_exit(-9)}"),
+        ("stop", "timed out after 0.5 s"),
+        ("message_exits", Observation("error: Error", failed=True)),
+        ("escape", Observation("\x1b[2J")),
         ("unreadable", "the process sent a result that cannot be read: ZeroDivisionError: division by zero"),
         ("big", Observation("yyyyyyyyyy...(truncated)...yyyyyyyyyy")),
     ],
@@ -122,6 +151,21 @@ def test_a_failing_tool_affects_no_other_call(name, expected, tools, capfd):
     asyncio.run(run())
     printed = capfd.readouterr()
     assert len(printed.out) + len(printed.err) < 1 << 18
+
+
+def test_a_tool_that_cancels_all_calls_leaves_none_waiting(tools):
+    async def run() -> list:
+        return await asyncio.gather(*(outcome(tools, "cancel_all", 30, f"c{i}") for i in range(3)))
+
+    start = time.perf_counter()
+    assert all("CancelledError" in str(found) for found in asyncio.run(run()))
+    assert time.perf_counter() - start < 20
+
+
+def test_what_tools_print_cannot_control_the_terminal(tools, capfd):
+    assert asyncio.run(outcome(tools, "escape", 60)).text == "\x1b[2J"
+    printed = capfd.readouterr().err
+    assert "\x1b" not in printed
 
 
 def test_state_stays_with_its_trajectory_and_its_loss_is_told(tools):
@@ -146,6 +190,6 @@ def test_a_file_that_only_fails_in_the_worker_is_an_error(tmp_path):
     fails = "\nif 'verl.tools.worker' in getattr(sys.modules['__main__'].__spec__, 'name', ''): 1 / 0"
     (tmp_path / "once.py").write_text(TOOLS + fails)
     tools = ToolProcesses(ToolSettings(function_tool_path=str(tmp_path / "once.py")), size=1)
-    with pytest.raises(ValueError, match="cannot be loaded in a worker process: ZeroDivisionError"):
+    with pytest.raises(ValueError, match=r"loaded in a worker process: function_tool_path: .*ZeroDivisionError"):
         asyncio.run(outcome(tools, "add", a=1, b=1))
     tools.close()

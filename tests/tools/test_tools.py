@@ -155,6 +155,25 @@ def test_invalid_files_of_tools(text, message, public_tool, tmp_path):
         load_tools(public_tool, None)
 
 
+@pytest.mark.parametrize("where", ["import", "constructor", "exit"])
+def test_a_tool_that_fails_at_the_start_is_one_error_with_its_line(where, tmp_path):
+    fails = {"import": "1 / 0", "exit": "raise SystemExit(3)"}.get(where, "x = 1")
+    body = f"{fails}\nclass Broken:\n    def __init__(self, **kwargs):\n        {{}}['x']\n"
+    (tmp_path / "broken.py").write_text(body)
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: 'broken.py:Broken'}]")
+    expected = {
+        "import": r"tools\[0\]: class_name: broken.py:Broken failed: ZeroDivisionError: .*broken.py:1\)",
+        "constructor": r"tools\[0\]: Broken failed: KeyError: 'x' \(.*broken.py:4\)",
+        "exit": r"broken.py calls sys.exit\(3\) while it is imported",
+    }[where]
+    with pytest.raises(ValueError, match=expected):
+        load_tools(str(tmp_path / "tools.yaml"), None)
+    if where == "constructor":
+        (tmp_path / "talk.yaml").write_text("interaction: [{name: x, class_name: 'broken.py:Broken'}]")
+        with pytest.raises(ValueError, match="interaction 'x': Broken failed: KeyError"):
+            load_interactions(str(tmp_path / "talk.yaml"))
+
+
 def test_missing_files(tmp_path):
     with pytest.raises(ValueError, match="no file"):
         load_tools(str(tmp_path / "no.yaml"), None)
@@ -199,8 +218,9 @@ def test_results():
         assert read_result((ToolResponse(text="a"), reward, {})) == Observation("a", float(reward))
     assert read_result(("a", np.int64(2))) == Observation("a", 2.0)
     assert read_result(("a", "b")) == Observation('["a", "b"]')
-    with pytest.raises(ValueError, match="a number as reward, found 'high'"):
-        read_result((ToolResponse(text="a"), "high", {}))
+    for reward in ("high", float("nan"), float("inf"), np.float32("nan"), 10**400):
+        with pytest.raises(ValueError, match="a finite number as reward, found "):
+            read_result((ToolResponse(text="a"), reward, {}))
     assert read_result(None) == Observation("null") and read_result(ToolResponse()) == Observation("")
     with pytest.raises(ValueError, match="images"):
         read_result(ToolResponse(image=[1]))

@@ -23,6 +23,10 @@ METRICS = {
 TIMINGS = {"gen": 0.61, "reward": 0.004, "update_actor": 0.38}
 SAMPLES = [("s=[bold]abc", "cba\n", 1.0), ("x" * 300, "y" * 300, 0.0)]
 
+#: a lone surrogate, codes of a terminal, a text that is written from right to left, markup, and a formula
+HOSTILE = "\ud800 \x1b[2J\x1b]8;;http://x\x07 \r \u202e \x9b31m [/b] :smile: $\\frac{$"
+CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
+
 
 @pytest.fixture(autouse=True)
 def a_usual_terminal(monkeypatch):
@@ -272,3 +276,18 @@ def test_no_panel_where_its_characters_cannot_be_written():
         progress.update(1, METRICS, TIMINGS)
     console.file.flush()
     assert b"reward" in raw.getvalue()
+
+
+def test_no_name_or_text_of_a_panel_controls_the_terminal(monkeypatch):
+    monkeypatch.setenv("SERVICE_TOKEN", "hunter-88")
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=300)
+    running = {HOSTILE: time.perf_counter()}
+    with TrainingProgress(2, f"run {HOSTILE}", console=console, running=lambda: running) as progress:
+        logging.getLogger("verl.x").warning("%s hunter-88", HOSTILE)
+        metrics = {f"val-core/{HOSTILE}/acc/mean@1": 0.5, "timing_s/step": 1.0}
+        for step in (1, 2):
+            progress.update(step, metrics, {HOSTILE: 1.0}, [(HOSTILE, HOSTILE, 1.0)])
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", output.getvalue())
+    assert not CODES.findall(text) and "hunter" not in text
+    assert text.count(r"\x1b[2J") > 5 and "[/b] :smile:" in text

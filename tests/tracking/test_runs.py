@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 
 import pytest
@@ -12,6 +13,10 @@ from verl.cli.app import app
 from verl.tracking.curves import save_comparison
 from verl.tracking.report import report_data, write_report
 from verl.tracking.runs import differing_settings, find_runs, labels, open_run, read_metrics
+
+#: a lone surrogate, codes of a terminal, a text that is written from right to left, markup, and a formula
+HOSTILE = "\ud800 \x1b[2J\x1b]8;;http://x\x07 \r \u202e \x9b31m [/b] :smile: $\\frac{$"
+CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 
 
 def make_run(folder, lr=1e-3, gain=0.01, **about):
@@ -192,3 +197,16 @@ def test_numbers_that_are_no_finite_floats_are_skipped(tmp_path):
     lines = [f'{{"step": 1, "a": {"9" * 400}, "b": 0.5}}', '{"step": 2, "a": -Infinity, "b": 1e308}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert read_metrics(tmp_path / "metrics.jsonl") == {"b": [(1, 0.5), (2, 1e308)]}
+
+
+def test_no_name_of_a_run_controls_the_terminal_or_is_markup(tmp_path):
+    folders = [tmp_path / "p" / name for name in ("a \x1b[2J [bold]x $y", "b")]
+    for folder in folders:
+        make_run(folder)
+        about = json.loads((folder / "run.json").read_text())
+        about["config"] |= {"algorithm.name": f"[/b]{HOSTILE}", "x" + HOSTILE: HOSTILE + folder.name}
+        (folder / "run.json").write_text(json.dumps(about | {"experiment": HOSTILE}))
+    for words in (["list", str(tmp_path / "p")], ["compare", *map(str, folders), "--out", str(tmp_path / "c.png")]):
+        done = CliRunner().invoke(app, ["runs", *words])
+        assert done.exit_code == 0 and not CODES.findall(done.output), done
+        assert r"\x1b[2J [bold]x $y" in done.output and "[/b]" in done.output

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from verl.tracking.formatting import headline, short
+from verl.tracking.run_record import RunRecord
 from verl.tracking.thumbnails import thumbnail
 from verl.tracking.trackers import TRACKER_REGISTRY, Tracker
 from verl.tracking.tracking import Tracking, check_trackers
@@ -197,6 +198,20 @@ def test_samples_on_the_console_are_shortened_and_whole_in_the_file(tmp_path, ca
     assert output.startswith(r"  output: a\tb\na\tb\n") and len(output) == len("  output: ") + 200
     assert output.endswith("...") and truth == "  gts: " + "x" * 200
     assert lines(tmp_path, "samples.jsonl")[0]["rows"][0]["output"] == text
+
+
+def test_text_that_is_not_unicode_is_written_as_an_escape(tmp_path, caplog):
+    with RunRecord(tmp_path, {"experiment": "x\ud800"}) as record, tracking(tmp_path, "jsonl", "tensorboard") as run:
+        logging.getLogger("verl.x").warning("a\ud800")
+        run.log_samples("train/generations", [{"output": "b\ud800"}], 1)
+        run.log({"c\ud800": 1.0}, 1)
+        record.add_step(1, lambda: {"d\ud800": "e\ud800"}, last=True)
+    assert run.failures == {}
+    assert lines(tmp_path, "warnings.jsonl")[0]["message"] == "a\ud800"
+    assert lines(tmp_path, "samples.jsonl")[0]["rows"] == [{"output": "b\\ud800"}]
+    assert lines(tmp_path, "metrics.jsonl")[0]["c\\ud800"] == 1.0
+    assert lines(tmp_path, "steps.jsonl")[0]["d\ud800"] == "e\ud800"
+    assert json.loads((tmp_path / "run.json").read_bytes())["experiment"] == "x\ud800"
 
 
 class Flaky(Tracker):

@@ -7,6 +7,7 @@ The host runs in a worker process (`verl.tools.worker`), or in the process of th
 import asyncio
 import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class ToolHost:
             instance = await self._instance(trajectory, tool, kwargs)
             try:
                 found = await tool.calc_reward(instance, **(kwargs.get("calc_reward_kwargs") or {}))
-                ended.rewards[tool.name] = float(found)
+                ended.rewards[tool.name] = finite("calc_reward", found)
             finally:
                 del self._instances[trajectory, tool.name]
                 await tool.release(instance, **(kwargs.get("release_kwargs") or {}))
@@ -157,7 +158,8 @@ class ToolHost:
         if not isinstance(found, tuple) or len(found) < 3:
             raise TypeError(f"expected (should_terminate, text, reward, metrics), found {type(found).__name__}")
         ends, text, reward, *_ = found
-        return Reply("" if text is None else str(text), bool(ends), None if reward is None else float(reward))
+        reward = None if reward is None else finite("reward", reward)
+        return Reply("" if text is None else str(text), bool(ends), reward)
 
     async def finish(self, trajectory: str, name: str) -> None:
         """End an interaction."""
@@ -226,14 +228,21 @@ def read_result(found: Any) -> Observation:
 
 
 def _read_reward(rest: Sequence[Any]) -> float:
-    """The reward in what follows the response: (reward, metrics), or nothing. Raises ValueError for no number."""
+    """The reward in what follows the response: (reward, metrics), or nothing. Raises ValueError for others."""
     if not rest or rest[0] is None:
         return 0.0
+    return finite("(ToolResponse, reward, metrics): reward", rest[0])
+
+
+def finite(what: str, found: Any) -> float:
+    """A reward. Raises ValueError unless it is a finite number."""
     try:
-        return float(rest[0])
-    except (TypeError, ValueError):
-        expected = "expected (ToolResponse, reward, metrics) with a number as reward"
-        raise ValueError(f"{expected}, found {rest[0]!r}") from None
+        number = float(found)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{what}: expected a finite number as reward, found {found!r:.100}")
+    return number
 
 
 def _has_reward(found: tuple) -> bool:

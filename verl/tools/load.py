@@ -1,6 +1,8 @@
 """Load the tools and interactions of the files that the configuration names."""
 
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from verl.registry import did_you_mean, import_module, load_object
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, function_tools_of
 from verl.tools.interactions import BaseInteraction
+from verl.tools.runner import describe
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
 Tool = BaseTool | FunctionTool
@@ -33,10 +36,13 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
             cls = load_class(entry, where, tool_config_path)
             schema = entry.get("tool_schema")
             read = None if schema is None else _read_schema(schema, where)
-            tool = cls(config=dict(entry.get("config") or {}), tool_schema=read)
+            with _code_of_user(where, cls.__name__):
+                tool = cls(config=dict(entry.get("config") or {}), tool_schema=read)
             _add(tools, tool, where)
     if function_tool_path is not None:
-        own = function_tools_of(import_module(str(function_tool_path)))
+        with _code_of_user("function_tool_path", str(function_tool_path)):
+            module = import_module(str(function_tool_path))
+        own = function_tools_of(module)
         if not own:
             raise ValueError(f"{function_tool_path}: expected functions decorated with @function_tool, found none")
         for tool in own:
@@ -52,7 +58,11 @@ def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -
 
 def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     """The interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name; empty without a file."""
-    return {name: cls(config=config) for name, (cls, config) in interaction_classes(path).items()}
+    found = {}
+    for name, (cls, config) in interaction_classes(path).items():
+        with _code_of_user(f"{path}: interaction {name!r}", cls.__name__):
+            found[name] = cls(config=config)
+    return found
 
 
 def interaction_classes(path: str | None) -> dict[str, tuple[type[BaseInteraction], dict[str, Any]]]:
@@ -80,10 +90,23 @@ def load_class(entry: Mapping[str, Any], where: str, config_path: str, key: str 
     if path.endswith(".py") and not Path(path).expanduser().is_file():
         beside = Path(config_path).expanduser().parent / path
         path = str(beside) if beside.is_file() else path
-    found = load_object(path, name)
+    with _code_of_user(f"{where}: {key}", address):
+        found = load_object(path, name)
     if not isinstance(found, type):
         raise ValueError(f"{where}: {key}: expected a class, found {found!r}")
     return found
+
+
+@contextmanager
+def _code_of_user(where: str, name: str) -> Iterator[None]:
+    """Turn what the code of a tool raises while it is imported or constructed into a ValueError with its line."""
+    try:
+        yield
+    except (ValueError, ImportError, SyntaxError):  # messages that are meant for users
+        raise
+    except (Exception, SystemExit) as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(f"{where}: {name} failed: {describe(error)} ({at.filename}:{at.lineno})") from error
 
 
 def read_yaml_list(path: str, key: str | None) -> list[Any]:

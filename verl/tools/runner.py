@@ -68,5 +68,5 @@ def describe(error: BaseException) -> str:
         return str(error)
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # the message is user code too
+    except BaseException:  # the message is user code too
         return type(error).__name__

@@ -22,6 +22,7 @@ from typing import Any
 from verl.tools.function_tool import FunctionTool
 from verl.tools.host import ToolHost
 from verl.tools.runner import describe
+from verl.utils.redaction import printable
 
 OUTPUT_CHARACTERS = 1 << 16  # of a worker; the rest is dropped
 
@@ -39,7 +40,7 @@ class BoundedStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if self._remaining > 0:
-            self._stream.write(text[: self._remaining])
+            self._stream.write(printable(text[: self._remaining]))
             self._remaining -= len(text)
             if self._remaining <= 0:
                 self._stream.write("\n[further output of this tool process is dropped]\n")
@@ -110,7 +111,7 @@ def main() -> None:
     try:
         host = ToolHost(pickle.loads(connection.recv_bytes()))
     except BaseException as error:  # also sys.exit() of the file
-        reply("broken", describe(error))
+        reply("broken", str(error) if isinstance(error, ValueError) else describe(error))
         return
     reply("ready")
     tasks: set[asyncio.Task] = set()
@@ -120,6 +121,7 @@ def main() -> None:
         task = loop.create_task(tool_worker.run_call(*call))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda task: task.cancelled() and reply("error", call[0], "CancelledError: by a tool"))
 
     def submit(call: tuple) -> None:
         loop.call_soon_threadsafe(start, call)

@@ -217,7 +217,7 @@ class Tracking:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics of a step. Raises ValueError if a value is not a number."""
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        numbers = {_utf8(name): _number(name, value) for name, value in metrics.items()}
         broken = {name: value for name, value in numbers.items() if not math.isfinite(value)}
         for name, value in broken.items():
             if name not in self.not_finite:
@@ -228,7 +228,8 @@ class Tracking:
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         """Log a table of samples: a list of rows with equal keys."""
         if rows:
-            self._call_all(lambda tracker: tracker.log_samples(name, [dict(row) for row in rows], step))
+            texts = [{_utf8(key): _utf8(value) for key, value in row.items()} for row in rows]
+            self._call_all(lambda tracker: tracker.log_samples(_utf8(name), [dict(row) for row in texts], step))
 
     def finish(self, failed: bool = False) -> None:
         """Close the trackers and log a summary of their failures."""
@@ -257,6 +258,11 @@ class Tracking:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.finish(failed=kind is not None)
+
+
+def _utf8(value: Any) -> Any:
+    """A text without lone surrogates, which the services refuse; other values as they are."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _number(name: str, value: Any) -> float:

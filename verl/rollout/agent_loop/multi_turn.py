@@ -95,20 +95,22 @@ class MultiTurnLoop:
         if state.interaction is not None:
             trajectory.metrics["interaction_errors"] = 0.0
         try:
-            while (request := trajectory.next_request()) is not None:
-                completion = await generate(request)
-                trajectory.add_completion(completion)
-                messages = await self._next_messages(trajectory, state, completion)
-                if not messages:
-                    break
-                stops = prompt.params.stop_token_ids
-                tokens = self.chat.next_tokens(completion.token_ids, stops, messages)
-                if len(trajectory) + len(tokens) >= prompt.params.max_tokens:
-                    trajectory.finish_reason = "length"
-                    break
-                trajectory.add_tokens(tokens, author=messages[0]["role"])
-                trajectory.user_turns += 1
-            await self._finish(trajectory, state)
+            try:
+                while (request := trajectory.next_request()) is not None:
+                    completion = await generate(request)
+                    trajectory.add_completion(completion)
+                    messages = await self._next_messages(trajectory, state, completion)
+                    if not messages:
+                        break
+                    stops = prompt.params.stop_token_ids
+                    tokens = self.chat.next_tokens(completion.token_ids, stops, messages)
+                    if len(trajectory) + len(tokens) >= prompt.params.max_tokens:
+                        trajectory.finish_reason = "length"
+                        break
+                    trajectory.add_tokens(tokens, author=messages[0]["role"])
+                    trajectory.user_turns += 1
+            finally:  # also after an error: instances are released
+                await self._finish(trajectory, state)
         finally:
             self.runner.forget(state.id)
         return trajectory
