@@ -35,13 +35,14 @@ test-all: $(TEST)
 # The rollout engine vLLM, in a separate environment with vLLM for a CPU (installed in about 4 minutes).
 test-vllm: $(VENV_VLLM)/.ready-to-test
 	$(VENV_VLLM)/bin/python -m pytest tests/rollout/test_engine_contract.py tests/rollout/test_vllm.py \
-		tests/rollout/test_vllm_experts.py tests/surface/test_published_snippets.py \
+		tests/rollout/test_vllm_adapters.py tests/rollout/test_vllm_experts.py tests/surface/test_published_snippets.py \
 		-k "vllm" $(ARGS)
 
 # The rollout engine SGLang, in a separate environment, on a CPU without SGLang's kernels.
 test-sglang: $(VENV_SGLANG)/.ready-to-test
 	PYTHONPATH=tests/rollout/sglang_cpu VERL_CONTRACT_ENGINES=sglang $(VENV_SGLANG)/bin/python -m pytest --timeout 900 \
-		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py tests/rollout/test_sglang_service.py \
+		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py tests/rollout/test_sglang_adapters.py \
+		tests/rollout/test_sglang_service.py \
 		-k "sglang" $(ARGS)
 
 # The training engine megatron, in a separate environment with megatron-core, on a CPU: about 15 minutes.

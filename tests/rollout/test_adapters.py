@@ -7,6 +7,8 @@ import torch
 
 from tests.engines.ranks import make_engine, qwen2, save_model
 from verl.config import schema
+from verl.config.errors import ConfigError
+from verl.config.load import load_config
 from verl.engines.loading import adapter_config
 from verl.rollout.adapters import AdaptedLayers, applied_layers, checked_pairs
 from verl.rollout.base import RolloutEnv
@@ -15,6 +17,14 @@ pytest.importorskip("peft")
 
 LAYERS = AdaptedLayers(("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head"), 4)
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32, adapted_layers=LAYERS)
+
+
+def test_files_of_merged_weights_and_adapters_exclude_each_other():
+    rollout = "actor_rollout_ref.rollout."
+    separate = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
+    files = [rollout + "weight_sync=disk", rollout + "weight_sync_dir=folder", rollout + "lora_sync=adapters"]
+    with pytest.raises(ConfigError, match=r"lora_sync .*: found adapters, but weight_sync=disk writes merged weights"):
+        load_config(overrides=[*separate, *files, "actor_rollout_ref.model.lora_rank=2"])
 
 
 @pytest.fixture(scope="module")

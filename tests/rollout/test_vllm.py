@@ -229,7 +229,6 @@ def test_the_other_ranks_take_the_steps_of_the_first():
         ({"max_model_len": 5}, r"max_model_len: set rollout\.max_model_len instead"),
         ({"quantization": "fp8"}, "quantization is not supported: trained weights cannot be loaded"),
         ({"enable_lora": True}, r"enable_lora: set rollout\.lora_sync instead"),
-        ({"max_lora_rank": 8}, "max_lora_rank is not supported: vLLM applies the adapters that are trained"),
     ],
 )
 def test_arguments_that_contradict_another_key(given, message):

@@ -253,6 +253,8 @@ def _weight_sync(config: Config) -> Iterator[Problem]:
         )
     if found == "disk" and rollout.weight_sync_dir is None:
         yield Problem(_ROLLOUT + "weight_sync_dir", "missing: weight_sync=disk needs a folder")
+    if found == "disk" and rollout.lora_sync == "adapters" and config.actor_rollout_ref.model.has_adapters:
+        yield Problem(_ROLLOUT + "lora_sync", "found adapters, but weight_sync=disk writes merged weights: use merged")
     if found != "disk" and rollout.weight_sync_dir is not None:
         what = f"{rollout.weight_sync_dir!r}, but weight_sync={found} writes no files: use weight_sync=disk, or null"
         yield Problem(_ROLLOUT + "weight_sync_dir", what)

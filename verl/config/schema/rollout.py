@@ -184,7 +184,7 @@ class RolloutConfig(RolloutEngineConfig):
     lora_sync: Literal["auto", "merged", "adapters"] = field(
         "auto",
         "what a LoRA run pushes; adapters: the base weights once, then only the adapters; merged: all weights; "
-        "auto: adapters if they leave the process and the engine takes them",
+        "auto: adapters if the engine applies them without merging (vllm, sglang), or takes them in another process",
     )
     check_every: int = field(
         10,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.config import schema
+from verl.engines.loading import adapter_config
 from verl.rollout.base import stop_strings
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
@@ -12,6 +13,9 @@ from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker, RefWorker
 from verl.workers.reward_model import RewardModelWorker
 from verl.workers.rollout.worker import RolloutWorker
+
+#: rollout engines that merge adapters, whatever their layers are
+_MERGE_ADAPTERS = ("native", "hf")
 
 
 def roles_of(config: schema.Config) -> list[str]:
@@ -48,6 +52,7 @@ def worker_specs(
     specs = {"actor": WorkerSpec(ActorWorker, actor | generation)}
     if "rollout" in roles:
         rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.engine.dtype}
+        rollout["adapters"] = None if policy.rollout.name in _MERGE_ADAPTERS else adapter_config(policy.model)
         specs["rollout"] = WorkerSpec(RolloutWorker, rollout | generation | {"timeout": policy.nccl_timeout})
     if "ref" in roles:
         specs["ref"] = WorkerSpec(RefWorker, {"config": policy, "device": device})

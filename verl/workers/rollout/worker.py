@@ -6,20 +6,17 @@ import numpy as np
 import torch
 
 from verl.config import schema
-from verl.engines.loading import adapter_config
 from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
 from verl.rollout.agent_loop import Prompt
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective, receive_disk
+from verl.rollout.weight_sync.base import AdapterConfig
 from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout
 from verl.workers.rollout.service import GenerationService
-
-#: engines that merge adapters whatever their layers are
-_MERGE_ADAPTERS = ("native", "hf")
 
 
 class RolloutWorker(RolloutMethods):
@@ -35,6 +32,7 @@ class RolloutWorker(RolloutMethods):
         tokenizer: of the policy, for agent loops.
         train_dtype: `fsdp_config.dtype` of the actor; None without training.
         timeout: timeout of collectives in seconds.
+        adapters: the configuration of the adapters that the actor trains, if there are any.
     """
 
     def __init__(
@@ -49,12 +47,12 @@ class RolloutWorker(RolloutMethods):
         tokenizer: Any = None,
         train_dtype: str | None = None,
         timeout: float | None = None,
+        adapters: AdapterConfig | None = None,
     ):
         on = resolve_device(device, self.local_rank)
         if on.type == "cuda":
             torch.cuda.set_device(on)  # Triton launches kernels on the current device
         dtype = None if train_dtype is None else resolve_dtype(train_dtype, on)
-        adapters = adapter_config(model) if train_dtype is not None and rollout.name not in _MERGE_ADAPTERS else None
         env = rollout_env(self, rollout, on, pad_token_id, dtype, adapters=adapters)
         if env.tp_size > 1:
             init_process_group(on, timeout)
