@@ -1,12 +1,16 @@
 """Atomic writes: a file is complete or absent, whenever the process is killed."""
 
+import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from verl.utils.disk import raise_disk_full
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -30,9 +34,30 @@ def atomic_write(path: Path) -> Iterator[Path]:
         raise
 
 
+def set_aside_irregular(path: Path) -> None:
+    """Rename what is not a regular file, or a link to one, such as a folder, a dangling link or a pipe.
+
+    A file in which a run is recorded must not keep it from resuming.
+    """
+    if path.is_file() or not os.path.lexists(path):
+        return
+    aside = path.with_name(f"{path.name}.set_aside_{time.time_ns()}")
+    path.rename(aside)
+    logger.warning("%s is not a regular file: it was renamed to %s", path, aside.name)
+
+
 def check_folder(key: str, folder: Path) -> None:
     """Raise ValueError if a folder cannot be created or written to. key: the config key, for the message."""
-    folder = folder.expanduser().resolve()
+    given = folder.expanduser()
+    try:
+        folder = given.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise ValueError(f"{key}: expected a writable folder, found {str(given)!r}: {error}") from error
+    if given.is_symlink() and not given.exists():
+        raise ValueError(
+            f"{key}: expected a writable folder, found {str(given)!r}, a link to {os.readlink(given)!r}, which does "
+            "not exist: create that folder, or remove the link"
+        )
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     what = f"{key}: expected a writable folder, found {str(existing)!r}"
     if not existing.is_dir():

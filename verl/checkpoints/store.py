@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from verl.checkpoints.atomic import set_aside_irregular
 from verl.utils.disk import DiskFullError, disk_full, disk_full_reason, folder_size, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -318,12 +319,12 @@ class CheckpointStore:
         """Rename the complete folder, then update the tracker file."""
         final = self.path(step)
         replaced = self.root / f"{_REPLACED}{final.name}"
-        if final.exists():
+        if os.path.lexists(final):
             final.rename(replaced)
         folder.rename(final)
         _fsync_folder(self.root)
         _write_atomically(self.root / LATEST, str(step))
-        if replaced.exists():
+        if os.path.lexists(replaced):
             self._retire(replaced, final)
 
     def _retire(self, replaced: Path, final: Path) -> None:
@@ -331,7 +332,7 @@ class CheckpointStore:
         if (replaced / MANIFEST).is_file():
             self._discard(replaced)
             return
-        aside = final.with_name(f"{final.name}.set_aside_{replaced.stat().st_mtime_ns}")
+        aside = final.with_name(f"{final.name}.set_aside_{replaced.lstat().st_mtime_ns}")
         replaced.rename(aside)
         logger.warning("found a %s without a %s; renamed to %s", final.name, MANIFEST, aside)
 
@@ -339,7 +340,7 @@ class CheckpointStore:
         """Undo a replacement if the process was killed between its two renames."""
         for replaced in self.root.glob(f"{_REPLACED}*"):
             final = self.root / replaced.name.removeprefix(_REPLACED)
-            if final.exists():
+            if os.path.lexists(final):
                 self._retire(replaced, final)
             else:
                 replaced.rename(final)
@@ -350,15 +351,22 @@ class CheckpointStore:
         for stale in [*self.root.glob(f"{_WRITING}*"), *self.root.glob(f"{_GARBAGE}*")]:
             if stale.name.startswith(_WRITING):
                 logger.warning("removing %s: a process was killed while writing this checkpoint", stale)
-            shutil.rmtree(stale)
+            _remove(stale)
 
     def _discard(self, folder: Path) -> None:
         """Delete a folder. It is hidden first, so an interrupted deletion leaves no incomplete checkpoint."""
         garbage = self.root / f"{_GARBAGE}{'_'.join(folder.relative_to(self.root).parts)}"
-        if garbage.exists():
-            shutil.rmtree(garbage)
+        _remove(garbage)
         folder.rename(garbage)
-        shutil.rmtree(garbage)
+        _remove(garbage)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or a link to one without what it leads to, if it exists."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _checked_keep(name: str, keep: int | None) -> int | None:
@@ -435,6 +443,7 @@ def _is_digest(value: Any) -> bool:
 
 def _write_atomically(path: Path, text: str) -> None:
     """Replace the contents of a file atomically."""
+    set_aside_irregular(path)
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -9,6 +9,7 @@ import base64
 import binascii
 import hashlib
 import io
+import logging
 import math
 import os
 import re
@@ -16,7 +17,7 @@ import threading
 import urllib.request
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from verl.utils.disk import cache_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
 
 MOST_PIXELS = 89_478_485
 """Images with more pixels are refused before they are decoded; the limit of Pillow."""
@@ -216,10 +219,9 @@ class RowImage:
 
     def _download(self, url: str) -> bytes:
         """The bytes of a URL; they are stored in the cache folder, and downloaded once."""
-        cache = cache_folder() / "images"
-        stored = cache / hashlib.sha256(url.encode()).hexdigest()
-        if stored.is_file():
-            return stored.read_bytes()
+        cache, name = cache_folder() / "images", hashlib.sha256(url.encode()).hexdigest()
+        if (found := _stored(cache, name)) is not None:
+            return found
         try:
             with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:
                 data = reply.read(_LARGEST_DOWNLOAD + 1)
@@ -227,10 +229,13 @@ class RowImage:
             raise self._error(f"expected an image at {url:.200}, found {type(error).__name__}: {error}") from error
         if len(data) > _LARGEST_DOWNLOAD:
             raise self._error(f"expected at most {_LARGEST_DOWNLOAD >> 20} MiB at {url:.200}, found more")
-        cache.mkdir(parents=True, exist_ok=True)
-        draft = stored.with_suffix(f".{os.getpid()}.draft")
-        draft.write_bytes(data)
-        draft.replace(stored)
+        draft = cache / f"{name}.{os.getpid()}.draft"
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(data)
+            draft.replace(cache / f"{name}-{hashlib.sha256(data).hexdigest()}")
+        except OSError as error:
+            logger.warning("downloaded images are not stored in %s (VERL_CACHE_DIR): %s", cache, error)
         return data
 
     # ---- pixels -----------------------------------------------------------------------------------------------------
@@ -269,6 +274,16 @@ def ignore_size_warnings() -> None:
 
     if ("ignore", None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+
+
+def _stored(cache: Path, name: str) -> bytes | None:
+    """An image in the cache folder; None if it is not there, or damaged."""
+    for path in cache.glob(f"{name}-*"):
+        with suppress(OSError):
+            data = path.read_bytes()
+            if path.name == f"{name}-{hashlib.sha256(data).hexdigest()}":
+                return data
+    return None
 
 
 def _named(source: Any) -> str:

@@ -181,6 +181,15 @@ class ArrowCopy(_File):
     def __init__(self, path: Path):
         super().__init__(path)
         self._copy = _copy_of(path)
+        try:
+            self._open()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            logger.warning("%s is damaged (%s): it is written again", self._copy, error)
+            self._copy.unlink()
+            self._copy = _copy_of(path)
+            self._open()
+
+    def _open(self) -> None:
         with self._copy.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         mapped.madvise(mmap.MADV_RANDOM)  # rows are read in random order: no read-ahead

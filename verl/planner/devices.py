@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoints.atomic import set_aside_irregular
 from verl.registry import did_you_mean
 from verl.utils.disk import cache_folder
 
@@ -175,6 +176,7 @@ def save(device: Device, host: Mapping[str, str]) -> Path:
     """Store a profile beside those of other devices. host: what it depends on. Returns the file."""
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
+    set_aside_irregular(path)
     try:
         profiles = _profiles(path)
     except ValueError:  # damaged, or of another format: it is replaced
@@ -196,8 +198,8 @@ def _profiles(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return found["profiles"] if found["format"] == FORMAT else {}
-    except (ValueError, KeyError, TypeError) as error:
+        return dict(found["profiles"]) if found["format"] == FORMAT else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error
 
 
@@ -219,8 +221,8 @@ def calibrated(host: Mapping[str, str], name: str) -> tuple[Device | None, str]:
     if entry is None:
         return None, "this host is not calibrated"
     try:
-        then, device, date = entry["host"], Device(**entry["device"]), entry["date"]
-    except (KeyError, TypeError) as error:
+        then, device, date = dict(entry["host"]), Device(**entry["device"]), str(entry["date"])
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error
     if then != host:
         changed = [key for key in sorted({*then, *host}) if then.get(key) != host.get(key)]

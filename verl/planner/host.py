@@ -108,7 +108,10 @@ def base_profile(device: torch.device) -> Device:
 def host_profile(name: str = "auto") -> Device:
     """The profile of the device of this host: calibrated, built in, or nominal. name: as `trainer.device`."""
     device = resolve_device(name)
-    found, why = calibrated(host_fingerprint(device), host_name(device))
+    try:
+        found, why = calibrated(host_fingerprint(device), host_name(device))
+    except ValueError as error:  # a damaged file, which must not keep a run from starting
+        found, why = None, str(error)
     base = base_profile(device)
     if found is not None:
         return replace(found, memory=base.memory, process_limit=base.process_limit)

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verl.checkpoints.atomic import atomic_write
-from verl.tracking.step_files import open_steps
+from verl.checkpoints.atomic import atomic_write, set_aside_irregular
+from verl.tracking.step_files import open_steps, read_lines
 from verl.utils.redaction import redact_text
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class RunRecord:
 
     def __enter__(self) -> "RunRecord":
         self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("run.json", "warnings.jsonl"):
+            set_aside_irregular(self.folder / name)
         self._write()
         for record in self._earlier:
             self._warnings.handle(record)
@@ -87,8 +89,8 @@ class RunRecord:
         """Drop the steps after the checkpoint that the run resumes from; 0 for a new run."""
         self._step = step
         open_steps(self._steps, step).close()
-        lines = self._steps.read_text(encoding="utf-8").splitlines()
-        self._every = json.loads(lines[-1])["every"] if lines else 1
+        found = [item["every"] for item in self._recorded()]
+        self._every = found[-1] if found else 1
 
     def add_step(self, step: int, make: Callable[[], Mapping[str, Any]], last: bool) -> None:
         """Write the record of a step, if its turn has come.
@@ -115,11 +117,19 @@ class RunRecord:
             file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         if self._steps.stat().st_size > STEPS_LIMIT:
             self._every *= 2
-            kept = [json.loads(line) for line in self._steps.read_text(encoding="utf-8").splitlines()]
-            kept = [{**item, "every": self._every} for item in kept if (item["step"] - 1) % self._every == 0]
+            kept = [item for item in self._recorded() if (item["step"] - 1) % self._every == 0]
+            kept = [{**item, "every": self._every} for item in kept]
             with atomic_write(self._steps) as draft:
                 lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in kept)
                 draft.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+
+    def _recorded(self) -> list[dict[str, Any]]:
+        """The lines of steps.jsonl with a step, and a step between two of them, of at least 1."""
+
+        def is_valid(item: dict[str, Any]) -> bool:
+            return all(type(item.get(name)) is int and item[name] > 0 for name in ("step", "every"))
+
+        return list(filter(is_valid, read_lines(self._steps)))
 
     def _write(self) -> None:
         with atomic_write(self.folder / "run.json") as draft:

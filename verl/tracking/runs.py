@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from verl.tracking.step_files import read_lines
 from verl.tracking.summary import Series
 
 logger = logging.getLogger(__name__)
@@ -26,23 +27,6 @@ _ALGORITHM = ("algorithm.name", "algorithm.adv_estimator")
 _MODEL = ("actor_rollout_ref.model.path", "model.path")
 #: keys of the sampling of validation responses
 _GREEDY = ("actor_rollout_ref.rollout.val_kwargs.do_sample", "actor_rollout_ref.rollout.val_kwargs.temperature")
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; none if there is no file. NaN and Infinity are None.
-
-    Damaged lines, as of a killed process, are skipped.
-    """
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                item = json.loads(line, parse_constant=lambda name: None)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(item, dict):
-                yield item
 
 
 def read_metrics(metrics_jsonl: str | Path) -> dict[str, Series]:
