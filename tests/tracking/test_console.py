@@ -1,5 +1,6 @@
 """The display of a run: a panel on a terminal, lines in a file, and nothing of a sample read as markup."""
 
+import errno
 import io
 import logging
 import re
@@ -291,3 +292,20 @@ def test_no_name_or_text_of_a_panel_controls_the_terminal(monkeypatch):
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", output.getvalue())
     assert not CODES.findall(text) and "hunter" not in text
     assert text.count(r"\x1b[2J") > 5 and "[/b] :smile:" in text
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_run(capsys):
+    class Terminal(io.StringIO):
+        is_closed = False
+
+        def write(self, text: str) -> int:
+            if self.is_closed:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    terminal, before = Terminal(), sys.stdout
+    with TrainingProgress(2, "run", console=Console(file=terminal, force_terminal=True, width=80)) as progress:
+        progress.update(1, METRICS, TIMINGS)
+        terminal.is_closed = True
+        progress.update(2, METRICS, TIMINGS)
+    assert "step 1/2" in terminal.getvalue() and sys.stdout is before

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from rich import box
@@ -129,7 +130,8 @@ class TrainingProgress:
                 if self._step is not None:
                     self._show(live, self._panel(final=True))
             finally:  # gives stdout back
-                live.stop()
+                with suppress(OSError):
+                    live.stop()
                 logger.removeHandler(self._warnings)
         if self.quiet:
             logger.setLevel(self._log_level)
@@ -224,7 +226,7 @@ class TrainingProgress:
 
     def _show(self, live: Live, panel: Panel) -> None:
         """Draw a panel in place of the last one, whose lines are wrapped if the terminal is narrower now."""
-        with self._drawing:
+        with self._drawing, suppress(OSError):  # a terminal that has been closed does not end the run
             width = self.console.width
             if width < self._width:
                 lines = len(self.console.render_lines(self._shown, self.console.options.update(width=self._width)))
