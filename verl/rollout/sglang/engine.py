@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, is_named
-from verl.rollout.checks import check_request, unexpanded_prompt
+from verl.rollout.checks import check_request
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.sglang.filters import filter_params, processor
+from verl.rollout.sglang.images import MediaReader
 from verl.rollout.sglang.service import Job, Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangMemory, SglangReceiver
 from verl.utils.rng import fork_seed
@@ -19,12 +20,13 @@ from verl.utils.rng import fork_seed
 _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_response_length"
 
 
-def arguments_of(job: Job, records: bool = False) -> dict[str, Any]:
+def arguments_of(job: Job, records: bool = False, media: MediaReader | None = None) -> dict[str, Any]:
     """Arguments of `Engine.async_generate` that continue the tokens of a job.
 
     Args:
         job: the request, and its tokens so far.
         records: report the experts that the routers choose.
+        media: makes the images of prompts; None for a text model.
     """
     request, params, stops = job.request, job.request.params, list(job.request.params.active_stop_ids)
     sampling: dict[str, Any] = {
@@ -34,16 +36,15 @@ def arguments_of(job: Job, records: bool = False) -> dict[str, Any]:
         "ignore_eos": not stops,
         "sampling_seed": fork_seed(params.seed, request.sample_id),
     }
-    prompt = request.raw_prompt_ids if request.has_images else request.prompt_ids
     arguments = {
-        "input_ids": [*prompt, *job.token_ids],
+        "input_ids": [*request.prompt_ids, *job.token_ids],
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": params.stop is not None,
     }
-    if request.has_images:  # SGLang expands the placeholders itself
-        media = request.multi_modal_data
-        arguments |= {f"{kind[:-1]}_data": list(media[kind]) for kind in ("images", "videos") if media.get(kind)}
+    if request.has_images:
+        given = media.read(request.prompt_ids, request.multi_modal_inputs, len(job.token_ids))
+        arguments["image_data"] = [given]
     if records:
         arguments["return_routed_experts"] = True
     if params.filters:
@@ -137,13 +138,11 @@ class SglangRollout(RolloutEngine):
 
     def _check(self, name: str, request: Request) -> None:
         check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH, self.reads_images)
-        if request.has_images:
-            unexpanded_prompt(name, request)
-            if request.multi_modal_data.get("videos"):
-                raise ValueError(
-                    f"{name}: expected images, found videos: rollout.name=sglang does not support them, use "
-                    "rollout.name=native, hf or vllm"
-                )
+        if request.has_images and not request.multi_modal_inputs:
+            raise ValueError(
+                f"{name}: expected the column multi_modal_inputs (tensors of the model's processor), found images "
+                "without it: let the dataset run the processor (docs/vlm.md)"
+            )
 
     def _prepare(self) -> None:
         self._receiver.check_filled()
