@@ -78,7 +78,7 @@ class SglangRollout(RolloutEngine):
         receiver: its receiver of weights.
         vocab_size: number of tokens of the model.
         max_length: longest sequence, prompt plus response.
-        reads_images: whether the model is a vision-language model.
+        media: makes the images of prompts; None for a text model.
     """
 
     sampling_keys = SAMPLING_KEYS
@@ -91,13 +91,13 @@ class SglangRollout(RolloutEngine):
         receiver: SglangReceiver,
         vocab_size: int,
         max_length: int,
-        reads_images: bool = False,
+        media: MediaReader | None = None,
     ):
         self.service = service
         self.memory = memory
         self.vocab_size = vocab_size
         self.max_length = max_length
-        self.reads_images = reads_images
+        self.media = media
         self.stats = RolloutStats()
         self._receiver = receiver
         self.records_routing = service.experts is not None
@@ -137,12 +137,10 @@ class SglangRollout(RolloutEngine):
         """See `RolloutEngine.follow`."""
 
     def _check(self, name: str, request: Request) -> None:
-        check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH, self.reads_images)
-        if request.has_images and not request.multi_modal_inputs:
-            raise ValueError(
-                f"{name}: expected the column multi_modal_inputs (tensors of the model's processor), found images "
-                "without it: let the dataset run the processor (docs/vlm.md)"
-            )
+        images = self.media is not None
+        check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH, images)
+        if self.media is not None:
+            self.media.check(name, request)
 
     def _prepare(self) -> None:
         self._receiver.check_filled()

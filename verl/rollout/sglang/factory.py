@@ -70,7 +70,7 @@ def make_sglang(
         receiver,
         vocab_size=copy.hf_config.get_text_config().vocab_size,
         max_length=max_model_len(config),
-        reads_images=media is not None,
+        media=media,
     )
 
 

@@ -8,15 +8,19 @@ see the same pixels, whatever the settings of the processor.
 import hashlib
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from verl.modeling.positions import multimodal_positions, placeholder_runs
+from verl.rollout.base import Request
 
+#: values of a patch of 14 x 14 pixels of two frames. SGLang's Qwen2.5-VL takes tensors of another width for features
+_QWEN2_5_PATCH = 1176
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
@@ -56,6 +60,35 @@ class PromptMedia:
     offset: int
 
 
+def check_model(hf_config: Any) -> None:
+    """Raise ValueError if SGLang would not read the images of this model, or could not start.
+
+    hf_config: HuggingFace config of the model.
+    """
+    if find_spec("torchvision") is None:
+        raise ValueError(
+            "rollout.name=sglang: SGLang starts models with images with torchvision, which is not installed: pip "
+            "install torchvision (a build for the installed torch), or use rollout.name=native"
+        )
+    vision = hf_config.vision_config
+    if hf_config.model_type == "qwen2_5_vl":
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        if width != _QWEN2_5_PATCH:
+            raise ValueError(
+                f"rollout.name=sglang: expected patches of {_QWEN2_5_PATCH} values (14 x 14 pixels) in a model of "
+                f"qwen2_5_vl, found {width}: SGLang would take the pixels for features; use rollout.name=native"
+            )
+
+
+def published_names(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights by the names of SGLang's parameters, which are those of the first published models with images; other
+    names are kept."""
+    for name, tensor in weights:
+        for ours, theirs in (("model.visual.", "visual."), ("model.language_model.", "model.")):
+            name = theirs + name.removeprefix(ours) if name.startswith(ours) else name
+        yield name, tensor
+
+
 class MediaReader:
     """Makes the images of prompts. Digests are computed once for all samples of a prompt, which share its tensors.
 
@@ -66,6 +99,24 @@ class MediaReader:
     def __init__(self, config: Any):
         self.config = config
         self._digests: Any = WeakIdKeyDictionary()  # tensor of pixels -> the digest of each image
+
+    def check(self, name: str, request: Request) -> None:
+        """Raise ValueError for images or videos that SGLang does not compute as training does.
+
+        name: what error messages call the request.
+        """
+        if not request.has_images:
+            return
+        if not request.multi_modal_inputs:
+            raise ValueError(
+                f"{name}: expected the column multi_modal_inputs (tensors of the model's processor), found images "
+                "without it: let the dataset run the processor (docs/vlm.md)"
+            )
+        if self.config.model_type == "qwen2_5_vl" and "pixel_values_videos" in request.multi_modal_inputs:
+            raise ValueError(
+                f"{name}: expected images, found videos: in SGLang's Qwen2.5-VL the frames of a video attend to each "
+                "other, in training each to itself; use rollout.name=native, hf or vllm"
+            )
 
     def read(self, prompt_ids: Sequence[int], inputs: Mapping[str, Any], sampled: int = 0) -> PromptMedia:
         """The images of a prompt.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from verl.rollout.sglang.images import published_names
 from verl.rollout.sglang.loader import INSTRUCTION, add_sums, instruction, read_outcomes
 from verl.rollout.sglang.service import Service
 from verl.rollout.weight_sync.base import check_parameters
@@ -114,7 +115,8 @@ class SglangReceiver:
             if self._sessions:
                 _check(self._service.engine.begin_weight_update())
             try:
-                sums = self._send_all(check_parameters(weights, self._shapes, version), Path(folder))
+                named = published_names(check_parameters(weights, self._shapes, version))
+                sums = self._send_all(named, Path(folder))
                 self._send([], Path(folder), sums, version)
             finally:
                 if self._sessions:
