@@ -67,8 +67,14 @@ def tokenizer(family: str) -> PreTrainedTokenizerFast:
     return made
 
 
-def make_config(family: str, head_dim: int = 8) -> PretrainedConfig:
-    """The config of a tiny model whose special tokens are those of `tokenizer`. head_dim: vLLM needs at least 32."""
+def make_config(family: str, head_dim: int = 8, patch: int = PATCH) -> PretrainedConfig:
+    """The config of a tiny model whose special tokens are those of `tokenizer`.
+
+    Args:
+        family: one of FAMILIES.
+        head_dim: vLLM and SGLang need at least 32.
+        patch: pixels of a patch; SGLang's Qwen2.5-VL needs 14.
+    """
     ids, hidden = tokenizer(family), 4 * head_dim
     text: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -100,7 +106,7 @@ def make_config(family: str, head_dim: int = 8) -> PretrainedConfig:
         )
     sections = [head_dim // 4, head_dim // 8, head_dim // 8]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
-    vision = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
+    vision = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
     tokens = {
         f"{name}_token_id": ids.convert_tokens_to_ids(f"<|{symbol}|>")
         for name, symbol in {
@@ -115,38 +121,42 @@ def make_config(family: str, head_dim: int = 8) -> PretrainedConfig:
     if family == "qwen2_vl":
         return Qwen2VLConfig(
             text_config={**text, "rope_parameters": rope},
-            vision_config={**vision, "embed_dim": 16, "hidden_size": hidden, "mlp_ratio": 2},
+            # in_chans: as in the published models; SGLang reads it
+            vision_config={**vision, "embed_dim": 16, "hidden_size": hidden, "mlp_ratio": 2, "in_chans": 3},
             **tokens,
         )
     vision |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": hidden}
     if family == "qwen2_5_vl":
-        vision |= {"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+        vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1], "tokens_per_second": 2}
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens)
     rope["mrope_interleaved"] = True
     vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     return Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens)
 
 
-def image_processor(family: str) -> Any:
+def image_processor(family: str, patch: int = PATCH) -> Any:
     """The image processor of `make_config`'s model. Images of the Qwen models may have up to 64 patches."""
     if family == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     return Qwen2VLImageProcessorPil(
-        patch_size=PATCH,
+        patch_size=patch,
         merge_size=MERGE,
         temporal_patch_size=2,
-        size={"shortest_edge": PATCH * PATCH * 4, "longest_edge": PATCH * PATCH * 64},
+        size={"shortest_edge": patch * patch * 4, "longest_edge": patch * patch * 64},
     )
 
 
-def save_vl_model(family: str, folder: Path, weights: bool = True, head_dim: int = 8) -> str:
-    """Save a random model with weights large enough for a wrong position or pixel to show."""
+def save_vl_model(
+    family: str, folder: Path, weights: bool = True, head_dim: int = 8, patch: int = PATCH, **keys: Any
+) -> str:
+    """Save a random model with weights large enough for a wrong position or pixel to show. keys: of its config."""
     tokenizer(family).save_pretrained(folder)
-    image_processor(family).save_pretrained(folder)
+    image_processor(family, patch).save_pretrained(folder)
     if family == "gemma3":
         processor(family).save_pretrained(folder)
     torch.manual_seed(0)
-    config = make_config(family, head_dim)
+    config = make_config(family, head_dim, patch)
+    config.update(keys)
     if weights:
         model = AutoModelForImageTextToText.from_config(config)
         with torch.no_grad():
@@ -166,9 +176,9 @@ def save_vl_model(family: str, folder: Path, weights: bool = True, head_dim: int
 class TinyProcessor:
     """What a processor of Qwen-VL does, for one text: expands placeholders and turns images into patches."""
 
-    def __init__(self, family: str):
-        self.family = family
-        self.tokenizer, self.image_processor = tokenizer(family), image_processor(family)
+    def __init__(self, family: str, patch: int = PATCH):
+        self.family, self.patch = family, patch
+        self.tokenizer, self.image_processor = tokenizer(family), image_processor(family, patch)
 
     def __call__(self, text: str, images: Sequence[Image.Image] = (), videos: Sequence[torch.Tensor] = ()) -> dict:
         """Tensors of one text: input_ids (1, L), pixel_values, image_grid_thw, ...; videos (T, H, W, 3) uint8."""
@@ -177,7 +187,7 @@ class TinyProcessor:
             found |= dict(self.image_processor(list(images), return_tensors="pt"))
             text = _expand(text, "<|image_pad|>", (found["image_grid_thw"].prod(1) // MERGE**2).tolist())
         if videos:
-            patches, grids = zip(*map(video_patches, videos))
+            patches, grids = zip(*(video_patches(frames, self.patch) for frames in videos))
             found |= {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
             if self.family == "qwen3_vl":
                 for t, h, w in grids:
@@ -194,10 +204,10 @@ class TinyProcessor:
 
 
 @functools.cache
-def processor(family: str) -> Any:
+def processor(family: str, patch: int = PATCH) -> Any:
     """A processor: `processor(family)(text=..., images=[...])` gives the tensors of one text."""
     if family != "gemma3":
-        return TinyProcessor(family)
+        return TinyProcessor(family, patch)
     made = Gemma3Processor(image_processor(family), tokenizer(family), image_seq_length=GEMMA_TOKENS)
 
     def call(text: str, images: Sequence[Image.Image] = (), videos: Sequence[torch.Tensor] = ()) -> dict:
@@ -220,11 +230,11 @@ def video(seed: int = 0, frames: int = 4, width: int = 24, height: int = 8) -> t
     return torch.randint(256, (frames, height, width, 3), generator=generator, dtype=torch.uint8)
 
 
-def video_patches(frames: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """Patches (n, 3 * 2 * PATCH**2) of a video, and its grid (t, h, w) in patches."""
-    t, h, w = frames.shape[0] // 2, frames.shape[1] // PATCH, frames.shape[2] // PATCH
+def video_patches(frames: torch.Tensor, patch: int = PATCH) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """Patches (n, 3 * 2 * patch**2) of a video, and its grid (t, h, w) in patches."""
+    t, h, w = frames.shape[0] // 2, frames.shape[1] // patch, frames.shape[2] // patch
     values = frames.float().div(127.5).sub(1).permute(0, 3, 1, 2)
-    values = values.reshape(t, 2, 3, h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH)
+    values = values.reshape(t, 2, 3, h // MERGE, MERGE, patch, w // MERGE, MERGE, patch)
     return values.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, -1), (t, h, w)
 
 

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlavaConfig
 
-from tests.vl_models import save_vl_model
+from tests.vl_models import make_config, save_vl_model
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
-from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, max_model_len
+from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_images, max_model_len
+from verl.trainer.checks.model_limits import ModelLimits
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,15 @@ def test_the_longest_sequence():
 
 def test_models_with_images_that_are_not_supported_are_refused(tmp_path):
     env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+    reason = "the tokens of an image attend to each other in both directions, .* rollout.name=native or hf"
+    model = schema.ModelConfig(path=save_vl_model("gemma3", tmp_path))
     for engine in ("vllm", "sglang"):
-        model = schema.ModelConfig(path=str(save_vl_model("gemma3", tmp_path / engine)))
-        with pytest.raises(ValueError, match=rf"rollout.name={engine}: expected .* qwen3_vl, found gemma3: use"):
-            EngineCopy.of(schema.RolloutConfig(name=engine), model, env, None)
+        config, message = schema.RolloutConfig(name=engine), rf"rollout.name={engine}: .* found gemma3: {reason}"
+        with pytest.raises(ValueError, match=message):
+            EngineCopy.of(config, model, env, None)
+        with pytest.raises(ValueError, match=message):  # before anything is started, and with --dry-run
+            ModelLimits.of(model).check_engine(config)
+        check_images(engine, make_config("qwen2_vl"))
+        check_images(engine, LlamaConfig())
+        with pytest.raises(ValueError, match=r"found llava: .* have not been compared .* Use rollout.name=hf"):
+            check_images(engine, LlavaConfig())

@@ -2,7 +2,6 @@
 
 import asyncio
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from verl.engines.parallel import init_process_group
 from verl.modeling.vision import tower_of
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine, media_of
-from verl.rollout.sglang.engine import SglangRollout
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.settings import _vision_args
 from verl.trainer.checks.model_limits import ModelLimits
@@ -164,13 +162,6 @@ def test_vllm_without_torchvision_is_refused():
     capabilities = Capabilities("0.0", True, True, True, reset_encoder_cache=True)
     with pytest.raises(ValueError, match="vLLM reads images with torchvision, which is not installed: pip install"):
         _vision_args(capabilities)
-
-
-def test_sglang_refuses_videos():
-    engine = SglangRollout(SimpleNamespace(experts=None), None, None, vocab_size=9, max_length=9, reads_images=True)
-    media = {"multi_modal_data": {"videos": [1]}, "multi_modal_inputs": {}, "raw_prompt_ids": [1]}
-    with pytest.raises(ValueError, match=r"prompt 0: expected images, found videos: rollout.name=sglang"):
-        engine._check("prompt 0", Request([1], SamplingParams(2, ()), 0, **media))
 
 
 def test_rows_with_images_continue_a_trajectory():

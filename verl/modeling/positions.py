@@ -56,16 +56,38 @@ def multimodal_positions(config: Any, input_ids: torch.Tensor, inputs: Mapping[s
     axes = position_axes(config)
     if axes == 1:
         return torch.arange(input_ids.numel())[None]
-    ids = input_ids.tolist()
-    grids = _grids(config, inputs or {})
-    tokens = {config.image_token_id: "image", config.video_token_id: "video"}
     parts: list[torch.Tensor] = []
     start = begin = 0  # the next position, and the token that has it
+    for _, index, grid in placeholder_runs(config, input_ids.tolist(), inputs or {}):
+        parts.append((torch.arange(index - begin) + start).expand(3, -1))
+        parts.append(grid + start + index - begin)
+        start, begin = int(parts[-1].max()) + 1, index + grid.shape[1]
+    parts.append((torch.arange(input_ids.numel() - begin) + start).expand(3, -1))
+    return torch.cat(parts, 1)
+
+
+def placeholder_runs(
+    config: Any, ids: Sequence[int], inputs: Mapping[str, Any]
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The runs of placeholder tokens in a prompt, of a model with mRoPE: those of an image, a video or a frame.
+
+    Args:
+        config, inputs: as in `multimodal_positions`.
+        ids: tokens without padding.
+
+    Yields:
+        "image" or "video", the index of the first token, and the positions (3, tokens) relative to it.
+
+    Raises:
+        ValueError: the placeholders do not match the grids.
+    """
+    ids = list(ids)
+    grids = _grids(config, inputs)
+    tokens = {config.image_token_id: "image", config.video_token_id: "video"}
+    begin = 0
     for index in range(len(ids)):
         if index < begin or ids[index] not in tokens:
             continue
-        parts.append((torch.arange(index - begin) + start).expand(3, -1))
-        start += index - begin
         kind = tokens[ids[index]]
         grid = next(grids[kind], None)
         count = 0 if grid is None else grid.shape[1]
@@ -74,12 +96,10 @@ def multimodal_positions(config: Any, input_ids: torch.Tensor, inputs: Mapping[s
                 f"expected {count} {kind} tokens at token {index} of the prompt, from {kind}_grid_thw, found "
                 f"{_run(ids, index)}: the placeholders must be expanded by the processor that made the grids"
             )
-        parts.append(grid + start)
-        start, begin = int(parts[-1].max()) + 1, index + count
+        yield kind, index, grid
+        begin = index + count
     if unused := [kind for kind, rest in grids.items() if next(rest, None) is not None]:
         raise ValueError(f"expected placeholder tokens for every {unused[0]} of {unused[0]}_grid_thw, found too few")
-    parts.append((torch.arange(len(ids) - begin) + start).expand(3, -1))
-    return torch.cat(parts, 1)
 
 
 def batch_positions(

@@ -8,7 +8,7 @@ import torch
 
 from verl.config import schema
 from verl.modeling.huggingface import model_source, read_config
-from verl.modeling.vision import is_vision_config
+from verl.modeling.vision import BIDIRECTIONAL, is_vision_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
 from verl.rollout.routed_experts import layers_with_experts
@@ -50,11 +50,7 @@ class EngineCopy:
         is_trained = train_engine is not None or env.compute_dtype is not None
         model = model.model_copy(update={"path": model_source(model.path)})
         hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
-        if is_vision_config(hf_config) and hf_config.model_type not in VISION_MODELS:
-            raise ValueError(
-                f"rollout.name={config.name}: expected a vision-language model of {', '.join(VISION_MODELS)}, found "
-                f"{hf_config.model_type}: use rollout.name=native or hf (docs/vlm.md)"
-            )
+        check_images(config.name, hf_config)
         merges = not is_trained and model.lora_adapter_path is not None
         records = isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay
         return cls(model, hf_config, engine_dtype(config, env), is_trained, merges, records)
@@ -82,6 +78,30 @@ class EngineCopy:
             receiver.receive(module.named_parameters(), version=0)
         elif self.is_trained:
             receiver.release()
+
+
+def check_images(engine: str, hf_config: Any) -> None:
+    """Raise ValueError for a model with images that this engine does not compute as training does.
+
+    Args:
+        engine: vllm or sglang.
+        hf_config: HuggingFace config of the model.
+    """
+    kind = hf_config.model_type
+    if not is_vision_config(hf_config) or kind in VISION_MODELS:
+        return
+    if kind in BIDIRECTIONAL:
+        reason, others = (
+            f"the tokens of an image attend to each other in both directions, which {engine} computes with some of its "
+            "attention kernels only; with others the log-probs are not those of training",
+            "native or hf",
+        )
+    else:
+        reason, others = "its weights and positions have not been compared with those of training", "hf"
+    raise ValueError(
+        f"rollout.name={engine}: expected a vision-language model of {', '.join(VISION_MODELS)}, found {kind}: "
+        f"{reason}. Use rollout.name={others} (docs/vlm.md)"
+    )
 
 
 def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:

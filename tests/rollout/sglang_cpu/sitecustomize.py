@@ -6,11 +6,21 @@ replacements: modules with any attribute. Calling one is an error, so a computat
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 
 #: packages that have no build for CPUs here
 _PACKAGES = ("sgl_kernel", "torchvision")
+#: modules that name kernels for CPUs, which the processor of Qwen-VL imports for other models
+_MODULES = ("sglang.srt.models.qwen3_5",)
+#: module -> operators, which are declared before it is imported
+_OPERATORS = {
+    "torchvision._meta_registrations": (
+        "torchvision::nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+        "torchvision::qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    ),
+}
 
 
 class _Missing(type):
@@ -102,6 +112,33 @@ def _unpinned(function):
     return allocate
 
 
+class _OtherModels(_Finder):
+    """Replaces `_MODULES`."""
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name in _MODULES else None
+
+
+class _Operators(importlib.abc.MetaPathFinder):
+    """Declares compiled operators that modules name when they are imported; here they are not compiled. Those of
+    torchvision are in its build for CUDA. Without torchvision, `_Finder` replaces it."""
+
+    def __init__(self):
+        self.libraries = []  # operators are gone with their library
+
+    def find_spec(self, name, path=None, target=None):
+        for operator in _OPERATORS.get(name, ()):
+            import torch
+
+            namespace, _, schema = operator.partition("::")
+            self.libraries.append(torch.library.Library(namespace, "FRAGMENT"))
+            self.libraries[-1].define(schema)
+        return None
+
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling a rotary embedding takes a minute
 sys.meta_path.insert(0, _HostMemory())
 sys.meta_path.insert(0, _Adapters())
+sys.meta_path.insert(0, _Operators())
+sys.meta_path.insert(0, _OtherModels())
 sys.meta_path.append(_Finder())  # after the others: a package that is installed is used

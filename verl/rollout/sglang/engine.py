@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, is_named
-from verl.rollout.checks import check_request, unexpanded_prompt
+from verl.rollout.checks import check_request
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.sglang.filters import filter_params, processor
+from verl.rollout.sglang.images import MediaReader
 from verl.rollout.sglang.service import Job, Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangMemory, SglangReceiver
 from verl.utils.rng import fork_seed
@@ -19,12 +20,13 @@ from verl.utils.rng import fork_seed
 _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_response_length"
 
 
-def arguments_of(job: Job, records: bool = False) -> dict[str, Any]:
+def arguments_of(job: Job, records: bool = False, media: MediaReader | None = None) -> dict[str, Any]:
     """Arguments of `Engine.async_generate` that continue the tokens of a job.
 
     Args:
         job: the request, and its tokens so far.
         records: report the experts that the routers choose.
+        media: makes the images of prompts; None for a text model.
     """
     request, params, stops = job.request, job.request.params, list(job.request.params.active_stop_ids)
     sampling: dict[str, Any] = {
@@ -34,16 +36,15 @@ def arguments_of(job: Job, records: bool = False) -> dict[str, Any]:
         "ignore_eos": not stops,
         "sampling_seed": fork_seed(params.seed, request.sample_id),
     }
-    prompt = request.raw_prompt_ids if request.has_images else request.prompt_ids
     arguments = {
-        "input_ids": [*prompt, *job.token_ids],
+        "input_ids": [*request.prompt_ids, *job.token_ids],
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": params.stop is not None,
     }
-    if request.has_images:  # SGLang expands the placeholders itself
-        media = request.multi_modal_data
-        arguments |= {f"{kind[:-1]}_data": list(media[kind]) for kind in ("images", "videos") if media.get(kind)}
+    if request.has_images:
+        given = media.read(request.prompt_ids, request.multi_modal_inputs, len(job.token_ids))
+        arguments["image_data"] = [given]
     if records:
         arguments["return_routed_experts"] = True
     if params.filters:
@@ -77,7 +78,7 @@ class SglangRollout(RolloutEngine):
         receiver: its receiver of weights.
         vocab_size: number of tokens of the model.
         max_length: longest sequence, prompt plus response.
-        reads_images: whether the model is a vision-language model.
+        media: makes the images of prompts; None for a text model.
     """
 
     sampling_keys = SAMPLING_KEYS
@@ -90,13 +91,13 @@ class SglangRollout(RolloutEngine):
         receiver: SglangReceiver,
         vocab_size: int,
         max_length: int,
-        reads_images: bool = False,
+        media: MediaReader | None = None,
     ):
         self.service = service
         self.memory = memory
         self.vocab_size = vocab_size
         self.max_length = max_length
-        self.reads_images = reads_images
+        self.media = media
         self.stats = RolloutStats()
         self._receiver = receiver
         self.records_routing = service.experts is not None
@@ -136,14 +137,10 @@ class SglangRollout(RolloutEngine):
         """See `RolloutEngine.follow`."""
 
     def _check(self, name: str, request: Request) -> None:
-        check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH, self.reads_images)
-        if request.has_images:
-            unexpanded_prompt(name, request)
-            if request.multi_modal_data.get("videos"):
-                raise ValueError(
-                    f"{name}: expected images, found videos: rollout.name=sglang does not support them, use "
-                    "rollout.name=native, hf or vllm"
-                )
+        images = self.media is not None
+        check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH, images)
+        if self.media is not None:
+            self.media.check(name, request)
 
     def _prepare(self) -> None:
         self._receiver.check_filled()

@@ -15,6 +15,7 @@ from verl.rollout.loading import parameter_shapes
 from verl.rollout.sglang.adapters import FollowerAdapterReceiver, lora_args, make_receiver, obstacles, with_adapter
 from verl.rollout.sglang.capabilities import probe
 from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of, decode_experts
+from verl.rollout.sglang.images import MediaReader, take_processed
 from verl.rollout.sglang.service import FailureHandler, Service, start_engine
 from verl.rollout.sglang.settings import engine_args
 from verl.rollout.sglang.weights import SglangMemory
@@ -54,10 +55,14 @@ def make_sglang(
             "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
             "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
         )
-    arguments, on_failure = partial(arguments_of, records=copy.records), FailureHandler()
+    media = MediaReader(copy.hf_config) if is_vision_config(copy.hf_config) else None
+    arguments, on_failure = partial(arguments_of, records=copy.records, media=media), FailureHandler()
     if adapted is not None:
         arguments = partial(with_adapter, arguments)
-    service = on_failure.service = Service(start_engine(args, on_failure), capabilities, arguments, experts)
+    engine = start_engine(args, on_failure)
+    if media is not None:
+        take_processed(engine, copy.hf_config)
+    service = on_failure.service = Service(engine, capabilities, arguments, experts)
     memory = SglangMemory(service, saves=bool(args["enable_memory_saver"]))
     receiver = make_receiver(
         service,
@@ -78,7 +83,7 @@ def make_sglang(
         receiver,
         vocab_size=copy.hf_config.get_text_config().vocab_size,
         max_length=max_model_len(config),
-        reads_images=is_vision_config(copy.hf_config),
+        media=media,
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from verl.rollout.expert_names import ExpertNames
 from verl.rollout.sglang.adapter_loader import load_adapter
+from verl.rollout.sglang.images import forget_features
 from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
 #: name of the instruction in a bucket: JSON as (n,) uint8
@@ -85,6 +86,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
             names = ExpertNames({name for name, _ in model.named_parameters()})
             model.load_weights(item for name, tensor in weights for item in names.unfused(name, tensor))
         if order["adapter"] is None and order["sums"] is not None:
+            forget_features()
             error = find_stale(model, order["sums"], order["dtype"])
         if content.is_cuda:
             torch.cuda.synchronize()  # the trainer uses the memory again

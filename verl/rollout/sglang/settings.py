@@ -10,10 +10,12 @@ import torch
 
 from verl.config import schema
 from verl.modeling.huggingface import experts_of
+from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
 from verl.rollout.routed_experts import check_records
 from verl.rollout.sglang.capabilities import Capabilities
+from verl.rollout.sglang.images import check_model
 from verl.rollout.stop_strings import SEARCH_INTERVAL
 from verl.utils.rng import fork_seed
 
@@ -134,6 +136,8 @@ def engine_args(
         _check_eager(given)
     if "quantization_config" in hf_config.to_dict():
         raise ValueError(f"rollout.name=sglang: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
+    if is_vision_config(hf_config):
+        check_model(hf_config)
     on_gpu = env.device.type == "cuda"
     seed = config.seed if isinstance(config, schema.RolloutConfig) else 0
     args = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from verl.rollout.sglang.images import published_names
 from verl.rollout.sglang.loader import INSTRUCTION, add_sums, instruction, read_outcomes
 from verl.rollout.sglang.service import Service
 from verl.rollout.weight_sync.base import check_parameters
@@ -109,7 +110,8 @@ class SglangReceiver:
             ValueError: unknown, repeated or missing parameters, another shape, or weights that SGLang did not load.
         """
         with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
-            sums = self._send_all(check_parameters(weights, self.shapes, version), Path(folder))
+            named = published_names(check_parameters(weights, self.shapes, version))
+            sums = self._send_all(named, Path(folder))
             self._send([], Path(folder), sums, version)
 
     @cached_property

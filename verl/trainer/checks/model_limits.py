@@ -12,6 +12,7 @@ from verl.engines.expert_parallel import check_experts
 from verl.engines.megatron.checks import check_architecture, check_keys
 from verl.engines.megatron.checks import check_sizes as check_megatron_sizes
 from verl.modeling.huggingface import experts_of, model_source, read_config
+from verl.rollout.engine_copy import check_images
 from verl.rollout.native.model import family_of
 from verl.rollout.native.slices import check_sizes
 
@@ -31,6 +32,7 @@ class ModelLimits:
         positions: tokens in a sequence; None if the config sets no limit.
         architectures: class names of the saved weights.
         sizes: its config by key.
+        hf_config: HuggingFace config of the whole model.
     """
 
     path: str
@@ -38,6 +40,7 @@ class ModelLimits:
     positions: int | None
     architectures: tuple[str, ...]
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    hf_config: Any = None
 
     @classmethod
     def of(cls, model: schema.ModelConfig) -> "ModelLimits":
@@ -49,7 +52,7 @@ class ModelLimits:
         hf = whole.get_text_config()
         sizes = {**hf.to_dict(), **model.override_config}
         positions = sizes.get("max_position_embeddings")
-        return cls(model.path, hf.vocab_size, positions, tuple(whole.architectures or ()), sizes)
+        return cls(model.path, hf.vocab_size, positions, tuple(whole.architectures or ()), sizes, whole)
 
     def check_vocabulary(self, tokenizer: Any, largest_id: int) -> None:
         """Raise ValueError if token ids exceed the vocabulary. largest_id: the largest id of the dataset."""
@@ -87,6 +90,8 @@ class ModelLimits:
 
     def check_engine(self, rollout: schema.RolloutEngineConfig) -> None:
         """Raise ValueError if the rollout engine does not support the architecture, or cannot split it over ranks."""
+        if rollout.name in ("vllm", "sglang") and self.hf_config is not None:
+            check_images(rollout.name, self.hf_config)
         if rollout.name != "native":
             return
         for architecture in self.architectures:
