@@ -90,20 +90,7 @@ def make_config(family: str, head_dim: int = 8, patch: int = PATCH) -> Pretraine
         "pad_token_id": ids.pad_token_id,
     }
     if family == "gemma3":
-        return Gemma3Config(
-            text_config={**text, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-            | {"query_pre_attn_scalar": head_dim},
-            vision_config={
-                "model_type": "siglip_vision_model",
-                **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
-                **{"image_size": 16, "patch_size": PATCH},
-            },
-            mm_tokens_per_image=GEMMA_TOKENS,
-            boi_token_index=ids.convert_tokens_to_ids(_GEMMA_TOKENS["boi_token"]),
-            eoi_token_index=ids.convert_tokens_to_ids(_GEMMA_TOKENS["eoi_token"]),
-            image_token_index=ids.convert_tokens_to_ids(_GEMMA_TOKENS["image_token"]),
-            eos_token_id=ids.eos_token_id,
-        )
+        return _gemma_config(text, ids)
     sections = [head_dim // 4, head_dim // 8, head_dim // 8]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     vision = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
@@ -132,6 +119,23 @@ def make_config(family: str, head_dim: int = 8, patch: int = PATCH) -> Pretraine
     rope["mrope_interleaved"] = True
     vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     return Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens)
+
+
+def _gemma_config(text: dict[str, Any], ids: Any) -> PretrainedConfig:
+    return Gemma3Config(
+        text_config={**text, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"query_pre_attn_scalar": text["head_dim"]},
+        vision_config={
+            "model_type": "siglip_vision_model",
+            **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"image_size": 16, "patch_size": PATCH},
+        },
+        mm_tokens_per_image=GEMMA_TOKENS,
+        boi_token_index=ids.convert_tokens_to_ids(_GEMMA_TOKENS["boi_token"]),
+        eoi_token_index=ids.convert_tokens_to_ids(_GEMMA_TOKENS["eoi_token"]),
+        image_token_index=ids.convert_tokens_to_ids(_GEMMA_TOKENS["image_token"]),
+        eos_token_id=ids.eos_token_id,
+    )
 
 
 def image_processor(family: str, patch: int = PATCH) -> Any:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -50,11 +51,7 @@ def make_sglang(
     args = engine_args(config, copy, env, capabilities)
     if adapted is not None:
         args |= lora_args(adapted, on_gpu)
-    if not args.get("enable_deterministic_inference"):
-        log.info(
-            "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
-            "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
-        )
+    _log_seeds(args)
     media = MediaReader(copy.hf_config) if is_vision_config(copy.hf_config) else None
     arguments, on_failure = partial(arguments_of, records=copy.records, media=media), FailureHandler()
     if adapted is not None:
@@ -85,6 +82,14 @@ def make_sglang(
         max_length=max_model_len(config),
         media=media,
     )
+
+
+def _log_seeds(args: dict[str, Any]) -> None:
+    if not args.get("enable_deterministic_inference"):
+        log.info(
+            "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
+            "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
+        )
 
 
 def _decoder(copy: EngineCopy) -> Callable[[str], np.ndarray] | None:
