@@ -361,3 +361,45 @@ def test_killed_at_random_times_while_saving(tmp_path, caplog):
         process.wait()
         assert CheckpointStore(tmp_path).latest() is not None
     assert_sound(tmp_path, caplog)
+
+
+@pytest.mark.parametrize("name", ["global_step_3", ".writing_global_step_3", ".garbage_global_step_1", "best"])
+@pytest.mark.parametrize("target", ["/no/such/folder", "itself", "outside", "global_step_1"])
+def test_links_in_the_folder_of_a_run(tmp_path, name, target):
+    """They neither stop a save nor is what they lead to changed."""
+    store, outside = CheckpointStore(tmp_path / "run", keep=2), tmp_path / "outside"
+    save(store, 1), save(store, 2)
+    outside.mkdir()
+    (outside / "mine").write_text("x")
+    link = tmp_path / "run" / name
+    link.symlink_to({"itself": name, "outside": outside}.get(target, target))
+    save(store, 3)
+    store.mark_best({"step": 3})
+    assert store.latest() == verify(tmp_path / "run" / "global_step_3") and not store.path(3).is_symlink()
+    assert (outside / "mine").read_text() == "x"
+    assert (tmp_path / "run" / "best").resolve() == store.path(3)
+
+
+@pytest.mark.parametrize("part", ["", "actor"])
+def test_a_checkpoint_that_was_moved_behind_a_link_is_used_and_unlinked(tmp_path, part):
+    store = CheckpointStore(tmp_path / "run")
+    save(store, 1), save(store, 2)
+    moved = tmp_path / "elsewhere"
+    (store.path(1) / part).rename(moved)
+    (store.path(1) / part).symlink_to(moved)
+    assert verify(store.path(1)) == store.path(1)
+    store.prune_subfolder("actor", 1) if part else store.prune(1)
+    assert not os.path.lexists(store.path(1) / part) and list(moved.rglob("model.bin"))
+    assert store.latest() == store.path(2)
+
+
+@pytest.mark.parametrize("name", [TRACKER, "best_checkpoint.json"])
+def test_a_folder_in_place_of_a_record_is_renamed(tmp_path, name):
+    store = CheckpointStore(tmp_path / "run")
+    save(store, 1)
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name / "mine").mkdir(parents=True)
+    save(store, 2)
+    store.mark_best({"step": 2})
+    assert (tmp_path / "run" / TRACKER).read_text() == "2" and store.best() == {"step": 2}
+    assert [path.parent.name.startswith(f"{name}.set_aside_") for path in (tmp_path / "run").glob("*/mine")] == [True]

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -175,3 +176,25 @@ def test_a_url_is_downloaded_once_if_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr("verl.data.images.urllib.request.urlopen", down)
     with pytest.raises(MediaError, match=r"expected an image at https://a.example/c.png, found OSError: no route"):
         RowImage("https://a.example/c.png", "x", limits=ImageLimits(allow_urls=True)).size()
+
+
+def test_a_damaged_or_unusable_store_of_downloads_is_not_used(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path / "cache"))
+    asked = []
+
+    def urlopen(url, timeout):
+        asked.append(url)
+        return io.BytesIO(written(plain()))
+
+    def size() -> tuple[int, int]:
+        return RowImage("https://a.example/b.png", "x", limits=ImageLimits(allow_urls=True)).size()
+
+    monkeypatch.setattr("verl.data.images.urllib.request.urlopen", urlopen)
+    assert size() == size() == (12, 8) and len(asked) == 1
+    (stored,) = (tmp_path / "cache" / "images").iterdir()
+    stored.write_bytes(stored.read_bytes()[:-20])
+    assert size() == size() == (12, 8) and len(asked) == 2  # downloaded once more
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no folder")
+    assert size() == (12, 8)
+    assert "downloaded images are not stored in" in caplog.text

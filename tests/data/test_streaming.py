@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +141,14 @@ def test_a_csv_row_with_line_breaks_and_a_list_that_is_not_streamed(tmp_path, ca
     with caplog.at_level(logging.INFO, "verl.data"):
         assert list(read_rows(tmp_path / "a.json", streaming=True)) == ROWS[:2]
     assert "a JSON list is read into memory" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [b"", b"ARROW1\0\0", None])
+def test_a_damaged_copy_is_written_again(write_any, cache, damage, caplog):
+    path = write_any("a.csv", ROWS)
+    path = Path(path)
+    assert len(ArrowCopy(path)) == 2500
+    (copy,) = cache.glob("*.arrow")
+    copy.write_bytes(copy.read_bytes()[:-100] if damage is None else damage)
+    assert list(ArrowCopy(path)) == ROWS
+    assert "is damaged" in caplog.text and "it is written again" in caplog.text

@@ -394,9 +394,18 @@ def test_a_calibration_is_stored_for_one_device_and_its_versions(tmp_path, monke
     devices.save(A100, {"torch": "2"})  # another device of the same user
     assert devices.calibrated({"torch": "1"}, "H200") == (H200, "")
     assert devices.calibrated({"torch": "2"}, "A100") == (A100, "")
-    (tmp_path / "calibration.json").write_text("{}")
+    entries = ['{"profiles": {"H200": {"host": 1}}, "format": 2}', '{"profiles": 7, "format": 2}']
+    for text in ("{}", "[1]", "\0", "[" * 100_000, *entries):
+        (tmp_path / "calibration.json").write_text(text)
+        with pytest.raises(ValueError, match="damaged"):
+            devices.calibrated({"torch": "1"}, "H200")
+        assert "is damaged" in host.host_profile("cpu").source or "H200" in text  # a run does not end for it
+    (tmp_path / "calibration.json").unlink()
+    (tmp_path / "calibration.json").mkdir()
     with pytest.raises(ValueError, match="damaged"):
         devices.calibrated({"torch": "1"}, "H200")
+    devices.save(H200, {"torch": "1"})
+    assert devices.calibrated({"torch": "1"}, "H200") == (H200, "")
 
 
 def test_a_stale_calibration_of_this_host_is_named(tmp_path, monkeypatch):

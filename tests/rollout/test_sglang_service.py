@@ -24,7 +24,7 @@ class Counting:
         self.tokenizer_manager = self
         self.aborted: set[str] = set()
         self.running = 0
-        self.gate = asyncio.Event()
+        self.held = False  # no tokens are generated
         self.eos: int | None = None
         self.version = "default"
 
@@ -44,6 +44,8 @@ class Counting:
         try:
             while True:
                 await asyncio.sleep(0)
+                if self.held:
+                    continue
                 log_prob = float("nan") if input_ids[0] == 9 else -0.5
                 pairs.append((log_prob, input_ids[-1] + 1 + len(pairs), None))
                 reason = self._reason(pairs, sampling_params, rid)
@@ -175,11 +177,13 @@ def test_a_response_of_other_weights_is_an_error(service, engine):
 
 
 def test_an_exclusive_call_waits_for_running_requests_and_holds_back_new_ones(service, engine):
+    engine.held = True
     long = service.submit(Request([1], SamplingParams(3000, ()), 0, "a"))
     while not engine.running:
         pass
     with pytest.raises(ValueError, match=r"sleep\(\) was called while requests are running"):
         service.exclusive("sleep()", idle=True).__enter__()
+    engine.held = False
     with service.exclusive("a weight push"):
         assert long.done() and not engine.running
         waiting = service.submit(Request([1], SamplingParams(2, ()), 0, "b"))

@@ -153,6 +153,12 @@ def test_a_damaged_file_is_refused_with_its_line(chosen, tmp_path, line):
         LocalPPOTrainer(overrides=chosen)
 
 
+def test_a_folder_in_place_of_the_file_is_refused(chosen, tmp_path):
+    (tmp_path / "run" / "quarantine.jsonl").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"quarantine\.jsonl is not a regular file: .*; remove it to use all rows"):
+        LocalPPOTrainer(overrides=chosen)
+
+
 def test_queues_of_prompts_are_refused(chosen):
     with pytest.raises(ValueError, match=r"reward\.on_error.*not supported, use count"):
         LocalPPOTrainer(overrides=[*chosen, "algorithm.filter_groups.enable=true"])

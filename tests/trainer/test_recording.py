@@ -2,10 +2,14 @@
 
 import json
 import logging
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
+from tests.trainer.conftest import run_settings
+from verl.checkpoints.store import verify
 from verl.protocol import DataProto
 from verl.tracking import run_record as module
 from verl.tracking.report import report_data, write_report
@@ -206,3 +210,64 @@ def test_a_folder_that_is_deleted_while_the_run_ends_hides_no_error(tmp_path, ca
         shutil.rmtree(folder)
         raise RuntimeError("out of memory")
     assert not folder.exists() and "the state of the run (failed) is not recorded in" in caplog.text
+
+
+def irregular(kind: str):
+    """Puts something that is no regular file in place of a record."""
+
+    def put(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        if kind == "folder":
+            (path / "mine").mkdir(parents=True)
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to({"loop": path.name, "device": "/dev/zero"}.get(kind, "/no/such/file"))
+
+    return put
+
+
+DAMAGE = {
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 20),
+    "wrong types": lambda path: path.write_text('{"step": "x"}\n[1]\n{"step": 1}\n{"step": 1, "every": 0}\n'),
+    "nested": lambda path: path.write_text("[" * 100_000 + "\n"),
+    "torn": lambda path: path.write_bytes(path.read_bytes() + b'{"step": 2, "x": "\xe4\xb8'),
+    **{kind: irregular(kind) for kind in ("folder", "pipe", "loop", "dangling", "device")},
+}
+RECORDS = ["metrics.jsonl", "metrics.dropped.jsonl", "steps.jsonl", "samples.jsonl", "warnings.jsonl", "run.json"]
+RECORDS += ["best_checkpoint.json", "latest_checkpointed_iteration.txt", "curves.png"]
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    LocalPPOTrainer(overrides=saved_run(tiny, folder, 2)).fit()
+    return folder
+
+
+def saved_run(tiny: Path, folder: Path, steps: int) -> list[str]:
+    more = ["algorithm.name=grpo", "trainer.save_freq=1", "trainer.save_best=true", "trainer.test_freq=1"]
+    return [
+        *run_settings(tiny, folder),
+        *more,
+        "trainer.logger=[console,jsonl]",
+        f"trainer.total_training_steps={steps}",
+    ]
+
+
+# of the fast tests, the one whose reading would never end
+@pytest.mark.parametrize(
+    "kind", ["device", *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE if name != "device")]
+)
+def test_damaged_records_do_not_keep_a_run_from_resuming(kind, recorded, tiny, tmp_path):
+    folder = shutil.copytree(recorded, tmp_path / "run", symlinks=True)
+    for name in RECORDS:
+        if (folder / name).exists() or kind != "torn":
+            DAMAGE[kind](folder / name)
+    trainer = LocalPPOTrainer(overrides=saved_run(tiny, folder, 3))
+    assert trainer.fit()["training/global_step"] == 3
+    assert verify(folder / "global_step_3")
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")][-1] == 3
+    assert json.loads((folder / "run.json").read_text())["state"] == "finished"
+    assert lines(folder / "steps.jsonl")[-1]["step"] == 3
+    assert write_report(folder).is_file()

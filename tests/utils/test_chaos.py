@@ -84,3 +84,11 @@ def test_an_armed_fault_is_taken_once():
     assert not chaos.take("nan-weight")
     chaos.arm("nan-weight")
     assert chaos.is_armed("nan-weight") and chaos.take("nan-weight") and not chaos.take("nan-weight")
+
+
+@pytest.mark.parametrize("content", [b"\xff\n", b"[1]\n", b"{}\n", b"[" * 100_000, None])
+def test_a_damaged_record_is_refused(tmp_path, content):
+    record = tmp_path / chaos.RECORD
+    record.mkdir() if content is None else record.write_bytes(content)
+    with pytest.raises(ValueError, match=r"chaos\.jsonl: expected lines such as .*: delete the file"):
+        chaos.Chaos(["kill@3"], tmp_path).start()

@@ -73,3 +73,19 @@ def test_a_folder_in_place_of_the_lock_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"\.in_use is a folder: .*remove the folder"), lock_folder(tmp_path):
         pass
     assert (tmp_path / ".in_use").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_only_a_regular_file_is_a_lock(tmp_path, kind):
+    folder, target = tmp_path / "run", tmp_path / "elsewhere"
+    folder.mkdir()
+    if kind == "pipe":
+        os.mkfifo(folder / ".in_use")
+    else:
+        (folder / ".in_use").symlink_to(target)
+    if kind == "link":
+        target.write_text("mine")
+    expected = "is not a regular file" if kind == "pipe" else "expected a lock file that can be written, found a link"
+    with pytest.raises(ValueError, match=expected), lock_folder(folder):
+        pass
+    assert target.exists() == (kind == "link") and (kind != "link" or target.read_text() == "mine")

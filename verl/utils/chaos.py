@@ -94,11 +94,13 @@ class Chaos:
 
     def _left(self) -> list[str]:
         """The faults that are not injected yet."""
-        if not self._record.exists():
+        if not os.path.lexists(self._record):
             return self.faults
         try:
+            if not self._record.is_file():
+                raise ValueError("no regular file")
             done = [json.loads(line)["fault"] for line in self._record.read_text(encoding="utf-8").splitlines()]
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f'{self._record}: expected lines such as {{"fault": "kill@2"}}, found {error}: delete the file, '
                 "and all faults are injected again"

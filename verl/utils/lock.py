@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,9 +48,15 @@ def _locked(path: Path) -> int:
     """Open and lock the file. Retries if its last owner has just removed it."""
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except IsADirectoryError:
             raise ValueError(f"{path} is a folder: expected the lock file of a run there; remove the folder") from None
+        except OSError as error:
+            found = "a link" if path.is_symlink() else error.strerror
+            raise ValueError(f"{path}: expected a lock file that can be written, found {found}") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ValueError(f"{path} is not a regular file: expected the lock file of a run there; remove it")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _same(descriptor, path):

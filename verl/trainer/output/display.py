@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from verl.checkpoints.atomic import set_aside_irregular
 from verl.config import schema, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
 from verl.protocol import DataProto
@@ -108,8 +109,13 @@ class RunDisplay:
         """Plot the learning curves, if matplotlib is installed."""
         if importlib.util.find_spec("matplotlib") is None:
             return ""
+        picture = self._trainer.folder / "curves.png"
         try:
-            path = save_curves(self._trainer.folder / "metrics.jsonl", self._trainer.folder / "curves.png")
+            set_aside_irregular(picture)
+            path = save_curves(self._trainer.folder / "metrics.jsonl", picture)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", picture, error)
+            return ""
         except ValueError as error:  # a custom flow without the metrics that are plotted
             logger.debug("no curves: %s", error)
             return ""

@@ -6,6 +6,7 @@ folder. The same command resumes from the last checkpoint and drops these rows f
 
 import json
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,8 +32,10 @@ def apply_quarantine(trainer: "Trainer") -> None:
         ValueError: a line of the file is invalid, or too few rows remain.
     """
     path, source = trainer.folder / FILE, trainer.source
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file: expected the rows to drop; remove it to use all rows")
     rows = set(_rows_of(path.read_text(encoding="utf-8", errors="replace").splitlines(), path, len(source.dataset)))
     if rows:
         source.drop(rows)
