@@ -285,6 +285,9 @@ def test_a_hanging_tracker_does_not_stop_training(tmp_path, caplog, monkeypatch,
     assert waiting.startswith("tracker blocked has not responded for ") and waiting.endswith("1 calls are waiting")
     assert lost.startswith("tracker blocked did not finish within 0 s: up to ")
     blocked.gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "blocked":
+            thread.join(20)  # it logs a failure, which is not of the next test
 
 
 def test_a_slow_tracker_gets_every_call_in_order(tmp_path, blocked, caplog):
