@@ -8,14 +8,11 @@ import torch
 
 from verl.config import schema
 from verl.modeling.huggingface import model_source, read_config
-from verl.modeling.vision import BIDIRECTIONAL, is_vision_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
 from verl.rollout.routed_experts import layers_with_experts
+from verl.rollout.vision_models import check_images
 from verl.rollout.weight_sync import WeightReceiver
-
-#: model types with images whose weights these engines load by the names that the trainer sends
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @dataclass(frozen=True)
@@ -78,30 +75,6 @@ class EngineCopy:
             receiver.receive(module.named_parameters(), version=0)
         elif self.is_trained:
             receiver.release()
-
-
-def check_images(engine: str, hf_config: Any) -> None:
-    """Raise ValueError for a model with images that this engine does not compute as training does.
-
-    Args:
-        engine: vllm or sglang.
-        hf_config: HuggingFace config of the model.
-    """
-    kind = hf_config.model_type
-    if not is_vision_config(hf_config) or kind in VISION_MODELS:
-        return
-    if kind in BIDIRECTIONAL:
-        reason, others = (
-            f"the tokens of an image attend to each other in both directions, which {engine} computes with some of its "
-            "attention kernels only; with others the log-probs are not those of training",
-            "native or hf",
-        )
-    else:
-        reason, others = "its weights and positions have not been compared with those of training", "hf"
-    raise ValueError(
-        f"rollout.name={engine}: expected a vision-language model of {', '.join(VISION_MODELS)}, found {kind}: "
-        f"{reason}. Use rollout.name={others} (docs/vlm.md)"
-    )
 
 
 def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:

@@ -12,9 +12,9 @@ from verl.engines.expert_parallel import check_experts
 from verl.engines.megatron.checks import check_architecture, check_keys
 from verl.engines.megatron.checks import check_sizes as check_megatron_sizes
 from verl.modeling.huggingface import experts_of, model_source, read_config
-from verl.rollout.engine_copy import check_images
 from verl.rollout.native.model import family_of
 from verl.rollout.native.slices import check_sizes
+from verl.rollout.vision_models import check_images
 
 logger = logging.getLogger("verl.trainer")
 
