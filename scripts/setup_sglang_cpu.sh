@@ -33,5 +33,14 @@ Path(sys.argv[1], "requirements").write_text("\n".join(wanted) + "\n")
 Path(sys.argv[1], "constraint").write_text("torch==" + metadata.version("torch").split("+")[0] + "\n")
 END
 pip --constraint "$lists/constraint" --requirement "$lists/requirements"
+# for models with images; it requires the packages of CUDA, which are not used
+read -r torchvision < <("$venv/bin/python" - <<'END'
+import importlib.metadata as metadata
+
+_, minor, patch = metadata.version("torch").split("+")[0].split(".")
+print(f"torchvision==0.{int(minor) + 15}.{patch}")
+END
+)
+pip --no-deps "$torchvision"
 PYTHONPATH=tests/rollout/sglang_cpu SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -W ignore \
     -c 'import sglang; sglang.Engine; print("Ready: SGLang", sglang.__version__)' 2>/dev/null

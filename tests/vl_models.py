@@ -68,13 +68,7 @@ def tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 
 def make_config(family: str, head_dim: int = 8, patch: int = PATCH) -> PretrainedConfig:
-    """The config of a tiny model whose special tokens are those of `tokenizer`.
-
-    Args:
-        family: one of FAMILIES.
-        head_dim: vLLM and SGLang need at least 32.
-        patch: pixels of a patch; SGLang's Qwen2.5-VL needs 14.
-    """
+    """A tiny model with the tokens of `tokenizer`. vLLM needs head_dim=32, SGLang's Qwen2.5-VL patches of 14 pixels."""
     ids, hidden = tokenizer(family), 4 * head_dim
     text: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -108,7 +102,6 @@ def make_config(family: str, head_dim: int = 8, patch: int = PATCH) -> Pretraine
     if family == "qwen2_vl":
         return Qwen2VLConfig(
             text_config={**text, "rope_parameters": rope},
-            # in_chans: as in the published models; SGLang reads it
             vision_config={**vision, "embed_dim": 16, "hidden_size": hidden, "mlp_ratio": 2, "in_chans": 3},
             **tokens,
         )

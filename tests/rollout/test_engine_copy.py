@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlavaConfig
 from tests.vl_models import make_config, save_vl_model
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
-from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_images, max_model_len
+from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, max_model_len
+from verl.rollout.vision_models import check_images
 from verl.trainer.checks.model_limits import ModelLimits
 
 

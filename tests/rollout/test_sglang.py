@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from tests.rollout.contract import DEVICE, DTYPE, IS_FLOAT32, KWARGS, SHAPE, rounding
-from tests.rollout.mixtures import MIXTURES, check_mixture, save_mixture
+from tests.rollout.mixtures import MIXTURES, assert_experts, check_mixture, save_mixture
 from verl.config import load_config, schema
 from verl.config.errors import ConfigError
 from verl.config.supported import check_built_in
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_requests, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang import capabilities, loader, settings, weights
@@ -188,6 +188,9 @@ def test_arguments_for_a_mixture_of_experts(monkeypatch):
     on_gpu = replace(ENV, device=torch.device("cuda", 0))
     found = settings.engine_args(config, made, on_gpu, ABLE)
     assert found["moe_runner_backend"] == "triton" and found["enable_return_routed_experts"] is True
+    assert found["chunked_prefill_size"] == config.max_num_batched_tokens == 8192
+    whole = settings.engine_args(config.model_copy(update={"enable_chunked_prefill": False}), made, on_gpu, ABLE)
+    assert whole["chunked_prefill_size"] == whole["max_prefill_tokens"] + whole["context_length"] == 8192 + 1032
     dense = settings.engine_args(config, replace(pushed(), dtype=torch.bfloat16), on_gpu, ABLE)
     assert not {"moe_runner_backend", "enable_return_routed_experts"} & dense.keys()
     with pytest.raises(ValueError, match=r"engine 'sglang test' does not report the experts .*native or hf"):
@@ -318,6 +321,32 @@ def test_the_experts_of_a_response_are_those_of_the_model(family, tmp_path):
     try:
         rollout.receiver().receive([(name, p.detach().to(DEVICE)) for name, p in module.named_parameters()], 1)
         check_mixture(rollout, module, exact=IS_FLOAT32)
+    finally:
+        rollout.service.engine.shutdown()
+
+
+@real
+@pytest.mark.parametrize(("tokens", "cache"), [(24, {"max_total_tokens": 400}), (64, {}), (None, {})])
+def test_experts_of_prompts_that_are_computed_in_chunks(tokens, cache, tmp_path):
+    """Several samples of prompts with a shared beginning, in chunks of 24 or 64 tokens or whole; with a cache of 400
+    tokens, which few responses fit into at a time."""
+    module = save_mixture("qwen3_moe", tmp_path)
+    config = schema.RolloutConfig(
+        name="sglang", prompt_length=64, response_length=32, enable_rollout_routing_replay=True, max_num_seqs=32,
+        enable_chunked_prefill=tokens is not None, max_num_batched_tokens=tokens or 128, enforce_eager=True,
+        gpu_memory_utilization=0.2, engine_kwargs=schema.EngineKwargs(sglang=KWARGS | cache),
+    )  # fmt: skip
+    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE)
+    rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tmp_path)), env)
+    random = torch.Generator().manual_seed(0)
+    shared, *own = (torch.randint(1, 53, (30,), generator=random).tolist() for _ in range(9))
+    prompts = [shared[: 10 * (i % 4)] + own[i][: 4 * i + 1] for i in range(8) for _ in range(4)]
+    requests = make_requests(prompts, SamplingParams(32, (3,), seed=5), limits=[1 + i % 32 for i in range(32)])
+    try:
+        rollout.receiver().receive([(name, p.detach().to(DEVICE)) for name, p in module.named_parameters()], 1)
+        for _ in range(2):
+            for request, completion in zip(requests, rollout.generate(requests)):
+                assert_experts(module, request.prompt_ids, completion, exact=IS_FLOAT32)
     finally:
         rollout.service.engine.shutdown()
 

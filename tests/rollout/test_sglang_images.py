@@ -4,10 +4,10 @@ Tests of `real` need SGLang: make test-sglang.
 """
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,7 @@ from verl.rollout.sglang.engine import SglangRollout, arguments_of
 from verl.rollout.sglang.images import MediaReader
 from verl.rollout.sglang.service import Job
 
-real = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+real = pytest.mark.skipif(not find_spec("sglang") or not find_spec("torchvision"), reason="make test-sglang")
 #: pixels of a patch; SGLang's Qwen2.5-VL reads others as features
 PATCHES = {"qwen2_5_vl": 14}
 GREEDY = SamplingParams(6, (0,), temperature=0.0)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from PIL import Image, ImageDraw
@@ -70,7 +71,11 @@ def settings(vision, run, **more):
     }
 
 
-@pytest.mark.parametrize("engine", ["hf", "native"])
+installed = find_spec("sglang") and find_spec("torchvision")
+sglang = pytest.param("sglang", marks=pytest.mark.skipif(not installed, reason="make test-sglang"))
+
+
+@pytest.mark.parametrize("engine", ["hf", "native", sglang])
 def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
     config = settings(vision, tmp_path / "run", **{"actor_rollout_ref.rollout.name": engine})

@@ -1,10 +1,10 @@
-"""Which vision-language models vLLM and SGLang compute as training does."""
+"""The models with images that vLLM and SGLang compute as training does."""
 
 from typing import Any
 
 from verl.modeling.vision import BIDIRECTIONAL, is_vision_config
 
-#: model types with images whose weights these engines load by the names that the trainer sends
+#: model types whose log-probs have been compared with those of training
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 

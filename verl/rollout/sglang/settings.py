@@ -74,7 +74,7 @@ _NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_back
 _ORIGINAL_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_FREE_SHARE = 0.9  # of the free GPU memory, for the engine
+_FREE_SHARE = 0.9  # of the free memory, for the engine
 _SLACK = 8  # positions that SGLang keeps free
 _SEEDS = 2**31  # of random_seed
 
@@ -168,6 +168,7 @@ def engine_args(
     else:
         tokens = _host_cache_tokens(hf_config, dtype, length, config.max_num_seqs)
         args |= {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": tokens}
+        args["mem_fraction_static"] = _FREE_SHARE  # SGLang would keep 12 GiB free; the cache has `max_total_tokens`
     return args | given
 
 
@@ -189,6 +190,11 @@ def _expert_args(
     if copy.records:
         check_records(config, f"sglang {capabilities.version}", capabilities.routed_experts)
         args["enable_return_routed_experts"] = True
+        if not config.enable_chunked_prefill:
+            # SGLang records at most `chunked_prefill_size` tokens of a batch: instead of -1, a size that is not reached
+            length = _context_length(max_model_len(config), copy.hf_config)
+            args["max_prefill_tokens"] = config.max_num_batched_tokens
+            args["chunked_prefill_size"] = config.max_num_batched_tokens + length
     if on_gpu and has_experts:
         args["moe_runner_backend"] = "triton"  # the default depends on the GPU; others permute the weights
     return args
