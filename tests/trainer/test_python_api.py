@@ -491,11 +491,10 @@ def test_shutdown_ends_each_group_once_and_the_cluster():
     ended = []
 
     def ends(name: str) -> Any:
-        return type("Ends", (), {"shutdown": lambda self: ended.append(name)})()
+        return type("Ends", (), dict.fromkeys(("shutdown", "close"), lambda self: ended.append(name)))()
 
     roles = {"actor": (shared := ends("actor and rollout")), "rollout": shared, "critic": ends("critic")}
-    source = SimpleNamespace(close=lambda: ended.append("source"))
-    trainer = SimpleNamespace(roles=roles, cluster=ends("cluster"), source=source, _started=True)
+    trainer = SimpleNamespace(roles=roles, cluster=ends("cluster"), source=ends("source"), _started=True)
     Trainer.shutdown(trainer)
     assert sorted(ended[:2]) == ["actor and rollout", "critic"] and ended[2:] == ["cluster", "source"]
     assert (trainer.roles, trainer._started) == ({}, False)
