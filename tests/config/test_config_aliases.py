@@ -253,7 +253,7 @@ def test_two_names_of_one_key_must_agree():
 def test_an_override_that_is_given_twice_is_noted(caplog):
     given = ["trainer.seed=1", "data.train_batch_size=64", "trainer.seed=2", "--data.train_batch_size=64"]
     given += ["actor_rollout_ref.actor.optim={lr: 1e-5}", "actor_rollout_ref.actor.optim.lr=1e-6", "+trainer.seed=3"]
-    with caplog.at_level(logging.WARNING, "verl.config"):
+    with caplog.at_level(logging.INFO, "verl.config"):
         config = load_config(overrides=given)
     assert config.trainer.seed == 3 and config.actor_rollout_ref.actor.optim.lr == 1e-6
     assert [record.getMessage() for record in caplog.records] == [

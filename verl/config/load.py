@@ -96,7 +96,9 @@ def read_config(
     reader = Reader(schema, [*layers, *selected, last])
     given = reader.read()
     problems += reader.problems
-    notes = repeated + reader.notes
+    for note in repeated:  # not a warning: scripts are called with further overrides
+        log.info(note)
+    notes = reader.notes
     if isinstance(given.get("algorithm.name", _ABSENT).value, str):
         given = agree_with_preset(given, reader.source_of, presets, problems, notes)
     values = {key: setting.value for key, setting in given.items()}
