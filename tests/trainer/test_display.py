@@ -32,7 +32,8 @@ def lines(monkeypatch):
 
 
 def console(settings, run, *more):
-    return [*settings, "trainer.logger=[console,jsonl]", f"trainer.default_local_dir={run}", *more]
+    others = [text for text in settings if not text.startswith(("trainer.logger=", "trainer.default_local_dir="))]
+    return [*others, "trainer.logger=[console,jsonl]", f"trainer.default_local_dir={run}", *more]
 
 
 def test_one_line_per_step_and_a_summary_with_paths_and_the_next_command(settings, tmp_path, lines, monkeypatch):
