@@ -98,6 +98,7 @@ class _Adapters(importlib.abc.MetaPathFinder):
             return None
         import torch
 
+        torch.utils._device._device_constructors()  # cached: contexts such as torch.device("meta") know these functions
         for function in ("tensor", "empty", "zeros", "ones"):
             setattr(torch, function, _unpinned(getattr(torch, function)))
         torch.Tensor.pin_memory = lambda tensor, *args: tensor
