@@ -83,8 +83,11 @@ CASES = {
 def pair(request, tmp_path_factory) -> Pair:
     found = Pair("sglang", save_model(request.param, tmp_path_factory.mktemp("model")), **CASES[request.param])
     yield found
-    for engine in (found.applied, found.merged):
-        engine.service.engine.shutdown()
+    engines = [rollout.service.engine for rollout in (found.applied, found.merged)]
+    for engine in engines:  # `shutdown` kills the processes of both, which the other one would report later
+        engine.tokenizer_manager._subprocess_watchdog.stop()
+    for engine in engines:
+        engine.shutdown()
 
 
 @real
