@@ -3,6 +3,8 @@
 import base64
 import io
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -198,3 +200,20 @@ def test_a_damaged_or_unusable_store_of_downloads_is_not_used(tmp_path, monkeypa
     (tmp_path / "cache").write_text("no folder")
     assert size() == (12, 8)
     assert "downloaded images are not stored in" in caplog.text
+
+
+def test_two_threads_may_download_the_same_url(tmp_path, monkeypatch, caplog):
+    """Both have written their file before one of them is renamed."""
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("verl.data.images.urllib.request.urlopen", lambda url, timeout: io.BytesIO(written(plain())))
+    both, write = threading.Barrier(2), Path.write_bytes
+
+    def write_together(path: Path, data: bytes) -> None:
+        write(path, data)
+        both.wait(60)
+
+    monkeypatch.setattr(Path, "write_bytes", write_together)
+    row = RowImage("https://a.example/b.png", "x", limits=ImageLimits(allow_urls=True))
+    with ThreadPoolExecutor(2) as pool:
+        assert [found.result() for found in [pool.submit(row.size) for _ in range(2)]] == [(12, 8)] * 2
+    assert caplog.text == "" and len(list((tmp_path / "images").iterdir())) == 1

@@ -161,11 +161,9 @@ def test_the_name_of_a_process_does_not_change_its_memory(name):
 
 @pytest.mark.skipif(not ON_LINUX, reason="/proc")
 def test_a_fork_bomb_is_ended():
-    start = time.monotonic()
-    bomb = "import os, time\nend = time.time() + 0.5\nwhile time.time() < end: os.fork()\ntime.sleep(60)"
+    bomb = "import os, time\nfor _ in range(9): os.fork()\ntime.sleep(600)"  # 512 processes, if none ends them
     finished = run(bomb, memory=4 << 30)
     assert finished.failure == "ended by SIGKILL" and "were more than 256 processes" in finished.stderr
-    assert time.monotonic() - start < 30
 
 
 @needs_seccomp

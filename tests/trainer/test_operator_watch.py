@@ -61,10 +61,8 @@ def test_it_is_restarted_like_a_lost_worker(settings):
 
 def test_the_limits_hold_after_a_restart(settings):
     more = ["trainer.wait_minimum=2", "trainer.max_restarts=1", "trainer.save_freq=3"]
-    start = time.monotonic()
     with pytest.raises(OperatorTimeout, match="operator 'check' has not ended after 2 s"):
         trainer_with(settings, 4, 300.0, *more, times=2).fit()
-    assert time.monotonic() - start < 100
 
 
 def test_an_operator_that_goes_on_after_its_limit_does_not_end_the_watch(settings):

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 
 import pytest
 import torch
@@ -169,10 +168,8 @@ def short_waits(monkeypatch):
 def test_a_read_that_hangs_ends_the_run_with_its_stack(settings_of_text, short_waits, threads, monkeypatch):
     dataset = Counting(hang_at=14)
     trainer = PPOTrainer(settings_of_text | short_waits | {THREADS: threads}, train_dataset=dataset)
-    start = time.monotonic()
     with pytest.raises(OperatorTimeout, match=r"^operator 'prompts' has not ended after 2 s") as error:
         trainer.fit()
-    assert time.monotonic() - start < 40
     if threads:
         assert "--- thread data reader" in str(error.value) and "self.end.wait(60)" in str(error.value)
     dataset.end.set()

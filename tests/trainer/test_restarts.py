@@ -169,6 +169,28 @@ def test_rewind_without_a_checkpoint_returns_to_the_start(settings):
     assert steps[2:] == steps[:2] and steps[0] != steps[1]
 
 
+def test_rewind_of_a_custom_loop(settings):
+    trainer = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", "trainer.save_at_end=false"])
+    first = [lengths(trainer.step()) for _ in range(2)]
+    trainer.rewind()
+    assert trainer.global_step == 0
+    assert [lengths(trainer.step()) for _ in range(2)] == first and first[0] != first[1]
+    trainer.shutdown()
+
+
+def test_a_rewind_that_is_refused_keeps_the_weights(settings):
+    more = ["algorithm.name=grpo", "trainer.save_at_end=false"]
+    trainer = LocalPPOTrainer(overrides=[*settings, *more])
+    trainer.fit(steps=1)
+    trainer.checkpointer._initial = None  # as in a run whose checkpoint was removed
+    with pytest.raises(ValueError, match="cannot return to an earlier step: there is no checkpoint in "):
+        trainer.rewind()
+    assert trainer.global_step == 1 and "workers started" in repr(trainer)
+    trainer.step()
+    assert trainer.global_step == 2
+    trainer.shutdown()
+
+
 def lose_a_worker(trainer: LocalPPOTrainer, monkeypatch, name: str, times: int) -> None:
     """Let a method of the trainer raise as if a worker were killed in it, the first times it is called."""
     left, method = [times], getattr(trainer, name)

@@ -69,12 +69,6 @@ def check_folder(key: str, folder: Path) -> None:
         raise ValueError(f"{what}: {error}") from error
 
 
-def make_parent_folder(path: Path, key: str) -> None:
-    """Create the folder of `path`. Raises ValueError like `check_folder`."""
-    check_folder(key, path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-
 def _fsync(path: Path) -> None:
     """Flush the contents of a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

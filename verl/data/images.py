@@ -219,8 +219,9 @@ class RowImage:
 
     def _download(self, url: str) -> bytes:
         """The bytes of a URL; they are stored in the cache folder, and downloaded once."""
-        cache, name = cache_folder() / "images", hashlib.sha256(url.encode()).hexdigest()
-        if (found := _stored(cache, name)) is not None:
+        cache = cache_folder() / "images"
+        stored = cache / hashlib.sha256(url.encode()).hexdigest()
+        if (found := _read_stored(stored)) is not None:
             return found
         try:
             with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:
@@ -229,11 +230,11 @@ class RowImage:
             raise self._error(f"expected an image at {url:.200}, found {type(error).__name__}: {error}") from error
         if len(data) > _LARGEST_DOWNLOAD:
             raise self._error(f"expected at most {_LARGEST_DOWNLOAD >> 20} MiB at {url:.200}, found more")
-        draft = cache / f"{name}.{os.getpid()}.draft"
+        draft = stored.with_suffix(f".{os.getpid()}.{threading.get_ident()}.draft")
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(data)
-            draft.replace(cache / f"{name}-{hashlib.sha256(data).hexdigest()}")
+            draft.write_bytes(hashlib.sha256(data).digest() + data)
+            draft.replace(stored)
         except OSError as error:
             logger.warning("downloaded images are not stored in %s (VERL_CACHE_DIR): %s", cache, error)
         return data
@@ -276,13 +277,13 @@ def ignore_size_warnings() -> None:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
-def _stored(cache: Path, name: str) -> bytes | None:
-    """An image in the cache folder; None if it is not there, or damaged."""
-    for path in cache.glob(f"{name}-*"):
-        with suppress(OSError):
-            data = path.read_bytes()
-            if path.name == f"{name}-{hashlib.sha256(data).hexdigest()}":
-                return data
+def _read_stored(path: Path) -> bytes | None:
+    """An image in the cache folder, without the checksum before it; None if it is not there, or damaged."""
+    with suppress(OSError):
+        content = path.read_bytes()
+        size = hashlib.sha256().digest_size
+        if content[:size] == hashlib.sha256(content[size:]).digest():
+            return content[size:]
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from verl.data.mixture import Mixture
-from verl.data.prefetch import Item, LookAhead
+from verl.data.prefetch import Item, Prefetcher
 from verl.protocol import DataProto
 
 
@@ -281,7 +281,7 @@ class PromptSource:
     ):
         self.dataset = dataset
         self.collate = collate
-        self._ahead = LookAhead(self._row, collate, workers, batches_ahead) if workers else None
+        self._prefetcher = Prefetcher(self._row, collate, workers, batches_ahead) if workers else None
         self._dropped: frozenset[int] = frozenset()
         self._waiting: list[Item] = []  # drawn in the place of dropped rows, and not used yet
         self._batch_size = batch_size
@@ -325,10 +325,10 @@ class PromptSource:
 
     def __call__(self) -> DataProto:
         items = self._next_items()
-        if self._ahead is None:
+        if self._prefetcher is None:
             batch = self.collate([self._row(item) for item in items])
         else:
-            batch = self._ahead.take(items, self._following)
+            batch = self._prefetcher.take(items, self._following)
         shares = {f"data/share/{name}": share for name, share in self.sampler.shares().items()}
         if shares:
             batch.meta_info["metrics"] = batch.meta_info.get("metrics", {}) | shares
@@ -336,13 +336,13 @@ class PromptSource:
 
     def close(self) -> None:
         """End the threads that read ahead. A further call starts new ones."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     @property
     def seconds_ahead(self) -> float:
         """How long threads have prepared the last batch; 0 without threads."""
-        return 0.0 if self._ahead is None else self._ahead.seconds
+        return 0.0 if self._prefetcher is None else self._prefetcher.seconds
 
     @property
     def epoch(self) -> int:
@@ -357,7 +357,7 @@ class PromptSource:
         return self.sampler.steps_per_epoch
 
     def describe(self, unit: str = "prompts") -> str:
-        reading = f"; {self._ahead.describe()}" if self._ahead is not None else ""
+        reading = f"; {self._prefetcher.describe()}" if self._prefetcher is not None else ""
         return self.sampler.describe(unit) + reading
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ Item = tuple[int, int]
 _LOOK_SECONDS = 0.5  # a wait without a limit cannot be interrupted in a thread other than the main one
 _JOIN_SECONDS = 5.0
 _MOST_WORKERS = 8
-_OPEN: "weakref.WeakSet[LookAhead]" = weakref.WeakSet()
+_OPEN: "weakref.WeakSet[Prefetcher]" = weakref.WeakSet()
 
 
 def default_workers() -> int:
@@ -33,7 +33,7 @@ def default_workers() -> int:
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
-class LookAhead:
+class Prefetcher:
     """Prepares batches in threads.
 
     A thread lives only while there are rows to read.

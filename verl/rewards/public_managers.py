@@ -197,8 +197,8 @@ class SingleRewardManager(RewardManager):
         thread.start()
         thread.join()
         if len(found) != len(rows):
-            found = "ended its event loop: see the traceback of its thread above"
-            raise RewardError(f"reward manager {self._where} {found}")
+            what = "ended its event loop: see the traceback of its thread above"
+            raise RewardError(f"reward manager {self._where} {what}")
         return found
 
     async def _gather(self, data: DataProto, rows: Sequence[int]) -> list[Outcome]:

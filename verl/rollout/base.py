@@ -398,7 +398,7 @@ class RolloutEnv:
             the process group of all ranks has been initialized.
         tp_stride: distance of two ranks of a group: 1 (consecutive), except for `native` on the devices of training.
         grouping: which ranks of training generate together; None: separate devices, or sizes that do not fit.
-        adapted_layers: the layers whose LoRA adapters are trained; None: there are none, or the engine merges them.
+        adapted_layers: the layers whose LoRA adapters are trained; engines that merge all adapters do not read it.
     """
 
     rank: int

@@ -207,6 +207,7 @@ class Trainer(ABC):
         if self._started:
             return
         self._failed_step = None
+        self.checkpointer.start_of_run(self.global_step)
         if self.roles:  # a custom loop has called `init_workers`
             self.before_first_step()
         else:
@@ -219,8 +220,7 @@ class Trainer(ABC):
             except BaseException:
                 self.shutdown()
                 raise
-        self._started = True
-        self.ready = True
+        self._started = self.ready = True
 
     def fit(self, steps: int | None = None) -> dict[str, float]:
         """Train to the last step, from the newest checkpoint if there is one. A further `fit` continues.
@@ -471,7 +471,8 @@ class Trainer(ABC):
     def rewind(self) -> None:
         """Return to the last checkpoint of this run, or to the state before its first step if there is none. Workers
         that are running load it now, others when they start. Raises ValueError if there is neither."""
-        if self._started and self.checkpointer.saved_path is None:
+        if not (self._started and self.checkpointer.saved_path):
+            self.checkpointer.check_can_rewind()  # before the weights are lost
             self.shutdown()
         self.guard.reset()
         self.global_step = self.checkpointer.rewind(self._started)

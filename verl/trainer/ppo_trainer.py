@@ -261,6 +261,7 @@ class PPOTrainer(Trainer):
 
     def rewind(self) -> None:
         if self.asynchronous is not None:
+            self.checkpointer.check_can_rewind()
             self.shutdown()  # the samples in flight are of the steps that are undone
         super().rewind()
 

@@ -209,7 +209,7 @@ def wait_for(program: int, limits: list[int], has_shared_memory: bool) -> int:
         elif ended != program and sys.platform == "linux":
             excess = excess_of(list(descendants()), memory, has_shared_memory)
         if excess is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
+            if ended != program:  # otherwise its number may be that of another process
                 os.kill(program, signal.SIGKILL)
             print(f"the program and its child processes {excess}", file=sys.stderr)
             return -signal.SIGKILL

@@ -192,7 +192,9 @@ def with_adapter(arguments: Callable[[Any], dict[str, Any]], job: Any) -> dict[s
     return arguments(job) | {"lora_path": NAME}
 
 
-def make_receiver(service: Service, layers: AdaptedLayers | None, keeps_base: bool, *args: Any, **keys: Any):
+def make_receiver(
+    service: Service, layers: AdaptedLayers | None, keeps_base: bool, *args: Any, **keys: Any
+) -> SglangReceiver:
     """The receiver of rank 0, for adapters or for merged weights."""
     if layers is None:
         return SglangReceiver(service, *args, **keys)

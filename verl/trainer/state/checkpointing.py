@@ -308,6 +308,11 @@ class Checkpointer:
         """Whether there is a state to which the run can return."""
         return self._initial is not None or self.newest_of_run() is not None
 
+    def check_can_rewind(self) -> None:
+        """Raise ValueError if there is no state to which the run can return."""
+        if not self.can_rewind:
+            raise ValueError(f"the run cannot return to an earlier step: there is no checkpoint in {self.store.root}")
+
     def rewind(self, into_workers: bool) -> int:
         """Return to the last checkpoint of this run: `Trainer.rewind`.
 
@@ -321,8 +326,7 @@ class Checkpointer:
         if into_workers:
             self.wait()
             return self.restore(self.saved_path)
-        if not self.can_rewind:
-            raise ValueError(f"the run cannot return to an earlier step: there is no checkpoint in {self.store.root}")
+        self.check_can_rewind()
         self._rewound = True
         self.saved_step = self.saved_path = None  # it may not be written completely
         if self._initial is not None:

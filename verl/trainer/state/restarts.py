@@ -52,7 +52,6 @@ class Restarts:
         Raises:
             Exception: the error of the last attempt, with a note that says why there is no further one.
         """
-        self._trainer.checkpointer.start_of_run(self._trainer.global_step)
         while True:
             try:
                 return attempt()
