@@ -112,8 +112,8 @@ class SglangAdapterReceiver(SglangReceiver, AdapterReceiver):
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Receive the base weights. Raises ValueError like `SglangReceiver.receive`."""
         self._has_base = False
-        super().receive(weights, version)
-        self.filled, self._has_base = False, True
+        super().receive(weights, version, is_last=False)
+        self._has_base = True
 
     @torch.no_grad()
     def receive_adapters(

@@ -100,8 +100,9 @@ class SglangReceiver:
             raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
 
     @torch.no_grad()
-    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `WeightReceiver.receive`. Parameters are cast to the engine's dtype.
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, is_last: bool = True) -> None:
+        """See `WeightReceiver.receive`. Parameters are cast to the engine's dtype. is_last: whether the engine may
+        generate after it.
 
         Requests of `generate_one` may be running: they continue with the new weights if SGLang can interrupt them;
         otherwise the push begins when they are finished.
@@ -109,7 +110,7 @@ class SglangReceiver:
         Raises:
             ValueError: unknown, repeated or missing parameters, another shape, or weights that SGLang did not load.
         """
-        with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
+        with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version, is_last):
             named = published_names(check_parameters(weights, self.shapes, version))
             sums = self._send_all(named, Path(folder))
             self._send([], Path(folder), sums, version)
@@ -120,7 +121,7 @@ class SglangReceiver:
         return self._read_shapes()
 
     @contextmanager
-    def _updating(self, version: int) -> Iterator[None]:
+    def _updating(self, version: int, is_last: bool = True) -> Iterator[None]:
         """Context of a push, in which no request is computed. Nothing is generated if it raises."""
         with self._service.exclusive("a weight push"):
             self.filled = False
@@ -133,7 +134,7 @@ class SglangReceiver:
                 if self._sessions:
                     _check(self._service.engine.end_weight_update())
             self._service.version = str(version)
-            self.filled = True
+            self.filled = is_last
 
     def release(self) -> None:
         """See `WeightReceiver.release`. The KV cache is freed as well."""

@@ -110,9 +110,9 @@ class VllmAdapterReceiver(VllmReceiver, AdapterReceiver):
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Receive the base weights. Raises ValueError like `VllmReceiver.receive`, and if requests are running."""
         self._has_base = False
-        with self._updating(version, idle=True) as model, _unwrapped(model):
+        with self._updating(version, idle=True, is_last=False) as model, _unwrapped(model):
             load_weights(model, check_parameters(weights, self.shapes, version), version)
-        self.filled, self._has_base = False, True
+        self._has_base = True
 
     @torch.no_grad()
     def receive_adapters(

@@ -66,12 +66,13 @@ class VllmReceiver:
         return self._read_shapes()
 
     @contextmanager
-    def _updating(self, version: int, idle: bool = False) -> Iterator[nn.Module]:
+    def _updating(self, version: int, idle: bool = False, is_last: bool = True) -> Iterator[nn.Module]:
         """Context of a push, between two steps. Yields vLLM's model. Nothing is generated if it raises.
 
         Args:
             version: weight version.
             idle: no request may be running.
+            is_last: whether the engine may generate after it.
         """
         with self._engine.stepper.between_steps("a weight push", idle) as running:
             self.filled = False
@@ -84,7 +85,7 @@ class VllmReceiver:
                     self._engine.llm.llm_engine.reset_encoder_cache()
             for job in running:
                 job.versions.append((len(job.token_ids), version))
-            self.filled = True
+            self.filled = is_last
 
     def release(self) -> None:
         """See `WeightReceiver.release`. With sleep mode, all memory of the engine is freed."""
