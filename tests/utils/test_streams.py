@@ -66,8 +66,10 @@ def test_lines_in_every_encoding(env, expected, tmp_path):
 )
 def test_a_stdout_that_cannot_be_written_is_reported_once_at_most(options, reported, tmp_path):
     _, err = run(tmp_path, **options, end="sys.stdout = None")
-    assert err.count(b"the log cannot be written to stdout") == (reported is not None) or options.get("redirect")
-    assert err.count(b"the log cannot be written to stdout") <= 1 and (reported or b"") in err
+    count = err.count(b"the log cannot be written to stdout")
+    assert count <= 1 and (reported or b"") in err
+    if options.get("redirect") != "| head -c 1":
+        assert count == (reported is not None)
     assert b"BrokenPipeError\n" not in err and b"Exception ignored" not in err
 
 
