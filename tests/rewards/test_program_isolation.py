@@ -244,3 +244,30 @@ def test_what_the_kernel_cannot_prevent_is_logged_once(monkeypatch, caplog):
     programs.warn_of_missing_isolation.cache_clear()
     (said,) = [record.getMessage() for record in caplog.records]
     assert "can read and write all files of this user, use the network, signal other processes of this user" in said
+
+
+# ---- what a program leaves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "os.chmod('stdout', 0); os.chmod('.', 0)",
+        "os.remove('stdout'); os.mkfifo('stdout')",
+        "os.remove('stdout'); os.symlink('/proc/self/mem', 'stdout')",
+        "os.remove('stdout'); os.symlink('x' * 4000, 'stdout')",
+        "os.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a/b', 0); os.chmod('a', 0)",
+        "exec('for _ in range(1100): os.mkdir(\"d\"); os.chdir(\"d\")')",
+    ],
+)
+def test_what_a_program_leaves_is_read_and_removed(act, tmp_path, monkeypatch):
+    monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
+    finished = run(f"import os\nprint(9, flush=True)\n{act}")
+    assert (finished.failure, finished.stdout) == (None, "9\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_a_program_are_those_that_it_was_given(tmp_path):
+    code = "import os\nopen('a', 'w').write('new')\nos.remove('b')\nos.symlink('/proc/self/environ', 'b')"
+    limits = Limits(60.0, cpu_seconds=60.0, memory_bytes=1 << 30, output_bytes=1 << 20)
+    assert run_program(code, limits=limits, files={"a": "old", "b": "b"})[1] == {"a": "new", "b": "b"}

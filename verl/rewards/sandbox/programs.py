@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from verl.rewards.sandbox.pool import Limits
 from verl.rewards.sandbox.program_boot import LANDLOCK_ABI_WITH_SCOPES, can_filter_calls, landlock_abi
@@ -96,15 +97,23 @@ def run_program(
         How the program ended, and the final content of `files`.
     """
     warn_of_missing_isolation()
-    with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as folder:
+    folder = tempfile.mkdtemp(prefix="program-")
+    try:
         for name, text in {"program.py": code, "stdin": stdin, **(files or {})}.items():
             (Path(folder) / name).write_text(text, encoding="utf-8", errors="replace")
-        failure = _run(folder, arguments, limits)
-        read = {name: _read(Path(folder) / name, limits.output_bytes) for name in ("stdout", "stderr", *(files or {}))}
+        with contextlib.ExitStack() as stack:  # the program may put a link or a pipe in the place of any file
+            opened = {name: stack.enter_context(open(f"{folder}/{name}", "rb")) for name in ("stdin", *(files or {}))}
+            output = {name: stack.enter_context(open(f"{folder}/{name}", "w+b")) for name in ("stdout", "stderr")}
+            failure = _run(folder, opened.pop("stdin"), *output.values(), arguments, limits)
+            read = {name: _read(file, limits.output_bytes) for name, file in (output | opened).items()}
+    finally:
+        _remove(folder)
     return Finished(failure, read.pop("stdout"), read.pop("stderr")), read
 
 
-def _run(folder: str, arguments: tuple[str, ...], limits: Limits) -> str | None:
+def _run(
+    folder: str, stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, arguments: tuple[str, ...], limits: Limits
+) -> str | None:
     bounds = (
         -1 if limits.cpu_seconds is None else int(limits.cpu_seconds) + 1,
         # Address space; only Linux has a limit that programs survive.
@@ -115,20 +124,15 @@ def _run(folder: str, arguments: tuple[str, ...], limits: Limits) -> str | None:
     command = [sys.executable, "-I", str(_BOOT), *map(str, bounds), "program.py", *arguments]
     environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     environment |= {"HOME": folder, "TMPDIR": folder}
-    with (
-        open(f"{folder}/stdin", "rb") as stdin,
-        open(f"{folder}/stdout", "wb") as stdout,
-        open(f"{folder}/stderr", "wb") as stderr,
-    ):
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
-        )
-        try:
-            status = process.wait(limits.wall_seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(process)
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+    )
+    try:
+        status = process.wait(limits.wall_seconds)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        _end(process)
     if status is None:
         return f"did not end within {limits.wall_seconds:g} s"
     if status == 128 + signal.SIGXCPU:
@@ -149,8 +153,49 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _read(path: Path, limit: int) -> str:
-    if not path.is_file():
-        return ""
-    with open(path, "rb") as file:
-        return file.read(limit).decode("utf-8", errors="replace")
+def _read(file: BinaryIO, limit: int) -> str:
+    file.seek(0)
+    return file.read(limit).decode("utf-8", errors="replace")
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of any depth and permissions. What cannot be removed remains.
+
+    Only the current folder is open, without a stack of calls: a program can nest folders deeper than a path, the
+    descriptors of a process and recursion allow.
+    """
+    with contextlib.suppress(OSError):
+        names, left = [], [[folder]]  # the path of the current folder, and what is left in each folder of it
+        current = os.open("/", os.O_RDONLY)
+        try:
+            while names or left[-1]:
+                if left[-1]:
+                    name = left[-1].pop()
+                    os.chmod(name, 0o700, dir_fd=current)
+                    current = _moved(current, name)
+                    names.append(name)
+                    left.append(_remove_files(current))
+                    continue
+                left.pop()
+                name = names.pop()
+                current = _moved(current, ".." if names else "/")
+                os.rmdir(name, dir_fd=current)
+        finally:
+            os.close(current)
+
+
+def _moved(current: int, name: str) -> int:
+    """The descriptor of a folder, opened from the current one, which is closed."""
+    found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=current)
+    os.close(current)
+    return found
+
+
+def _remove_files(folder: int) -> list[str]:
+    """Remove what is no folder. Returns the names of the folders."""
+    with os.scandir(folder) as entries:
+        kinds = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in kinds:
+        if not is_folder:
+            os.unlink(name, dir_fd=folder)
+    return [name for name, is_folder in kinds if is_folder]
