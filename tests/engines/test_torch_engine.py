@@ -82,9 +82,11 @@ def test_entropy_and_sum_pi_squared_by_definition(tmp_path):
     assert found["entropys"][1, 1:].abs().sum() == 0  # padding
 
 
-def gradients(path: str, packed: bool, micro: MicroBatching, kind: str, mode: str) -> dict[str, torch.Tensor]:
+def gradients(
+    path: str, packed: bool, micro: MicroBatching, kind: str, mode: str, clip: float = 1e9
+) -> dict[str, torch.Tensor]:
     """Parameters after one step of plain descent direction: AdamW is replaced by SGD, so the step is the gradient."""
-    engine = make_engine(path, OptimConfig(clip_grad=1e9), kind=kind, use_remove_padding=packed, **FLOAT64)
+    engine = make_engine(path, OptimConfig(clip_grad=clip), kind=kind, use_remove_padding=packed, **FLOAT64)
     engine.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
     before = copy.deepcopy(engine.module.state_dict())
     batch = make_batch()
@@ -115,6 +117,17 @@ def test_the_gradient_does_not_depend_on_the_cut_or_the_padding(mode, kind, tmp_
             cut = gradients(path, packed, micro, kind, mode)
             for name in whole:
                 assert torch.allclose(whole[name], cut[name], rtol=1e-6, atol=1e-9), (packed, micro, name)
+
+
+def test_a_gradient_is_scaled_to_the_largest_norm(tmp_path):
+    """AdamW would hide it: its first step hardly depends on the scale."""
+    given = save_model(FAMILIES["llama"], tmp_path), False, MicroBatching(), "causal_lm", "token-mean"
+    whole = gradients(*given)
+    norm = sum(float(gradient.square().sum()) for gradient in whole.values()) ** 0.5
+    for share in (0.25, 4.0):
+        clipped = gradients(*given, clip=share * norm)
+        for name, gradient in whole.items():
+            torch.testing.assert_close(clipped[name], min(share, 1.0) * gradient, rtol=1e-4, atol=1e-12)
 
 
 def test_metrics_do_not_depend_on_the_cut_either(tmp_path):
