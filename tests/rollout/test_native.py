@@ -70,11 +70,13 @@ def test_rows_are_what_they_are_alone_whatever_the_cache_holds(module, case):
         assert [(a.token_ids, a.finish_reason) for a in answers] == expected
         assert all(len(a.log_probs) == len(a.token_ids) for a in answers)
         assert engine.stats.tokens == sum(len(a.token_ids) for a in answers)
-        steps = engine.stats.steps
+        steps, seconds = engine.stats.steps, engine.stats.seconds
+        assert seconds > 0
         assert engine.generate(make_requests(prompts, params, sample_ids, limits)) == answers, (
             "a used cache must not show"
         )
         # those of the last call
+        assert engine.stats.seconds not in (0, seconds)
         assert engine.stats.steps == steps > 0 and engine.stats.tokens == sum(len(a.token_ids) for a in answers)
 
 

@@ -232,6 +232,9 @@ def test_a_parameter_that_is_not_supported_is_named(client, name):
         client.chat.completions.create(**{**CHAT, "extra_body": {name: REFUSED[name]}})
     assert error.value.body["param"] == name and error.value.body["type"] == "invalid_request_error"
     assert name in error.value.body["message"]
+    known = name not in (*list(REFUSED)[:4], "tool_choice", "guided_regex")
+    assert error.value.body["code"] == ("invalid_value" if known else "unsupported_parameter")
+    assert ("log-prob of the sampled token" in error.value.body["message"]) == (name == "top_logprobs")
 
 
 def test_parameters_without_effect_are_accepted(client):
