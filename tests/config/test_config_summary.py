@@ -51,6 +51,11 @@ def test_all_settings_of_the_engine_that_is_not_selected_are_without_effect():
     assert set(NO_EFFECT["actor.strategy", "megatron"]) == fields
 
 
+def test_settings_of_turns_have_an_effect_for_rows_with_an_agent():
+    (note,) = settings_without_effect(load_config(overrides=[f"{ROLLOUT}multi_turn.max_assistant_turns=3"]))
+    assert note.endswith("agent.default_agent_loop=single_turn_agent, except for rows with the column agent_name")
+
+
 def test_environment_variables_of_the_workers_are_strings():
     config = load("trainer.worker_env.NCCL_IB_DISABLE=1", "trainer.worker_env.NCCL_SOCKET_IFNAME=^lo,docker")
     assert config.trainer.worker_env == {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "^lo,docker"}

@@ -257,7 +257,7 @@ def test_what_the_kernel_cannot_prevent_is_logged_once(monkeypatch, caplog):
         "os.remove('stdout'); os.symlink('/proc/self/mem', 'stdout')",
         "os.remove('stdout'); os.symlink('x' * 4000, 'stdout')",
         "os.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a/b', 0); os.chmod('a', 0)",
-        "exec('for _ in range(1100): os.mkdir(\"d\"); os.chdir(\"d\")')",
+        'exec(\'for _ in range(1100): os.mkdir("d"); os.chdir("d")\')',
     ],
 )
 def test_what_a_program_leaves_is_read_and_removed(act, tmp_path, monkeypatch):

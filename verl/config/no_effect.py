@@ -134,6 +134,9 @@ A condition is (end of a key, its value), or several of them. The value may be a
 is in the section of the first key of the condition; otherwise it is the end of a key.
 """
 
+_EXCEPTIONS = {"rollout.agent.default_agent_loop": ", except for rows with the column agent_name"}
+"""The key of a condition -> where the settings have an effect nevertheless."""
+
 
 def matches(key: str, end: str) -> bool:
     """Whether a dotted key is `end`, or ends in it."""
@@ -166,7 +169,7 @@ def _reasons(condition: tuple, flat: Mapping[str, Any]) -> Iterator[tuple[str, s
             and _holds(given, value)
             and all(k in flat and _holds(flat[k], further[k]) for k in further)
         ):
-            yield section, " and ".join(f"{k}={_plain(flat[k])}" for k in (key, *further))
+            yield section, " and ".join(f"{k}={_plain(flat[k])}" for k in (key, *further)) + _EXCEPTIONS.get(end, "")
 
 
 def _holds(given: Any, value: Any) -> bool:
