@@ -103,6 +103,18 @@ def check_release(pair: Pair) -> None:
     check()
 
 
+def check_refused_push(pair: Pair, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    """A push that a patch spoils is refused, nothing is generated after it, and the next one repairs the engine."""
+    pair.randomize()
+    with pytest.raises(ValueError, match=message):
+        pair.sync.push(pair.source, 2)
+    with pytest.raises(ValueError, match="has the base weights, but no adapters"):
+        greedy(pair.applied)
+    monkeypatch.undo()
+    pair.push(3)
+    assert pair.mismatch(greedy(pair.applied)) < BOUND
+
+
 def check_running_requests(pair: Pair) -> None:
     """Running requests continue with the new adapter, and report where."""
     pair.push(1)

@@ -9,7 +9,7 @@ import torch
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
 from verl.rollout.weight_sync.adapters import pairs_of
-from verl.rollout.weight_sync.base import AdapterConfig
+from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,30 @@ class AdaptedLayers:
     def modules(self) -> list[str]:
         """The last parts of the names, such as q_proj."""
         return sorted({name.rpartition(".")[2] for name in self.names})
+
+
+class AppliedAdapters(AdapterReceiver):
+    """A base class of receivers that apply adapters, in front of the engine's receiver of weights.
+
+    After `receive`, the engine has the base weights, but does not generate before it has adapters.
+    """
+
+    applies_adapters = True
+    filled: bool
+    _has_base = False
+
+    @property
+    def has_base(self) -> bool:
+        return self._has_base
+
+    def check_filled(self) -> None:
+        """Raise ValueError unless the base weights and the adapters have been received."""
+        if self._has_base and not self.filled:
+            raise ValueError(
+                "the rollout engine has the base weights, but no adapters: push them first (WeightSync.push), or set "
+                "rollout.lora_sync=merged"
+            )
+        super().check_filled()
 
 
 def applied_layers(

@@ -14,7 +14,7 @@ import torch
 
 from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
-from verl.rollout.adapters import AdaptedLayers, checked_pairs
+from verl.rollout.adapters import AdaptedLayers, AppliedAdapters, checked_pairs
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sglang.service import Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangReceiver
@@ -77,7 +77,7 @@ def register_adapter(engine: Any) -> None:
     engine.loop.run_until_complete(engine.tokenizer_manager.lora_registry.register(reference))
 
 
-class SglangAdapterReceiver(SglangReceiver, AdapterReceiver):
+class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
     """Receives the base weights once, and then adapters, which SGLang applies without merging them.
 
     A push is verified: the layers and shapes are those that the trainer adapts, and in the scheduler the bits of the
@@ -88,26 +88,10 @@ class SglangAdapterReceiver(SglangReceiver, AdapterReceiver):
         keeps_base: whether the weights stay in memory between `release` and the next push.
     """
 
-    applies_adapters = True
-
     def __init__(self, *args: Any, layers: AdaptedLayers, keeps_base: bool, **keys: Any):
         super().__init__(*args, **keys)
         self._layers = layers
         self._keeps_base = keeps_base
-        self._has_base = False
-
-    @property
-    def has_base(self) -> bool:
-        return self._has_base
-
-    def check_filled(self) -> None:
-        """Raise ValueError unless the base weights and the adapters have been received."""
-        if self._has_base and not self.filled:
-            raise ValueError(
-                "the rollout engine has the base weights, but no adapters: push them first (WeightSync.push), or set "
-                "rollout.lora_sync=merged"
-            )
-        super().check_filled()
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Receive the base weights. Raises ValueError like `SglangReceiver.receive`."""

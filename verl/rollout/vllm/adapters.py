@@ -12,11 +12,11 @@ from torch import nn
 
 from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
-from verl.rollout.adapters import AdaptedLayers, checked_pairs
+from verl.rollout.adapters import AdaptedLayers, AppliedAdapters, checked_pairs
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.weights import ParameterNames, VllmReceiver, load_weights, sum_over_group
-from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, check_parameters
+from verl.rollout.weight_sync.base import AdapterConfig, check_parameters
 from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _supports_adapters(copy: EngineCopy) -> bool:
     return supports_lora(found)
 
 
-class VllmAdapterReceiver(VllmReceiver, AdapterReceiver):
+class VllmAdapterReceiver(AppliedAdapters, VllmReceiver):
     """Receives the base weights once, and then adapters, which vLLM applies without merging them.
 
     A push is verified: the layers and shapes are those that the trainer adapts; the bits of the matrices that vLLM
@@ -86,25 +86,9 @@ class VllmAdapterReceiver(VllmReceiver, AdapterReceiver):
         layers: the layers with adapters.
     """
 
-    applies_adapters = True
-
     def __init__(self, engine: "VllmRollout", shapes: Callable[[], dict[str, torch.Size]], layers: AdaptedLayers):
         super().__init__(engine, shapes, filled=False)
         self._layers = layers
-        self._has_base = False
-
-    @property
-    def has_base(self) -> bool:
-        return self._has_base
-
-    def check_filled(self) -> None:
-        """Raise ValueError unless the base weights and the adapters have been received."""
-        if self._has_base and not self.filled:
-            raise ValueError(
-                "the rollout engine has the base weights, but no adapters: push them first (WeightSync.push), or set "
-                "rollout.lora_sync=merged"
-            )
-        super().check_filled()
 
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
