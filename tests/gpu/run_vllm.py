@@ -9,6 +9,7 @@ steps     three GRPO steps at the shape of Qwen2.5-0.5B with random weights, wit
           trainer's process, sharded over 2 GPUs, on a separate GPU, and FSDP2 on 2 GPUs with tensor parallelism 2.
 MoE       the same steps with a tiny Qwen3-MoE whose choices of experts the engine reports: compared with those of
           training (mismatch: the share of tokens with other experts), and replayed (R3). GPUs only.
+LoRA      the same steps with LoRA adapters, which the engine applies itself or gets merged into the weights.
 
 Every variant is a process with separate GPUs, several at a time; all end after --seconds. A variant of steps
 fails if the log-probs of sampled tokens differ from the trainer's by more than GAP on average. Prints the end of the
@@ -74,6 +75,7 @@ def variants() -> list[Variant]:
     vllm, two = f"{ROLLOUT}.name=vllm", "trainer.n_gpus_per_node=2"
     own = ("placement.actor_devices=[0]", "placement.rollout_devices=[1]")
     records = f"{ROLLOUT}.enable_rollout_routing_replay=true"
+    lora = ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.actor.optim.lr=1e-3")
     replays = (records, "actor_rollout_ref.actor.router_replay.mode=R3")
     return [
         Variant("contract qwen2", 1, family="qwen2"),
@@ -91,6 +93,8 @@ def variants() -> list[Variant]:
         Variant("MoE vllm, 1 GPU, R3", 1, (vllm, *replays), model="moe"),
         Variant("MoE vllm, FSDP2 on 2 -> TP 2, R3", 2, (vllm, two, f"{ROLLOUT}.{TWO}", *replays), model="moe"),
         Variant("MoE native, 1 GPU", 1, (f"{ROLLOUT}.name=native", records), model="moe"),
+        Variant("LoRA vllm, 1 GPU, adapters", 1, (vllm, *lora, f"{ROLLOUT}.lora_sync=adapters")),
+        Variant("LoRA vllm, 1 GPU, merged", 1, (vllm, *lora, f"{ROLLOUT}.lora_sync=merged")),
     ]
 
 

@@ -6,6 +6,7 @@ Tests of `real` need SGLang: make test-sglang. Their device, dtype and arguments
 
 import importlib.util
 import os
+import sys
 from dataclasses import replace
 from types import ModuleType
 
@@ -252,6 +253,25 @@ def test_the_other_ranks_of_a_group_only_gather():
         follower.generate([Request([1], SamplingParams(2, ()), 0)])
 
 
+def test_memory_is_freed_after_the_kernels_that_use_it(monkeypatch):
+    """The memory saver, of which SGLang has one object, is a package for GPUs."""
+    calls = []
+
+    class Saver:
+        def pause(self, tag=None):
+            calls.append(tag)
+
+    package = ModuleType("torch_memory_saver")
+    package.torch_memory_saver = Saver()
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", package)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    for _ in range(2):
+        loader.wait_before_unmapping()
+    package.torch_memory_saver.pause(tag="weights")
+    package.torch_memory_saver.pause("kv_cache")
+    assert calls == ["wait", "weights", "wait", "kv_cache"]
+
+
 # ---- with SGLang ----------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +302,7 @@ def test_a_push_that_the_scheduler_did_not_load_is_found(tiny, monkeypatch):
     module = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     named = [(name, parameter.detach().to(DEVICE)) for name, parameter in module.named_parameters()]
     request = Request([1, 2], SamplingParams(4, (), temperature=0.0), 0)
+    rollout.receiver().prepare_release()  # a GPU has done this before
     rollout.receiver().receive(named, 1)
     before = rollout.generate([request])[0].log_probs
     pack = weights.pack

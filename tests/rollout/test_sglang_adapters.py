@@ -33,10 +33,11 @@ LAYERS = AdaptedLayers(("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.u
 
 
 def test_fused_layers_are_adapted_in_full():
-    args = lora_args(LAYERS, on_gpu=True)
+    args = lora_args(LAYERS, on_gpu=True, saves=True)
     assert args["lora_target_modules"] == ["gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]
     assert args["max_lora_rank"] == 5 and args["max_loras_per_batch"] == 1 and "lora_backend" not in args
-    assert lora_args(LAYERS, on_gpu=False)["lora_backend"] == "torch_native"
+    assert args["enable_weights_cpu_backup"]  # the base weights are sent once, although their GPU memory is freed
+    assert lora_args(LAYERS, on_gpu=False, saves=False)["lora_backend"] == "torch_native"
 
 
 def test_adapters_that_sglang_does_not_apply(tmp_path, monkeypatch):
@@ -54,20 +55,21 @@ def test_adapters_that_sglang_does_not_apply(tmp_path, monkeypatch):
         "expected adapters of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, found lm_head",
         "expected one rank for all layers (no rank_pattern)",
     ]
+    other = AdaptedLayers(("transformer.h.0.q_proj",), 5)
+    assert found("llama", other) == ["expected names with .layers.NUMBER., found transformer.h.0.q_proj"]
     assert found("moe", LAYERS) == ["it is not supported for models with mixtures of experts"]
     monkeypatch.setattr(adapters, "_loads_adapters", lambda: False)
     assert found("llama", LAYERS) == ["this version cannot load an adapter from tensors"]
 
 
-@pytest.mark.parametrize("keeps_base", [False, True])
-def test_followers_take_part_in_the_same_pushes(keeps_base):
-    follower, read = FollowerAdapterReceiver(keeps_base), []
+def test_followers_take_part_in_the_same_pushes():
+    follower, read = FollowerAdapterReceiver(), []
     assert not follower.has_base
     follower.receive((read.append(n) or (str(n), torch.ones(1)) for n in range(3)), 1)
     assert follower.has_base
     follower.receive_adapters({}, (read.append(n) or (str(n), torch.ones(1)) for n in range(3, 5)), 1)
     follower.release()
-    assert follower.has_base is keeps_base and read == [0, 1, 2, 3, 4]
+    assert follower.has_base and read == [0, 1, 2, 3, 4]
 
 
 # ---- with SGLang ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ SGLang knows one adapter, `NAME`, and every request names it. A push replaces it
 """
 
 import inspect
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,13 +28,17 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MODULES = {*_FUSED[0], *_FUSED[1], "o_proj", "down_proj"}
 
 
-def lora_args(layers: AdaptedLayers, on_gpu: bool) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` with which it applies adapters to these layers."""
+def lora_args(layers: AdaptedLayers, on_gpu: bool, saves: bool) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` with which it applies adapters to these layers.
+
+    saves: whether the memory saver frees the base weights, which are then copied to the CPU.
+    """
     return {
         "enable_lora": True,
         "max_loras_per_batch": 1,
         "max_lora_rank": layers.rank,
         "lora_target_modules": _completed(layers.modules),
+        "enable_weights_cpu_backup": saves,
     } | ({} if on_gpu else {"lora_backend": "torch_native"})
 
 
@@ -48,6 +53,8 @@ def obstacles(copy: EngineCopy, layers: AdaptedLayers) -> Iterator[str]:
         yield "this version cannot load an adapter from tensors"
     if other := sorted({*layers.modules} - _MODULES):
         yield f"expected adapters of {', '.join(sorted(_MODULES))}, found {other[0]}"
+    if other := [name for name in layers.names if _number_of(name) is None and name.rpartition(".")[2] in _MODULES]:
+        yield f"expected names with .layers.NUMBER., found {other[0]}"
     if not layers.has_one_rank:
         yield "expected one rank for all layers (no rank_pattern)"
     for kind, found in (
@@ -56,6 +63,12 @@ def obstacles(copy: EngineCopy, layers: AdaptedLayers) -> Iterator[str]:
     ):
         if found:
             yield f"it is not supported for models with {kind}"
+
+
+def _number_of(layer: str) -> str | None:
+    """The number of the decoder layer with this linear layer; None: it has none."""
+    found = re.search(r"\.layers\.(\d+)\.", layer)
+    return found and found[1]
 
 
 def _loads_adapters() -> bool:
@@ -85,13 +98,11 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
 
     Args:
         layers: the layers with adapters.
-        keeps_base: whether the weights stay in memory between `release` and the next push.
     """
 
-    def __init__(self, *args: Any, layers: AdaptedLayers, keeps_base: bool, **keys: Any):
+    def __init__(self, *args: Any, layers: AdaptedLayers, **keys: Any):
         super().__init__(*args, **keys)
         self._layers = layers
-        self._keeps_base = keeps_base
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Receive the base weights. Raises ValueError like `SglangReceiver.receive`."""
@@ -117,7 +128,7 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
             scale = config["scaling"].get(layer, 1.0)
             a, b = a.to(self._device, self._dtype), (b.float() * scale).to(self._device, self._dtype)
             parameters += [(f"{layer}.lora_A.weight", a), (f"{layer}.lora_B.weight", b)]
-            number = layer.split(".layers.")[1].partition(".")[0]
+            number = _number_of(layer)
             sums[number] = sums.get(number, 0) + int(sum_of_bits(a)) + int(sum_of_bits(b))
         adapter = {"name": NAME, "rank": self._layers.rank, "modules": _completed(self._layers.modules)}
         with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
@@ -137,19 +148,13 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
                     rows, columns = self.shapes[f"{path}.{other}.weight"]
                     yield f"{path}.{other}", a.new_zeros(len(a), columns), b.new_zeros(rows, len(a))
 
-    def release(self) -> None:
-        """See `WeightReceiver.release`. Where memory is freed, the base weights are pushed again."""
-        super().release()
-        self._has_base = self._has_base and self._keeps_base
-
 
 class FollowerAdapterReceiver(FollowerReceiver, AdapterReceiver):
     """The receiver of the other ranks of a tensor-parallel group, which takes part in the pushes of rank 0."""
 
     applies_adapters = True
 
-    def __init__(self, keeps_base: bool):
-        self._keeps_base = keeps_base
+    def __init__(self) -> None:
         self._has_base = False
 
     @property
@@ -167,20 +172,15 @@ class FollowerAdapterReceiver(FollowerReceiver, AdapterReceiver):
         for _ in tensors:
             pass
 
-    def release(self) -> None:
-        self._has_base = self._has_base and self._keeps_base
-
 
 def with_adapter(arguments: Callable[[Any], dict[str, Any]], job: Any) -> dict[str, Any]:
     """Arguments of a request, which name the adapter."""
     return arguments(job) | {"lora_path": NAME}
 
 
-def make_receiver(
-    service: Service, layers: AdaptedLayers | None, keeps_base: bool, *args: Any, **keys: Any
-) -> SglangReceiver:
+def make_receiver(service: Service, layers: AdaptedLayers | None, *args: Any, **keys: Any) -> SglangReceiver:
     """The receiver of rank 0, for adapters or for merged weights."""
     if layers is None:
         return SglangReceiver(service, *args, **keys)
     register_adapter(service.engine)
-    return SglangAdapterReceiver(service, *args, layers=layers, keeps_base=keeps_base, **keys)
+    return SglangAdapterReceiver(service, *args, layers=layers, **keys)

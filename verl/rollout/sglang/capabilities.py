@@ -25,6 +25,7 @@ _PARAMETERS = {
         *("enable_memory_saver", "mem_fraction_static", "max_running_requests", "context_length", "load_format"),
         *("disable_radix_cache", "chunked_prefill_size", "base_gpu_id", "tp_size", "random_seed", "max_total_tokens"),
         *("custom_sigquit_handler", "json_model_override_args", "enable_deterministic_inference"),
+        "enable_weights_cpu_backup",
     ),
     (_IO, "UpdateWeightsFromTensorReqInput"): (
         *("serialized_named_tensors", "load_format", "flush_cache", "weight_version"),

@@ -41,16 +41,15 @@ def make_sglang(
     if env.tp_rank > 0 and env.adapted_layers is None:
         return SglangFollower()
     on_gpu = env.device.type == "cuda"
-    keeps_base = not (config.free_cache_engine and on_gpu)
     capabilities = probe(on_gpu)
     copy = EngineCopy.of(config, model, env, train_engine)
     adapted = applied_layers("sglang", config, env, partial(obstacles, copy))
     if env.tp_rank > 0:
-        return SglangFollower(None if adapted is None else FollowerAdapterReceiver(keeps_base))
+        return SglangFollower(None if adapted is None else FollowerAdapterReceiver())
     experts = _decoder(copy)
     args = engine_args(config, copy, env, capabilities)
     if adapted is not None:
-        args |= lora_args(adapted, on_gpu)
+        args |= lora_args(adapted, on_gpu, saves=args["enable_memory_saver"])
     _log_seeds(args)
     media = MediaReader(copy.hf_config) if is_vision_config(copy.hf_config) else None
     arguments, on_failure = partial(arguments_of, records=copy.records, media=media), FailureHandler()
@@ -64,7 +63,6 @@ def make_sglang(
     receiver = make_receiver(
         service,
         adapted,
-        keeps_base,
         memory,
         partial(parameter_shapes, copy.model),
         dtype=copy.dtype,
@@ -73,6 +71,8 @@ def make_sglang(
         sessions=capabilities.update_sessions,
         filled=copy.reads_files,
     )
+    if args["enable_memory_saver"]:
+        receiver.prepare_release()
     copy.fill(receiver)
     return SglangRollout(
         service,

@@ -7,6 +7,7 @@ trainer's process. So the outcome is written to a file, which the trainer reads 
 import json
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -80,6 +81,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
     order = json.loads(bytes(content.tolist()))
     error = ""
     try:
+        wait_before_unmapping()
         if order["adapter"] is not None:
             error = load_adapter(model, order, dict(weights))
         elif weights:
@@ -96,6 +98,25 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
     path = Path(f"{order['outcome']}-{rank}")
     path.with_suffix(".part").write_text(error, encoding="utf-8")
     os.replace(path.with_suffix(".part"), path)
+
+
+def wait_before_unmapping() -> None:
+    """Let the memory saver wait for the GPU before it frees memory.
+
+    SGLang 0.5.15 frees the KV cache and the weights while kernels that use them may still be running, which ends in an
+    illegal memory access on a busy GPU (sgl-project/sglang#31073).
+    """
+    package = sys.modules.get("torch_memory_saver")
+    if package is None or "pause" in vars(package.torch_memory_saver):
+        return
+    saver = package.torch_memory_saver
+    pause = saver.pause
+
+    def waiting(tag: str | None = None) -> None:
+        torch.cuda.synchronize()
+        pause(tag=tag)
+
+    saver.pause = waiting
 
 
 def find_stale(model: nn.Module, sent: dict[str, int], dtype: str) -> str:

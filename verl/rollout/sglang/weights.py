@@ -35,7 +35,7 @@ class SglangMemory:
         self._lock = threading.Lock()
 
     def free(self, *tags: str) -> None:
-        """Free memory. Weights are lost."""
+        """Free memory. Weights are lost, unless SGLang copies them to the CPU (`enable_weights_cpu_backup`)."""
         if not self._saves:
             log.info(
                 "rollout.name=sglang: the memory saver is off (a CPU, or free_cache_engine=false): nothing is freed"
@@ -126,15 +126,29 @@ class SglangReceiver:
         with self._service.exclusive("a weight push"):
             self.filled = False
             self._memory.allocate("weights")
-            if self._sessions:
-                _check(self._service.engine.begin_weight_update())
-            try:
+            with self._session():
                 yield
-            finally:
-                if self._sessions:
-                    _check(self._service.engine.end_weight_update())
             self._service.version = str(version)
             self.filled = is_last
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        if self._sessions:
+            _check(self._service.engine.begin_weight_update())
+        try:
+            yield
+        finally:
+            if self._sessions:
+                _check(self._service.engine.end_weight_update())
+
+    def prepare_release(self) -> None:
+        """Let SGLang's processes wait for their GPU before memory is freed, see `loader.wait_before_unmapping`."""
+        with (
+            tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder,
+            self._service.exclusive("the first call"),
+            self._session(),
+        ):
+            self._send([], Path(folder))
 
     def release(self) -> None:
         """See `WeightReceiver.release`. The KV cache is freed as well."""
