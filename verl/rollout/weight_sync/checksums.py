@@ -13,8 +13,12 @@ COLUMNS = 1024
 ROW_BYTES = 8 * COLUMNS
 
 _ALIGNMENT = 8  # bytes
+_GROUP_ROWS = 4096  # of a group of small tensors: 32 MiB
+_LARGE = {"cpu": 2**16}  # device -> bytes from which a tensor is a group, so that it is not copied
+_LARGE_ON_GPU = 2**24
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_MIXING = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def sums_of(content: torch.Tensor) -> torch.Tensor:
@@ -34,13 +38,95 @@ def sums_of(content: torch.Tensor) -> torch.Tensor:
     return torch.cat([body.sum(1), rest.sum(0, keepdim=True), columns])
 
 
+class TensorSums:
+    """Sums of many tensors. Small ones are copied to one buffer first: a model has hundreds of tensors, and a few
+    operations for each would take longer than reading them.
+
+    Tensors that are added in the same order, with the same shapes, dtypes and kind of device, have equal sums if they
+    have equal bits.
+
+    Attributes:
+        sums: a result of `sums_of` per group of tensors, after `finish`.
+    """
+
+    def __init__(self) -> None:
+        self.sums: list[torch.Tensor] = []
+        self._groups: list[list[tuple[str, int, int]]] = []  # of each: name, rows, bytes
+        self._current: list[tuple[str, int, int]] = []  # of the group in the buffer
+        self._buffer: torch.Tensor | None = None
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+        self._used = 0  # rows
+
+    def add(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        """Add a tensor, cast to the dtype and on the device of another one. Its memory may be used again afterwards."""
+        dtype, device = like.dtype, like.device
+        tensor, count = tensor.detach(), tensor.numel() * dtype.itemsize
+        rows = -(-count // ROW_BYTES)
+        if count >= _LARGE.get(device.type, _LARGE_ON_GPU):
+            self.finish()
+            self.sums.append(sums_of(bytes_of(tensor.to(like))))
+            self._groups.append([(name, rows, count)])
+            return
+        if self._used + rows > _GROUP_ROWS or (self._buffer is not None and self._buffer.device != device):
+            self.finish()
+        start = self._used * ROW_BYTES // dtype.itemsize
+        self._as(dtype, device)[start : start + tensor.numel()].copy_(tensor.reshape(-1))
+        if count % ROW_BYTES:
+            self._buffer[self._used * ROW_BYTES + count : (self._used + rows) * ROW_BYTES].zero_()
+        self._used += rows
+        self._current.append((name, rows, count))
+
+    def _as(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer as elements of a dtype."""
+        if self._buffer is None or self._buffer.device != device:
+            self._buffer = torch.empty(_GROUP_ROWS * ROW_BYTES, dtype=torch.uint8, device=device)
+            self._views = {}
+        if dtype not in self._views:
+            self._views[dtype] = self._buffer.view(dtype)
+        return self._views[dtype]
+
+    def finish(self) -> None:
+        """Compute the sums of the tensors in the buffer."""
+        if self._current:
+            self.sums.append(sums_of(self._buffer[: self._used * ROW_BYTES]))
+            self._groups.append(self._current)
+            self._current, self._used = [], 0
+
+    def differing(self, other: "TensorSums") -> list[str]:
+        """The names of the tensors that differ from those of another one, to which the same names were added in this
+        order. Both are finished. Synchronizes with the device."""
+        sizes, others = ({name: count for group in each._groups for name, _, count in group} for each in (self, other))
+        if wrong := [name for name in sizes if sizes[name] != others.get(name)]:
+            return wrong
+        if not self.sums:
+            return []
+        found = torch.cat(self.sums)
+        if torch.equal(found, torch.cat([sums.to(found.device) for sums in other.sums])):
+            return []
+        for group, own, sent in zip(self._groups, self.sums, other.sums, strict=True):
+            same = (own == sent.to(own.device)).tolist()
+            at, broken = 0, []
+            for name, rows, _ in group:
+                broken += [] if all(same[at : at + rows]) else [name]
+                at += rows
+            # words that changed places within a row: only the sums of columns differ, which are those of the group
+            wrong += broken if all(same) or broken else [name for name, _, _ in group]
+        return wrong
+
+
 def combine(sums: Sequence[torch.Tensor]) -> int:
-    """Combine results of `sums_of` to one signed 64-bit number; the order matters. Synchronizes with the device."""
+    """Combine results of `sums_of` to one signed 64-bit number; the order matters. Synchronizes with the device.
+
+    A word is in the sum of its row and in that of its column. So that both changes cannot cancel out, as they could with
+    a factor for each, the sums are mixed by the function of SplitMix64 (Steele et al. 2014).
+    """
     if not sums:
         return 0
-    every = torch.cat(list(sums))
-    factors = torch.arange(len(every), device=every.device).mul_(2).add_(1).mul_(_ODD)
-    return int((every * factors).sum())
+    mixed = torch.cat(list(sums))
+    mixed = mixed + torch.arange(1, len(mixed) + 1, device=mixed.device) * _ODD
+    for bits, factor in _MIXING:
+        mixed = (mixed ^ ((mixed >> bits) & ((1 << (64 - bits)) - 1))) * factor
+    return int(mixed.sum())
 
 
 def checksum_of(content: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from verl.rollout.weight_sync.adapters import Part
 from verl.rollout.weight_sync.base import AdapterReceiver, StoredWeights, WeightReceiver, incomplete
-from verl.rollout.weight_sync.checksums import COLUMNS, bytes_of, combine, sums_of
+from verl.rollout.weight_sync.checksums import COLUMNS, TensorSums, combine
 
 
 class Loading:
@@ -22,8 +22,10 @@ class Loading:
         self.version = version
         self.complete = False
         self.bytes = 0
-        self._sent: dict[str, torch.Tensor] = {}  # sums of every tensor
-        self._expected: dict[str, torch.Tensor] = {}  # of what the receiver stores
+        self._sent = TensorSums()
+        stores_all = isinstance(receiver, StoredWeights) and type(receiver).slice_of is StoredWeights.slice_of
+        self._expected = self._sent if stores_all else TensorSums()  # of what the receiver stores
+        self._names: list[str] = []  # of what it stores
 
     def load(self, part: Part) -> int:
         """Load a part and verify it.
@@ -42,18 +44,19 @@ class Loading:
             raise ValueError(f"{type(self.receiver).__name__} takes no adapters: set rollout.lora_sync=merged")
         if not self.complete:
             raise incomplete(self.receiver)
+        self._sent.finish()
         self._verify()
-        return combine(list(self._sent.values()))
+        return combine(self._sent.sums)
 
     def _read(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.bytes += tensor.numel() * tensor.element_size()
             stored = self._stored(name)
-            sent = sums_of(bytes_of(tensor if stored is None else tensor.to(stored.dtype)))
-            self._sent[name] = sent
+            self._sent.add(name, tensor, like=tensor if stored is None else stored)
             if stored is not None:
-                kept = self.receiver.slice_of(name, tensor)
-                self._expected[name] = sent if kept is tensor else sums_of(bytes_of(kept.to(stored.dtype)))
+                self._names.append(name)
+                if self._expected is not self._sent:
+                    self._expected.add(name, self.receiver.slice_of(name, tensor), like=stored)
             yield name, tensor
         self.complete = True
 
@@ -62,21 +65,19 @@ class Loading:
 
     def _verify(self) -> None:
         """Raise ValueError, with the name, for a parameter that is not stored as it was sent."""
-        stored = {name: tensor for name in self._expected if (tensor := self._stored(name)) is not None}
-        if not stored:
+        if not self._names:
             return
-        found = {name: sums_of(bytes_of(tensor)) for name, tensor in stored.items()}
-        wrong = [name for name in found if found[name].shape != self._expected[name].shape]
-        if not wrong:
-            every = torch.cat(list(found.values()))
-            sent = torch.cat([self._expected[name] for name in found]).to(every.device)
-            if torch.equal(every, sent):
-                return
-            wrong = [name for name in found if not torch.equal(found[name], self._expected[name].to(every.device))]
-        raise ValueError(
-            f"weights of version {self.version} were not loaded: after {type(self.receiver).__name__}.receive, "
-            f"{len(wrong)} of {len(stored)} parameters differ from what was sent, first {wrong[:3]}"
-        )
+        self._expected.finish()
+        found = TensorSums()
+        for name in self._names:
+            if (tensor := self._stored(name)) is not None:
+                found.add(name, tensor, like=tensor)
+        found.finish()
+        if wrong := self._expected.differing(found):
+            raise ValueError(
+                f"weights of version {self.version} were not loaded: after {type(self.receiver).__name__}.receive, "
+                f"{len(wrong)} of {len(self._names)} parameters differ from what was sent, first {wrong[:3]}"
+            )
 
 
 def transit_fault(bytes_sent: torch.Tensor, found: torch.Tensor) -> int | None:
