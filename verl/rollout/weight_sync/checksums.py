@@ -117,8 +117,8 @@ class TensorSums:
 def combine(sums: Sequence[torch.Tensor]) -> int:
     """Combine results of `sums_of` to one signed 64-bit number; the order matters. Synchronizes with the device.
 
-    A word is in the sum of its row and in that of its column. So that both changes cannot cancel out, as they could with
-    a factor for each, the sums are mixed by the function of SplitMix64 (Steele et al. 2014).
+    A word is in the sum of its row and in that of its column. With a factor for each, both changes could cancel out.
+    So the sums are mixed by the function of SplitMix64 (Steele et al. 2014).
     """
     if not sums:
         return 0
