@@ -1,8 +1,9 @@
 """Checksums of chunks of a parameter that add up to those of the parameter, whatever the chunks are.
 
 The words of row i are summed and multiplied by an odd factor of i; where boxes have some of the columns, those of
-column j as well. i and j count in the full parameter, so the sums of disjoint boxes add up, modulo 2^64, to the sum of
-the parameter, and a chunk at a wrong place changes it. One call sums the rows of many parameters.
+column j as well, by an even factor of j. i and j count in the full parameter, so the sums of disjoint boxes add up,
+modulo 2^64, to the sum of the parameter. A changed word always changes it, because it counts by an odd factor in all,
+and so does a chunk at a wrong place. One call sums the rows of many parameters.
 """
 
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ class PositionSums:
             inside = torch.arange(int(sizes.sum())) - (ends - sizes).repeat_interleave(sizes)
             at = torch.tensor(found.starts, dtype=torch.int64).repeat_interleave(sizes) + inside
             factors = torch.tensor(found.factors, dtype=torch.int64).repeat_interleave(sizes)
-            weights = (at * 2 + 1) * factors
+            weights = (at * 2 + 1 + (factors == _COLUMN)) * factors
             cells = torch.tensor(found.cells, dtype=torch.int64).repeat_interleave(sizes)
             self._cached = weights.to(self.device), cells.to(self.device)
         return self._cached
