@@ -4,7 +4,7 @@ An engine that cannot apply adapters merges them into a copy of the base weights
 computed from that copy in every push, so rounding errors do not add up.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +41,12 @@ class MergedAdapters:
     """Merges adapters into the parameters of an engine, from a copy of the base weights of the adapted layers.
 
     Args:
-        parameter: HuggingFace name -> the engine's parameter, which is overwritten.
+        parameters: HuggingFace name -> the engine's parameter, which is overwritten.
         slice_of: (HuggingFace name, full tensor) -> the slice that the engine stores.
     """
 
-    def __init__(self, parameter: Callable[[str], torch.Tensor], slice_of: Callable[[str, torch.Tensor], torch.Tensor]):
-        self._parameter = parameter
+    def __init__(self, parameters: Mapping[str, torch.Tensor], slice_of: Callable[[str, torch.Tensor], torch.Tensor]):
+        self._parameters = parameters
         self._slice_of = slice_of
         self._base: dict[str, torch.Tensor] = {}
 
@@ -59,7 +59,7 @@ class MergedAdapters:
         """Set every adapted weight to base + scaling * B A. Raises ValueError for tensors that are not pairs."""
         for layer, a, b in pairs_of(tensors, version):
             name = f"{layer}.weight"
-            weight = self._parameter(name)
+            weight = self._parameters[name]
             base = self._base.setdefault(layer, weight.detach().clone())
             dtype = torch.promote_types(base.dtype, a.dtype)
             a, b = a.to(base.device, dtype), b.to(base.device, dtype)

@@ -13,9 +13,8 @@ COLUMNS = 1024
 ROW_BYTES = 8 * COLUMNS
 
 _ALIGNMENT = 8  # bytes
-_GROUP_ROWS = 4096  # of a group of small tensors: 32 MiB
-_LARGE = {"cpu": 2**16}  # device -> bytes from which a tensor is a group, so that it is not copied
-_LARGE_ON_GPU = 2**24
+#: kind of device -> rows of a group of small tensors, and bytes of a tensor that is a group, so that it is not copied
+_GROUPS = {"cpu": (2**7, 2**16), "cuda": (2**12, 2**24)}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIXING = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -60,35 +59,31 @@ class TensorSums:
     def add(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
         """Add a tensor, cast to the dtype and on the device of another one. Its memory may be used again afterwards."""
         dtype, device = like.dtype, like.device
+        group, large = _GROUPS.get(device.type, _GROUPS["cuda"])
         tensor, count = tensor.detach(), tensor.numel() * dtype.itemsize
         rows = -(-count // ROW_BYTES)
-        if count >= _LARGE.get(device.type, _LARGE_ON_GPU):
+        if count >= large:
             self.finish()
             self.sums.append(sums_of(bytes_of(tensor.to(like))))
             self._groups.append([(name, rows, count)])
             return
-        if self._used + rows > _GROUP_ROWS or (self._buffer is not None and self._buffer.device != device):
+        if self._used + rows > group or (self._buffer is not None and self._buffer.device != device):
             self.finish()
-        start = self._used * ROW_BYTES // dtype.itemsize
-        self._as(dtype, device)[start : start + tensor.numel()].copy_(tensor.reshape(-1))
-        if count % ROW_BYTES:
-            self._buffer[self._used * ROW_BYTES + count : (self._used + rows) * ROW_BYTES].zero_()
-        self._used += rows
-        self._current.append((name, rows, count))
-
-    def _as(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The buffer as elements of a dtype."""
         if self._buffer is None or self._buffer.device != device:
-            self._buffer = torch.empty(_GROUP_ROWS * ROW_BYTES, dtype=torch.uint8, device=device)
-            self._views = {}
+            self._buffer, self._views = torch.zeros(group * ROW_BYTES, dtype=torch.uint8, device=device), {}
         if dtype not in self._views:
             self._views[dtype] = self._buffer.view(dtype)
-        return self._views[dtype]
+        start = self._used * ROW_BYTES // dtype.itemsize
+        self._views[dtype][start : start + tensor.numel()].copy_(tensor.reshape(-1))
+        self._used += rows
+        self._current.append((name, rows, count))
 
     def finish(self) -> None:
         """Compute the sums of the tensors in the buffer."""
         if self._current:
-            self.sums.append(sums_of(self._buffer[: self._used * ROW_BYTES]))
+            content = self._buffer[: self._used * ROW_BYTES]
+            self.sums.append(sums_of(content))
+            content.zero_()  # padding
             self._groups.append(self._current)
             self._current, self._used = [], 0
 

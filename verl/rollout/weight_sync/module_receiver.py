@@ -1,6 +1,6 @@
 """The receiver of an engine that generates with a `torch.nn.Module` in this process."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -19,11 +19,12 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
     def __init__(self, module: torch.nn.Module, filled: bool = False):
         """filled: whether the module already has its weights."""
         self.module = module
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self.shapes = {name: p.shape for name, p in module.named_parameters()}
         #: shapes of the parameters that are sent
         self.full_shapes: Mapping[str, torch.Size] = self.shapes
         self.filled = filled
-        self._adapters = MergedAdapters(module.get_parameter, self.slice_of)
+        self._adapters = MergedAdapters(self._parameters, self.slice_of)
         self._has_base = False
         self._layout: dict[str, Stored] = {}
         if not filled:
@@ -39,22 +40,26 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         """See `WeightReceiver.receive`. Parameters are cast to the module's dtype."""
         self._allocate()
         for name, tensor in check_parameters(weights, self.full_shapes, version):
-            self.module.get_parameter(name).copy_(self.slice_of(name, tensor))
+            self._parameters[name].copy_(self.slice_of(name, tensor))
         self.filled = self._has_base = True
 
     def _allocate(self) -> None:
         """Memory for all parameters, whose values are not valid."""
         if not self.filled:
             for name, shape in self.shapes.items():
-                parameter = self.module.get_parameter(name)
+                parameter = self._parameters[name]
                 parameter.data = parameter.data.new_empty(shape)
         self.filled = self._has_base = False
         self._adapters.clear()
 
+    def _sent(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters that are sent: of those that are tied, one."""
+        return ((name, self._parameters[name]) for name in self.shapes)
+
     def slice_layout(self) -> Mapping[str, Stored]:
         """See `SlicedWeights.slice_layout`."""
         if not self._layout:
-            self._layout = {name: self._stored_layout(name, p) for name, p in self.module.named_parameters()}
+            self._layout = {name: self._stored_layout(name, p) for name, p in self._sent()}
         return self._layout
 
     def _stored_layout(self, name: str, parameter: torch.Tensor) -> Stored:
@@ -64,7 +69,7 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
     def open_slices(self) -> Mapping[str, torch.Tensor]:
         """See `SlicedWeights.open_slices`."""
         self._allocate()
-        return dict(self.module.named_parameters())
+        return dict(self._sent())
 
     def close_slices(self) -> None:
         """See `SlicedWeights.close_slices`."""
@@ -83,12 +88,11 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
 
     def stored(self, name: str) -> torch.Tensor | None:
         """See `StoredWeights.stored`."""
-        return self.module.get_parameter(name).detach() if name in self.shapes else None
+        return self._parameters[name].detach() if name in self.shapes else None
 
     def release(self) -> None:
         """See `WeightReceiver.release`."""
         self.filled = self._has_base = False
         self._adapters.clear()
-        for name in self.shapes:
-            parameter = self.module.get_parameter(name)
+        for _, parameter in self._sent():
             parameter.data = parameter.data.new_empty(0)
