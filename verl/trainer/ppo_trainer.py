@@ -156,6 +156,7 @@ class PPOTrainer(Trainer):
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
         if self.asynchronous is not None:
             self.asynchronous.begin_at_buffer(self.pipeline)
+            self.asynchronous.buffer.ends = lambda: self.interruption.requested is not None
         if self.config.trainer.overlap:
             self.pipeline.processes_of = self.processes_of
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
@@ -270,6 +271,7 @@ class PPOTrainer(Trainer):
 
     def restore_flow(self, state: Any) -> None:
         if self.asynchronous is not None:
+            self.pipeline.take_held()
             return self.asynchronous.buffer.undo_take()
         self.rollout_weights.version = None  # the actor may have been updated
         super().restore_flow(state)
