@@ -261,10 +261,16 @@ class PPOTrainer(Trainer):
             self.before_first_step()
 
     def rewind(self) -> None:
-        if self.asynchronous is not None:
-            self.checkpointer.check_can_rewind()
-            self.shutdown()  # the samples in flight are of the steps that are undone
+        if self.asynchronous is None:
+            return super().rewind()
+        self.checkpointer.check_can_rewind()
+        into_workers = self._started and self.checkpointer.saved_path is not None
+        if into_workers:
+            self.checkpointer.wait()
+        self.shutdown()  # the samples in flight are of the steps that are undone
         super().rewind()
+        if into_workers:
+            self.start()
 
     def flow_state(self) -> Any:
         return None if self.asynchronous is not None else super().flow_state()
