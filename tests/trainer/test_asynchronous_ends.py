@@ -23,6 +23,7 @@ from verl.trainer.asynchronous.generation import FilterGroups
 from verl.trainer.base import StepReport
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.startup.launch import run as launch
+from verl.trainer.state.operator_watch import OperatorTimeout
 from verl.utils.rng import fork_seed
 
 STEPS = 6  # of 4 prompts: one epoch
@@ -166,6 +167,66 @@ def test_a_signal_ends_the_run_and_no_prompt_is_lost(phase, saved, tmp_path, cap
     assert all(check_spans(report, 2) for report in (*first, *rest))
 
 
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+
+class Hangs:
+    """A reward function that returns, until the training loop has taken a batch; then it waits for `end`."""
+
+    def __init__(self) -> None:
+        self.begun, self.end, self.armed = threading.Event(), threading.Event(), False
+
+    def __call__(self, data_source, solution_str, ground_truth, extra_info=None) -> float:
+        if self.armed:
+            self.begun.set()
+            self.end.wait(120)
+        return float(len(solution_str) % 2)
+
+
+def test_a_validation_does_not_wait_for_a_reward_that_hangs_without_end(settings):
+    reward = Hangs()
+
+    class Watched(PPOTrainer):
+        def validate(self) -> dict[str, float]:
+            reward.armed = True
+            assert reward.begun.wait(120), "nothing is scored although weights were pushed"
+            return super().validate()
+
+        def shutdown(self) -> None:
+            reward.end.set()
+            super().shutdown()
+
+    chosen = [s for s in settings if not s.startswith("reward.custom_reward_function")]
+    more = ["trainer.test_freq=1", "trainer.wait_minimum=1", "trainer.wait_factor=2", "reward.timeout=null"]
+    more.append("trainer.total_training_steps=4")
+    trainer = Watched(
+        overrides=[*chosen, *GRPO, *VERSIONS, "trainer.async.max_staleness=1", *more],
+        cluster=ThreadCluster(),
+        reward=reward,
+    )
+    with pytest.raises(OperatorTimeout, match=r"no group of responses has arrived .* a reward function hangs") as error:
+        trainer.fit()
+    assert "self.end.wait(120)" in str(error.value)
+
+
+def test_training_continues_after_a_validation_that_failed(settings, monkeypatch):
+    """In a custom loop: the responses that the validation interrupted are continued."""
+    monkeypatch.setattr(VersionEngine, "hold", 60.0)
+    trainer, _ = make(settings, kind=PPOTrainer)
+    buffer = trainer.asynchronous.buffer
+
+    def fail() -> None:
+        raise KeyError("no such field")
+
+    with trainer:
+        trainer.step()
+        call_once(trainer.validation, "run", fail, before=True)
+        with pytest.raises(KeyError, match="no such field"):
+            trainer.validate()
+        wait_until(lambda: not (buffer.room() or buffer.in_flight), 30)
+        assert trainer.step().step == 2
+
+
 # ---- the return to a checkpoint -------------------------------------------------------------------------------------
 
 
@@ -206,8 +267,8 @@ class InStep(PPOTrainer):
         wait_until(lambda: not WeightEngine.open.is_set() or not (buffer.room() or buffer.in_flight))
 
 
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+def wait_until(reached: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -11,6 +11,7 @@ interruptible generation are those of AReaL (Fu et al. 2025, arXiv 2505.24298).
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -92,11 +93,23 @@ class Generation:
         return groups
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep the rollout's engines idle."""
+    def paused(self, resume_after_error: bool = False) -> Iterator[None]:
+        """Keep the rollout's engines idle.
+
+        Args:
+            resume_after_error: the block does not change the weights.
+        """
         rollout = self.roles["rollout"]
         rollout.pause_generation(self.partial)
-        yield
+        try:
+            yield
+        except Exception as error:
+            if resume_after_error:
+                try:
+                    rollout.resume_generation()
+                except Exception as second:
+                    error.add_note(f"generation could not be resumed: {second}")
+            raise
         rollout.resume_generation()
 
 
@@ -154,11 +167,21 @@ class Producer:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the thread out of operators and workers, and the rollout's engines idle, as for validation."""
+        """Keep the thread out of operators and workers, and the rollout's engines idle, as for validation.
+
+        Raises:
+            OperatorTimeout: the thread does not end what it does.
+        """
         self._is_held.set()
+        began = time.monotonic()
         try:
-            with self._turn, self.generation.paused():
-                yield
+            while not self._turn.acquire(timeout=_IDLE_SECONDS):
+                self.buffer.check_progress(began)
+            try:
+                with self.generation.paused(resume_after_error=True):
+                    yield
+            finally:
+                self._turn.release()
         finally:
             self._is_held.clear()
 

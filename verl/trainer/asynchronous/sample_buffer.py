@@ -231,7 +231,7 @@ class SampleBuffer:
                     raise self._error
                 if self.ends() and not self.in_flight:
                     return HOLD
-                self._check_progress(began)
+                self.check_progress(began)
                 self.lock.wait(_LOOK)
             groups = [self.groups.pop(uid) for uid in chosen]
             for uid in chosen:
@@ -254,7 +254,7 @@ class SampleBuffer:
                 self.queue.put_back(DataProto.concat(self._taken))
             self._steps_taken, self._taken = self.queue.step(), []
 
-    def _check_progress(self, began: float) -> None:
+    def check_progress(self, began: float) -> None:
         """Raise OperatorTimeout if no group has arrived for too long. began: when the training loop began to wait."""
         limit = self._durations.limit("group")
         seconds = time.monotonic() - max(began, self._arrived)
