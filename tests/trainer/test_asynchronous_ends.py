@@ -19,6 +19,7 @@ from tests.trainer.version_engine import VersionEngine
 from verl.dataflow import HOLD, DataFlow, Operator
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request, register_rollout_engine
+from verl.single_controller.worker_group import WorkerDied
 from verl.trainer.asynchronous.generation import FilterGroups
 from verl.trainer.base import StepReport
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -317,3 +318,14 @@ def test_rewind_gives_the_steps_of_a_fresh_resume(k, settings, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(state, other_state, strict=True))
     assert [step for step, *_ in again] == [3, 4, 5, 6]
     assert set(undone[0][1]) == set(again[0][1]), "the prompts of the steps that are undone come first"
+
+
+@pytest.mark.slow
+def test_a_restart_neither_loses_nor_repeats_a_prompt(saved, monkeypatch, caplog):
+    monkeypatch.setattr(VersionEngine, "fail_at", (30, WorkerDied("the rollout was lost", "rollout", "collect_finished", 0)))
+    trainer, reports = make(saved, "trainer.max_restarts=1", "trainer.save_freq=2", k=2)
+    trainer.fit()
+    assert "restart 1 of 1 after an error in step" in caplog.text
+    last = {report.step: report for report in reports}  # steps after the checkpoint are trained again
+    assert sorted(last) == [1, 2, 3, 4, 5, 6]
+    assert sorted(uids_of(list(last.values()))) == sorted(f"0:{row}" for row in range(24))
