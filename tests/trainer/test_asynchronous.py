@@ -102,10 +102,20 @@ def check_spans(report: StepReport, k: int) -> set[int]:
 
 @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_generation_overlaps_training_within_the_bound(k, settings, monkeypatch):
-    monkeypatch.setattr(VersionEngine, "hold", 3.0)
+    monkeypatch.setattr(VersionEngine, "hold", 60.0)
     spans, counts = [], set()
 
     class Timed(SlowTrainer):
+        def build_flow(self) -> DataFlow:
+            return super().build_flow().insert_before("update_actor", Operator("overlap", self._overlap))
+
+        def _overlap(self, batch) -> None:
+            """Wait for a token, unless there is no sample to generate or those in flight wait for a push."""
+            buffer, engine = self.asynchronous.buffer, self.roles["rollout"].worker.rollout.engine
+            before = len(engine.times)
+            while len(engine.times) == before and (buffer.room() or (buffer.in_flight and not engine.all_held)):
+                time.sleep(0.001)
+
         def step(self):
             report = super().step()
             spans.append(self.pipeline.spans)
@@ -114,7 +124,7 @@ def test_generation_overlaps_training_within_the_bound(k, settings, monkeypatch)
     trainer, reports = train(settings, k=k, kind=Timed)
     assert [op.name for op in trainer.pipeline.operators] == [
         *("prompts", "repeat", "gen", "reward", "buffer"),
-        *("old_log_prob", "ref", "adv", "slow", "update_actor", "sync_weights"),
+        *("old_log_prob", "ref", "adv", "slow", "overlap", "update_actor", "sync_weights"),
     ]
     for report in reports:
         counts |= check_spans(report, k)
@@ -226,11 +236,9 @@ def test_an_error_of_the_reward_function_ends_the_run_with_it(settings, tmp_path
         "        raise KeyError('no such field')\n"
         "    return 0.0\n"
     )
-    start = time.monotonic()
-    with pytest.raises(Exception, match="no such field") as caught:
+    with pytest.raises(Exception, match="no such field") as caught:  # and not that of a limit of time
         train(settings, f"reward.custom_reward_function.path={fails}")
     assert "raised in operator 'reward'" in caught.value.__notes__
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize("error", [RuntimeError("engine is broken"), SystemExit("engine ended")])
@@ -383,8 +391,8 @@ def test_a_dead_rollout_process_ends_the_run_at_once(settings):
         pool = trainer.roles["rollout"].processes
         os.kill(pool._ranks[0].process.pid, signal.SIGKILL)
 
-    trainer.on_step.append(kill)
-    start = time.monotonic()
-    with pytest.raises(WorkerDied, match="rollout"):
+    reports: list[StepReport] = []
+    trainer.on_step += [reports.append, kill]
+    with pytest.raises(WorkerDied, match="rollout"):  # and not WorkerTimeout
         trainer.fit()
-    assert time.monotonic() - start < 60
+    assert [report.step for report in reports] == [1]

@@ -1,12 +1,15 @@
 """Dynamic sampling: which groups are held and released, worked by hand; no prompt is lost; state; errors."""
 
 import io
+import os
+import signal
 from random import Random
 
 import numpy as np
 import pytest
 import torch
 
+from tests.trainer.test_resume import metrics_of
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.dataflow import HOLD, DataFlow, Operator
@@ -14,6 +17,7 @@ from verl.protocol import DataProto
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo.dynamic_sampling import sample_dynamically
 from verl.trainer.ppo.operators import GENERATED, Prompts, repeat
+from verl.trainer.startup.launch import run as launch
 
 
 class Numbers:
@@ -41,7 +45,7 @@ def numbers_of(batch: DataProto) -> list[int]:
 class Scripted:
     """A flow whose prompt i scores 0 on every answer, but 1 on the second one where `differs(i)`. Widths vary."""
 
-    def __init__(self, differs, groups=3, size=4, limit=0, metric="acc", n=2, at_limit="error"):
+    def __init__(self, differs, groups=3, size=4, limit=0, metric="acc", n=2, at_limit="error", empty=20):
         overrides = [
             f"data.train_batch_size={groups}",
             f"data.gen_batch_size={size}",
@@ -49,6 +53,7 @@ class Scripted:
             "algorithm.filter_groups.enable=true",
             f"algorithm.filter_groups.metric={metric}",
             f"algorithm.filter_groups.max_num_gen_batches={limit}",
+            f"algorithm.filter_groups.max_empty_gen_batches={empty}",
             f"algorithm.filter_groups.at_limit={at_limit}",
         ]
         self.differs = differs
@@ -174,6 +179,29 @@ def test_giving_up_says_what_was_found_and_what_to_do():
         run.pipeline.run()
 
 
+def test_generations_without_a_group_are_counted_and_end_the_run(caplog):
+    run = Scripted({24}.__contains__, empty=7)  # in the 7th generation of 4
+    for _ in range(13):
+        assert run.pipeline.run() is HOLD  # the first 6 and the 6 after the 7th are empty
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition(". Check")[0] for line in warned] == [
+        f"dynamic sampling: expected groups with responses that differ in 'acc', found none among the last 20 prompts "
+        f"(5 generations of 4 in a row; mean acc of this step {mean})"
+        for mean in ("0", "0.0104")  # 1 of 96 responses: 12 generations of 4 prompts with 2 responses
+    ]
+    message = r"the last 28 prompts \(7 generations .*max_empty_gen_batches=7 sets the limit \(0: no limit"
+    with pytest.raises(ValueError, match=message):
+        run.pipeline.run()
+
+
+@pytest.mark.parametrize("limits", [{"empty": 0}, {"empty": 2, "limit": 100}])
+def test_generations_without_a_group_only_warn_where_the_run_shall_go_on(limits, caplog):
+    run = Scripted({200, 201, 202}.__contains__, **limits)
+    assert numbers_of(run.step()) == [200, 200, 201, 201, 202, 202]
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition("the last ")[2].split()[0] for line in warned] == [str(20 * i) for i in range(1, 11)]
+
+
 def test_a_step_is_filled_where_the_run_shall_go_on():
     run = Scripted({5, 13, 14, 15, 16}.__contains__, limit=3, at_limit="fill")
     batch = run.step()
@@ -258,3 +286,61 @@ def test_greedy_baselines_of_the_groups_that_are_kept(settings):
     assert torch.equal(baselines[:, 0], baselines[:, 1])
     scores = batch.batch["token_level_scores"].sum(1).view(4, 2)
     assert (scores[:, 0] != scores[:, 1]).all()
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+def signalled_after(trainer: LocalPPOTrainer, step: int) -> list[int]:
+    """Let a trainer receive SIGTERM when `gen` of a step has ended. Returns the steps of its generations, as a list."""
+    steps: list[int] = []
+
+    def observe(name: str, seconds: float, batch: DataProto) -> None:
+        if name == "gen":
+            steps.append(trainer.global_step)
+            if trainer.global_step == step and steps.count(step) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.pipeline.observer = observe
+    return steps
+
+
+@pytest.fixture
+def filtered(settings, tmp_path) -> list[str]:
+    """Settings of 4 steps with random rewards, so that about a third of the groups is kept."""
+    (tmp_path / "chance.py").write_text(
+        "import random\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(random.random() < 0.2)\n"
+    )
+    chosen = [s for s in settings if not s.startswith(("trainer.save_at_end", "reward.custom_reward_function"))]
+    chosen += ["algorithm.name=grpo", "algorithm.filter_groups.enable=true", "trainer.total_training_steps=4"]
+    return [*chosen, f"reward.custom_reward_function.path={tmp_path / 'chance.py'}"]
+
+
+def test_after_a_signal_a_step_that_needs_further_generations_is_undone(filtered, tmp_path, capsys, caplog):
+    """The run is resumed by the same command, and its metrics are those of an uninterrupted run."""
+    run, trainer = tmp_path / "run", LocalPPOTrainer(overrides=filtered)
+    steps = signalled_after(trainer, 3)
+    assert launch(lambda: trainer) == 143
+    assert steps.count(3) == 1, "the step is not finished after the generation in flight"
+    assert "step 3 is not finished, because it needs further samples" in caplog.text
+    message = f"stopped by SIGTERM after step 2 of 4; the same command resumes from {run}/global_step_2"
+    assert capsys.readouterr().err.splitlines()[-1] == message
+    LocalPPOTrainer(overrides=filtered).fit()
+    straight, uninterrupted = tmp_path / "straight", []
+    trainer = LocalPPOTrainer(overrides=[*filtered, f"trainer.default_local_dir={straight}"])
+    trainer.pipeline.observer = lambda name, *_: uninterrupted.append(trainer.global_step) if name == "gen" else None
+    trainer.fit()
+    assert uninterrupted.count(3) > 1
+    assert metrics_of(run) == metrics_of(straight) and len(metrics_of(run)) == 4
+
+
+def test_a_signal_in_the_first_step_ends_a_run_whose_rewards_are_all_equal(filtered, tmp_path, capsys):
+    (tmp_path / "chance.py").write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 0.0\n")
+    trainer = LocalPPOTrainer(overrides=[*filtered, "algorithm.filter_groups.max_empty_gen_batches=0"])
+    steps = signalled_after(trainer, 1)
+    assert launch(lambda: trainer) == 143
+    assert steps == [1]
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert shown.startswith("stopped by SIGTERM before the first step; no checkpoint was saved")

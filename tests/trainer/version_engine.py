@@ -15,7 +15,8 @@ SECONDS_PER_TOKEN = 0.004
 class VersionEngine(RolloutEngine):
     """Samples responses of 1 to max_tokens tokens. Its log-probs are those of a uniform distribution of 8 tokens.
 
-    One of 8 requests stops after two tokens until a push of weights interrupts it, for at most `hold` seconds.
+    One of 8 requests stops after two tokens until a push of weights interrupts it, for at most `hold` seconds; requests
+    that continue others do not.
     """
 
     samples_policy = False
@@ -29,14 +30,20 @@ class VersionEngine(RolloutEngine):
 
     def __init__(self) -> None:
         self._aborted = 0
-        self._running = 0
+        self._running = self._held = self._longest = 0
+
+    @property
+    def all_held(self) -> bool:
+        """Whether every running request waits for a push."""
+        return 0 < self._running == self._held
 
     async def generate_one(self, request: Request) -> Completion:
         VersionEngine.requests += 1
         if self.fail_at is not None and VersionEngine.requests == self.fail_at[0]:
             raise self.fail_at[1]
         count = 1 + fork_seed(request.sample_id) % request.params.max_tokens
-        held = fork_seed("held", request.sample_id) % 8 == 0
+        self._longest = max(self._longest, request.params.max_tokens)
+        held = request.params.max_tokens == self._longest and fork_seed("held", request.sample_id) % 8 == 0
         tokens, aborted = [], self._aborted
         self._running += 1
         try:
@@ -45,8 +52,10 @@ class VersionEngine(RolloutEngine):
                 tokens.append(1 + self.weight_version)
                 self.times.append(time.perf_counter())
                 end = time.monotonic() + self.hold
+                self._held += held
                 while held and len(tokens) == 2 and self._aborted == aborted and time.monotonic() < end:
                     await asyncio.sleep(SECONDS_PER_TOKEN)
+                self._held -= held
         finally:
             self._running -= 1
         reason = "abort" if len(tokens) < count else "length" if count == request.params.max_tokens else "stop"

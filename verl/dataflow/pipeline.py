@@ -152,6 +152,7 @@ class Pipeline:
             )
         for name, owner in stateful.items():
             owner.load_state_dict(state[name])
+        self._held = []  # the next run starts a new batch
 
 
 def merge_reports(runs: Sequence[RunReports]) -> tuple[dict[str, float], dict[str, float]]:

@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,14 +25,14 @@ from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
 from verl.trainer.output.step_report import StepReport
 from verl.trainer.state.bad_steps import StepGuard, roll_back
 from verl.trainer.state.checkpointing import Checkpointer
-from verl.trainer.state.interruption import Interruption, Stopped
+from verl.trainer.state.interruption import Interruption, Stopped, UnfinishedStep
 from verl.trainer.state.operator_watch import OperatorWatch
 from verl.trainer.state.quarantine import apply_quarantine, quarantine
 from verl.trainer.state.restarts import Restarts
 from verl.trainer.state.validation_watch import NoMetricError, ValidationWatch
 from verl.utils.device import frozen_heap, process_rss
 from verl.utils.lock import lock_folder
-from verl.utils.rng import seed_everything
+from verl.utils.rng import rng_state, seed_everything, set_rng_state
 from verl.utils.threads import warn_if_oversubscribed
 
 logger = logging.getLogger("verl.trainer")
@@ -233,7 +233,7 @@ class Trainer(ABC):
 
         Raises:
             InUseError: another run uses trainer.default_local_dir.
-            Stopped: SIGINT or SIGTERM. The step in flight is finished and saved first (docs/checkpoints.md).
+            Stopped: SIGINT or SIGTERM. The step in flight is finished or undone, and saved (docs/checkpoints.md).
         """
         self.check_steps(steps)
         was_started, self._steps_to_add = self._started, steps
@@ -281,7 +281,8 @@ class Trainer(ABC):
                 metrics = self._skipped_validation(log)
             with Interruption(self._position) as self.interruption:
                 while not (trainer.val_only or self.end_reason or self.interruption.requested):
-                    metrics |= self._logged_step(log)
+                    with suppress(UnfinishedStep):
+                        metrics |= self._logged_step(log)
                 if self.interruption.requested and self.global_step > 0:  # received after a step was saved
                     self._save_if_due()
                 self.checkpointer.wait()
@@ -324,35 +325,35 @@ class Trainer(ABC):
         self.total_steps = max(total, self.global_step)
         try:
             return self._run_flow()
-        except BaseException:
-            self._failed_step, self.total_steps = self.global_step, total
-            self.global_step -= 1
+        except BaseException as error:
+            self._failed_step = None if isinstance(error, UnfinishedStep) else self.global_step
+            self.global_step, self.total_steps = self.global_step - 1, total
             self.restore_flow(position)
             raise
 
     def flow_state(self) -> Any:
         """The state of the flow before a step, for `restore_flow`."""
-        return self.pipeline.state_dict()
+        return self.pipeline.state_dict(), rng_state()
 
     def restore_flow(self, state: Any) -> None:
         """Undo what a failed step has changed in the flow."""
-        self.pipeline.load_state_dict(state)
+        self.pipeline.load_state_dict(state[0])
+        set_rng_state(state[1])
 
     def _run_flow(self) -> StepReport:
         timings: dict[str, float] = {}
-        seconds = 0.0
-        batch: Any = HOLD
+        seconds, batch = 0.0, HOLD
         while batch is HOLD:
+            if timings:
+                self.interruption.end_unfinished(self.global_step)
             batch = self.pipeline.run()
             seconds += self.pipeline.seconds
-            for name, took in self.pipeline.timings.items():
-                timings[name] = timings.get(name, 0.0) + took
+            timings |= {name: timings.get(name, 0.0) + took for name, took in self.pipeline.timings.items()}
         metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
-        metrics |= self.restarts.metrics()
+        metrics |= self.restarts.metrics() | {"perf/cpu_memory_used_gb": process_rss() / 2**30}
         self.batch = batch
-        metrics["perf/cpu_memory_used_gb"] = process_rss() / 2**30
         return StepReport(self.global_step, self.total_steps, metrics, timings, batch)
 
     def _logged_step(self, log: RunLog) -> dict[str, float]:
@@ -440,8 +441,7 @@ class Trainer(ABC):
             raise Stopped(self.interruption.requested, finished=True)
 
     def _position(self) -> str:
-        saves = " and saving it" if self.config.trainer.save_at_end else ""
-        return f"step {self.global_step} of {self.total_steps}{saves}"
+        return f"step {self.global_step} of {self.total_steps}{' and saving it' * self.config.trainer.save_at_end}"
 
     # ---- checkpoints and messages -----------------------------------------------------------------------------------
 

@@ -156,6 +156,7 @@ class PPOTrainer(Trainer):
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
         if self.asynchronous is not None:
             self.asynchronous.begin_at_buffer(self.pipeline)
+            self.asynchronous.buffer.ends = lambda: self.interruption.requested is not None
         if self.config.trainer.overlap:
             self.pipeline.processes_of = self.processes_of
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
@@ -260,16 +261,23 @@ class PPOTrainer(Trainer):
             self.before_first_step()
 
     def rewind(self) -> None:
-        if self.asynchronous is not None:
-            self.checkpointer.check_can_rewind()
-            self.shutdown()  # the samples in flight are of the steps that are undone
+        if self.asynchronous is None:
+            return super().rewind()
+        self.checkpointer.check_can_rewind()
+        into_workers = self._started and self.checkpointer.saved_path is not None
+        if into_workers:
+            self.checkpointer.wait()
+        self.shutdown()  # the samples in flight are of the steps that are undone
         super().rewind()
+        if into_workers:
+            self.start()
 
     def flow_state(self) -> Any:
         return None if self.asynchronous is not None else super().flow_state()
 
     def restore_flow(self, state: Any) -> None:
         if self.asynchronous is not None:
+            self.pipeline.take_held()
             return self.asynchronous.buffer.undo_take()
         self.rollout_weights.version = None  # the actor may have been updated
         super().restore_flow(state)

@@ -29,6 +29,11 @@ class FilterGroupsConfig(Section):
         "function returns",
     )
     max_num_gen_batches: int = field(0, "maximum number of generations per step; 0: no limit", ge=0)
+    max_empty_gen_batches: int = field(
+        20,
+        "without that limit, stop the run after so many generations in a row in which no group is kept; 0: never",
+        ge=0,
+    )
     at_limit: Literal["error", "fill"] = field(
         "error", "at that limit: stop the run, or fill the batch with zero-variance groups (no gradient)"
     )

@@ -11,6 +11,7 @@ interruptible generation are those of AReaL (Fu et al. 2025, arXiv 2505.24298).
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller.cluster import wait_limits
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
-from verl.trainer.ppo.dynamic_sampling import DynamicSampling, group_rows
+from verl.trainer.ppo.dynamic_sampling import DynamicSampling, Gathered, group_rows
 from verl.trainer.ppo.operators import (
     Prompts,
     Roles,
@@ -92,11 +93,23 @@ class Generation:
         return groups
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep the rollout's engines idle."""
+    def paused(self, resume_after_error: bool = False) -> Iterator[None]:
+        """Keep the rollout's engines idle.
+
+        Args:
+            resume_after_error: the block does not change the weights.
+        """
         rollout = self.roles["rollout"]
         rollout.pause_generation(self.partial)
-        yield
+        try:
+            yield
+        except Exception as error:
+            if resume_after_error:
+                try:
+                    rollout.resume_generation()
+                except Exception as second:
+                    error.add_note(f"generation could not be resumed: {second}")
+            raise
         rollout.resume_generation()
 
 
@@ -104,26 +117,21 @@ class FilterGroups:
     """`filter_groups` of asynchronous training: drops zero-variance groups as they arrive; others are generated.
 
     Args:
-        sampling: the operator of synchronous training, with its metric and its limit.
-        buffer: counts the groups that are dropped.
+        sampling: the operator of synchronous training. Its limits hold for the groups of each training batch.
     """
 
-    def __init__(self, sampling: DynamicSampling, buffer: SampleBuffer):
+    def __init__(self, sampling: DynamicSampling):
         self.sampling = sampling
-        self.buffer = buffer
 
     def __call__(self, batch: DataProto) -> object:
-        values = self.sampling.values_of(batch)
-        kept = [rows for rows in group_rows(batch) if values[rows].min() < values[rows].max()]
-        limit = self.sampling.max_passes * self.sampling.pass_size
-        if limit and self.buffer.filtered >= limit:
-            raise ValueError(
-                f"dynamic sampling: {self.buffer.filtered} groups had no responses that differ in "
-                f"{self.sampling.metric!r} while one step waited. The prompts may be too easy or too hard: change the "
-                "data, raise actor_rollout_ref.rollout.n, or raise algorithm.filter_groups.max_num_gen_batches "
-                "(0: no limit)"
-            )
+        kept, _ = self.sampling.count(batch)
+        if self.sampling.is_complete():
+            self.reset()
         return batch[np.concatenate(kept)] if kept else HOLD
+
+    def reset(self) -> None:
+        """Begin a new training batch."""
+        self.sampling.so_far = Gathered()
 
 
 class Producer:
@@ -159,11 +167,21 @@ class Producer:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the thread out of operators and workers, and the rollout's engines idle, as for validation."""
+        """Keep the thread out of operators and workers, and the rollout's engines idle, as for validation.
+
+        Raises:
+            OperatorTimeout: the thread does not end what it does.
+        """
         self._is_held.set()
+        began = time.monotonic()
         try:
-            with self._turn, self.generation.paused():
-                yield
+            while not self._turn.acquire(timeout=_IDLE_SECONDS):
+                self.buffer.check_progress(began)
+            try:
+                with self.generation.paused(resume_after_error=True):
+                    yield
+            finally:
+                self._turn.release()
         finally:
             self._is_held.clear()
 
@@ -241,6 +259,7 @@ class Asynchronous:
         self.config = config
         self.pad_token_id = pad_token_id
         self.generation = Generation(roles, uses_agent_loop(config), config.trainer["async"].partial_rollout)
+        self._filter: FilterGroups | None = None
 
     def describe(self) -> str:
         """A line for the summary of the run."""
@@ -262,8 +281,8 @@ class Asynchronous:
         last = "reward"
         if "filter_groups" in flow:
             last = "filter_groups"
-            sampling = flow[last].func
-            flow.replace(last, replace(flow[last], func=FilterGroups(sampling, self.buffer)))
+            self._filter = FilterGroups(flow[last].func)
+            flow.replace(last, replace(flow[last], func=self._filter))
         flow.insert_after(last, Operator("buffer", self.buffer, reads=("uid", "responses", "weight_version")))
         push = flow["sync_weights"]
         return flow.replace("sync_weights", replace(push, func=self._synced(push.func)))
@@ -291,6 +310,8 @@ class Asynchronous:
         """Begin with new workers: nothing is in flight, and a new producer starts with the next step."""
         self.generation.reset()
         self.buffer.reset()
+        if self._filter is not None:
+            self._filter.reset()
         for stage in self._stages:
             stage.take_held()
         self.producer = Producer(*self._stages, self.generation, self.buffer)

@@ -81,6 +81,7 @@ class SampleBuffer:
         filtered: number of groups that an operator has filtered since the last `take`.
         lock: held while prompts change their place, so that a checkpoint has each prompt once.
         on_take: called before the first step waits.
+        ends: whether the run ends after this step, as after SIGTERM: no further prompts are admitted.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class SampleBuffer:
         self.filtered = 0
         self._last_take = time.perf_counter()
         self.on_take = lambda: None
+        self.ends = lambda: False
 
     def __call__(self, batch: DataProto | None = None) -> Any:
         if batch is None:
@@ -150,6 +152,8 @@ class SampleBuffer:
     def room(self) -> int:
         """Number of prompts that may be admitted now."""
         with self.lock:
+            if self.ends():
+                return 0
             ahead = self.version + self.max_staleness + 1
             steps = min(ahead, max(self.total_steps, self.queue.step())) - self._steps_taken
             return max(0, steps * self.batch_size - len(self.groups))
@@ -212,8 +216,11 @@ class SampleBuffer:
 
     # ---- the training loop's side -----------------------------------------------------------------------------------
 
-    def take(self) -> DataProto:
-        """Wait for the groups of the next step and return them as one batch. Raises the error given to `fail`."""
+    def take(self) -> Any:
+        """Wait for the groups of the next step and return them as one batch. Raises the error given to `fail`.
+
+        Returns HOLD if the run ends, and the groups that were being generated are not sufficient.
+        """
         self.on_take()
         self._taken = []
         start, facts = time.perf_counter(), self.queue.facts()
@@ -222,7 +229,9 @@ class SampleBuffer:
             while (chosen := self._choose(facts["global_step"])) is None:
                 if self._error is not None:
                     raise self._error
-                self._check_progress(began)
+                if self.ends() and not self.in_flight:
+                    return HOLD
+                self.check_progress(began)
                 self.lock.wait(_LOOK)
             groups = [self.groups.pop(uid) for uid in chosen]
             for uid in chosen:
@@ -245,7 +254,7 @@ class SampleBuffer:
                 self.queue.put_back(DataProto.concat(self._taken))
             self._steps_taken, self._taken = self.queue.step(), []
 
-    def _check_progress(self, began: float) -> None:
+    def check_progress(self, began: float) -> None:
         """Raise OperatorTimeout if no group has arrived for too long. began: when the training loop began to wait."""
         limit = self._durations.limit("group")
         seconds = time.monotonic() - max(began, self._arrived)

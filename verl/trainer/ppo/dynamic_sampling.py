@@ -10,7 +10,8 @@ so the effective batch shrinks as the policy improves. `sample_dynamically` is t
 A prompt has one of three outcomes: its group is trained on; its group has zero variance and is dropped and counted; or
 the step is already full, and the prompt returns to the front of the queue, to be sampled again by the policy of the
 next step. Responses are never kept for a later step, where they would be off-policy. At the limit of
-generations per step the run ends, or the step is filled with zero-variance groups, which have no gradient.
+generations per step the run ends, or the step is filled with zero-variance groups, which have no gradient. Without that
+limit, the run ends when many generations in a row have kept no group: every reward may be the same.
 """
 
 import logging
@@ -84,6 +85,7 @@ class Gathered:
         groups: number of groups kept.
         passes, prompts, responses: counts over all passes.
         metric_sum: sum of the metric over all responses.
+        empty: prompts since the last group that was kept.
     """
 
     held: list[DataProto] = field(default_factory=list)
@@ -93,10 +95,13 @@ class Gathered:
     prompts: int = 0
     responses: int = 0
     metric_sum: float = 0.0
+    empty: int = 0
 
 
 #: names of fields in checkpoints of earlier releases
 _OLD_NAMES = {"alike": "zero_variance", "answers": "responses"}
+
+_WARN_PASSES = 5  # a warning after every so many passes without a group
 
 
 class DynamicSampling(Stateful):
@@ -112,6 +117,8 @@ class DynamicSampling(Stateful):
         pass_size: prompts of a full pass, such as the first of a step. Later passes request what is missing, divided
             by the share of groups kept so far.
         max_passes: a step requests at most `max_passes * pass_size` prompts; 0: no limit.
+        max_empty_passes: without that limit, raise ValueError after `max_empty_passes * pass_size` prompts in a row
+            whose groups have zero variance; 0: never.
         fill: at that limit, fill the step with zero-variance groups; otherwise raise ValueError.
         pad_token_id: for padding batches of different lengths.
     """
@@ -124,6 +131,7 @@ class DynamicSampling(Stateful):
         num_groups: int,
         pass_size: int,
         max_passes: int,
+        max_empty_passes: int,
         fill: bool,
         pad_token_id: int,
     ):
@@ -132,11 +140,30 @@ class DynamicSampling(Stateful):
         self.num_groups = num_groups
         self.pass_size = pass_size
         self.max_passes = max_passes
+        self.max_empty_passes = max_empty_passes
         self.fill = fill
         self.pad_token_id = pad_token_id
         self.so_far = Gathered()
 
     def __call__(self, batch: DataProto) -> Any:
+        now, (differing, equal) = self.so_far, self.count(batch)
+        if differing:
+            now.held.append(batch[np.concatenate(differing)])
+        if self.fill and equal:
+            now.zero_variance.append(batch[np.concatenate(equal)])
+        logger.info(
+            "dynamic sampling: %d prompts, %d groups with different rewards; %d required",
+            now.prompts,
+            now.groups,
+            self.num_groups,
+        )
+        if self.is_complete():
+            return self._release()
+        self.queue.size = self._next_size()
+        return HOLD
+
+    def count(self, batch: DataProto) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Count the groups of a batch in `so_far`. Returns the rows of the groups that differ, and of the others."""
         values, groups = self.values_of(batch), group_rows(batch)
         differing = [rows for rows in groups if values[rows].min() < values[rows].max()]
         now = self.so_far
@@ -145,21 +172,30 @@ class DynamicSampling(Stateful):
         now.groups += len(differing)
         now.responses += len(batch)
         now.metric_sum += float(values.sum())
-        if differing:
-            now.held.append(batch[np.concatenate(differing)])
-        if self.fill and len(differing) < len(groups):
-            equal = [rows for rows in groups if values[rows].min() == values[rows].max()]
-            now.zero_variance.append(batch[np.concatenate(equal)])
-        logger.info(
-            "dynamic sampling: %d prompts, %d groups with different rewards; %d required",
-            now.prompts,
-            now.groups,
-            self.num_groups,
+        before, now.empty = now.empty, 0 if differing else now.empty + len(groups)
+        self._check_empty(before)
+        return differing, [rows for rows in groups if values[rows].min() == values[rows].max()]
+
+    def is_complete(self) -> bool:
+        """Whether there are enough groups for a step. Raises ValueError at its limit, unless it may be filled."""
+        return self.so_far.groups >= self.num_groups or self._at_limit()
+
+    def _check_empty(self, before: int) -> None:
+        """Warn of generations without a group. Raises ValueError at their limit. before: `empty` at the last call."""
+        now, limit, every = self.so_far, self.max_empty_passes * self.pass_size, _WARN_PASSES * self.pass_size
+        found = (
+            f"dynamic sampling: expected groups with responses that differ in {self.metric!r}, found none among the "
+            f"last {now.empty} prompts ({now.empty // self.pass_size} generations of {self.pass_size} in a row; mean "
+            f"{self.metric} of this step {now.metric_sum / now.responses:.3g})"
         )
-        if now.groups >= self.num_groups or self._at_limit():
-            return self._release()
-        self.queue.size = self._next_size()
-        return HOLD
+        fix = "Check the reward function, change the data, or raise actor_rollout_ref.rollout.n"
+        if not self.max_passes and 0 < limit <= now.empty:
+            raise ValueError(
+                f"{found}. {fix}. algorithm.filter_groups.max_empty_gen_batches={self.max_empty_passes} sets the limit "
+                "(0: no limit)"
+            )
+        if now.empty // every > before // every:
+            logger.warning("%s. %s", found, fix)
 
     def values_of(self, batch: DataProto) -> np.ndarray:
         """The metric of every row, (B,) float64. Raises ValueError if it is missing or not numeric."""
@@ -255,6 +291,7 @@ def sample_dynamically(flow: DataFlow, config: schema.Config, pad_token_id: int)
         num_groups=config.data.train_batch_size,
         pass_size=pass_size,
         max_passes=groups.max_num_gen_batches,
+        max_empty_passes=groups.max_empty_gen_batches,
         fill=groups.at_limit == "fill",
         pad_token_id=pad_token_id,
     )

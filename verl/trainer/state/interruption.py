@@ -45,6 +45,10 @@ class Stopped(KeyboardInterrupt):
         return 128 + self.signal
 
 
+class UnfinishedStep(Exception):
+    """A step was undone after SIGINT or SIGTERM, since it needed further samples."""
+
+
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
     """Let SIGTERM raise `Stopped` while the block runs, as SIGINT raises KeyboardInterrupt. Main thread only."""
@@ -89,6 +93,12 @@ class Interruption:
         for number, handler in self._previous.items():
             # None: a handler that was not installed from Python, which cannot be restored
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def end_unfinished(self, step: int) -> None:
+        """Called before a step that lacks samples generates further ones. Raises UnfinishedStep after a signal."""
+        if self.requested is not None:
+            logger.warning("step %d is not finished, because it needs further samples: a resumed run repeats it", step)
+            raise UnfinishedStep(step)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested is None:
