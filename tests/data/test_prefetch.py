@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import random
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -226,6 +227,46 @@ def test_close_ends_the_threads_and_the_wait_of_another_thread(monkeypatch, capl
     rows.close()
     assert not readers()
     assert contents(rows())["row"] == [8, 9, 10, 11]  # it can be used again
+    rows.close()
+
+
+def outcome_of(rows: PromptSource, seen: list) -> None:
+    try:
+        seen.append(contents(rows())["row"])
+    except Exception as error:
+        seen.append(error)
+
+
+@pytest.mark.parametrize("line", range(10))
+@pytest.mark.parametrize("expected", [[0, 1, 2, 3], [4, 5, 6, 7]])
+def test_close_at_any_line_of_take(expected, line):
+    """The wait ends with RuntimeError; before or after it, the batch is the right one."""
+    rows = PromptSource(Slow(40), 4, shuffle=False, collate=collate, workers=2)
+    if expected[0]:
+        rows()  # the batch is planned
+    lines, seen = iter(range(20)), []
+    closing = threading.Thread(target=rows.close)
+
+    def trace(frame, event, _):
+        if frame.f_code is not prefetch.Prefetcher.take.__code__:
+            return None
+        if event == "line" and next(lines) == line:
+            closing.start()
+            closing.join(0.05)  # it may wait until the batch is taken
+        return trace
+
+    def take():
+        sys.settrace(trace)
+        outcome_of(rows, seen)
+
+    taking = threading.Thread(target=take, daemon=True)
+    taking.start()
+    taking.join(20)
+    if closing.ident is None:
+        return rows.close()  # there is no such line
+    closing.join(20)
+    (found,) = seen  # it has ended
+    assert found == expected or str(found) == "reading the data was stopped", found
     rows.close()
 
 

@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -242,13 +241,15 @@ def test_a_failing_tracker_is_said_once_and_counted_and_the_others_go_on(tmp_pat
 
 
 class Blocked(Tracker):
-    """A service that does not respond. `gate` opens it; `calls` counts."""
+    """A service that does not respond. `gate` opens it; `called` is set by the first call; `calls` counts."""
 
     gate: threading.Event
+    called: threading.Event
     calls: list[int]
 
     def log(self, metrics, step):
-        self.gate.wait(20)
+        self.called.set()
+        self.gate.wait(60)
         self.calls.append(step)
         if step == 2:
             sys.exit(3)
@@ -262,7 +263,7 @@ class Blocked(Tracker):
 
 @pytest.fixture
 def blocked(monkeypatch):
-    kind = type("Kind", (Blocked,), {"gate": threading.Event(), "calls": []})
+    kind = type("Kind", (Blocked,), {"gate": threading.Event(), "called": threading.Event(), "calls": []})
     monkeypatch.setitem(TRACKER_REGISTRY, "blocked", kind)
     yield kind
     kind.gate.set()
@@ -274,12 +275,11 @@ def blocked(monkeypatch):
 def test_a_hanging_tracker_does_not_stop_training(tmp_path, caplog, monkeypatch, blocked):
     monkeypatch.setattr("verl.tracking.tracking.FINISH_SECONDS", 0.2)
     monkeypatch.setattr("verl.tracking.tracking.SLOW_SECONDS", 0.0)
-    start = time.monotonic()
     with caplog.at_level(logging.WARNING), tracking(tmp_path, "blocked", "jsonl") as run:
         for step in range(1, 4):
             run.log({"loss": 1.0}, step)
-            time.sleep(0.02)
-    assert time.monotonic() - start < 5
+            assert blocked.called.wait(60)
+    assert blocked.calls == []  # the service has not responded until the end of the run
     assert [x["step"] for x in lines(tmp_path)] == [1, 2, 3]
     waiting, lost = [record.getMessage() for record in caplog.records]
     assert waiting.startswith("tracker blocked has not responded for ") and waiting.endswith("1 calls are waiting")
@@ -322,6 +322,7 @@ def test_a_tracker_that_cannot_start_is_named(tmp_path, monkeypatch, blocked):
     monkeypatch.setattr("verl.tracking.tracking.START_SECONDS", 0.1)
     with pytest.raises(ValueError, match=r"the tracker 'blocked' has not started after 0 s: .* trainer.logger"):
         tracking(tmp_path, "blocked")
+    monkeypatch.setattr("verl.tracking.tracking.START_SECONDS", 60.0)
     blocked.gate.set()
     with pytest.raises(ValueError, match=r"'blocked' cannot start: PermissionError: no key. Fix this, or remove"):
         tracking(tmp_path, "blocked")

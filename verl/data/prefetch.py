@@ -81,26 +81,29 @@ class Prefetcher:
         Raises:
             BaseException: the error of the first row that could not be read, as `read` raised it.
         """
-        if not self._planned or self._planned[0].items != items:  # the first batch, or the position has changed
-            self._discard()
-            self._plan(items)
-            self._following = following()
-        while len(self._planned) <= self._batches:
-            self._plan(next(self._following))
-        self._start()
-        self._current = self._planned.popleft()
+        with self._lock:
+            if not self._planned or self._planned[0].items != items:  # the first batch, or the position has changed
+                self._discard()
+                self._plan(items)
+                self._following = following()
+            while len(self._planned) <= self._batches:
+                self._plan(next(self._following))
+            self._start()
+            batch = self._current = self._planned.popleft()
         try:
-            return self._current.result()
+            return batch.result()
         finally:
-            self.seconds = self._current.seconds
-            self._current = None
+            self.seconds, self._current = batch.seconds, None
 
     def close(self) -> None:
-        """Throw away what is prepared, and wait for the end of the threads. A further `take` starts new ones."""
-        self._discard()
-        if (current := self._current) is not None:  # of another thread
-            current.cancel()
+        """Throw away what is prepared, and wait for the end of the threads. A further `take` starts new ones.
+
+        A `take` of another thread that waits for its batch ends with RuntimeError.
+        """
         with self._lock:
+            self._discard()
+            if self._current is not None:
+                self._current.cancel()
             threads = list(self._threads)
         limit = time.monotonic() + _JOIN_SECONDS
         for thread in threads:
@@ -108,24 +111,23 @@ class Prefetcher:
         if any(thread.is_alive() for thread in threads):
             logger.warning("a thread is still reading a row of the data, and ends with it")
 
+    # with the lock held:
+
     def _discard(self) -> None:
-        with self._lock:
-            self._tasks.clear()
+        self._tasks.clear()
         self._planned.clear()
 
     def _plan(self, items: list[Item]) -> None:
         batch = _Batch(items, self._read, self._collate)
         self._planned.append(batch)
-        with self._lock:
-            self._tasks.extend((batch, position) for position in range(len(items)))
+        self._tasks.extend((batch, position) for position in range(len(items)))
 
     def _start(self) -> None:
         """Start as many threads as there are rows for."""
-        with self._lock:
-            for _ in range(min(self._workers, len(self._tasks)) - len(self._threads)):
-                thread = threading.Thread(target=self._run, name="data reader", daemon=True)
-                thread.start()
-                self._threads.add(thread)  # it removes itself, which needs the lock
+        for _ in range(min(self._workers, len(self._tasks)) - len(self._threads)):
+            thread = threading.Thread(target=self._run, name="data reader", daemon=True)
+            thread.start()
+            self._threads.add(thread)  # it removes itself, which needs the lock
 
     def _run(self) -> None:
         while True:

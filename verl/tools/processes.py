@@ -117,8 +117,11 @@ class _Slot:
         broken, unreadable, started = None, None, time.monotonic()
         try:
             while broken is None:
-                if connection.poll(_POLL_SECONDS):
+                has_ended = process.poll() is not None  # a child of it may hold its end of the connection
+                if connection.poll(0 if has_ended else _POLL_SECONDS):
                     broken = self._read(*pickle.loads(connection.recv_bytes()))
+                elif has_ended:
+                    break
                 with self._lock:
                     if any(call.deadline <= time.monotonic() for call in self._running.values()):
                         break

@@ -10,8 +10,9 @@ the package is imported: the script runs in an isolated interpreter. On Linux,
 - a child that has left the program's process group, or whose parent has exited, is reparented to this process, which
   ends it.
 - the memory of the program and all its children together is limited, and their number.
-- with HAS_SHARED_MEMORY=1, it has a private /dev/shm, for locks, queues and shared memory of `multiprocessing`. The
-  system must allow mounts: as root, or with user namespaces. Otherwise it has none.
+- with HAS_SHARED_MEMORY=1, it has a private /dev/shm, for locks, queues and shared memory of `multiprocessing`, and its
+  working folder is there, as a copy of the current one. The system must allow mounts: as root, or with user namespaces.
+  Otherwise it has no /dev/shm, and runs in the current folder, whose size is measured.
 - the program can read the interpreter, its packages and the system's libraries, and write to its own folder (Landlock,
   Linux 5.13).
 - it has no network and no other sockets, except pairs between its own processes (seccomp).
@@ -26,6 +27,7 @@ import platform
 import resource
 import runpy
 import signal
+import stat
 import struct
 import sys
 import sysconfig
@@ -65,10 +67,12 @@ X32_CALLS = 0x40000000
 CLONE_NEWNS, CLONE_NEWUSER, MS_NOSUID, MS_NODEV, MS_REC, MS_SLAVE = 1 << 17, 1 << 28, 1 << 1, 1 << 2, 1 << 14, 1 << 19
 SHARED_MEMORY = "/dev/shm"
 
-#: seconds between two measurements of the memory
-MEMORY_SECONDS = 0.05
+#: seconds between two measurements of the memory and of the files
+MEASURE_SECONDS = 0.05
 #: processes of one program at the same time
 MOST_PROCESSES = 256
+#: files and folders of one program; their bytes are at most half of the memory limit
+MOST_FILES = 4096
 
 
 def run(limits: list[int], program: str, arguments: list[str], has_shared_memory: bool) -> None:
@@ -84,6 +88,7 @@ def run(limits: list[int], program: str, arguments: list[str], has_shared_memory
         if limit >= 0:
             resource.setrlimit(kind, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.environ |= {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
     sys.argv = [program, *arguments]
     sys.path.insert(0, "")
     runpy.run_path(program, run_name="__main__")
@@ -99,11 +104,31 @@ def mount_shared_memory(most_bytes: int) -> None:
             raise OSError(ctypes.get_errno(), "no user namespaces")
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path("/proc/self", name).write_text(text, encoding="ascii")
-    options = "mode=700,nr_inodes=4096" + ("" if most_bytes < 0 else f",size={most_bytes}")
+    options = f"mode=700,nr_inodes={MOST_FILES}" + ("" if most_bytes < 0 else f",size={most_bytes}")
     if libc.mount(None, b"/", None, MS_REC | MS_SLAVE, None) or libc.mount(
         b"tmpfs", SHARED_MEMORY.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options.encode()
     ):
         raise OSError(ctypes.get_errno(), f"cannot mount {SHARED_MEMORY}")
+
+
+def enter_copy(folder: str) -> None:
+    """Copy the files of a folder to the private /dev/shm, where they are no files of the disk, and work there."""
+    os.mkdir(f"{SHARED_MEMORY}/program")
+    os.chdir(f"{SHARED_MEMORY}/program")
+    for name in os.listdir(folder):
+        Path(name).write_bytes(Path(folder, name).read_bytes())
+
+
+def return_files(names: list[str], folder: str, most_bytes: int) -> None:
+    """Copy files of the current folder back, each up to that many bytes. What is no file any more is not copied."""
+    for name in names:
+        try:
+            with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                content = file.read(most_bytes) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+        except OSError:  # a link, a folder, or nothing
+            continue
+        if content is not None:
+            Path(folder, name).write_bytes(content)
 
 
 def adopt_orphans() -> None:
@@ -195,8 +220,9 @@ def wait_for(program: int, limits: list[int], has_shared_memory: bool) -> int:
     """Return the program's exit status; -SIGTERM if this process receives SIGTERM, -SIGKILL if all processes together
     exceed a limit."""
     _, memory, output = limits
+    unreadable = 0
     while True:
-        info = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, MEMORY_SECONDS)
+        info = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, MEASURE_SECONDS)
         if info is not None and info.si_signo == signal.SIGTERM:
             os.kill(program, signal.SIGKILL)
             return -signal.SIGTERM
@@ -208,6 +234,12 @@ def wait_for(program: int, limits: list[int], has_shared_memory: bool) -> int:
             excess = f"printed more than {output} bytes"
         elif ended != program and sys.platform == "linux":
             excess = excess_of(list(descendants()), memory, has_shared_memory)
+        if excess is None and ended != program and not has_shared_memory:
+            try:
+                excess, unreadable = excess_of_files(".", memory), 0
+            except PermissionError:
+                unreadable += 1
+                excess = "hid folders, so that their size is unknown" if unreadable > 1 else None
         if excess is not None:
             if ended != program:  # otherwise its number may be that of another process
                 os.kill(program, signal.SIGKILL)
@@ -228,6 +260,30 @@ def excess_of(processes: list[int], memory: int, has_shared_memory: bool) -> str
         mounted = os.statvfs(SHARED_MEMORY)
         used += (mounted.f_blocks - mounted.f_bfree) * mounted.f_frsize
     return f"used more than {memory >> 20} MiB together" if used > memory else None
+
+
+def excess_of_files(folder: str, memory: int) -> str | None:
+    """The limit that the files in a folder exceed together, as a predicate. memory: in bytes; -1: no limit.
+
+    Raises:
+        PermissionError: a folder cannot be read.
+    """
+    count, size, folders = 0, 0, [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    found = entry.stat(follow_symlinks=False)
+                    count, size = count + 1, size + found.st_blocks * 512
+                    if stat.S_ISDIR(found.st_mode):
+                        folders.append(entry.path)
+                    if count > MOST_FILES:
+                        return f"made more than {MOST_FILES} files"
+        except (FileNotFoundError, NotADirectoryError):  # removed since
+            continue
+        except OSError as error:  # its path is too long
+            raise PermissionError from error
+    return f"wrote more than {memory // 2 >> 20} MiB to files" if size > memory // 2 >= 0 else None
 
 
 def descendants() -> Iterator[int]:
@@ -294,8 +350,10 @@ def main() -> None:
         return
     cpu, memory, output, has_shared_memory = map(int, sys.argv[1:5])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    given, names = os.getcwd(), os.listdir()
     if has_shared_memory:
         mount_shared_memory(memory // 2)
+        enter_copy(given)
     if sys.platform == "linux":
         adopt_orphans()
     child = os.fork()
@@ -305,6 +363,8 @@ def main() -> None:
     status = wait_for(child, [cpu, memory, output], bool(has_shared_memory))
     if sys.platform == "linux":
         end_children()
+    if has_shared_memory:
+        return_files(names, given, output)
     os._exit(status if status >= 0 else 128 - status)
 
 

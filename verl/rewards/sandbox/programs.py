@@ -99,16 +99,19 @@ def run_program(
     warn_of_missing_isolation()
     folder = tempfile.mkdtemp(prefix="program-")
     try:
-        for name, text in {"program.py": code, "stdin": stdin, **(files or {})}.items():
+        for name, text in {"program.py": code, **(files or {})}.items():
             (Path(folder) / name).write_text(text, encoding="utf-8", errors="replace")
         with contextlib.ExitStack() as stack:  # the program may put a link or a pipe in the place of any file
-            opened = {name: stack.enter_context(open(f"{folder}/{name}", "rb")) for name in ("stdin", *(files or {}))}
-            output = {name: stack.enter_context(open(f"{folder}/{name}", "w+b")) for name in ("stdout", "stderr")}
-            failure = _run(folder, opened.pop("stdin"), *output.values(), arguments, limits)
-            read = {name: _read(file, limits.output_bytes) for name, file in (output | opened).items()}
+            opened = {name: stack.enter_context(open(f"{folder}/{name}", "rb")) for name in files or {}}
+            streams = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+            streams[0].write(stdin.encode(errors="replace"))
+            streams[0].seek(0)
+            failure = _run(folder, *streams, arguments, limits)
+            stdout, stderr = (_read(file, limits.output_bytes) for file in streams[1:])
+            read = {name: _read(file, limits.output_bytes) for name, file in opened.items()}
     finally:
         _remove(folder)
-    return Finished(failure, read.pop("stdout"), read.pop("stderr")), read
+    return Finished(failure, stdout, stderr), read
 
 
 def _run(
@@ -123,7 +126,6 @@ def _run(
     )
     command = [sys.executable, "-I", str(_BOOT), *map(str, bounds), "program.py", *arguments]
     environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-    environment |= {"HOME": folder, "TMPDIR": folder}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
     )
