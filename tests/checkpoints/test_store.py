@@ -123,6 +123,19 @@ def test_damage_is_refused_by_name_and_the_one_before_is_used(tmp_path, caplog, 
     assert store.latest() == tmp_path / "global_step_20"
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose reading fails")
+def test_a_file_that_cannot_be_read_is_damage(tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    with store.writing(20) as folder:
+        (folder / "empty").touch()
+    (tmp_path / "global_step_20/empty").unlink()
+    (tmp_path / "global_step_20/empty").symlink_to("/proc/self/mem")  # its address 0: Input/output error
+    with caplog.at_level(logging.ERROR):
+        assert store.latest() == tmp_path / "global_step_10"
+    assert "global_step_20 is damaged: empty cannot be read (Input/output error)" in caplog.text
+
+
 def test_nothing_usable_is_an_error_not_a_new_start(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 10)

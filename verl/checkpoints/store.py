@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,16 +67,22 @@ class _Saved:
         """Return a description of a file that is missing or has the wrong size, or None. Does not read contents."""
         for name, entry in self.files.items():
             path = self.folder / name
-            if not path.is_file():
+            try:
+                size = path.stat().st_size if path.is_file() else None
+            except OSError as error:
+                return f"{name} cannot be read ({error.strerror})"
+            if size is None:
                 return f"{name} is missing"
-            if path.stat().st_size != entry["bytes"]:
-                return f"{name}: expected {entry['bytes']} bytes, found {path.stat().st_size}"
+            if size != entry["bytes"]:
+                return f"{name}: expected {entry['bytes']} bytes, found {size}"
         return None
 
     def content_fault(self) -> str | None:
         """Return a description of a file with the wrong checksum, or None. Reads all contents."""
         names = list(self.files)
-        for name, digest in zip(names, _map_files(_sha256, [self.folder / name for name in names])):
+        for name, digest in zip(names, _map_files(_sha256_or_error, [self.folder / name for name in names])):
+            if isinstance(digest, OSError):
+                return f"{name} cannot be read ({digest.strerror})"
             if digest != self.files[name]["sha256"]:
                 return f"{name}: expected sha256 {self.files[name]['sha256'][:12]}..., found {digest[:12]}..."
         return None
@@ -470,15 +476,18 @@ def _fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _map_files(function, paths: list[Path]) -> list[str]:
+def _map_files(function: Callable[[Path], Any], paths: list[Path]) -> list[Any]:
     """Apply a function to files in parallel; hashing and fsync release the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, paths))
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256_or_error(path: Path) -> str | OSError:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return error
 
 
 def _fsync_and_sha256(path: Path) -> str:
