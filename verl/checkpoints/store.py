@@ -407,7 +407,7 @@ def _read(folder: Path) -> _Saved:
     path = folder / MANIFEST
     if not path.is_file():
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} does not exist")
+            raise CheckpointError(f"{folder} {'is not a folder' if os.path.lexists(folder) else 'does not exist'}")
         raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written by this library, or is incomplete")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
