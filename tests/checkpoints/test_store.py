@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from verl.checkpoints.store import CheckpointError, CheckpointStore, verify
-from verl.utils.disk import DiskFullError
+from verl.utils.disk import DiskError, DiskFullError
 
 PARTS = ("actor", "critic")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -74,6 +74,22 @@ def test_full_disk_keeps_what_was_there(tmp_path):
             raise RuntimeError("file write failed") from error  # as torch says it
     assert "No space left on device" in str(caught.value) and "global_step_1" in str(caught.value)
     assert names(tmp_path) == ["global_step_1", TRACKER] and store.latest() == tmp_path / "global_step_1"
+
+
+@pytest.mark.skipif(not os.path.isdir("/sys"), reason="needs a folder that nobody can write to")
+def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):
+    expected = r"the checkpoint of step 1 cannot be written to /sys/run: .*'/sys/run'\. There is no earlier checkpoint"
+    with pytest.raises(DiskError, match=expected), CheckpointStore("/sys/run").writing(1):
+        pass
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    expected = rf"cannot be written to {tmp_path}: .* global_step_1 and earlier .* then resumes from {tmp_path}/global"
+    with pytest.raises(DiskError, match=expected), store.writing(2):
+        try:
+            os.mkdir("/sys/run")
+        except OSError as error:
+            raise RuntimeError("file write failed") from error  # as torch says it
+    assert names(tmp_path) == ["global_step_1", TRACKER]
 
 
 def test_full_disk_is_found_out_where_the_error_says_nothing_of_it(tmp_path):

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from verl.checkpoints.atomic import set_aside_irregular
-from verl.utils.disk import DiskFullError, disk_full, disk_full_reason, folder_size, format_bytes
+from verl.checkpoints.atomic import fsync, make_folder, set_aside_irregular
+from verl.utils.disk import DiskError, disk_full, disk_full_reason, folder_size, format_bytes, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -137,46 +137,51 @@ class CheckpointStore:
         A checkpoint of the same step is replaced. Older checkpoints are deleted afterwards, down to `keep`.
 
         Raises:
-            DiskFullError: if the disk is full, whatever the block raised.
+            DiskError: if the disk is full, or refuses the write, whatever the block raised.
         """
-        _make_folder(self.root)
-        self._remove_leftovers()
-        serial = 1 + self.last_serial()
         folder = self.root / f"{_WRITING}global_step_{step}"
-        folder.mkdir()
         try:
+            make_folder(self.root)
+            self._remove_leftovers()
+            serial = 1 + self.last_serial()
+            folder.mkdir()
             yield folder
             _seal(folder, serial)
             self._publish(folder, step)
         except BaseException as error:
-            if folder.exists():
-                reason, written = disk_full_reason(error, folder), folder_size(folder)
-                shutil.rmtree(folder, ignore_errors=True)  # the next save removes what is left
-                if reason is not None:
-                    raise self._full(step, reason, written) from error
-                error.add_note(
-                    f"The checkpoint of step {step} was not written to {self.root}. Its folder was removed; earlier "
-                    "checkpoints are unchanged."
-                )
+            if (failure := self._failure(step, folder, error)) is not None:
+                raise failure from error
             raise
         if self.keep is not None:
             self.prune(self.keep)
 
-    def _full(self, step: int, reason: str, written: int) -> DiskFullError:
-        """Return the error for the checkpoint of `step`, of which `written` bytes were written."""
-        newest = self.newest()
+    def _failure(self, step: int, folder: Path, error: BaseException) -> DiskError | None:
+        """Remove the incomplete `folder`. Return the error of the disk that is the cause, or None with a note."""
+        exists, refused = folder.exists(), refusal(error)
+        reason, written = (disk_full_reason(error, folder), folder_size(folder)) if exists else (None, 0)
+        shutil.rmtree(folder, ignore_errors=True)  # the next save removes what is left
+        newest, what = self.newest(), f"the checkpoint of step {step}"
         if newest is None:
-            needed, kept, then = f"more than {format_bytes(written)}", "There is no earlier checkpoint.", "starts over"
+            kept, then = "There is no earlier checkpoint.", "starts over"
         else:
-            size = folder_size(newest)
-            needed = format_bytes(size) if size >= written else f"more than {format_bytes(written)}"
             kept, then = f"{newest.name} and earlier checkpoints are unchanged.", f"resumes from {newest}"
-        advice = (
-            f"{kept} Free some space (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is "
-            "deleted after a new one is written), or move the folder to a larger disk and set "
-            f"trainer.default_local_dir. The same command then {then}"
-        )
-        return disk_full(f"the checkpoint of step {step}, which needs {needed},", self.root, reason, advice)
+        then = f"trainer.default_local_dir. The same command then {then}"
+        if reason is not None:
+            size = 0 if newest is None else folder_size(newest)
+            needed = format_bytes(size) if newest and size >= written else f"more than {format_bytes(written)}"
+            advice = (
+                f"{kept} Free some space (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is "
+                f"deleted after a new one is written), or move the folder to a larger disk and set {then}"
+            )
+            return disk_full(f"{what}, which needs {needed},", self.root, reason, advice)
+        if refused is not None:
+            return DiskError(
+                f"{what} cannot be written to {self.root}: {refused}. {kept} Make the folder writable, or copy it to "
+                f"another disk and set {then}"
+            )
+        if exists:
+            error.add_note(f"{what.capitalize()} was not written to {self.root}. {kept}")
+        return None
 
     def last_serial(self) -> int:
         """Return the serial number of the newest checkpoint; 0 without one."""
@@ -328,7 +333,7 @@ class CheckpointStore:
         if os.path.lexists(final):
             final.rename(replaced)
         folder.rename(final)
-        _fsync_folder(self.root)
+        fsync(self.root)
         _write_atomically(self.root / LATEST, str(step))
         if os.path.lexists(replaced):
             self._retire(replaced, final)
@@ -393,7 +398,7 @@ def _seal(folder: Path, serial: int) -> None:
     }
     for path in folder.rglob("*"):
         if path.is_dir():
-            _fsync_folder(path)
+            fsync(path)
     _write_atomically(folder / MANIFEST, _manifest(serial, files, []))
 
 
@@ -456,24 +461,7 @@ def _write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    _fsync_folder(path.parent)
-
-
-def _make_folder(folder: Path) -> None:
-    """Create a folder and its parents; new entries are durable when it returns."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
-        _fsync_folder(path.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    """Fsync a folder, which makes its entries durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(path.parent)
 
 
 def _map_files(function: Callable[[Path], Any], paths: list[Path]) -> list[Any]:
