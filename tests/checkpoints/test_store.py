@@ -186,6 +186,28 @@ def test_keep_holds_over_a_resume(tmp_path):
         CheckpointStore(tmp_path, keep=0)
 
 
+def test_a_checkpoint_that_cannot_be_deleted_stays_and_training_goes_on(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    folder = tmp_path / "global_step_1"
+    folder.chmod(0o500)
+    if os.geteuid() == 0 and subprocess.run(["chattr", "+i", folder], capture_output=True).returncode:
+        pytest.skip("root can delete any file here")
+    try:
+        for step in (2, 3):
+            save(store, step)
+            assert store.latest() == tmp_path / f"global_step_{step}"
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["chattr", "-i", folder], check=True)
+        for kept in tmp_path.glob("*global_step_1"):
+            kept.chmod(0o700)
+    assert "global_step_1 cannot be deleted: " in caplog.text
+    assert not (tmp_path / "global_step_2").exists()
+    save(store, 4)
+    assert names(tmp_path) == ["global_step_4", TRACKER]
+
+
 def test_a_run_started_again_from_an_earlier_step_keeps_its_own(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (90, 100):

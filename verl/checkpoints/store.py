@@ -276,9 +276,10 @@ class CheckpointStore:
             logger.warning("no link %s: %s; %s names the best checkpoint", link, error, BEST)
 
     def prune(self, keep: int) -> None:
-        """Delete checkpoints older than the newest `keep`, except the best."""
+        """Delete checkpoints older than the newest `keep`, except the best. One that cannot be deleted is logged."""
         for saved in self._surplus(self._scan()[0], _checked_keep("keep", keep)):
-            self._discard(saved.folder)
+            with _deleting(saved.folder):
+                self._discard(saved.folder)
 
     def prune_subfolder(self, name: str, keep: int | None) -> None:
         """Delete the sub-folder `name` (actor, critic) of checkpoints older than the newest `keep` that have it.
@@ -291,14 +292,18 @@ class CheckpointStore:
             return
         having = [saved for saved in self._scan()[0] if (saved.folder / name).is_dir()]
         for saved in self._surplus(having, keep):
-            files = {path: entry for path, entry in saved.files.items() if not path.startswith(f"{name}/")}
-            if not any("/" in path for path in files):
-                self._discard(saved.folder)
-                continue
-            # the manifest first: a process killed in between leaves no checkpoint that looks damaged
-            dropped = sorted({*saved.dropped, name})
-            _write_atomically(saved.folder / MANIFEST, _manifest(saved.serial, files, dropped))
-            self._discard(saved.folder / name)
+            with _deleting(saved.folder / name):
+                self._drop(saved, name)
+
+    def _drop(self, saved: _Saved, name: str) -> None:
+        files = {path: entry for path, entry in saved.files.items() if not path.startswith(f"{name}/")}
+        if not any("/" in path for path in files):
+            self._discard(saved.folder)
+            return
+        # the manifest first: a process killed in between leaves no checkpoint that looks damaged
+        dropped = sorted({*saved.dropped, name})
+        _write_atomically(saved.folder / MANIFEST, _manifest(saved.serial, files, dropped))
+        self._discard(saved.folder / name)
 
     def _surplus(self, checkpoints: list[_Saved], keep: int) -> list[_Saved]:
         """Return the checkpoints beyond the `keep` newest intact ones.
@@ -362,7 +367,8 @@ class CheckpointStore:
         for stale in [*self.root.glob(f"{_WRITING}*"), *self.root.glob(f"{_GARBAGE}*")]:
             if stale.name.startswith(_WRITING):
                 logger.warning("removing %s: a process was killed while writing this checkpoint", stale)
-            _remove(stale)
+            with _deleting(stale):
+                _remove(stale)
 
     def _discard(self, folder: Path) -> None:
         """Delete a folder. It is hidden first, so an interrupted deletion leaves no incomplete checkpoint."""
@@ -370,6 +376,15 @@ class CheckpointStore:
         _remove(garbage)
         folder.rename(garbage)
         _remove(garbage)
+
+
+@contextmanager
+def _deleting(path: Path) -> Iterator[None]:
+    """What cannot be deleted remains, with a warning: the new checkpoint is complete, and training continues."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be deleted: %s", path, error)
 
 
 def _remove(path: Path) -> None:
