@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from verl.checkpoints.store import CheckpointError, CheckpointStore, verify
-from verl.utils.disk import DiskFullError
+from verl.utils.disk import DiskError, DiskFullError
 
 PARTS = ("actor", "critic")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -76,6 +76,22 @@ def test_full_disk_keeps_what_was_there(tmp_path):
     assert names(tmp_path) == ["global_step_1", TRACKER] and store.latest() == tmp_path / "global_step_1"
 
 
+@pytest.mark.skipif(not os.path.isdir("/sys"), reason="needs a folder that nobody can write to")
+def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):
+    expected = r"the checkpoint of step 1 cannot be written to /sys/run: .*'/sys/run'\. There is no earlier checkpoint"
+    with pytest.raises(DiskError, match=expected), CheckpointStore("/sys/run").writing(1):
+        pass
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    expected = rf"cannot be written to {tmp_path}: .* global_step_1 and earlier .* then resumes from {tmp_path}/global"
+    with pytest.raises(DiskError, match=expected), store.writing(2):
+        try:
+            os.mkdir("/sys/run")
+        except OSError as error:
+            raise RuntimeError("file write failed") from error  # as torch says it
+    assert names(tmp_path) == ["global_step_1", TRACKER]
+
+
 def test_full_disk_is_found_out_where_the_error_says_nothing_of_it(tmp_path):
     store = CheckpointStore(tmp_path)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -123,6 +139,19 @@ def test_damage_is_refused_by_name_and_the_one_before_is_used(tmp_path, caplog, 
     assert store.latest() == tmp_path / "global_step_20"
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose reading fails")
+def test_a_file_that_cannot_be_read_is_damage(tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    with store.writing(20) as folder:
+        (folder / "empty").touch()
+    (tmp_path / "global_step_20/empty").unlink()
+    (tmp_path / "global_step_20/empty").symlink_to("/proc/self/mem")  # its address 0: Input/output error
+    with caplog.at_level(logging.ERROR):
+        assert store.latest() == tmp_path / "global_step_10"
+    assert "global_step_20 is damaged: empty cannot be read (Input/output error)" in caplog.text
+
+
 def test_nothing_usable_is_an_error_not_a_new_start(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 10)
@@ -155,6 +184,28 @@ def test_keep_holds_over_a_resume(tmp_path):
     assert names(tmp_path) == ["global_step_5", "global_step_6", TRACKER]
     with pytest.raises(ValueError, match=r"keep: expected at least 1.* found 0"):
         CheckpointStore(tmp_path, keep=0)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_stays_and_training_goes_on(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    folder = tmp_path / "global_step_1"
+    folder.chmod(0o500)
+    if os.geteuid() == 0 and subprocess.run(["chattr", "+i", folder], capture_output=True).returncode:
+        pytest.skip("root can delete any file here")
+    try:
+        for step in (2, 3):
+            save(store, step)
+            assert store.latest() == tmp_path / f"global_step_{step}"
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["chattr", "-i", folder], check=True)
+        for kept in tmp_path.glob("*global_step_1"):
+            kept.chmod(0o700)
+    assert "global_step_1 cannot be deleted: " in caplog.text
+    assert not (tmp_path / "global_step_2").exists()
+    save(store, 4)
+    assert names(tmp_path) == ["global_step_4", TRACKER]
 
 
 def test_a_run_started_again_from_an_earlier_step_keeps_its_own(tmp_path):

@@ -152,6 +152,15 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(path, tmp_path):
         make_engine(path, OPTIMIZER, **fewer).load(tmp_path, CONTENTS)
 
 
+def test_what_is_saved_does_not_depend_on_the_process(path, tmp_path):
+    """Python orders sets of text differently in each process."""
+    make_engine(path, OPTIMIZER, **LORA, exclude_modules=["v_proj", "o_proj"]).save(tmp_path, CONTENTS)
+    saved = json.loads((tmp_path / "lora_adapter/adapter_config.json").read_text())
+    names = ["mlp.down", "mlp.gate", "mlp.up", "self_attn.k", "self_attn.o", "self_attn.q", "self_attn.v"]
+    assert saved["target_modules"] == [f"model.layers.{layer}.{name}_proj" for layer in range(2) for name in names]
+    assert saved["exclude_modules"] == ["o_proj", "v_proj"]
+
+
 def test_a_value_model_trains_its_head_too_and_peft_reads_it(tmp_path):
     from peft import PeftModel
 

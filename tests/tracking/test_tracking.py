@@ -332,15 +332,29 @@ TORN = [b'{"step": 2, "a": "\xc3', b"5\n", b'{"loss": 1}\n', b'{"step": "2"}\n',
 
 
 @pytest.mark.parametrize("torn", TORN)
-def test_a_damaged_line_does_not_keep_a_run_from_resuming(tmp_path, torn):
+def test_a_damaged_line_does_not_keep_a_run_from_resuming(tmp_path, torn, caplog):
     with tracking(tmp_path, "jsonl") as run:
         run.log({"loss": 1}, 1)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(torn)
-    with tracking(tmp_path, "jsonl", resume_step=2) as run:
+    path = tmp_path / "metrics.jsonl"
+    with caplog.at_level(logging.WARNING), tracking(tmp_path, "jsonl", resume_step=2) as run:
         run.log({"loss": 3}, 3)
     assert [(x["step"], x["loss"]) for x in lines(tmp_path)] == [(1, 1), (3, 3)]
     assert (tmp_path / "metrics.dropped.jsonl").read_bytes() == torn.rstrip(b"\n") + b"\n"
+    assert caplog.messages == [
+        f"{path}: 1 damaged lines were moved to metrics.dropped.jsonl",
+        f"{path} ends at step 1: the steps up to 2 are missing",
+    ]
+
+
+def test_lines_after_the_checkpoint_are_no_damage(tmp_path, caplog):
+    with tracking(tmp_path, "jsonl") as run:
+        for step in range(1, 4):
+            run.log({"loss": step}, step)
+    with caplog.at_level(logging.INFO), tracking(tmp_path, "jsonl", resume_step=1):
+        pass
+    assert caplog.messages == [f"{tmp_path}/metrics.jsonl: moved 2 lines after step 1 to metrics.dropped.jsonl"]
 
 
 def test_trackers_learn_that_the_run_failed(tmp_path, monkeypatch):

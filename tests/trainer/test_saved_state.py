@@ -2,13 +2,16 @@
 
 import json
 import math
+import os
 import pickle
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from tests.trainer.conftest import run_settings
 from verl.checkpoints.store import _seal
 from verl.protocol import DataProto
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -119,8 +122,8 @@ def test_an_untrusted_checkpoint_cannot_run_code(settings, tmp_path):
         r"\.metadata cannot be read: builtins\.exec is not allowed": lambda at: (shards / ".metadata").write_bytes(
             pickle.dumps(Runs(mark))
         ),
-        "Weights only load failed|Unsupported": plain_value,
-        r"extra\.pt is damaged, or was not written by this library": lambda at: torch.save(
+        r"is damaged, or lacks .*: UnpicklingError: (?!.*weights_only)": plain_value,
+        r"extra\.pt is damaged, .*: UnpicklingError: (?!.*weights_only)": lambda at: torch.save(
             Runs(mark), at / "actor" / "extra.pt"
         ),
     }
@@ -128,9 +131,59 @@ def test_an_untrusted_checkpoint_cannot_run_code(settings, tmp_path):
         for path, content in kept.items():
             path.write_bytes(content)
         strangers(folder, edit)
-        with pytest.raises((ValueError, pickle.UnpicklingError), match=message):
+        with pytest.raises(ValueError, match=message):
             LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2"]).fit()
         assert not mark.exists()
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    run = tmp_path_factory.mktemp("saved") / "run"
+    LocalPPOTrainer(overrides=[*run_settings(tiny, run), *ONE_STEP]).fit()
+    return run
+
+
+def state_with(**changes):
+    def edit(at) -> None:
+        path = at / "trainer.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def without_number(at) -> None:
+    path = at / "actor/huggingface/model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"][1, 2] = math.nan
+    save_file(tensors, path, {"format": "pt"})
+
+
+ONE_STEP = ["algorithm.name=grpo", "trainer.save_freq=1", "trainer.total_training_steps=1"]
+OTHER = r"the state of the trainer cannot be restored: .*\(\w+\.py:\d+\)"
+DAMAGED = {
+    "no state": (lambda at: (at / "trainer.json").write_text("{}"), OTHER),
+    "a list as state": (lambda at: (at / "trainer.json").write_text("[1]"), OTHER),
+    "the step is text": (state_with(global_step="1"), OTHER),
+    "the position is a number": (state_with(flow={"prompts": 5}), OTHER),
+    "the random state is a list": (state_with(rng=[1]), OTHER),
+    "fingerprints are numbers": (state_with(identity={"model": 5}), OTHER),
+    "weights are cut": (
+        lambda at: (at / "actor/huggingface/model.safetensors").write_bytes(b"x" * 100),
+        "actor is damaged, .*SafetensorError",
+    ),
+    "shards are cut": (lambda at: os.truncate(at / "actor/shards/__0_0.distcp", 1000), "is damaged, or lacks .*Error"),
+    "weights with NaN": (without_number, "the actor contains NaN, infinity or weights beyond 1e6 in lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damage_that_the_manifest_does_not_show_is_one_error(kind, saved, tiny, tmp_path):
+    run = shutil.copytree(saved, tmp_path / "run", symlinks=True)
+    edit, message = DAMAGED[kind]
+    strangers(run / "global_step_1", edit)
+    with pytest.raises(ValueError, match=message) as caught:
+        LocalPPOTrainer(overrides=[*run_settings(tiny, run), *ONE_STEP, "trainer.total_training_steps=2"]).fit()
+    assert str(run / "global_step_1") in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_resume_without_the_optimizers_state_is_said_aloud(settings, caplog):

@@ -75,6 +75,14 @@ def test_a_folder_in_place_of_the_lock_is_named(tmp_path):
     assert (tmp_path / ".in_use").is_dir()
 
 
+def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path, caplog):
+    with pytest.raises(ZeroDivisionError), lock_folder(tmp_path):
+        (tmp_path / NAME).unlink()
+        (tmp_path / NAME).mkdir()  # which `unlink` refuses
+        raise ZeroDivisionError
+    assert f"{tmp_path / NAME} cannot be removed" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
 def test_only_a_regular_file_is_a_lock(tmp_path, kind):
     folder, target = tmp_path / "run", tmp_path / "elsewhere"

@@ -26,9 +26,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
     try:
         with raise_disk_full(path.name, path.parent, "Free some space and run the same command again"):
             yield draft
-            _fsync(draft)
+            fsync(draft)
         draft.replace(path)
-        _fsync(path.parent)
+        fsync(path.parent)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
@@ -69,7 +69,15 @@ def check_folder(key: str, folder: Path) -> None:
         raise ValueError(f"{what}: {error}") from error
 
 
-def _fsync(path: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents; new entries are durable when it returns."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
     """Flush the contents of a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -6,6 +6,7 @@ both without restrictions. Here only the classes that torch itself writes are al
 
 import io
 import pickle
+import re
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -47,6 +48,16 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{(m, name): PurePath for m in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
     **{("torch", str(t).removeprefix("torch.")): t for t in vars(torch).values() if isinstance(t, torch.dtype)},
 }
+
+
+def unpickling_fault(error: BaseException) -> str:
+    """An error of `torch.load` in one line, without the advice to load the file without restrictions."""
+    text = str(error)
+    if isinstance(error, pickle.UnpicklingError):
+        reason = re.search(r"(Unsupported|Trying to load) .*", text)
+        text = reason[0].partition(". Please")[0] if reason else ""
+    line = text.partition("\n")[0]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 class _Unpickler(pickle.Unpickler):

@@ -16,15 +16,15 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from verl.checkpoints.atomic import set_aside_irregular
-from verl.utils.disk import DiskFullError, disk_full, disk_full_reason, folder_size, format_bytes
+from verl.checkpoints.atomic import fsync, make_folder, set_aside_irregular
+from verl.utils.disk import DiskError, disk_full, disk_full_reason, folder_size, format_bytes, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +67,22 @@ class _Saved:
         """Return a description of a file that is missing or has the wrong size, or None. Does not read contents."""
         for name, entry in self.files.items():
             path = self.folder / name
-            if not path.is_file():
+            try:
+                size = path.stat().st_size if path.is_file() else None
+            except OSError as error:
+                return f"{name} cannot be read ({error.strerror})"
+            if size is None:
                 return f"{name} is missing"
-            if path.stat().st_size != entry["bytes"]:
-                return f"{name}: expected {entry['bytes']} bytes, found {path.stat().st_size}"
+            if size != entry["bytes"]:
+                return f"{name}: expected {entry['bytes']} bytes, found {size}"
         return None
 
     def content_fault(self) -> str | None:
         """Return a description of a file with the wrong checksum, or None. Reads all contents."""
         names = list(self.files)
-        for name, digest in zip(names, _map_files(_sha256, [self.folder / name for name in names])):
+        for name, digest in zip(names, _map_files(_sha256_or_error, [self.folder / name for name in names])):
+            if isinstance(digest, OSError):
+                return f"{name} cannot be read ({digest.strerror})"
             if digest != self.files[name]["sha256"]:
                 return f"{name}: expected sha256 {self.files[name]['sha256'][:12]}..., found {digest[:12]}..."
         return None
@@ -131,46 +137,51 @@ class CheckpointStore:
         A checkpoint of the same step is replaced. Older checkpoints are deleted afterwards, down to `keep`.
 
         Raises:
-            DiskFullError: if the disk is full, whatever the block raised.
+            DiskError: if the disk is full, or refuses the write, whatever the block raised.
         """
-        _make_folder(self.root)
-        self._remove_leftovers()
-        serial = 1 + self.last_serial()
         folder = self.root / f"{_WRITING}global_step_{step}"
-        folder.mkdir()
         try:
+            make_folder(self.root)
+            self._remove_leftovers()
+            serial = 1 + self.last_serial()
+            folder.mkdir()
             yield folder
             _seal(folder, serial)
             self._publish(folder, step)
         except BaseException as error:
-            if folder.exists():
-                reason, written = disk_full_reason(error, folder), folder_size(folder)
-                shutil.rmtree(folder, ignore_errors=True)  # the next save removes what is left
-                if reason is not None:
-                    raise self._full(step, reason, written) from error
-                error.add_note(
-                    f"The checkpoint of step {step} was not written to {self.root}. Its folder was removed; earlier "
-                    "checkpoints are unchanged."
-                )
+            if (failure := self._failure(step, folder, error)) is not None:
+                raise failure from error
             raise
         if self.keep is not None:
             self.prune(self.keep)
 
-    def _full(self, step: int, reason: str, written: int) -> DiskFullError:
-        """Return the error for the checkpoint of `step`, of which `written` bytes were written."""
-        newest = self.newest()
+    def _failure(self, step: int, folder: Path, error: BaseException) -> DiskError | None:
+        """Remove the incomplete `folder`. Return the error of the disk that is the cause, or None with a note."""
+        exists, refused = folder.exists(), refusal(error)
+        reason, written = (disk_full_reason(error, folder), folder_size(folder)) if exists else (None, 0)
+        shutil.rmtree(folder, ignore_errors=True)  # the next save removes what is left
+        newest, what = self.newest(), f"the checkpoint of step {step}"
         if newest is None:
-            needed, kept, then = f"more than {format_bytes(written)}", "There is no earlier checkpoint.", "starts over"
+            kept, then = "There is no earlier checkpoint.", "starts over"
         else:
-            size = folder_size(newest)
-            needed = format_bytes(size) if size >= written else f"more than {format_bytes(written)}"
             kept, then = f"{newest.name} and earlier checkpoints are unchanged.", f"resumes from {newest}"
-        advice = (
-            f"{kept} Free some space (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is "
-            "deleted after a new one is written), or move the folder to a larger disk and set "
-            f"trainer.default_local_dir. The same command then {then}"
-        )
-        return disk_full(f"the checkpoint of step {step}, which needs {needed},", self.root, reason, advice)
+        then = f"trainer.default_local_dir. The same command then {then}"
+        if reason is not None:
+            size = 0 if newest is None else folder_size(newest)
+            needed = format_bytes(size) if newest and size >= written else f"more than {format_bytes(written)}"
+            advice = (
+                f"{kept} Free some space (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is "
+                f"deleted after a new one is written), or move the folder to a larger disk and set {then}"
+            )
+            return disk_full(f"{what}, which needs {needed},", self.root, reason, advice)
+        if refused is not None:
+            return DiskError(
+                f"{what} cannot be written to {self.root}: {refused}. {kept} Make the folder writable, or copy it to "
+                f"another disk and set {then}"
+            )
+        if exists:
+            error.add_note(f"{what.capitalize()} was not written to {self.root}. {kept}")
+        return None
 
     def last_serial(self) -> int:
         """Return the serial number of the newest checkpoint; 0 without one."""
@@ -265,9 +276,10 @@ class CheckpointStore:
             logger.warning("no link %s: %s; %s names the best checkpoint", link, error, BEST)
 
     def prune(self, keep: int) -> None:
-        """Delete checkpoints older than the newest `keep`, except the best."""
+        """Delete checkpoints older than the newest `keep`, except the best. One that cannot be deleted is logged."""
         for saved in self._surplus(self._scan()[0], _checked_keep("keep", keep)):
-            self._discard(saved.folder)
+            with _deleting(saved.folder):
+                self._discard(saved.folder)
 
     def prune_subfolder(self, name: str, keep: int | None) -> None:
         """Delete the sub-folder `name` (actor, critic) of checkpoints older than the newest `keep` that have it.
@@ -280,14 +292,18 @@ class CheckpointStore:
             return
         having = [saved for saved in self._scan()[0] if (saved.folder / name).is_dir()]
         for saved in self._surplus(having, keep):
-            files = {path: entry for path, entry in saved.files.items() if not path.startswith(f"{name}/")}
-            if not any("/" in path for path in files):
-                self._discard(saved.folder)
-                continue
-            # the manifest first: a process killed in between leaves no checkpoint that looks damaged
-            dropped = sorted({*saved.dropped, name})
-            _write_atomically(saved.folder / MANIFEST, _manifest(saved.serial, files, dropped))
-            self._discard(saved.folder / name)
+            with _deleting(saved.folder / name):
+                self._drop(saved, name)
+
+    def _drop(self, saved: _Saved, name: str) -> None:
+        files = {path: entry for path, entry in saved.files.items() if not path.startswith(f"{name}/")}
+        if not any("/" in path for path in files):
+            self._discard(saved.folder)
+            return
+        # the manifest first: a process killed in between leaves no checkpoint that looks damaged
+        dropped = sorted({*saved.dropped, name})
+        _write_atomically(saved.folder / MANIFEST, _manifest(saved.serial, files, dropped))
+        self._discard(saved.folder / name)
 
     def _surplus(self, checkpoints: list[_Saved], keep: int) -> list[_Saved]:
         """Return the checkpoints beyond the `keep` newest intact ones.
@@ -322,7 +338,7 @@ class CheckpointStore:
         if os.path.lexists(final):
             final.rename(replaced)
         folder.rename(final)
-        _fsync_folder(self.root)
+        fsync(self.root)
         _write_atomically(self.root / LATEST, str(step))
         if os.path.lexists(replaced):
             self._retire(replaced, final)
@@ -351,7 +367,8 @@ class CheckpointStore:
         for stale in [*self.root.glob(f"{_WRITING}*"), *self.root.glob(f"{_GARBAGE}*")]:
             if stale.name.startswith(_WRITING):
                 logger.warning("removing %s: a process was killed while writing this checkpoint", stale)
-            _remove(stale)
+            with _deleting(stale):
+                _remove(stale)
 
     def _discard(self, folder: Path) -> None:
         """Delete a folder. It is hidden first, so an interrupted deletion leaves no incomplete checkpoint."""
@@ -359,6 +376,15 @@ class CheckpointStore:
         _remove(garbage)
         folder.rename(garbage)
         _remove(garbage)
+
+
+@contextmanager
+def _deleting(path: Path) -> Iterator[None]:
+    """What cannot be deleted remains, with a warning: the new checkpoint is complete, and training continues."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be deleted: %s", path, error)
 
 
 def _remove(path: Path) -> None:
@@ -387,7 +413,7 @@ def _seal(folder: Path, serial: int) -> None:
     }
     for path in folder.rglob("*"):
         if path.is_dir():
-            _fsync_folder(path)
+            fsync(path)
     _write_atomically(folder / MANIFEST, _manifest(serial, files, []))
 
 
@@ -401,7 +427,7 @@ def _read(folder: Path) -> _Saved:
     path = folder / MANIFEST
     if not path.is_file():
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} does not exist")
+            raise CheckpointError(f"{folder} {'is not a folder' if os.path.lexists(folder) else 'does not exist'}")
         raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written by this library, or is incomplete")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -450,35 +476,21 @@ def _write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    _fsync_folder(path.parent)
+    fsync(path.parent)
 
 
-def _make_folder(folder: Path) -> None:
-    """Create a folder and its parents; new entries are durable when it returns."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
-        _fsync_folder(path.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    """Fsync a folder, which makes its entries durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _map_files(function, paths: list[Path]) -> list[str]:
+def _map_files(function: Callable[[Path], Any], paths: list[Path]) -> list[Any]:
     """Apply a function to files in parallel; hashing and fsync release the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, paths))
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256_or_error(path: Path) -> str | OSError:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return error
 
 
 def _fsync_and_sha256(path: Path) -> str:

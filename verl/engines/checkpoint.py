@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from verl.checkpoints.shard_files import ShardPlanner, ShardReader
+from verl.checkpoints.shard_files import ShardPlanner, ShardReader, unpickling_fault
 from verl.modeling.huggingface import load_pretrained
 from verl.modeling.moe import expert_modules
 
@@ -201,7 +201,12 @@ def load_shards(folder: Path, state: dict[str, Any], planner: dcp.LoadPlanner | 
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{folder / 'shards'}: the file .metadata cannot be read: {error}") from error
     except (RuntimeError, ValueError, dcp.api.CheckpointException) as error:
-        raise ValueError(f"{folder} contains a different model, or lacks some of load_contents: {error}") from error
+        failures = getattr(error, "failures", {})  # of a CheckpointException: rank -> (error, stack)
+        first = next((failed for failed, _ in failures.values()), error)
+        raise ValueError(
+            f"{folder} contains a different model, is damaged, or lacks some of load_contents: "
+            f"{unpickling_fault(first)}"
+        ) from error
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -290,11 +295,10 @@ def load_extra(folder: Path) -> Any:
         raise ValueError(f"the checkpoint has no extra.pt (expected {path}): was it saved without it (save_contents)?")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        first = str(error).partition("\n")[0]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path} is damaged, or was not written by this library (only tensors and plain values are read): {first}: "
-            "delete this checkpoint, so that the one before it is used"
+            f"{path} is damaged, or was not written by this library (only tensors and plain values are read): "
+            f"{unpickling_fault(error)}: delete this checkpoint, so that the one before it is used"
         ) from error
 
 

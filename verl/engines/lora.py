@@ -240,12 +240,13 @@ class Adapters:
         found = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self.settings.save_pretrained(folder)
+        path = folder / "adapter_config.json"
+        # peft writes sets, whose order differs between processes
+        ordered = {key: sorted(v) for key, v in self.settings.to_dict().items() if isinstance(v, set)}
         if self._value_model:  # tells peft that the head in the file replaces the model's
-            path = folder / "adapter_config.json"
-            path.write_text(
-                json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"modules_to_save": ["score"]}, indent=2),
-                encoding="utf-8",
-            )
+            ordered["modules_to_save"] = ["score"]
+        text = json.dumps(json.loads(path.read_text(encoding="utf-8")) | ordered, indent=2)
+        path.write_text(text, encoding="utf-8")
 
     @torch.no_grad()
     def load(self, folder: Path, adapter: str = TRAINED) -> None:

@@ -28,32 +28,42 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield item
 
 
-def open_steps(path: Path, resume_step: int) -> TextIO:
+def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextIO:
     """Open a JSONL file to append to it, without the lines of steps after `resume_step`.
 
     These lines, and those that are damaged, are moved to `<name>.dropped.jsonl`.
+
+    Args:
+        is_complete: whether every step has a line; a file that ends before `resume_step` is logged as a warning.
     """
-    kept, dropped = [], []
     set_aside_irregular(path)
     set_aside_irregular(path.with_suffix(".dropped.jsonl"))
-    if path.is_file():
-        for line in path.read_bytes().splitlines(keepends=True):
-            (kept if _is_kept(line, resume_step) else dropped).append(line)
-    if dropped:
-        with path.with_suffix(".dropped.jsonl").open("ab") as file:
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    steps = [_step_of(line) for line in lines]
+    kept = [step is not None and step <= resume_step for step in steps]
+    if not all(kept):
+        aside = path.with_suffix(".dropped.jsonl")
+        with aside.open("ab") as file:
+            dropped = (line for line, keep in zip(lines, kept) if not keep)
             file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in dropped)
         with atomic_write(path) as draft:
-            draft.write_bytes(b"".join(kept))
-        logger.info("%s: moved %d lines after step %d to a .dropped file", path, len(dropped), resume_step)
+            draft.write_bytes(b"".join(line for line, keep in zip(lines, kept) if keep))
+        if damaged := steps.count(None):
+            logger.warning("%s: %d damaged lines were moved to %s", path, damaged, aside.name)
+        if later := len(lines) - sum(kept) - damaged:
+            logger.info("%s: moved %d lines after step %d to %s", path, later, resume_step, aside.name)
+    last = max((step for step, keep in zip(steps, kept) if keep), default=0)
+    if is_complete and lines and last < resume_step:
+        logger.warning("%s ends at step %d: the steps up to %d are missing", path, last, resume_step)
     # a lone surrogate, which UTF-8 does not have, becomes an escape of JSON
     return path.open("a", encoding="utf-8", errors="backslashreplace")
 
 
-def _is_kept(line: bytes, resume_step: int) -> bool:
-    """Whether a line is of a step up to the checkpoint. A process that was killed leaves a partial last line."""
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None if it is damaged, such as the partial last line of a process that was killed."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # no JSON, or no UTF-8
-        return False
+        return None
     step = record.get("step") if isinstance(record, dict) else None
-    return type(step) is int and 0 <= step <= resume_step and line.endswith(b"\n")
+    return step if type(step) is int and step >= 0 and line.endswith(b"\n") else None

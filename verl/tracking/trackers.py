@@ -122,7 +122,8 @@ class JsonlTracker(Tracker):
     def __init__(self, run: Run):
         super().__init__(run)
         self._files = {
-            name: open_steps(run.folder / f"{name}.jsonl", run.resume_step) for name in ("metrics", "samples")
+            name: open_steps(run.folder / f"{name}.jsonl", run.resume_step, is_complete=name == "metrics")
+            for name in ("metrics", "samples")
         }
 
     def _write(self, name: str, record: dict[str, Any]) -> None:

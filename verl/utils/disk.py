@@ -1,4 +1,4 @@
-"""The cache folder, and errors of a full disk: detected in any library, and reported with sizes and the fix."""
+"""The cache folder, and errors of a disk that is full or not writable: detected in any library, with the fix."""
 
 import errno
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 
 #: no space left; quota exceeded; larger than `ulimit -f` or the file system allows
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: not permitted, read-only (also after an error of the disk), input/output error, lost network file system
+_REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE)
 _PROBE = 1 << 20  # bytes
 
 
@@ -18,7 +20,11 @@ def cache_folder() -> Path:
     return Path(folder).expanduser()
 
 
-class DiskFullError(OSError):
+class DiskError(OSError):
+    """A file cannot be written. The message names the file, the reason and the fix."""
+
+
+class DiskFullError(DiskError):
     """No space left for a file. The message names the file, the folder, the free space and the fix."""
 
 
@@ -28,11 +34,8 @@ def disk_full_reason(error: BaseException, folder: Path) -> str | None:
     torch and safetensors raise "file write failed" without the reason, and errors of other processes are text. So this
     tries another small write into `folder`. Call it before the incomplete files are removed.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _NO_SPACE:
-            return os.strerror(seen.errno)
-        seen = seen.__cause__ or seen.__context__
+    if (cause := _cause(error, _NO_SPACE)) is not None:
+        return os.strerror(cause.errno)
     probe = folder / ".disk_probe"
     try:
         with probe.open("wb") as file:
@@ -43,6 +46,20 @@ def disk_full_reason(error: BaseException, folder: Path) -> str | None:
         return os.strerror(probed.errno) if probed.errno in _NO_SPACE else None
     finally:
         probe.unlink(missing_ok=True)
+    return None
+
+
+def refusal(error: BaseException) -> OSError | None:
+    """Return the error of the system, among `error` and its causes, that says that a file may not be written."""
+    return _cause(error, _REFUSED)
+
+
+def _cause(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in numbers:
+            return seen
+        seen = seen.__cause__ or seen.__context__
     return None
 
 

@@ -40,7 +40,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())
         yield
     finally:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # must not hide an error of the block
+            logger.warning("%s cannot be removed (%s); it does not lock the folder any more", path, error.strerror)
         os.close(descriptor)
 
 

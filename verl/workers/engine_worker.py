@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from verl.algorithms.masked import LossAggregation
 from verl.columns import find_bad_values
@@ -157,9 +158,18 @@ class EngineWorker(Worker):
 
         Returns:
             The contents ("optimizer", "extra") that were not restored.
+
+        Raises:
+            ValueError: it is damaged, or of another model.
         """
         contents = tuple(self.checkpoint.load_contents)
-        self.engine.load(Path(folder), contents)
+        try:
+            self.engine.load(Path(folder), contents)
+        except (SafetensorError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{folder} is damaged, or was not written by this library: {error!r}: delete this checkpoint, so that "
+                "the one before it is used"
+            ) from error
         return [name for name in ("optimizer", "extra") if name not in contents]
 
 

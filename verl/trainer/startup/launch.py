@@ -16,7 +16,7 @@ from verl.single_controller.worker_group import WorkerError
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.trainer.state.interruption import Stopped, sigterm_raises
 from verl.trainer.state.validation_watch import NoMetricError
-from verl.utils.disk import DiskFullError
+from verl.utils.disk import DiskError
 from verl.utils.log import setup_logging
 from verl.utils.redaction import redact_text, shown
 
@@ -101,9 +101,9 @@ def run(build: "Callable[[], Trainer]") -> int:
     """Build a trainer and train. Returns the exit status.
 
     User errors are found while building, before a model is loaded, or while the workers start: one message, status 1.
-    The same holds for a full disk. Other errors keep their traceback. SIGINT (Ctrl-C) and SIGTERM end the run with
-    status 130 and 143: after the step in flight, which is saved, or at once before the first step and at a second
-    SIGINT. The message says from which checkpoint the run resumes.
+    The same holds for a disk that is full or not writable. Other errors keep their traceback. SIGINT (Ctrl-C) and
+    SIGTERM end the run with status 130 and 143: after the step in flight, which is saved, or at once before the first
+    step and at a second SIGINT. The message says from which checkpoint the run resumes.
     """
     setup_logging()
     with sigterm_raises():
@@ -124,7 +124,7 @@ def _fit(trainer: "Trainer") -> int:
         which = "a second " if stop.second else ""
         print(f"\nstopped by {which}{stop.signal.name} {progress}", file=sys.stderr)
         return stop.exit_status
-    except DiskFullError as error:
+    except DiskError as error:
         return print_error(error)
     except NoMetricError as error:
         error.add_note(trainer.progress_summary())

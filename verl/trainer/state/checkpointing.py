@@ -10,9 +10,11 @@ A checkpoint is complete once everything is written and it has its final name.
 
 import copy
 import logging
+import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +46,22 @@ logger = logging.getLogger("verl.trainer")
 _POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being written
 
 _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}
+
+
+_DELETE = "delete this checkpoint, so that the one before it is used"
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn errors of a state with other contents than `save` writes into a ValueError with their place."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"{folder}: the state of the trainer cannot be restored: {error!r} ({Path(last.filename).name}:"
+            f"{last.lineno}): it is damaged, or of another version; {_DELETE}"
+        ) from error
 
 
 class BadStepsError(FloatingPointError):
@@ -179,15 +197,18 @@ class Checkpointer:
 
     def require_finite(self, role: str, step: int) -> None:
         """Raise BadStepsError if weights or optimizer state of a role are not finite, or weights have diverged."""
-        (broken, *_) = self.roles[role].non_finite_state()
-        if broken:
-            others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        if broken := self._broken(role):
             raise BadStepsError(
-                f"step {step} is not saved: the {role} contains NaN, infinity or weights beyond 1e6 in "
-                f"{broken[0]}{others}, so it can no longer be trained. Check the learning rate, the gradient norm and "
-                f"the KL of the previous steps; lower optim.lr or optim.clip_grad of the {role}, or use more warm-up "
-                f"steps; {self.how_to_resume()}"
+                f"step {step} is not saved: the {role} contains {broken}, so it can no longer be trained. "
+                "Check the learning rate, the gradient norm and the KL of the previous steps; lower optim.lr or "
+                f"optim.clip_grad of the {role}, or use more warm-up steps; {self.how_to_resume()}"
             )
+
+    def _broken(self, role: str) -> str:
+        """Which weights or optimizer state of a role are not finite or have diverged; empty if none."""
+        (names, *_) = self.roles[role].non_finite_state()
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"NaN, infinity or weights beyond 1e6 in {names[0]}{others}" if names else ""
 
     def poll(self) -> None:
         """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
@@ -258,9 +279,10 @@ class Checkpointer:
     def restore(self, folder: Path) -> int:
         """Restore the checkpoint in a verified folder. Returns its step."""
         state = load_state(folder, "trainer")
-        self._check_rows(state.get("data"), folder)
-        self._check_media(state.get("media"), folder)
-        self.identity.check(state.get("identity", {}), state["config"], folder)
+        with _reading(folder):
+            self._check_rows(state.get("data"), folder)
+            self._check_media(state.get("media"), folder)
+            self.identity.check(state.get("identity", {}), state["config"], folder)
         for role in self._present_roles():
             if not (folder / role).is_dir():
                 raise ValueError(
@@ -270,14 +292,17 @@ class Checkpointer:
                 )
             (not_loaded, *_) = self.roles[role].load_checkpoint(folder / role)
             self._report_not_loaded(role, folder, not_loaded)
-        self.pipeline.load_state_dict(state["flow"])
-        set_rng_state(state["rng"])
-        if "validations" in state:
-            self._restore_best(state["validations"])
-        self.saved_step, self.saved_path = state["global_step"], folder
-        self.rollbacks = state.get("rollbacks", 0)
-        logger.info("resumed from %s: %d steps are done", folder, state["global_step"])
-        return state["global_step"]
+            if broken := self._broken(role):
+                raise ValueError(f"{folder}: the {role} contains {broken}; {_DELETE}")
+        with _reading(folder):
+            step, rollbacks = operator.index(state["global_step"]), operator.index(state.get("rollbacks", 0))
+            self.pipeline.load_state_dict(state["flow"])
+            set_rng_state(state["rng"])
+            if "validations" in state:
+                self._restore_best(state["validations"])
+        self.saved_step, self.saved_path, self.rollbacks = step, folder, rollbacks
+        logger.info("resumed from %s: %d steps are done", folder, step)
+        return step
 
     def _restore_best(self, state: Mapping[str, Any]) -> None:
         """Restore the watch. `best_checkpoint.json` names its best checkpoint again, if that still exists.
