@@ -36,11 +36,11 @@ def loaded(folder, name: str = "native"):
 @pytest.fixture(scope="module")
 def served(folder):
     """(engine, model, EngineLoop, running server)."""
-    engine, model = loaded(folder)
-    generator = EngineLoop(engine)
-    with ServerThread(make_app(model, KEY, generator=generator, max_body=100_000)) as server:
-        yield engine, model, generator, server
-    generator.close()
+    with loaded(folder) as (engine, model):
+        generator = EngineLoop(engine)
+        with ServerThread(make_app(model, KEY, generator=generator, max_body=100_000)) as server:
+            yield engine, model, generator, server
+        generator.close()
 
 
 @pytest.fixture(scope="module")
