@@ -398,7 +398,7 @@ def test_a_script_of_the_fully_asynchronous_trainer(batches, prompts, steps):
 
 def test_prompts_of_an_asynchronous_run_that_are_no_step():
     few = FULLY_ASYNC.replace("51200", "31").split()
-    with pytest.raises(ConfigError, match="total_rollout_steps.*found 31, expected at least the 32 prompts of a step"):
+    with pytest.raises(ConfigError, match=r"total_rollout_steps.*found 31, expected at least the 32 prompts of a step"):
         load_config(overrides=few)
     with pytest.raises(ConfigError, match=r"data\.train_batch_size.*0"):
         load_config(overrides=["data.train_batch_size=0"])
