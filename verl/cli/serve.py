@@ -78,10 +78,9 @@ def serve(
             settings["engine_kwargs"] = _engine_kwargs(engine, engine_kwargs)
             sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
             name = served_model_name or model
-            loaded = stack.enter_context(load(settings, model_settings, device, lengths, name, imports or ()))
-        made, served = loaded[0], replace(loaded[1], tool_parser=tool_parser)
+            made, served = stack.enter_context(load(settings, model_settings, device, lengths, name, imports or ()))
         print(f"serving {shown(name)} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
-        _run(made, served, sock, api_key, limits)
+        _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
     print("stopped", flush=True)
 
 
