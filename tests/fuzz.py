@@ -372,7 +372,8 @@ class Http(Target):
         from verl.rollout.server.engine_loop import EngineLoop
 
         model = tiny_model("qwen2", folder / "model")
-        engine, served = load({"name": "native"}, {"path": str(model), "template": None}, "cpu", (256, 8), "tiny")
+        self.loading = load({"name": "native"}, {"path": str(model), "template": None}, "cpu", (256, 8), "tiny")
+        engine, served = self.loading.__enter__()
         app = make_app(served, "the-key", generator=EngineLoop(engine), max_body=100_000)
         self.client = TestClient(app, raise_server_exceptions=True)
         self.client.__enter__()

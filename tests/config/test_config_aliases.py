@@ -175,6 +175,8 @@ def test_use_vllm(tmp_path):
     assert load(tmp_path, "actor_rollout: {use_vllm: true}").actor_rollout_ref.rollout.name == "vllm"
     with pytest.raises(ConfigError, match=r"false contradicts actor_rollout_ref\.rollout\.name=vllm"):
         load(tmp_path, "actor_rollout: {use_vllm: false}", "actor_rollout_ref.rollout.name=vllm")
+    with pytest.raises(ConfigError, match=r"use_vllm.*false contradicts engine\.actor_type=vllm; remove one of them"):
+        load(tmp_path, "actor_rollout: {use_vllm: false}", "engine.actor_type=vllm")
 
 
 def test_the_executor_keeps_its_name():
@@ -371,6 +373,37 @@ def test_keys_of_public_asynchronous_trainers(overrides):
     assert load_config(overrides=[own, *overrides.split()]).trainer.max_staleness == ASYNC[overrides]
 
 
+#: of the run scripts of public verl's fully asynchronous trainer
+FULLY_ASYNC = """
+    data.train_batch_size=0 data.gen_batch_size=1 actor_rollout_ref.actor.ppo_mini_batch_size=32
+    actor_rollout_ref.hybrid_engine=False actor_rollout_ref.rollout.mode=async trainer.nnodes=1
+    trainer.n_gpus_per_node=4 rollout.nnodes=1 rollout.n_gpus_per_node=4 rollout.total_epochs=10
+    rollout.total_rollout_steps=51200 rollout.test_freq=10 async_training.staleness_threshold=0.1
+    async_training.trigger_parameter_sync_step=16 async_training.partial_rollout=True
+"""
+
+
+@pytest.mark.parametrize(("batches", "prompts", "steps"), [(None, 32, 1600), (2, 64, 800)])
+def test_a_script_of_the_fully_asynchronous_trainer(batches, prompts, steps):
+    more = [] if batches is None else [f"async_training.require_batches={batches}"]
+    config = load_config(overrides=[*FULLY_ASYNC.split(), *more])
+    trainer, placement = config.trainer, config.placement
+    assert (config.data.train_batch_size, trainer.total_training_steps, trainer.total_epochs) == (prompts, steps, 10)
+    assert (trainer.max_staleness, trainer.test_freq) == (17, 160)
+    assert (placement.actor_devices, placement.rollout_devices) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert config.actor_rollout_ref.actor.old_log_prob_pass == "auto"
+    proximal = load_config(overrides=[*FULLY_ASYNC.split(), "async_training.compute_prox_log_prob=true"])
+    assert proximal.actor_rollout_ref.actor.old_log_prob_pass == "always"
+
+
+def test_prompts_of_an_asynchronous_run_that_are_no_step():
+    few = FULLY_ASYNC.replace("51200", "31").split()
+    with pytest.raises(ConfigError, match=r"total_rollout_steps.*found 31, expected at least the 32 prompts of a step"):
+        load_config(overrides=few)
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size.*0"):
+        load_config(overrides=["data.train_batch_size=0"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "size", "actor", "rollout"),
     [
@@ -382,6 +415,7 @@ def test_keys_of_public_asynchronous_trainers(overrides):
 )
 def test_hosts_of_the_rollout_are_placed_after_those_of_training(overrides, size, actor, rollout, tmp_path):
     config = load_config(overrides=overrides.replace(" rollout.", " actor_rollout_ref.rollout.").split())
+    assert load_config(overrides=overrides.split()) == config  # the name in older releases
     trainer, placement = config.trainer, config.placement
     assert ((trainer.nnodes, trainer.n_gpus_per_node), placement.actor_devices) == (size, actor)
     assert placement.rollout_devices == rollout

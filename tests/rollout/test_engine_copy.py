@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlavaConfig
 from tests.vl_models import make_config, save_vl_model
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
-from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, max_model_len
+from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
 from verl.rollout.vision_models import check_images
 from verl.trainer.checks.model_limits import ModelLimits
 
@@ -53,3 +53,12 @@ def test_models_with_images_that_are_not_supported_are_refused(tmp_path):
         check_images(engine, LlamaConfig())
         with pytest.raises(ValueError, match=r"found llava: .* have not been compared .* Use rollout.name=hf"):
             check_images(engine, LlavaConfig())
+
+
+@pytest.mark.parametrize(("name", "hint"), [("blok_size", "did you mean block_size?"), ("zzz", "remove it")])
+def test_an_argument_that_the_engine_does_not_have(name, hint):
+    check_engine_kwargs("vllm", {"block_size": 32}, {}, {}, ["block_size", "seed"])
+    with pytest.raises(ValueError) as error:
+        check_engine_kwargs("vllm", {name: 32}, {}, {}, ["block_size", "seed"])
+    assert str(error.value) == f"rollout.engine_kwargs.vllm.{name}: the installed vllm has no such argument; {hint}"
+    check_engine_kwargs("sglang", {name: 32}, {}, {})  # its arguments are not known

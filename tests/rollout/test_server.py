@@ -36,11 +36,11 @@ def loaded(folder, name: str = "native"):
 @pytest.fixture(scope="module")
 def served(folder):
     """(engine, model, EngineLoop, running server)."""
-    engine, model = loaded(folder)
-    generator = EngineLoop(engine)
-    with ServerThread(make_app(model, KEY, generator=generator, max_body=100_000)) as server:
-        yield engine, model, generator, server
-    generator.close()
+    with loaded(folder) as (engine, model):
+        generator = EngineLoop(engine)
+        with ServerThread(make_app(model, KEY, generator=generator, max_body=100_000)) as server:
+            yield engine, model, generator, server
+        generator.close()
 
 
 @pytest.fixture(scope="module")
@@ -191,19 +191,20 @@ def test_tool_calls_are_read_and_rendered(served, client, monkeypatch):
 
 
 def test_the_hf_engine_is_served_too(folder, served, client):
-    engine, model = loaded(folder, "hf")
-    generator = EngineLoop(engine)
     options = {**CHAT, "temperature": 0, "max_tokens": 10}
 
-    async def ask() -> list[str]:
+    async def ask(model, generator) -> list[str]:
         async with in_process(make_app(model, KEY, generator=generator)) as http:
             found = await asyncio.gather(*(http.post("/v1/chat/completions", json=options) for _ in range(3)))
         return [each.json()["choices"][0]["message"]["content"] for each in found]
 
-    try:
-        assert asyncio.run(ask()) == [client.chat.completions.create(**options).choices[0].message.content] * 3
-    finally:
-        generator.close()
+    with loaded(folder, "hf") as (engine, model):
+        generator = EngineLoop(engine)
+        try:
+            found = asyncio.run(ask(model, generator))
+        finally:
+            generator.close()
+    assert found == [client.chat.completions.create(**options).choices[0].message.content] * 3
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

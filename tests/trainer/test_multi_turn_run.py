@@ -1,5 +1,6 @@
-"""A GRPO step over tool calls with the native engine: what is trained on is what the engine sampled."""
+"""A GRPO step over tool calls: what is trained on is what the engine sampled."""
 
+import importlib.util
 import json
 from collections import defaultdict
 from itertools import pairwise
@@ -7,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
-from verl.rollout.native.engine import NativeRollout
+from verl.registry import load_object
 from verl.tools.parsers import FunctionCall, ToolParser, register_tool_parser
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -28,6 +29,15 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": sum(extra_info["tool_rewards"]) + len(solution_str) % 3, "tools": len(extra_info["tool_rewards"])}
 """
+
+
+vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
+#: engine -> its class, and the size of a model that it supports
+ENGINES = {
+    "native": ("verl.rollout.native.engine", "NativeRollout", "tiny"),
+    "hf": ("verl.rollout.hf", "HFRollout", "tiny"),
+    "vllm": ("verl.rollout.vllm.engine", "VllmRollout", "small"),
+}
 
 
 class EveryTurn(ToolParser):
@@ -68,19 +78,24 @@ def settings(tmp_path):
     ]
 
 
-def test_tokens_trained_on_are_those_sampled(settings, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["native", pytest.param("hf", marks=pytest.mark.slow), pytest.param("vllm", marks=vllm)]
+)
+def test_tokens_trained_on_are_those_sampled(name, settings, tmp_path, monkeypatch):
     register_tool_parser("every_turn")(EveryTurn)
-    sampled = defaultdict(list)
-    generate_one = NativeRollout.generate_one
+    module, kind, size = ENGINES[name]
+    tiny_model("qwen2", tmp_path / "model", size=size)
+    engine, sampled = load_object(module, kind), defaultdict(list)
+    generate_one = engine.generate_one
 
     async def recorded(self, request):
         completion = await generate_one(self, request)
         sampled[request.request_id.split(":")[0]].append((request.prompt_ids, list(completion.token_ids)))
         return completion
 
-    monkeypatch.setattr(NativeRollout, "generate_one", recorded)
+    monkeypatch.setattr(engine, "generate_one", recorded)
     reports = []
-    trainer = LocalPPOTrainer(overrides=settings)
+    trainer = LocalPPOTrainer(overrides=[*settings, f"{ROLLOUT}.name={name}"])
     trainer.on_step.append(reports.append)
     trainer.fit()
     batch, metrics = reports[0].batch, reports[0].metrics

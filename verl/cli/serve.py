@@ -1,6 +1,9 @@
 """verl serve MODEL: an OpenAI-compatible HTTP server over a rollout engine."""
 
+import json
 import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,7 +43,10 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="dtype of the weights: auto, bf16, fp32, ...")] = "auto",
     gpu_memory_utilization: Annotated[float, typer.Option(help="Fraction of the GPU memory for the engine.")] = 0.9,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that hold one model together.")] = 1,
+    engine_kwargs: Annotated[
+        str, typer.Option(help="Arguments passed to vLLM or SGLang, in JSON, such as '{\"block_size\": 32}'.")
+    ] = "{}",
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model.")] = False,
     chat_template: Annotated[str | None, typer.Option(help="File with a Jinja chat template.")] = None,
     tool_parser: Annotated[str, typer.Option(help="Parser of tool calls: hermes, qwen, llama.")] = "hermes",
@@ -48,8 +54,6 @@ def serve(
     shutdown_seconds: Annotated[int, typer.Option(min=0, help="Seconds for running calls when stopped.")] = 30,
 ) -> None:
     """Serve MODEL over HTTP with OpenAI's API until SIGINT or SIGTERM."""
-    from verl.trainer.startup.command_line import USER_ERRORS, print_error
-
     settings = {
         "name": engine,
         "dtype": dtype,
@@ -59,23 +63,53 @@ def serve(
     }
     lengths, limits = (max_model_len, max_tokens), (max_body_mb * 2**20, shutdown_seconds)
     model_settings = {"path": model, "trust_remote_code": trust_remote_code, "template": chat_template}
-    try:
-        from verl.config.inputs import is_local
-        from verl.registry import import_module
-        from verl.rollout.server.http import listen
-        from verl.tools.parsers import TOOL_PARSERS
+    with ExitStack() as stack:
+        with _one_error():
+            from verl.config.inputs import is_local
+            from verl.registry import import_module
+            from verl.rollout.server.http import listen
+            from verl.tools.parsers import TOOL_PARSERS
 
-        for address in imports or []:
-            import_module(address)
-        TOOL_PARSERS[tool_parser]  # an unknown name is an error
-        if is_local(model) and not Path(model).expanduser().is_dir():
-            raise ValueError(f"MODEL: there is no folder {model!r}")
-        sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
-        made, served = load(settings, model_settings, device, lengths, served_model_name or model)
+            for address in imports or []:
+                import_module(address)
+            TOOL_PARSERS[tool_parser]  # an unknown name is an error
+            if is_local(model) and not Path(model).expanduser().is_dir():
+                raise ValueError(f"MODEL: there is no folder {model!r}")
+            settings["engine_kwargs"] = _engine_kwargs(engine, engine_kwargs)
+            sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
+            name = served_model_name or model
+            made, served = stack.enter_context(load(settings, model_settings, device, lengths, name, imports or ()))
+        print(f"serving {shown(name)} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
+        _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
+    print("stopped", flush=True)
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """End the command with one message for what a user can cause."""
+    from verl.trainer.startup.command_line import USER_ERRORS, print_error
+
+    try:
+        yield
     except (*USER_ERRORS, OSError) as error:  # OSError: transformers finds no weights in a folder
         raise typer.Exit(print_error(_with_extra(error))) from None
-    print(f"serving {shown(served.name)} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
-    _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
+
+
+def _engine_kwargs(engine: str, text: str) -> dict:
+    """`rollout.engine_kwargs` with the arguments of --engine-kwargs. Raises ValueError for anything but an object."""
+    from verl.config import schema
+
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--engine-kwargs: not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"--engine-kwargs: expected a JSON object, found {text}")
+    if given and engine not in schema.EngineKwargs.model_fields:
+        raise ValueError(
+            f"--engine-kwargs: the engine {engine} has no such arguments: remove them, or use vllm or sglang"
+        )
+    return {engine: given} if given else {}
 
 
 def _run(
@@ -95,13 +129,18 @@ def _run(
         serve_until_signal(make_app(served, key, generator=generator, max_body=limits[0]), sock, limits[1])
     finally:
         generator.close()
-    print("stopped", flush=True)
 
 
+@contextmanager
 def load(
-    settings: dict, model_settings: dict, device: str, lengths: tuple[int | None, int], name: str
-) -> "tuple[RolloutEngine, ServedModel]":
-    """Load the model into a rollout engine.
+    settings: dict,
+    model_settings: dict,
+    device: str,
+    lengths: tuple[int | None, int],
+    name: str,
+    imports: Sequence[str] = (),
+) -> "Iterator[tuple[RolloutEngine, ServedModel]]":
+    """Context in which the model is loaded into a rollout engine.
 
     Args:
         settings: values of the `rollout` section.
@@ -109,20 +148,22 @@ def load(
         device: auto, cpu or cuda.
         lengths: maximum length of a sequence, or None; default length of a response.
         name: name of the model in the API.
+        imports: what the other ranks of a tensor-parallel engine import first.
 
     Raises:
-        ValueError: no such model, engine or device, or lengths that the model does not support.
+        ValueError: no such model, engine or device, or lengths or a tensor-parallel size that the model does not
+            support.
     """
     from pydantic import ValidationError
 
+    from verl.cli.tensor_parallel import served_engine
     from verl.config import schema
     from verl.config.inputs import check_model_path
     from verl.data.tokenization import load_tokenizer
-    from verl.rollout.base import RolloutEnv, SamplingParams, make_rollout_engine
+    from verl.rollout.base import SamplingParams
     from verl.rollout.server.service import ServedModel
     from verl.trainer.checks.model_limits import ModelLimits
     from verl.trainer.startup.inputs import stop_token_ids
-    from verl.utils.device import resolve_device
 
     for problem in check_model_path("MODEL", model_settings["path"]):
         raise ValueError(str(problem))
@@ -144,11 +185,10 @@ def load(
         option = "--" + str(first["loc"][0]).replace("_", "-")
         raise ValueError(f"{option}: {first['msg']}, found {first['input']!r}") from None
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    env = RolloutEnv(0, 1, 0, resolve_device(device), pad)
-    made = make_rollout_engine(config.name, config, model, env)
     params = SamplingParams(max_tokens, stop_token_ids(model.path, tokenizer))
-    sizes = {"vocab_size": limits.vocab_size, "max_model_len": max_model_len}
-    return made, ServedModel(name, tokenizer, params, **sizes, sampling_keys=made.sampling_keys)
+    served = ServedModel(name, tokenizer, params, vocab_size=limits.vocab_size, max_model_len=max_model_len)
+    with served_engine(config, model, device, pad, imports) as made:
+        yield made, replace(served, sampling_keys=made.sampling_keys)
 
 
 def _with_extra(error: Exception) -> Exception:

@@ -25,6 +25,9 @@ _SHORT = {
     _ARR + "actor.megatron.router_replay.mode": _ARR + "actor.router_replay.mode",
     "engine.num_gpus": "trainer.n_gpus_per_node",
     "async_training.partial_rollout": "trainer.async.partial_rollout",
+    "rollout.nnodes": _ARR + "rollout.nnodes",
+    "rollout.n_gpus_per_node": _ARR + "rollout.n_gpus_per_node",
+    "rollout.total_epochs": "trainer.total_epochs",
     # trainer: {...}, actor_rollout: {...}, critic: {...}, use_critic, ...
     "actor_rollout.model_name_or_path": _ARR + "model.path",
     "actor_rollout.fsdp_config.*": _ARR + "actor.fsdp_config.*",
@@ -135,8 +138,9 @@ def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
         return {key: "vllm"}
     if value is not False:
         raise ValueError(f"found {value!r}, expected bool")
-    if lookup(key) == "vllm":
-        raise ValueError(f"false contradicts {key}=vllm; remove one of them")
+    for other in (key, "engine.actor_type"):
+        if lookup(other) == "vllm":
+            raise ValueError(f"false contradicts {other}=vllm; remove one of them")
     return {}
 
 
@@ -156,8 +160,12 @@ def _staleness(value: Any, lookup: Lookup) -> dict[str, Any]:
     """Samples generated ahead, as a fraction of those between two weight syncs -> staleness in updates."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise ValueError(f"found {value!r}, expected a number of at least 0")
-    updates = _int(lookup("async_training.trigger_parameter_sync_step") or 1)
-    return {"trainer.async.max_staleness": math.ceil((1 + value) * updates) - 1}
+    return {"trainer.async.max_staleness": math.ceil((1 + value) * _updates(lookup)) - 1}
+
+
+def _updates(lookup: Lookup) -> int:
+    """Updates between two weight syncs of public verl's fully asynchronous trainer."""
+    return _int(lookup("async_training.trigger_parameter_sync_step") or 1)
 
 
 def _sync_step(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -165,13 +173,53 @@ def _sync_step(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 
 def _require_batches(value: Any, lookup: Lookup) -> dict[str, Any]:
-    mini, batch = lookup(_ARR + "actor.ppo_mini_batch_size"), lookup("data.train_batch_size")
-    if _int(value) * _int(mini) != _int(batch):
+    batch, expected = _int(lookup("data.train_batch_size")), _prompts_of_update(lookup)
+    if batch not in (0, expected):
         raise ValueError(
-            f"found {value}: an update has require_batches x ppo_mini_batch_size = {_int(value) * _int(mini)} prompts: "
-            f"set data.train_batch_size={_int(value) * _int(mini)} (found {batch})"
+            f"found {value}: an update has require_batches x ppo_mini_batch_size = {expected} prompts: set "
+            f"data.train_batch_size={expected} (found {batch})"
         )
     return {}
+
+
+def _prompts_of_update(lookup: Lookup) -> int:
+    """Prompts of an update of public verl's fully asynchronous trainer."""
+    return _int(lookup("async_training.require_batches") or 1) * _int(lookup(_ARR + "actor.ppo_mini_batch_size"))
+
+
+def _is_fully_async(lookup: Lookup) -> bool:
+    keys = ("staleness_threshold", "trigger_parameter_sync_step", "require_batches", "partial_rollout")
+    return any(lookup(f"async_training.{key}") is not None for key in keys)
+
+
+def _train_batch_size(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """0 in the scripts of the fully asynchronous trainer, which has other keys for it."""
+    is_computed = value == 0 and _is_fully_async(lookup)
+    return {"data.train_batch_size": _prompts_of_update(lookup) if is_computed else value}
+
+
+def _gen_batch_size(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """1 in the same scripts: prompts are generated one by one, as with `trainer.async`."""
+    return {} if value == 1 and _is_fully_async(lookup) else {"data.gen_batch_size": value}
+
+
+def _rollout_steps(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """Prompts of the run -> steps."""
+    batch = _int(lookup("data.train_batch_size")) or _prompts_of_update(lookup)
+    if _int(value) < batch:
+        raise ValueError(f"found {value}, expected at least the {batch} prompts of a step")
+    return {"trainer.total_training_steps": _int(value) // batch}
+
+
+def _rollout_test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """Weight syncs -> steps."""
+    return {"trainer.test_freq": _int(value) * _updates(lookup)}
+
+
+def _prox_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise ValueError(f"found {value!r}, expected bool")
+    return {_ARR + "actor.old_log_prob_pass": "always"} if value else {}
 
 
 def _old_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -203,6 +251,11 @@ _COMPUTED = {
     "async_training.trigger_parameter_sync_step": _sync_step,
     "async_training.require_batches": _require_batches,
     "async_training.use_rollout_log_probs": _old_log_probs,
+    "async_training.compute_prox_log_prob": _prox_log_probs,
+    "rollout.total_rollout_steps": _rollout_steps,
+    "rollout.test_freq": _rollout_test_freq,
+    "data.train_batch_size": _train_batch_size,
+    "data.gen_batch_size": _gen_batch_size,
     "trainer.v1.trainer_mode": _trainer_mode,
     "trainer.v1.separate_async.num_warmup_batches": _part,
     "data.batch_size_per_gpu": _batch_of_all_gpus,

@@ -1,12 +1,13 @@
 """What the factories of vLLM and SGLang share: engines of other libraries, with their own copy of the weights."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from verl.config import schema
+from verl.config.errors import nearest_key
 from verl.modeling.huggingface import model_source, read_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
@@ -84,15 +85,21 @@ def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:
 
 
 def check_engine_kwargs(
-    engine: str, given: Mapping[str, Any], owned: Mapping[str, str], not_supported: Mapping[str, str]
+    engine: str,
+    given: Mapping[str, Any],
+    owned: Mapping[str, str],
+    not_supported: Mapping[str, str],
+    known: Collection[str] = (),
 ) -> None:
-    """Raise ValueError for arguments in `engine_kwargs.<engine>` that contradict the adapter or another key.
+    """Raise ValueError for arguments in `engine_kwargs.<engine>` that contradict the adapter or another key, and for
+    those that the engine does not have.
 
     Args:
         engine: vllm or sglang.
         given: the arguments.
         owned: argument -> the key that sets it.
         not_supported: argument -> why it cannot be set.
+        known: all arguments of the installed version; empty: not checked.
     """
     for name in given:
         if name in owned:
@@ -100,6 +107,12 @@ def check_engine_kwargs(
         if name in not_supported:
             raise ValueError(
                 f"rollout.engine_kwargs.{engine}.{name} is not supported: {not_supported[name]}; remove it"
+            )
+        if known and name not in known:
+            near = nearest_key(name, known)
+            hint = f"did you mean {near}?" if near else "remove it"
+            raise ValueError(
+                f"rollout.engine_kwargs.{engine}.{name}: the installed {engine} has no such argument; {hint}"
             )
 
 

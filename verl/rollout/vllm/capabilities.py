@@ -41,6 +41,7 @@ class Capabilities:
         reset_encoder_cache: features of images can be dropped when the weights change.
         routed_experts: the experts that the routers choose can be reported, on a GPU.
         adapters: LoRA adapters can be loaded from tensors.
+        arguments: all arguments of `vllm.LLM`; empty: not known.
     """
 
     version: str
@@ -51,6 +52,7 @@ class Capabilities:
     reset_encoder_cache: bool = False
     routed_experts: bool = False
     adapters: bool = False
+    arguments: frozenset[str] = frozenset()
 
 
 def installed_version() -> str:
@@ -125,6 +127,7 @@ def probe() -> Capabilities:
         reset_encoder_cache="reset_encoder_cache" in dir(LLMEngine),
         routed_experts="enable_return_routed_experts" in _parameters(EngineArgs),
         adapters="lora_target_modules" in _parameters(EngineArgs) and _loads_adapters(),
+        arguments=frozenset(_parameters(EngineArgs)),
     )
 
 

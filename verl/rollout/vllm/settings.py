@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -63,9 +63,10 @@ _PAGE = 128  # tokens; vLLM's block size on a CPU
 _FREE_SHARE = 0.9  # of the free GPU memory, for the engine
 
 
-def check_kwargs(given: dict[str, Any]) -> None:
-    """Raise ValueError for arguments in `engine_kwargs.vllm` that contradict this adapter or another key."""
-    check_engine_kwargs("vllm", given, _OWNED, _NOT_SUPPORTED | _FIXED)
+def check_kwargs(given: dict[str, Any], known: Collection[str] = ()) -> None:
+    """Raise ValueError for arguments in `engine_kwargs.vllm` that contradict this adapter or another key, or that are
+    not among the known ones."""
+    check_engine_kwargs("vllm", given, _OWNED, _NOT_SUPPORTED | _FIXED, known)
 
 
 def engine_args(
@@ -88,7 +89,7 @@ def engine_args(
     """
     model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
     given, length = dict(config.engine_kwargs.vllm), max_model_len(config)
-    check_kwargs(given)
+    check_kwargs(given, capabilities.arguments)
     if "quantization_config" in hf_config.to_dict():
         raise ValueError(f"rollout.name=vllm: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
     on_gpu = env.device.type == "cuda"

@@ -1,0 +1,106 @@
+"""Runs with vLLM that other tests have with the built-in engines: weights over files, asynchronous training, agents.
+
+They need vLLM: make test-vllm.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.conftest import make_tiny, run_settings
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
+    pytest.mark.timeout(600),
+]
+ROLLOUT = "actor_rollout_ref.rollout"
+OWN = ("trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]")
+LORA = "actor_rollout_ref.model.lora_rank=4"
+BOUND = 2e-5  # of log-probs in float32 on a CPU
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A model of heads that vLLM accepts, with rows."""
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
+    tiny_model("llama", folder / "model", seed=0, size="small")
+    tiny_model("qwen2", folder / "chat", seed=0, size="small")
+    return folder
+
+
+def run(settings: list[str], *more: str, steps: int = 3) -> list:
+    """The reports of a run whose weights are checked in every step."""
+    chosen = ["algorithm.name=grpo", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.check_every=1"]
+    found: list = []
+    trainer = LocalPPOTrainer(overrides=[*settings, *chosen, f"trainer.total_training_steps={steps}", *more])
+    trainer.on_step.append(found.append)
+    trainer.fit()
+    assert len(found) == steps
+    for report in found:
+        assert report.metrics["weight_sync/canary_mismatch"] < BOUND and report.metrics["weight_sync/bytes"] > 0
+    return found
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_over_files(lora, tiny, tmp_path):
+    """With adapters, the files have merged weights."""
+    files = [*OWN, f"{ROLLOUT}.weight_sync=disk", f"{ROLLOUT}.weight_sync_dir={tmp_path / 'weights'}"]
+    found = run(run_settings(tiny, tmp_path / "run"), *files, *([LORA] if lora else []))
+    assert [report.batch.batch["weight_version"].unique().tolist() for report in found] == [[0], [1], [2]]
+    assert all(report.metrics["rollout/logprob_gap_max"] < BOUND for report in found)
+    assert len({report.metrics["weight_sync/bytes"] for report in found}) == 1
+    kept = sorted(path.name for path in (tmp_path / "weights").glob("global_step_*"))
+    assert kept == ["global_step_2", "global_step_3"]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+def test_generation_overlaps_training(partial, lora, tiny, tmp_path):
+    more = [f"trainer.async.partial_rollout={json.dumps(partial)}", "trainer.async.max_staleness=1"]
+    more += ["data.max_response_length=48", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    correction = "algorithm.rollout_correction.rollout_is=token"  # log-probs are computed again
+    settings = run_settings(tiny, tmp_path / "run")
+    found = run(settings, *OWN, *more, correction, *([LORA] if lora else []), steps=5)
+    uids = [uid for report in found for uid in dict.fromkeys(report.batch.non_tensor_batch["uid"])]
+    assert len({*uids}) == 5 * 4  # no prompt is lost or repeated
+    for step, report in enumerate(found):
+        spans = report.batch.non_tensor_batch["weight_versions"]
+        for each, oldest in zip(spans, report.batch.batch["weight_version"].tolist(), strict=True):
+            versions = [version for _, version in each]
+            assert each[0][0] == 0 and versions == sorted({*versions}) and versions[0] == oldest
+            assert step - 1 <= oldest and versions[-1] <= step
+            assert partial or len(versions) == 1
+
+
+AGENT = """
+import openai
+
+
+async def run(sample, base_url, api_key, model):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages, text = [{"role": "user", "content": "write"}], ""
+    for _ in range(3):
+        found = await client.chat.completions.create(model=model, messages=messages, max_tokens=6)
+        text += found.choices[0].message.content
+        messages += [found.choices[0].message, {"role": "user", "content": "more"}]
+    return text.count("e") / max(len(text), 1)
+"""
+
+
+def test_an_agent_calls_it_over_http(tiny, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    row = {"prompt": [{"role": "user", "content": "Go."}], "data_source": "x", "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 12)
+    settings = [s for s in run_settings(tiny, tmp_path / "run") if "custom_reward_function" not in s]
+    more = [f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.agent.path={tmp_path / 'agent.py'}"]
+    more += [f"data.train_files={tmp_path / 'rows.jsonl'}", f"actor_rollout_ref.model.path={tiny / 'chat'}"]
+    found = run(settings, *more, "data.max_prompt_length=64", "data.max_response_length=160")
+    for report in found:
+        assert report.metrics["rollout/agent_errors"] == 0 and report.metrics["rollout/logprob_gap_max"] < BOUND
+        mask = report.batch.batch["response_mask"]
+        turns = (mask[:, 1:] > mask[:, :-1]).sum(1) + mask[:, 0]
+        assert turns.tolist() == [3] * len(report.batch)  # one trajectory of three turns

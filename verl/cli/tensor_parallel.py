@@ -1,0 +1,155 @@
+"""The engine of `verl serve --tensor-parallel-size`: rank 0 is this process, the other ranks are processes of its host.
+
+They make the engine together and then follow rank 0, which gets the requests (`RolloutEngine.leading` and `follow`).
+The server ends with an error if one of them fails: rank 0 alone cannot generate.
+"""
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from verl.config import schema
+from verl.engines.parallel import init_process_group
+from verl.rollout.base import RolloutEngine, RolloutEnv, make_rollout_engine
+from verl.single_controller.dispatch import Dispatch, register
+from verl.single_controller.local.group import LocalWorkerGroup, make_pool
+from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
+from verl.single_controller.worker_group import Future, WorkerError
+from verl.trainer.startup.command_line import print_error
+from verl.utils.device import resolve_device
+
+_OWN_PROCESSES = ("sglang",)  # rank 0 of these engines starts the processes of the other ranks itself
+
+
+@dataclass(frozen=True)
+class ServedEngine:
+    """What each rank makes its part of the engine from.
+
+    Args:
+        config: the `rollout` section.
+        model: the `model` section.
+        device: auto, cpu or cuda.
+        pad_token_id: for engines that pad.
+        port: a free port, on which rank 0 listens for the others.
+    """
+
+    config: schema.RolloutEngineConfig
+    model: schema.ModelConfig
+    device: str
+    pad_token_id: int
+    port: int
+
+    @property
+    def size(self) -> int:
+        return self.config.tensor_model_parallel_size
+
+    def make(self, rank: int) -> RolloutEngine:
+        """The engine of one rank. Collective over the ranks."""
+        size, on = self.size, resolve_device(self.device, rank)
+        if size > 1 and self.config.name not in _OWN_PROCESSES:
+            os.environ.update(RankEnv(rank, size, rank, size, master_port=self.port).env)
+            init_process_group(on)
+        env = RolloutEnv(rank, size, rank, on, self.pad_token_id, tp_rank=rank, tp_size=size)
+        return make_rollout_engine(self.config.name, self.config, self.model, env)
+
+
+class FollowingRank(Worker):
+    """One of the ranks from 1 on."""
+
+    def __init__(self, served: ServedEngine):
+        self.served = served
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def follow(self) -> None:
+        """Make the engine together with rank 0, and follow it until it has served."""
+        self.served.make(1 + self.rank).follow()
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def served_engine(
+    config: schema.RolloutEngineConfig,
+    model: schema.ModelConfig,
+    device: str,
+    pad_token_id: int,
+    imports: Sequence[str] = (),
+) -> Iterator[RolloutEngine]:
+    """Context in which the engine can generate.
+
+    Args:
+        config: the `rollout` section; its `tensor_model_parallel_size` ranks hold the model together.
+        model: the `model` section.
+        device: auto, cpu or cuda.
+        pad_token_id: for engines that pad.
+        imports: files and modules that the other ranks import first.
+
+    Raises:
+        ValueError: too few GPUs, or an engine or a model that does not support this size.
+    """
+    served = ServedEngine(config, model, device, pad_token_id, free_port())
+    if served.size > 1:
+        _check_devices(device, served.size)
+    if served.size == 1 or config.name in _OWN_PROCESSES:
+        yield served.make(0)
+        return
+    followers = _Followers(served, imports)
+    try:
+        engine = served.make(0)
+        with engine.leading():
+            try:
+                yield engine
+            finally:
+                followers.ending()
+        torch.distributed.destroy_process_group()
+    finally:
+        followers.end()
+
+
+def _check_devices(device: str, size: int) -> None:
+    """Raise ValueError unless there is a device for each rank."""
+    on = resolve_device(device)
+    if on.type == "cuda" and (torch.cuda.device_count() < size or ":" in device):
+        found = f"--device {device}" if ":" in device else f"{torch.cuda.device_count()}"
+        raise ValueError(f"--tensor-parallel-size {size}: expected {size} GPUs, found {found}")
+
+
+class _Followers:
+    """The processes of the other ranks. This process ends with an error if one of them fails while they follow."""
+
+    def __init__(self, served: ServedEngine, imports: Sequence[str]):
+        spec = WorkerSpec(FollowingRank, {"served": served}, tuple(imports))
+        pool = make_pool({"rank": spec}, served.size - 1, timeout=math.inf, separate_process=True)
+        self._group = LocalWorkerGroup(spec, served.size - 1, "rank", pool=pool)
+        self._is_ending = False
+        self._lock = threading.Lock()
+        following = self._group.submit("follow")
+        self._watch = threading.Thread(target=partial(self._end_with, following), daemon=True)
+        self._watch.start()
+
+    def _end_with(self, following: Future) -> None:
+        try:
+            following.get()
+        except WorkerError as error:
+            with self._lock:
+                if self._is_ending:
+                    return
+                message = error.traceback.rstrip().splitlines()[-1] if error.traceback else error.message
+                print_error(RuntimeError(f"tensor-parallel rank {1 + error.rank} has failed: {message}"))
+                os._exit(1)  # rank 0 may wait in a collective
+
+    def ending(self) -> None:
+        """The ranks are about to end."""
+        with self._lock:
+            self._is_ending = True
+
+    def end(self) -> None:
+        """End the processes."""
+        self.ending()
+        self._group.shutdown()
+        self._watch.join()
