@@ -306,7 +306,7 @@ class Calls:
 
     def of(self, mutant: Mutant, seconds: float, without: set[str]) -> list[str]:
         """Tests that call the function of a fault, or its file: those of the mirror first, then the fastest."""
-        found = self.tests.get(f"{mutant.path}::{mutant.function}")
+        found = self.tests.get(f"{mutant.path}::{mutant.function}") if mutant.function else None
         if found is None:  # code of a module or class, or a function that only untraced processes call
             found, seconds = self.tests.get(mutant.path, set()), seconds / 2
         path = Path(mutant.path)
