@@ -57,7 +57,7 @@ ON_GPU = ("paged_scheduler.py",)
 #: folders of tests, and files of tests/, that call the sources
 TESTS = (
     *("algorithms", "test_dataflow*.py", "test_columns.py", "checkpoints", "single_controller", "data", "rollout"),
-    *("engines", "trainer", "workers"),
+    *("engines", "trainer", "workers", "utils/test_public_functions.py"),
 )
 HEAVY = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "tensordict"),
