@@ -381,6 +381,21 @@ def test_replicas_do_not_send_to_each_other():
     assert sources([(0, 0), (1, 1), (2, 1), (3, 0)]) == {0: {3}, 1: {2}, 2: {1}, 3: {0}}
 
 
+def test_the_bandwidth_is_that_of_the_fastest_of_three_exchanges(monkeypatch):
+    """Of 8 MiB, half to each of two other ranks; the first exchange also connects, and does not count."""
+    clock, seconds = [0.0], iter([0.125, 4.0, 2.0, 8.0])
+    monkeypatch.setattr(reshard, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def exchange(peers, received, sent, counts, sizes):
+        assert counts == sizes == [4 * 2**20, 0, 4 * 2**20] and len(received) == len(sent) == 8 * 2**20
+        return SimpleNamespace(wait=lambda: clock.append(clock.pop() + next(seconds)))
+
+    monkeypatch.setattr(Peers, "start_exchange", exchange)
+    monkeypatch.setattr(Peers, "gather", lambda peers, value: [value] * 3)
+    peers = Peers(SimpleNamespace(rank=lambda: 1, size=lambda: 3), CPU)
+    assert peers.bandwidth() == 8 * 2**20 / 2.0
+
+
 def test_pipeline_stages_send_at_the_same_time():
     shape = (4, 6)
     stages = [[Shard(f"{stage}.{i}", shape, whole(shape)) for i in range(3)] for stage in range(2)]

@@ -73,9 +73,8 @@ def test_requests_that_arrive_over_time():
 def test_every_way_to_compute_the_experts_is_the_weighted_sum(first, held):
     """One matmul per expert, dense matmuls, and the grouped matmul of a GPU, which torch also has on a CPU."""
     generator = torch.Generator().manual_seed(0)
-    x, router, gate_up, down = (
-        torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 32), (32, 6), (held, 48, 32), (held, 32, 24))
-    )
+    shapes = (9, 32), (32, 6), (held, 48, 32), (held, 32, 24)
+    x, router, gate_up, down = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     experts = Experts(Projection(router), gate_up, down, first, top_k=2, normalized=True, keeps_float=True)
     chosen, weights = experts.route(x)
     expected = torch.zeros(9, 32, dtype=torch.float64)
