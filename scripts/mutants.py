@@ -57,7 +57,7 @@ ON_GPU = ("paged_scheduler.py",)
 #: folders of tests, and files of tests/, that call the sources
 TESTS = (
     *("algorithms", "test_dataflow*.py", "test_columns.py", "checkpoints", "single_controller", "data", "rollout"),
-    *("engines", "trainer", "workers"),
+    *("engines", "trainer", "workers", "utils/test_public_functions.py"),
 )
 HEAVY = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "tensordict"),
@@ -306,7 +306,7 @@ class Calls:
 
     def of(self, mutant: Mutant, seconds: float, without: set[str]) -> list[str]:
         """Tests that call the function of a fault, or its file: those of the mirror first, then the fastest."""
-        found = self.tests.get(f"{mutant.path}::{mutant.function}")
+        found = self.tests.get(f"{mutant.path}::{mutant.function}") if mutant.function else None
         if found is None:  # code of a module or class, or a function that only untraced processes call
             found, seconds = self.tests.get(mutant.path, set()), seconds / 2
         path = Path(mutant.path)

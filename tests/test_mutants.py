@@ -64,6 +64,17 @@ def test_a_seed_draws_the_same_faults():
     assert len(trees) == 100 and mutants.tree_of(source) not in trees
 
 
+def test_a_fault_outside_functions_is_judged_by_all_tests_of_the_file():
+    """Not only by those during which the module was imported: most modules are imported before the first test."""
+    reads, imports = "tests/data/test_a.py::test_reads", "tests/data/test_a.py::test_imports"
+    calls = mutants.Calls([])
+    calls.tests = {"a.py": {reads, imports}, "a.py::": {imports}, "a.py::mean": {reads}}
+    calls.seconds = {reads: 2.0, imports: 1.0}
+    outside, inside = (next(m for m in mutants_of("a.py", SOURCE) if m.function == name) for name in ("", "mean"))
+    assert calls.of(outside, 100.0, set()) == [imports, reads]
+    assert calls.of(inside, 100.0, set()) == [reads]
+
+
 def test_what_is_listed_exists():
     assert len(mutants.sources([])) > 80 and len(mutants.test_files()) > 80
     assert all((ROOT / name).exists() for name in mutants.SOURCES)

@@ -382,6 +382,11 @@ def test_items_of_custom_datasets(models):
         assert found["prompt_ids"][0] == own["prompt_ids"] and found["raw_prompt_ids"][0] == own["raw_prompt_ids"]
         assert found["multi_modal_data"][0]["images"][0].size == (16, 24)
         assert torch.equal(found["multi_modal_inputs"][0]["pixel_values"], own["multi_modal_inputs"]["pixel_values"])
+    length = len(own["prompt_ids"])
+    limited = PromptCollator(tokenizer, DataConfig(max_prompt_length=length - 1), loaded)
+    for item in given[:2]:
+        with pytest.raises(ValueError, match=rf"item 0 of the batch: the prompt has {length} tokens, .* {length - 1}:"):
+            limited([item])
     text = collate([{**further, "raw_prompt": "text"}]).non_tensor_batch
     assert text["multi_modal_inputs"][0] is None
 

@@ -243,6 +243,21 @@ def test_a_bad_request_fails_alone(kind, case):
         engine.generate([good, bad])
 
 
+@pytest.mark.parametrize("kind", ["native", "hf"])
+def test_a_bad_request_that_arrives_later_leaves_the_batch_alone(kind):
+    engine, good = make_engine(kind), Request([1, 2], SamplingParams(12, (), ignore_eos=True), 3)
+
+    async def run() -> Completion:
+        running = asyncio.ensure_future(engine.generate_one(good))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="has no tokens"):
+            await engine.generate_one(replace(good, prompt_ids=[]))
+        return await running
+
+    assert run_coroutine(run()) == engine.generate([good])[0]
+
+
 def test_broken_weights_reach_every_coroutine():
     engine = make_engine("native")
     with torch.no_grad():

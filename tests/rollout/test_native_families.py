@@ -172,9 +172,11 @@ def test_rows_that_take_over_a_place_see_their_own_window(case):
         torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "gemma3"])
-def test_bfloat16_log_probs_are_near_the_forward_pass(case):
-    module = model(case, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("case", "sizes"), [("qwen3", {}), ("gemma3", {}), ("qwen3", {"num_hidden_layers": 1})], ids=str
+)
+def test_bfloat16_log_probs_are_near_the_forward_pass(case, sizes):
+    module = model(case, torch.bfloat16, **sizes)
     answers = NativeRollout(module).generate(make_requests(PROMPTS, SamplingParams(16, (), temperature=0)))
     for prompt, answer in zip(PROMPTS, answers):
         expected = expected_log_probs(module, prompt, answer.token_ids)

@@ -264,6 +264,52 @@ def test_a_fault_is_named_on_every_rank(fault, monkeypatch):
     assert not any(receiver.filled for receiver in receivers)
 
 
+class Columns(SlicedWeights):
+    """Stores two chunks of the columns of one parameter next to each other."""
+
+    SHAPE = (3, 8)
+
+    def __init__(self, rank: int, chunks: tuple[Chunk, ...] | None = None):
+        own = (Chunk(Box(0, 3, 2 * rank, 2 * rank + 2)), Chunk(Box(0, 3, 4 + 2 * rank, 6 + 2 * rank), column=2))
+        self.stored = torch.zeros(3, 4, dtype=torch.bfloat16)
+        self._layout = {"a": Stored(self.SHAPE, 3, 4, chunks or own, torch.bfloat16)}
+
+    def slice_layout(self):
+        return self._layout
+
+    def open_slices(self):
+        return {"a": self.stored}
+
+    def close_slices(self):
+        pass
+
+
+def push_columns(receivers: list[Columns]) -> list:
+    trained = torch.nn.Module()
+    trained.register_parameter("a", torch.nn.Parameter(torch.arange(24.0).view(Columns.SHAPE), requires_grad=False))
+
+    def act(rank: int, group) -> SyncReport:
+        engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
+        return ReshardSync(engine, CPU, 2**20, group).push(Source(trained, row_sharded, rank, 2), 0)
+
+    return together(2, act)
+
+
+def test_chunks_of_columns_next_to_each_other(monkeypatch):
+    receivers = [Columns(rank) for rank in range(2)]
+    push_columns(receivers)
+    for receiver, columns in zip(receivers, ([0, 1, 4, 5], [2, 3, 6, 7])):
+        assert receiver.stored.tolist() == [[8.0 * row + column for column in columns] for row in range(3)]
+    monkeypatch.setattr(reshard, "_copy", copying(swapped))
+    errors = push_columns([Columns(rank) for rank in range(2)])
+    assert all("1 slices differ from the training shards: a on rank" in str(error) for error in errors)
+    # chunks that have neither rows nor columns in common
+    diagonal = Chunk(Box(0, 1, 0, 4)), Chunk(Box(1, 3, 4, 8), row=1)
+    other = Chunk(Box(0, 1, 4, 8)), Chunk(Box(1, 3, 0, 4), row=1)
+    for error in push_columns([Columns(0, diagonal), Columns(1, other)]):
+        assert "a: expected chunks of the same rows or columns" in str(error)
+
+
 def test_a_stale_slice_is_named():
     """Rank 1 keeps the q_proj of the push before."""
     trained = make_module()
@@ -333,6 +379,21 @@ def test_replicas_do_not_send_to_each_other():
     assert sources([(0,), (0,), (1,), (1,)]) == {0: {1}, 1: {0}, 2: {3}, 3: {2}}
     # no smaller replica has the other half: the next larger set of ranks does
     assert sources([(0, 0), (1, 1), (2, 1), (3, 0)]) == {0: {3}, 1: {2}, 2: {1}, 3: {0}}
+
+
+def test_the_bandwidth_is_that_of_the_fastest_of_three_exchanges(monkeypatch):
+    """Of 8 MiB, half to each of two other ranks; the first exchange also connects, and does not count."""
+    clock, seconds = [0.0], iter([0.125, 4.0, 2.0, 8.0])
+    monkeypatch.setattr(reshard, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def exchange(peers, received, sent, counts, sizes):
+        assert counts == sizes == [4 * 2**20, 0, 4 * 2**20] and len(received) == len(sent) == 8 * 2**20
+        return SimpleNamespace(wait=lambda: clock.append(clock.pop() + next(seconds)))
+
+    monkeypatch.setattr(Peers, "start_exchange", exchange)
+    monkeypatch.setattr(Peers, "gather", lambda peers, value: [value] * 3)
+    peers = Peers(SimpleNamespace(rank=lambda: 1, size=lambda: 3), CPU)
+    assert peers.bandwidth() == 8 * 2**20 / 2.0
 
 
 def test_pipeline_stages_send_at_the_same_time():

@@ -21,7 +21,9 @@ from verl.rollout.base import (
     make_rollout_engine,
 )
 from verl.rollout.hf import HFRollout
+from verl.rollout.native.decoder import Projection
 from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.experts import Experts
 from verl.rollout.native.model import read_decoder
 from verl.rollout.routed_experts import extended, routed_experts_column
 from verl.utils.coroutines import gather_coroutines, run_coroutine
@@ -65,6 +67,30 @@ def test_requests_that_arrive_over_time():
         return await engine.generate_one(requests[i])
 
     assert_routed_experts(module, requests, run_coroutine(gather_coroutines([later(i) for i in range(5)])))
+
+
+@pytest.mark.parametrize(("first", "held"), [(0, 6), (2, 3)], ids=["all experts", "those of one rank"])
+def test_every_way_to_compute_the_experts_is_the_weighted_sum(first, held):
+    """One matmul per expert, dense matmuls, and the grouped matmul of a GPU, which torch also has on a CPU."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (9, 32), (32, 6), (held, 48, 32), (held, 32, 24)
+    x, router, gate_up, down = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    experts = Experts(Projection(router), gate_up, down, first, top_k=2, normalized=True, keeps_float=True)
+    chosen, weights = experts.route(x)
+    expected = torch.zeros(9, 32, dtype=torch.float64)
+    for token in range(9):
+        for expert, weight in zip(chosen[token].tolist(), weights[token].double()):
+            if first <= expert < first + held:
+                gate, up = (gate_up[expert - first].double() @ x[token].double()).chunk(2)
+                expected[token] += weight * (down[expert - first].double() @ (torch.relu(gate) * up))
+    own = (chosen - first).where((chosen >= first) & (chosen < first + held), held)
+    found = [
+        experts.outputs(x, chosen, weights, torch.relu),
+        experts.outputs(x, chosen, weights, torch.relu, static=True),
+        experts._grouped(x, own, weights, torch.relu),
+    ]
+    for way in found:
+        assert (way.double() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_a_dense_model_has_nothing_to_record():

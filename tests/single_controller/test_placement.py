@@ -33,7 +33,11 @@ def test_devices_of_several_nodes():
 @pytest.mark.parametrize(
     "placement, message",
     [
-        ({"actor_devices": [0, 4]}, r"placement.actor_devices: expected distinct numbers from 0 to 3 .*\[0, 4\]"),
+        (
+            {"actor_devices": [0, 4]},
+            r"placement.actor_devices: expected distinct numbers from 0 to 3 .*, found \[0, 4\]: use "
+            r"trainer.n_gpus_per_node=5, which counts the processes of all roles$",
+        ),
         ({"actor_devices": [1, 1]}, r"found \[1, 1\]"),
         ({"actor_devices": []}, r"found \[\]"),
         (

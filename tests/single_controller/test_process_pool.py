@@ -272,6 +272,12 @@ def test_no_process_outlives_the_controller(tmp_path, monkeypatch, how):
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
 
 
+def test_an_open_pool_does_not_keep_the_program_alive(pair):
+    """As `ends` above, without a program: Python waits for all threads but daemons before it calls `atexit`."""
+    monitors = [thread for thread in threading.enumerate() if thread.name == "worker monitor"]
+    assert monitors and all(thread.daemon for thread in monitors)
+
+
 def test_wrong_sizes_raise():
     with pytest.raises(ValueError, match="n_workers: expected at least 1, found 0"):
         LocalWorkerGroup(spec("Echo"), 0)

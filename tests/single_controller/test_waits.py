@@ -11,9 +11,9 @@ import pytest
 
 from verl.dataflow import running
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerSpec, WorkerTimeout, diagnosis
-from verl.single_controller.diagnosis import RankState
+from verl.single_controller.diagnosis import CallWatch, RankState
 from verl.single_controller.worker_group import timeout_error
-from verl.utils.waiting import Limits
+from verl.utils.waiting import Limit, Limits
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 
@@ -112,6 +112,16 @@ Current thread 0x1 (most recent call first):
 
 def state(rank: int, status: str | None = psutil.STATUS_SLEEPING, silent: float | None = 0.2) -> RankState:
     return RankState(rank, 100 + rank, "host", status, silent)
+
+
+def test_a_rank_is_lost_once_it_has_been_stopped_for_the_minimum_without_a_pause():
+    watch = CallWatch(Limits(factor=10, minimum=120), Limit(3600.0, ""), "actor", "update", None)
+    stopped, running = state(1, psutil.STATUS_STOPPED), state(1)
+    seen = {}
+    for second, rank in ((50, stopped), (100, running), (110, stopped), (229, stopped), (230, stopped)):
+        watch.elapsed.seconds = second
+        seen[second] = watch.look([state(0), rank])
+    assert seen == {50: False, 100: False, 110: False, 229: False, 230: True}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ from transformers import AutoModelForSequenceClassification
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import run_settings
 from verl.config import ConfigError
+from verl.rollout.weight_sync import SyncReport
+from verl.single_controller.worker_group import Future
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.workers.reward_model import RewardModelWorker
 from verl.workers.rollout.role import Rollout
@@ -239,6 +242,37 @@ def test_the_rollout_sleeps_while_a_reward_model_computes_between_two_passes(set
     assert phases.calls == [*one_pass * 2, *one_pass * 2, "sync_weights"]
     for step, report in enumerate(reports):
         assert report.batch.batch["weight_version"].tolist() == [step] * len(report.batch)
+
+
+class Group:
+    """Stands for a role whose calls are recorded. `RolloutWeights` asks it how to connect, and submits calls."""
+
+    world_size = 2
+
+    def __init__(self):
+        self.calls: list[str] = []
+
+    def takes_adapters(self) -> list[bool]:
+        return [False, False]
+
+    def transfer_address(self) -> str:
+        return "tcp://host:1"
+
+    def submit(self, name: str, *args) -> Future:
+        self.calls.append(name)
+        return Future.of([SyncReport(args[0], 8, 1.0)] if name in ("push_weights", "receive_weights") else None)
+
+
+def test_training_and_separate_rollout_connect_once_and_again_after_a_restart():
+    actor, rollout = Group(), Group()
+    weights = RolloutWeights({"actor": actor, "rollout": rollout}, separate=True)
+    for version in (1, 2):
+        assert weights.push(version)["weight_sync/version"] == version
+    assert actor.calls == ["connect_to_rollout", "push_weights", "push_weights"]
+    assert rollout.calls == ["connect_to_actor", "receive_weights", "receive_weights"]
+    weights.reset()
+    weights.push(3)
+    assert actor.calls[3:] == ["connect_to_rollout", "push_weights"]
 
 
 def test_versions_continue_after_a_resume(settings):

@@ -21,12 +21,13 @@ def test_wrong_arguments(capsys):
     assert "--steps: expected int >= 2, found '1'" in capsys.readouterr().err
 
 
-def make_run(folder, value: float, reward: float):
+def make_run(folder, value: float, reward: float, other: str = "x", more: tuple[str, ...] = ()):
     step = folder / "global_step_2"
     step.mkdir(parents=True)
     save_file({"w": torch.tensor([1.0, value]), "same": torch.ones(3)}, step / "model.safetensors")
-    (step / "other.bin").write_text("x")
-    files = {name: {"bytes": 1, "sha256": name} for name in ("model.safetensors", "other.bin", "config.yaml")}
+    # config.yaml names the folder of the run: it differs, and is not compared
+    hashes = {"model.safetensors": str(value), "other.bin": other, "config.yaml": str(folder)} | dict.fromkeys(more, "")
+    files = {name: {"bytes": 1, "sha256": sha} for name, sha in hashes.items()}
     (step / "manifest.json").write_text(json.dumps({"files": files}))
     measured = dict.fromkeys(("time", "perf/x", "weight_sync/seconds", "weight_sync/bandwidth_share"), value)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": reward, **measured}))
@@ -39,4 +40,15 @@ def test_differences_are_named(tmp_path):
     assert found.differences == (
         "model.safetensors: w: 1 of 2 values differ, by up to 0.25",
         "step 1: reward is 0.75, expected 0.5",
+    )
+
+
+def test_files_that_differ_are_named(tmp_path):
+    straight = make_run(tmp_path / "a", 2.0, 0.5, "x", ("first.bin",))
+    resumed = make_run(tmp_path / "b", 2.0, 0.5, "y", ("second.bin", "third.bin"))
+    assert compare(straight, resumed, 2).differences == (
+        "first.bin: only in the uninterrupted run",
+        "other.bin: the contents differ",
+        "second.bin: only in the resumed run",
+        "third.bin: only in the resumed run",
     )

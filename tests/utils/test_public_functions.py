@@ -168,6 +168,9 @@ def test_the_steps_of_a_trainer():
     # rewards 0.8 and -0.3, less their mean 0.25
     assert np.allclose(data.batch["advantages"].tolist(), [[0.55, 0.55, 0], [-0.55, -0.55, -0.55]])
     assert data.batch["returns"].shape == (2, 3)
+    del data.batch["response_mask"]  # it is computed
+    batch_functions.compute_advantage(data, AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=False)
+    assert np.allclose(data.batch["advantages"].tolist(), [[0.55, 0.55, 0], [-0.55, -0.55, -0.55]])
     found = batch_functions.compute_data_metrics(data, use_critic=False)
     assert found["critic/score/mean"] == 0.5 and found["response_length/mean"] == 2.5
 

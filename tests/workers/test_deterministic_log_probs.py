@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from tests.engines.ranks import make_engine
-from verl.config.schema import OptimConfig
+from verl.config.schema import ModelConfig, OptimConfig, RolloutConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
-from verl.rollout.base import SamplingParams, make_requests
+from verl.rollout.base import RolloutEnv, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.factory import make_native
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective
 
@@ -33,6 +34,7 @@ PRECISIONS = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CUTS = [MicroBatching(rows=1), MicroBatching(tokens=130), MicroBatching(rows=7)]
 TEMPERATURE = 0.7
+PARAMS = SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1)
 #: mixtures of experts have no batch-invariant kernels
 DENSE = [case for case in families.CASES if case not in ("qwen3-moe", "mixtral")]
 SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.01, "use_kl_loss": False}
@@ -52,8 +54,7 @@ def engine(
 
 def sample(engine: TorchEngine, prompts: list[list[int]], max_rows: int = 4, sample_ids: list[int] | None = None):
     rollout = NativeRollout(engine.module, max_rows=max_rows, forward=engine.model_forward())
-    params = SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1)
-    return rollout.generate(make_requests(prompts, params, sample_ids))
+    return rollout.generate(make_requests(prompts, PARAMS, sample_ids))
 
 
 def as_batch(prompts: list[list[int]], answers) -> DataProto:
@@ -82,6 +83,29 @@ def test_log_probs_are_bit_equal(case, precision):
     for cut in CUTS:
         found = trained.infer(batch, ("log_probs",), cut, TEMPERATURE)["log_probs"]
         assert torch.equal(found, batch.batch["rollout_log_probs"])
+
+
+class Sharded:
+    """A training engine whose module cannot be shared, as with FSDP2: the rollout has a copy of the weights."""
+
+    def __init__(self, engine: TorchEngine):
+        self.model_forward, self.buffers = engine.model_forward, engine.buffers
+
+    def shared_module(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16 weights"])
+@pytest.mark.parametrize("case", ["qwen3", "gemma2"])  # without and with a softcap of the logits
+def test_log_probs_of_a_copy_of_the_weights_are_bit_equal(case, precision, tmp_path):
+    trained = engine(case, precision)
+    trained.module.save_pretrained(tmp_path)
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, DTYPES[PRECISIONS[precision]["dtype"]])
+    rollout = make_native(RolloutConfig(deterministic=True), ModelConfig(path=str(tmp_path)), env, Sharded(trained))
+    rollout.receiver().receive(trained.weights(), 0)
+    batch = as_batch(PROMPTS, rollout.generate(make_requests(PROMPTS, PARAMS)))
+    found = trained.infer(batch, ("log_probs",), MicroBatching(tokens=130), TEMPERATURE)["log_probs"]
+    assert torch.equal(found, batch.batch["rollout_log_probs"]) and int(batch.batch["response_mask"].sum()) > 60
 
 
 @pytest.mark.parametrize("case", ["qwen2", "gemma3"])

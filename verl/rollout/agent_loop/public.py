@@ -32,7 +32,7 @@ from verl.rollout.agent_loop.base import (
 )
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion, Request, SamplingParams
-from verl.tools.load import load_class, read_yaml_list, tool_schemas
+from verl.tools.load import load_class, read_yaml_list
 from verl.utils.rng import fork_seed
 
 #: sampling parameters that are those of the run, and those that an agent sets
@@ -198,8 +198,6 @@ class PublicLoop:
         rollout = config.model_dump()
         data = {"apply_chat_template_kwargs": rollout["multi_turn"]["apply_chat_template_kwargs"]}
         self.config = DictConfigWrap(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data}))
-        multi_turn = rollout["multi_turn"]
-        self.schemas = tool_schemas(multi_turn["tool_config_path"], multi_turn["function_tool_path"])
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         """See `AgentLoop.run`."""
