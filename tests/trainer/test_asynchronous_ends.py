@@ -322,7 +322,8 @@ def test_rewind_gives_the_steps_of_a_fresh_resume(k, settings, tmp_path):
 
 @pytest.mark.slow
 def test_a_restart_neither_loses_nor_repeats_a_prompt(saved, monkeypatch, caplog):
-    monkeypatch.setattr(VersionEngine, "fail_at", (30, WorkerDied("the rollout was lost", "rollout", "collect_finished", 0)))
+    lost = WorkerDied("the rollout was lost", "rollout", "collect_finished", 0)
+    monkeypatch.setattr(VersionEngine, "fail_at", (30, lost))
     trainer, reports = make(saved, "trainer.max_restarts=1", "trainer.save_freq=2", k=2)
     trainer.fit()
     assert "restart 1 of 1 after an error in step" in caplog.text

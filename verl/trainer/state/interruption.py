@@ -4,9 +4,10 @@
         while not interruption.requested:
             step()
 
-The first signal is only recorded. A second SIGINT raises `Stopped` at once. A SIGINT within `REPEAT_SECONDS` of the
-first signal counts as the same request, and further SIGTERMs are ignored, because launchers repeat them. Handlers are
-installed in the main thread only; in another thread nothing changes.
+The first signal is only recorded. A step that would generate again after it is undone (`end_unfinished`). A second
+SIGINT raises `Stopped` at once. A SIGINT within `REPEAT_SECONDS` of the first signal counts as the same request, and
+further SIGTERMs are ignored, because launchers repeat them. Handlers are installed in the main thread only; in another
+thread nothing changes.
 """
 
 import logging
