@@ -83,14 +83,39 @@ def test_completion(shell):
     assert "data.train_files=" in CliRunner().invoke(app, [], env=env | words, prog_name="verl").output
 
 
-def test_a_closed_pipe_is_not_an_error():
-    """`verl train --print-config | head -1`, as `python -m verl.trainer.main_ppo`: no traceback."""
-    code = "import sys; from verl.trainer.startup.command_line import print_text as p; p('x\\n' * 100000); sys.exit(0)"
-    reader, writer = os.pipe()
+VERL = ["verl.cli.app"]
+QUICK = [[*VERL, "--version"], [*VERL, "examples"], [*VERL, "config", "show"], ["verl.model_merger", "--help"]]
+
+
+def entry_points() -> list[list[str]]:
+    """Every module of the package that `python -m` runs, and every subcommand, with its help."""
+    modules = []
+    for path in sorted((ROOT / "verl").rglob("*.py")):
+        is_of_workers = path.parent.name == "sandbox" or path.name in ("worker.py", "worker_main.py", "fork_server.py")
+        is_main = path.name == "__main__.py" or '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+        if is_main and not is_of_workers and "examples" not in path.parts:
+            modules.append(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"))
+    groups = [[group.name] for group in app.registered_groups]
+    groups += [[g.name, c.name] for g in app.registered_groups for c in g.typer_instance.registered_commands]
+    commands = [*groups, *([command.name] for command in app.registered_commands)]
+    return [[*words, "--help"] for words in (*([m] for m in modules), *([*VERL, *words] for words in commands))]
+
+
+SLOW = [pytest.param(command, marks=pytest.mark.slow) for command in entry_points()]
+
+
+@pytest.mark.parametrize("command", [*QUICK, *SLOW], ids=" ".join)
+def test_output_that_nobody_reads_or_that_finds_no_space(command):
+    """`verl examples | head -1` changes nothing; `> /dev/full` is one line on stderr, and status 1."""
+    reader, closed = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
+    with open(closed, "wb") as pipe, open("/dev/full", "wb") as full:
+        found = [
+            subprocess.run([sys.executable, "-m", *command], stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+            for out in (pipe, full)
+        ]
+    error = "error: stdout cannot be written: No space left on device\n"
+    assert [(done.returncode, done.stderr) for done in found] == [(0, ""), (1, error)]
 
 
 # ---- config ---------------------------------------------------------------------------------------------------------

@@ -73,6 +73,45 @@ def test_a_stdout_that_cannot_be_written_is_reported_once_at_most(options, repor
     assert b"BrokenPipeError\n" not in err and b"Exception ignored" not in err
 
 
+COMMAND = """
+import sys
+from verl.utils.log import setup_logging
+from verl.utils.streams import command_output
+import logging
+
+@command_output()
+def main():
+    setup_logging()
+    {body}
+    return {status}
+
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "redirect", "status", "said"),
+    [
+        ("logging.getLogger('verl').info('x' * 10_000)", "> /dev/full", 0, b"the log cannot be written to stdout: "),
+        ("print('x')", "> /dev/full", 1, b"error: stdout cannot be written: No space left on device"),
+        ("print('x'); sys.exit(3)", "> /dev/full", 1, b"error: stdout cannot be written: No space left on device"),
+        ("print('x'); raise KeyError('y')", "> /dev/full", 1, b"KeyError: 'y'"),
+        ("print('x' * 100_000); print('y', file=sys.stderr)", "| true", 4, b"y"),
+        ("print('y', file=sys.stderr)", "2> /dev/full", 4, b""),
+        ("print('x' * 100_000); print('y', file=sys.stderr)", "> /dev/full 2>&1", 1, b""),
+    ],
+)
+def test_the_status_of_a_command_whose_output_is_lost(body, redirect, status, said, tmp_path):
+    """The log reports this itself, and does not end a run. An error of the command is not replaced."""
+    (tmp_path / "command.py").write_text(COMMAND.format(body=body, status=4 if status == 4 else 0), encoding="utf-8")
+    command = f'"{sys.executable}" "{tmp_path / "command.py"}" {redirect}'
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, env=env, check=False)
+    assert done.returncode == status and said in done.stderr and b"Exception ignored" not in done.stderr, done
+    if b"KeyError" not in said:
+        assert done.stderr.count(b"\n") == bool(said) and b"Traceback" not in done.stderr
+
+
 def test_commands_work_without_standard_files(tmp_path):
     """Otherwise the first files that a command opens would be stdin, stdout and stderr."""
     code = (

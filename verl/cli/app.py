@@ -1,6 +1,6 @@
 """The command `verl`. A subcommand imports its modules at use, so that `verl --help` takes a fraction of a second."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from verl.cli.replay import replay
 from verl.cli.report import report
 from verl.cli.runs import runs
 from verl.cli.serve import serve
-from verl.utils.streams import prepare_streams
+from verl.utils.streams import command_output
 
 
 def _print_version(asked: bool) -> None:
@@ -22,7 +22,13 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-app = typer.Typer(
+class _Command(typer.Typer):
+    @command_output()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+app = _Command(
     name="verl",
     help="Reinforcement-learning post-training of large language models.",
     no_args_is_help=True,
@@ -37,7 +43,7 @@ def _verl(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    prepare_streams()
+    pass
 
 
 #: the program reads its own options, --help included

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from verl.utils.redaction import shown
+from verl.utils.streams import command_output
 
 if TYPE_CHECKING:
     from verl.planner.shapes import ModelShape
@@ -24,6 +25,7 @@ and the best placement. `placement=auto` in a run applies that placement.
 MEMORY_SHARES = (0.6, 0.4, 0.2)
 
 
+@command_output()
 def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
     """Run the command. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments

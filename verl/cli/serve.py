@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from verl.utils.redaction import shown
+from verl.utils.streams import command_output
 
 if TYPE_CHECKING:
     from socket import socket
@@ -199,4 +200,5 @@ def _with_extra(error: Exception) -> Exception:
 
 
 if __name__ == "__main__":
-    typer.run(serve)
+    with command_output():
+        typer.run(serve)

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from verl.utils.redaction import shown
+from verl.utils.streams import command_output
 
 HELP = """usage: verl verify-resume [--steps N] [--config FILE.yaml] key=value ...
 
@@ -12,6 +13,7 @@ Compares every tensor, file and metric. Exits with status 1 if they differ.
 """
 
 
+@command_output()
 def main(arguments: list[str] | None = None, program: str = "verl verify-resume") -> int:
     """Run the command. Returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -5,6 +5,8 @@ import re
 import sys
 from pathlib import Path
 
+from verl.utils.streams import command_output
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 #: options of public scripts
@@ -84,6 +86,7 @@ def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentPar
     return top
 
 
+@command_output()
 def main(arguments: list[str] | None = None, program: str = "python -m verl.model_merger") -> int:
     """Run one command. Returns 0 on success, 1 after an error or if `test` found differences."""
     words = sys.argv[1:] if arguments is None else arguments

@@ -1,8 +1,10 @@
 """Public path of `verl.env_check`: `python -m verl.utils.env_check`."""
 
 from verl.env_check.check import check_env, possible_modes
+from verl.utils.streams import command_output
 
 __all__ = ["check_env", "possible_modes"]
 
 if __name__ == "__main__":
-    check_env()
+    with command_output():
+        check_env()

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl.utils.redaction import shown
-from verl.utils.streams import stop_writing, write_any_text
+from verl.utils.streams import OutputError, drop_pending, stop_writing, write_any_text
 
 #: the logger of the lines about steps. It has a separate level, so that a run with log level WARNING prints its steps
 steps = logging.getLogger("verl.steps")
@@ -48,9 +48,10 @@ class _StreamHandler(logging.StreamHandler):
         try:
             self.stream.write(text)
             self.flush()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OutputError) as error:
             if isinstance(error, BrokenPipeError):
                 stop_writing(self.stream)
+            drop_pending(self.stream)
             if not self._reported and self.stream is not sys.stderr:
                 self._reported = True
                 with contextlib.suppress(AttributeError, ValueError, OSError):

@@ -1,11 +1,60 @@
 """stdout and stderr that cannot write: another encoding, a reader that has ended, closed files."""
 
 import contextlib
+import io
 import os
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 from verl.utils.redaction import printable
+
+
+class OutputError(Exception):
+    """stdout cannot be written, for a reason other than a reader that has ended. No OSError, which argparse drops."""
+
+
+@contextlib.contextmanager
+def command_output() -> Iterator[None]:
+    """Around a command, or as the decorator of its function: `prepare_streams`, and no output is lost silently.
+
+    A reader of stdout or stderr that has ended (`| head`) does not change the command: the rest of the output is
+    dropped.
+
+    Raises:
+        SystemExit: with status 1, and a line on stderr, if stdout cannot be written. Lines of the log are not counted,
+            which report this themselves.
+    """
+    prepare_streams()
+    try:
+        yield
+    except OutputError as error:
+        lost: OutputError | None = error
+        drop_pending(sys.stdout)
+    except SystemExit:
+        lost = _unwritten()
+        if lost is None:
+            raise
+    except BaseException as error:
+        if (lost := _unwritten()) is not None:
+            error.add_note(f"stdout cannot be written: {lost}")
+        raise
+    else:
+        lost = _unwritten()
+    if lost is not None:
+        print(f"error: stdout cannot be written: {lost}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _unwritten() -> OutputError | None:
+    """Flush stdout. Returns the error if that fails; the output is dropped then."""
+    try:
+        if sys.stdout is not None and not sys.stdout.closed:
+            sys.stdout.flush()
+    except OutputError as error:
+        drop_pending(sys.stdout)
+        return error
+    return None
 
 
 def prepare_streams() -> None:
@@ -23,6 +72,47 @@ def prepare_streams() -> None:
             mode = "w" if descriptor else "r"
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
     write_any_text()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # not those of a notebook or a test, nor a stream that is prepared already
+        if stream is getattr(sys, f"__{name}__") and type(stream) is io.TextIOWrapper and not stream.closed:
+            setattr(sys, name, _prepared(stream))
+
+
+class _Output(io.FileIO):
+    """The file of stdout or stderr. What cannot be written to stderr is dropped: there is no other place for it."""
+
+    dropping = False
+
+    def write(self, data: Any) -> int | None:
+        if self.dropping:
+            return len(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                stop_writing(self)
+            elif self.fileno() == 1:
+                raise OutputError(error.strerror) from None
+            return len(data)
+
+
+def _prepared(stream: io.TextIOWrapper) -> TextIO:
+    stream.flush()
+    file = _Output(stream.fileno(), "wb", closefd=False)
+    buffer = file if stream.write_through else io.BufferedWriter(file)
+    settings = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, **settings)
+
+
+def drop_pending(stream: Any) -> None:
+    """Drop what is written to a prepared stream, but not flushed."""
+    buffer = getattr(stream, "buffer", None)
+    file = getattr(buffer, "raw", buffer)
+    if isinstance(file, _Output) and not stream.closed:
+        file.dropping = True
+        stream.flush()
+        file.dropping = False
 
 
 def write_any_text() -> None:
@@ -50,5 +140,5 @@ def print_printable(text: str) -> None:
         print(printable(text), end="")
     except BrokenPipeError:
         stop_writing(sys.stdout)
-    except (OSError, ValueError):
-        return
+    except (OSError, ValueError, OutputError):
+        drop_pending(sys.stdout)

@@ -13,7 +13,7 @@ from verl.config.fields import unflatten
 from verl.config.presets import PRESETS
 from verl.config.schema import Config
 from verl.registry import did_you_mean
-from verl.trainer.startup.command_line import USER_ERRORS, print_error, print_text
+from verl.trainer.startup.command_line import USER_ERRORS, print_error
 
 
 def main(path: Path, source: str, of: str, gpus: int, overrides: bool) -> int:
@@ -35,7 +35,7 @@ def main(path: Path, source: str, of: str, gpus: int, overrides: bool) -> int:
         found.check(PRESETS if found.schema is Config else {})
     except USER_ERRORS as error:
         return print_error(error)
-    print_text(as_text(found, str(path), overrides))
+    print(as_text(found, str(path), overrides))
     return 0
 
 

@@ -13,7 +13,7 @@ from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.schema.sft import SFTConfig
 from verl.config.trl import key_of
 from verl.config.upstream import upstream_key
-from verl.trainer.startup.command_line import print_text
+from verl.utils.streams import command_output
 
 SCHEMAS: dict[str, type[Schema]] = {
     "ppo": Config,
@@ -30,6 +30,7 @@ def select(table: str, words: list[str]) -> str:
     return "\n".join([head, rule, *found]) + "\n" if found else ""
 
 
+@command_output()
 def main(arguments: list[str] | None = None, program: str = "python -m verl.cli.config") -> int:
     """Print the table; returns the exit status. `program` is the name in --help."""
     parser = argparse.ArgumentParser(prog=program, description="Every key of a configuration.")
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.cli.
     for word in given.words:
         if (meant := key_of(word, SCHEMAS[given.of].upstream)) and word not in last_names:
             print(f"no key is called {word!r}: did you mean {meant}?", file=sys.stderr)
-    print_text(found.rstrip("\n"))
+    print(found.rstrip("\n"))
     return 0
 
 

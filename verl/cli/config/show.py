@@ -10,7 +10,7 @@ from verl.config.fields import Schema, flatten
 from verl.config.presets import PRESETS
 from verl.registry import did_you_mean
 from verl.tracking.runs import read_about
-from verl.trainer.startup.command_line import USER_ERRORS, print_error, print_text
+from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.redaction import redacted
 
@@ -27,7 +27,7 @@ def show(path: str | None, overrides: list[str], of: str, changed: bool) -> int:
         changed: only the keys that differ from their defaults.
     """
     try:
-        print_text(dump_config(_load(path, overrides, of), everything=not changed, redact=True).rstrip("\n"))
+        print(dump_config(_load(path, overrides, of), everything=not changed, redact=True).rstrip("\n"))
     except USER_ERRORS as error:
         return print_error(error)
     return 0
@@ -41,12 +41,12 @@ def diff(a: str, b: str, of: str) -> int:
         return print_error(error) + 1
     keys = [key for key in {**one, **other} if one.get(key, _UNSET) != other.get(key, _UNSET)]
     if not keys:
-        print_text(f"{a} and {b} are equal")
+        print(f"{a} and {b} are equal")
         return 0
     one, other = redacted(one), redacted(other)
     rows = [("key", a, b), *((key, _text(one, key), _text(other, key)) for key in keys)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    print_text("\n".join(f"{key:<{widths[0]}}  {left:<{widths[1]}}  {right}" for key, left, right in rows))
+    print("\n".join(f"{key:<{widths[0]}}  {left:<{widths[1]}}  {right}" for key, left, right in rows))
     return 1
 
 

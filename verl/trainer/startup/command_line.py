@@ -11,7 +11,7 @@ from verl.env_check.packages import CORE
 from verl.trainer.startup.torchrun import run_under_launcher
 from verl.trainer.state.interruption import Stopped, sigterm_raises
 from verl.utils.redaction import remember_arguments, shown
-from verl.utils.streams import prepare_streams, stop_writing
+from verl.utils.streams import command_output
 
 if TYPE_CHECKING:
     from verl.config.fields import Schema
@@ -91,14 +91,7 @@ def usage(text: str, program: str) -> str:
     return text.format(program=program).replace("python -m verl.cli.config", "verl config explain")
 
 
-def print_text(text: str) -> None:
-    """Print a text of any length. A reader that has closed the pipe (`| head`) is not an error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        stop_writing(sys.stdout)  # Python flushes it once more at exit
-
-
+@command_output()
 def command_line(
     arguments: list[str] | None,
     help_text: str,
@@ -120,7 +113,6 @@ def command_line(
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     remember_arguments(arguments)
-    prepare_streams()
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = print_traceback
     return run_under_launcher(lambda: _command(arguments, help_text, settings, run, dry_run, check))
@@ -137,12 +129,12 @@ def _command(
     try:
         path, overrides, flags = split_arguments(arguments)
         if flags & {"--help", "-h"}:
-            print_text(help_text)
+            print(help_text)
             return 0
         if "--print-config" in flags:
             from verl.config.load import dump_config
 
-            print_text(dump_config(settings(path, overrides), everything=True, redact=True))
+            print(dump_config(settings(path, overrides), everything=True, redact=True))
             return 0
         if "--dry-run" in flags and dry_run is None:
             raise ValueError("--dry-run is not supported by this program")
