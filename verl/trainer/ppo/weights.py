@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from verl.rollout.weight_sync import SyncReport
@@ -77,9 +78,9 @@ class RolloutWeights:
             return actor.push_weights(version)
         self._connect()
         rollout = self.roles["rollout"]
-        if self.by_disk:
-            actor.push_weights(version)
-            return rollout.receive_weights(version)
+        if self.by_disk:  # read when all is written
+            written = max(report.seconds for report in actor.push_weights(version))
+            return [replace(report, seconds=written + report.seconds) for report in rollout.receive_weights(version)]
         sent, received = _get_all(actor.submit("push_weights", version), rollout.submit("receive_weights", version))
         return [*sent[:1], *received]
 
