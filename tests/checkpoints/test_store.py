@@ -414,6 +414,25 @@ def test_killed_at_random_times_while_saving(tmp_path, caplog):
     assert_sound(tmp_path, caplog)
 
 
+def test_a_checkpoint_that_was_saved_as_the_best_ends_with_the_next_best(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(store, step)
+
+    def steps() -> list[int]:
+        return [step for step in range(1, 5) if store.path(step).exists()]
+
+    store.mark_best({"step": 1, "saved_as_best": True})
+    store.mark_best({"step": 1, "saved_as_best": True})
+    assert steps() == [1, 2, 3, 4]
+    store.mark_best({"step": 2, "saved_as_best": False})  # this one was due
+    assert steps() == [2, 3, 4]
+    store.mark_best({"step": 4, "saved_as_best": True})
+    store.mark_best({"step": 3, "saved_as_best": True})
+    assert steps() == [2, 3, 4], "the newest one is kept: a run resumes from it"
+    assert os.readlink(tmp_path / "best") == "global_step_3"
+
+
 @pytest.mark.parametrize("name", ["global_step_3", ".writing_global_step_3", ".garbage_global_step_1", "best"])
 @pytest.mark.parametrize("target", ["/no/such/folder", "itself", "outside", "global_step_1"])
 def test_links_in_the_folder_of_a_run(tmp_path, name, target):

@@ -18,6 +18,7 @@ from verl.rollout.native.torch_decoder import TorchDecoder
 from verl.rollout.server.app import make_app
 from verl.rollout.server.engine_loop import EngineLoop
 from verl.rollout.server.http import ServerThread, listen, serve_until_signal
+from verl.rollout.server.protocol import ApiError, read_call
 from verl.rollout.server.text import ResponseText, text_of, token_bytes
 
 KEY = "secret"
@@ -257,6 +258,15 @@ def test_too_long_prompts_other_models_and_images_are_refused(client):
         client.completions.create(model="tiny", prompt=[10**9])
     with pytest.raises(openai.BadRequestError, match="logprobs=0 returns"):
         client.completions.create(model="tiny", prompt="a", logprobs=5)
+
+
+def test_a_call_has_at_most_128_choices_and_128_prompts():
+    assert read_call(True, {**CHAT, "n": 128}).n == 128
+    assert len(read_call(False, {"model": "tiny", "prompt": ["a"] * 128}).prompts) == 128
+    with pytest.raises(ApiError, match=r"n: .* less than or equal to 128, found 129"):
+        read_call(True, {**CHAT, "n": 129})
+    with pytest.raises(ApiError, match="prompt: expected at most 128 prompts, found 129"):
+        read_call(False, {"model": "tiny", "prompt": ["a"] * 129})
 
 
 def test_authentication_and_bad_requests(served):
