@@ -11,6 +11,7 @@ import torch
 
 from tests.trainer.test_resume import metrics_of
 from verl.config import load_config
+from verl.config.no_effect import settings_without_effect
 from verl.data.sequences import build_sequences
 from verl.dataflow import HOLD, DataFlow, Operator
 from verl.protocol import DataProto
@@ -237,6 +238,17 @@ def test_settings_that_do_not_fit():
         load_config(overrides=[*enabled, *after_kl])
     with pytest.raises(ValueError, match=r"max_num_gen_batches.*found 2.*6 prompts.*train_batch_size=8"):
         load_config(overrides=[*enabled, "data.gen_batch_size=3", "algorithm.filter_groups.max_num_gen_batches=2"])
+
+
+def test_the_limit_of_empty_generations_has_no_effect_with_the_other_one():
+    given = ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2"]
+    given.append("algorithm.filter_groups.max_empty_gen_batches=5")
+    assert not settings_without_effect(load_config(overrides=given))
+    given.append("algorithm.filter_groups.max_num_gen_batches=9")
+    assert settings_without_effect(load_config(overrides=given)) == [
+        "algorithm.filter_groups.max_empty_gen_batches: 5 has no effect with "
+        "algorithm.filter_groups.max_num_gen_batches=9"
+    ]
 
 
 def test_metrics_of_a_step_are_those_of_every_sample_that_was_generated(settings, tmp_path):
