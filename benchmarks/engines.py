@@ -55,6 +55,7 @@ def overrides(args: argparse.Namespace, folder: Path, strategy: str, engine: str
         "data.train_files": folder / "prompts.jsonl",
         "data.train_batch_size": work.prompts,
         "data.max_prompt_length": work.prompt,
+        "data.dataloader_num_workers": 0,  # as in the records
         "data.max_response_length": work.new,
         "actor_rollout_ref.model.path": folder / "model",
         "actor_rollout_ref.rollout.name": engine,

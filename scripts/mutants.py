@@ -472,9 +472,8 @@ def main() -> None:
     arguments = arguments_of()
     mutants = draw(arguments.number, arguments.seed, arguments.only)
     if arguments.list:
-        for mutant in mutants:
-            source = (ROOT / mutant.path).read_text(encoding="utf-8")
-            print(f"{mutant.path}:{mutant.line} {mutant.fault}\n{mutant.diff(source)}")
+        for each in mutants:
+            print(f"{each.path}:{each.line} {each.fault}\n{each.diff((ROOT / each.path).read_text(encoding='utf-8'))}")
         return
     sys.path[:] = [p for p in sys.path if p and Path(p).resolve() not in (ROOT, ROOT / "scripts")]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
