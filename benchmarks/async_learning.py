@@ -74,7 +74,7 @@ def main() -> None:
                 record["runs"].append(line)
                 print(json.dumps({key: value for key, value in line.items() if key != "reward"}), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

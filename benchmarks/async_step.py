@@ -151,7 +151,7 @@ def main() -> None:
     work = replace(SUITES[args.suite], **given)
     if args.child:
         line = run_variant(work, args.folder, args)
-        (args.folder / f"{args.child}.json").write_text(json.dumps(line))
+        (args.folder / f"{args.child}.json").write_text(json.dumps(line), encoding="utf-8")
         return
     record = {"facts": facts(args), "lines": []}
     with tempfile.TemporaryDirectory() as temporary:
@@ -161,7 +161,7 @@ def main() -> None:
         for variant in args.variants.split(","):
             child = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--folder", str(folder)]
             subprocess.run(child, check=True, stdout=sys.stderr, env=os.environ | {"PYTHONPATH": path})
-            record["lines"].append(json.loads((folder / f"{variant}.json").read_text()))
+            record["lines"].append(json.loads((folder / f"{variant}.json").read_text(encoding="utf-8")))
             print(json.dumps(record["lines"][-1]), flush=True)
     speed = {line["variant"]: line["samples_per_second"] for line in record["lines"]}
     if "async" in speed:
@@ -176,7 +176,7 @@ def main() -> None:
         record["lines"].append(compared)
         print(json.dumps(compared), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

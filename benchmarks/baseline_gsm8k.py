@@ -79,7 +79,7 @@ class Result:
         self.values["gpu_hours"] = round(seconds / 3600, 4) if torch.cuda.is_available() else 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.path) as draft:
-            draft.write_text(json.dumps(self.values, indent=1) + "\n")
+            draft.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
 
 
 def _version(package: str) -> str | None:
@@ -109,7 +109,7 @@ def _answer(solution: str) -> dict[str, str]:
 
 
 def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def rl_settings(args: argparse.Namespace, model: Path | str, data: Path, out: Path) -> list[str]:
@@ -158,7 +158,7 @@ def before_sft(args: argparse.Namespace, result: Result, data: Path) -> None:
 def sft(args: argparse.Namespace, result: Result, data: Path) -> Path:
     """Train on the solutions. Returns the folder of the model."""
     start = time.perf_counter()
-    rows = sum(1 for _ in (data / "sft.jsonl").open())
+    rows = sum(1 for _ in (data / "sft.jsonl").open(encoding="utf-8"))
     batch = min(args.sft_batch, rows)
     steps = args.sft_steps or args.sft_epochs * (rows // batch)
     trainer = SFTTrainer(
@@ -253,7 +253,7 @@ def main() -> None:
     logging.getLogger("verl").setLevel(logging.WARNING)
     result = Result(args, args.json or args.out / "baseline_gsm8k.json")
     data = write_data(args)
-    test_rows = sum(1 for _ in (data / "test.jsonl").open())
+    test_rows = sum(1 for _ in (data / "test.jsonl").open(encoding="utf-8"))
     result.values["accuracy"]["questions"] = test_rows
     before_sft(args, result, data)
     print(f"greedy accuracy before SFT {result.values['accuracy']['before']}", flush=True)

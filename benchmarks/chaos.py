@@ -96,7 +96,7 @@ class Runs:
     def __init__(self, folder: Path, worker_timeout: float):
         self.folder, self.worker_timeout = folder, worker_timeout
         self.job = make_job(folder / "job")
-        (self.job / "tracker.py").write_text(TRACKER)
+        (self.job / "tracker.py").write_text(TRACKER, encoding="utf-8")
         warm_up(self.job)
         self._undisturbed: dict[str, Path] = {}
 
@@ -125,7 +125,7 @@ class Runs:
             yield from left
         if trial.status and (status := wait(self.start(name, trial.place, *self.overrides(trial)))):
             yield f"the same command ended with status {status}"
-        log = (self.folder / f"{name}.log").read_text(errors="replace")
+        log = (self.folder / f"{name}.log").read_text(errors="replace", encoding="utf-8")
         if not re.search(trial.says, log):
             yield f"the log does not say {trial.says!r}: {log[-300:]}"
         straight = self.undisturbed(trial.place)

@@ -161,7 +161,7 @@ def run_one(executor: str, data: str, rows: int, args: argparse.Namespace) -> di
     sizes = {"tokens": args.tokens, "ranks": args.ranks, "steps": args.steps}
     options = [word for name, value in {**one, **sizes}.items() for word in (f"--{name}", str(value))]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, __file__, *options], env=env, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, __file__, *options], env=env, stdout=subprocess.PIPE, encoding="utf-8")
     return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {**one, "failed": True}
 
 
@@ -189,7 +189,7 @@ def main() -> None:
         machine = {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30)}
         command = " ".join(["python", "benchmarks/controller.py", *sys.argv[1:]])
         facts = {"command": command, "machine": machine, "versions": {"python": platform.python_version(), **packages}}
-        args.out.write_text(json.dumps({**facts, "results": lines}, indent=1) + "\n")
+        args.out.write_text(json.dumps({**facts, "results": lines}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

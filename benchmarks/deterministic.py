@@ -160,7 +160,7 @@ def main() -> None:
         lines.append(measure(mode, args, device))
         print(json.dumps(lines[-1]), flush=True)
         if args.out:
-            with args.out.open("a") as file:
+            with args.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
         if device.type == "cuda":
             torch.cuda.empty_cache()

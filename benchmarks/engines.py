@@ -55,6 +55,7 @@ def overrides(args: argparse.Namespace, folder: Path, strategy: str, engine: str
         "data.train_files": folder / "prompts.jsonl",
         "data.train_batch_size": work.prompts,
         "data.max_prompt_length": work.prompt,
+        "data.dataloader_num_workers": 0,  # as in the records
         "data.max_response_length": work.new,
         "actor_rollout_ref.model.path": folder / "model",
         "actor_rollout_ref.rollout.name": engine,
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, plac
     out = folder / f"{name}.log"
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, folder, strategy, engine, placement)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    with out.open("w") as log:
+    with out.open("w", encoding="utf-8") as log:
         try:
             code = subprocess.run(
                 command, stdout=log, stderr=log, env=environment, cwd=folder, timeout=args.limit
@@ -102,10 +103,10 @@ def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, plac
     line = {"strategy": strategy, "engine": engine, "placement": placement}
     line["total_s"] = round(time.perf_counter() - start, 1)
     if code != 0:
-        print(out.read_text()[-3000:], file=sys.stderr)
+        print(out.read_text(encoding="utf-8")[-3000:], file=sys.stderr)
         return line | {"failed": code}
     metrics = folder / name / "metrics.jsonl"
-    steps = [json.loads(text) for text in metrics.read_text().splitlines()]
+    steps = [json.loads(text) for text in metrics.read_text(encoding="utf-8").splitlines()]
     steps = [step for step in steps if "timing_s/step" in step][args.warm_up :]
     for name, metric in COLUMNS.items():
         values = [step[metric] for step in steps if metric in step]
@@ -152,7 +153,7 @@ def main() -> None:
             record["lines"].append(run(args, folder, strategy, engine, placement))
             print(json.dumps(record["lines"][-1]), flush=True)
             if args.out:
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
+                args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

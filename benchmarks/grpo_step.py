@@ -127,7 +127,7 @@ def make_inputs(work: Work, folder: Path, rows: int) -> None:
     if gpu:
         torch.cuda.empty_cache()  # for the runs, which are other processes
     generator = random.Random(1)
-    with (folder / "prompts.jsonl").open("w") as file:
+    with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for _ in range(rows):
             prompt = "".join(generator.choices("0123456789", k=work.prompt))
             file.write(json.dumps({"prompt": prompt, "answer": "even"}) + "\n")
@@ -157,7 +157,7 @@ class Reporter:
     """The child process: reports the seconds of each step, and waits for the command to continue."""
 
     def __init__(self) -> None:
-        self.out = os.fdopen(os.dup(1), "w")
+        self.out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)  # output of libraries goes to stderr
         self.start = self.used = self.peak = 0.0
 
@@ -274,7 +274,7 @@ def run_trl(work: Work, folder: Path, args: argparse.Namespace, reporter: Report
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
-    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").open()]
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").open(encoding="utf-8")]
 
     class Report(TrainerCallback):
         """A step ends when its metrics are logged, after the update; then the next beta may start."""
@@ -320,7 +320,7 @@ class Child:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         self.name, self.began, self.steps = name, time.perf_counter(), []
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, encoding="utf-8"
         )
         self.timer = threading.Timer(args.limit, self.process.kill)
         self.timer.start()
@@ -417,7 +417,7 @@ def versions(python: str) -> dict[str, str]:
     code = "import json, importlib.metadata as m\n"
     code += "found = {d.name.lower().replace('_', '-'): d.version for d in m.distributions()}\n"
     code += f"print(json.dumps({{n: found[n] for n in {PACKAGES} if n in found}}))"
-    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True, encoding="utf-8").stdout)
 
 
 def facts(args: argparse.Namespace) -> dict:
@@ -488,7 +488,7 @@ def main() -> None:
             print(json.dumps(line), flush=True)
             record["lines"].append(line)
             if args.out:
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
+                args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if failures:
         sys.exit("\n".join(failures))
 

@@ -205,7 +205,7 @@ def main() -> None:
     text = json.dumps(line | {"command": " ".join(["python", *sys.argv])})
     print(text)
     if args.out:
-        args.out.write_text(text + "\n")
+        args.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

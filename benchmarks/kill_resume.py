@@ -91,7 +91,7 @@ class Record:
 
 def logged_steps(run: Path, file: str) -> Counter:
     """(step, whether it is a training step) -> number of lines."""
-    records = [json.loads(line) for line in (run / file).read_text().splitlines()]
+    records = [json.loads(line) for line in (run / file).read_text(encoding="utf-8").splitlines()]
     return Counter((record["step"], "training/global_step" in record) for record in records)
 
 
@@ -131,13 +131,13 @@ def prompts_once(straight: Path, killed: Path) -> list[str]:
     wrong = steps_once(straight, killed)
     trained: Counter = Counter()
     for step in range(1, LAST + 1):
-        lines = (killed / f"samples/{step}.jsonl").read_text().splitlines()
+        lines = (killed / f"samples/{step}.jsonl").read_text(encoding="utf-8").splitlines()
         trained.update(json.loads(line)["uid"] for line in lines)
     rows = 48
     expected = {f"{epoch}:{row}" for epoch in range(LAST * 8 // rows) for row in range(rows)}
     wrong += [f"{uid} was trained {trained[uid] // 2} times" for uid in expected if trained[uid] != 2]
     wrong += [f"unexpected prompt {uid}" for uid in trained if uid not in expected]
-    for line in (killed / "metrics.jsonl").read_text().splitlines():
+    for line in (killed / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         if not 0 <= record["async/staleness_max"] <= 1:
             wrong.append(f"step {record['step']}: staleness {record['async/staleness_max']}")
@@ -192,7 +192,7 @@ class Killer:
         arguments = settings(self.job, run, *fixed, *more, agent=kind.agent)
         if not kind.command:
             return fork_run(arguments, self.log)
-        with self.log.open("a") as output:
+        with self.log.open("a", encoding="utf-8") as output:
             command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
             env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
             env["RAY_raylet_start_wait_time_s"] = "300"  # a busy machine
@@ -293,7 +293,7 @@ def run_to_end(killer: Killer, run: Path, straight: Path, record: Record, goes_o
             record.differences += [f"{run.name}: {text}" for text in killer.kind.compare(straight, run)]
             return
         if status is not None:
-            tail = killer.log.read_text(errors="replace")[-1500:]
+            tail = killer.log.read_text(errors="replace", encoding="utf-8")[-1500:]
             record.failures.append(f"{run.name} ended with exit status {status}: {tail}")
             return
         resumed = any(run.glob("global_step_*"))
@@ -317,12 +317,16 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     adopt_processes()
-    records = {r["kind"]: r for r in json.loads(args.out.read_text())["kinds"]} if args.out.exists() else {}
+    records = (
+        {r["kind"]: r for r in json.loads(args.out.read_text(encoding="utf-8"))["kinds"]} if args.out.exists() else {}
+    )
 
     def save(record: Record) -> None:
         records[record.kind] = asdict(record)
         ordered = [records[name] for name in KINDS if name in records]
-        args.out.write_text(json.dumps({"machine": machine(), "steps": LAST, "kinds": ordered}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"machine": machine(), "steps": LAST, "kinds": ordered}, indent=1) + "\n", encoding="utf-8"
+        )
 
     with tempfile.TemporaryDirectory(prefix="kill-resume-") as temporary:
         folder = (args.folder or Path(temporary)).resolve()

@@ -272,7 +272,9 @@ def draw(curves: list[Curve], path: Path) -> None:
 
 def read_runs(path: Path) -> list[Curve]:
     """Read the runs of a JSON lines file; none if there is no file."""
-    return [Curve(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+    return (
+        [Curve(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    )
 
 
 def run(curve: Curve, method: Method, out: Path, steps: int, overrides_of_run: Sequence[str]) -> None:
@@ -283,7 +285,7 @@ def run(curve: Curve, method: Method, out: Path, steps: int, overrides_of_run: S
     settings = overrides(curve.task, model, data, folder, steps, curve.seed)
     settings.append(f"algorithm.shuffle_rewards={str(curve.shuffled).lower()}")
     learn(method, curve, [*settings, *method.settings, *overrides_of_run])
-    with (out / "runs.jsonl").open("a") as file:
+    with (out / "runs.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(curve)) + "\n")
 
 

@@ -147,8 +147,8 @@ def _median(lines: Sequence[Sequence[float]]) -> list[float]:
 
 def main() -> None:
     runs = {run.key: run for path in (RESULTS, *map(Path, sys.argv[1:])) for run in read_runs(path)}
-    RESULTS.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs.values()))
-    PAGE.write_text(page(PAGE.read_text(), list(runs.values())))
+    RESULTS.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs.values()), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), list(runs.values())), encoding="utf-8")
     CURVES.mkdir(exist_ok=True)
     drawn = pictures(list(runs.values()))
     for path in CURVES.iterdir():

@@ -166,7 +166,7 @@ class Pool:
 
 def _logged(work: Callable[[Planned], None], job: Planned, log: Path) -> None:
     """Runs in the process; redirects its output to the log."""
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
@@ -208,7 +208,7 @@ def main() -> None:
     deadline = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     done = {curve.key for path in (args.out / "runs.jsonl", *args.have) for curve in read_runs(path)}
-    jobs = [job for job in read_plan(args.plan.read_text()) if job.curve.key not in done]
+    jobs = [job for job in read_plan(args.plan.read_text(encoding="utf-8")) if job.curve.key not in done]
     seconds = sum(job.seconds for job in jobs)
     print(f"{len(done)} runs finished; {len(jobs)} to run, about {seconds:.0f} CPU seconds", flush=True)
     making = Pool(MakeStart(args.out), lambda job: args.out / f"{job.task}-start.log", args.processes, deadline)

@@ -94,7 +94,7 @@ def overrides_of(name: str, folder: Path) -> dict[str, Any]:
 
 def resident_peak(pid: int) -> int:
     """Largest resident memory of a process so far, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
@@ -179,7 +179,7 @@ def predict(name: str, folder: Path, device: Device) -> Plan:
     from verl.trainer.startup.roles import roles_of
 
     config = load_config(overrides=overrides_of(name, folder))
-    shape = ModelShape.of(json.loads((folder / "model" / "config.json").read_text()), name)
+    shape = ModelShape.of(json.loads((folder / "model" / "config.json").read_text(encoding="utf-8")), name)
     names = roles_of(config)
     job = job_of(config, dict.fromkeys(names, shape), names, on_gpu=False)
     return plan_groups(job, device, [(names, config.trainer.n_gpus_per_node)])
@@ -250,7 +250,7 @@ def _measure_cpu(out: Path | None, names: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     device = forked(lambda: calibrate(torch.device("cpu"), print))
-    kept = json.loads(out.read_text())["lines"] if out is not None and out.exists() else []
+    kept = json.loads(out.read_text(encoding="utf-8"))["lines"] if out is not None and out.exists() else []
     found = {line["name"]: line for line in kept}
     for line in cpu_lines(device, names):
         found[line["name"]] = line
@@ -262,7 +262,7 @@ def _measure_cpu(out: Path | None, names: Sequence[str]) -> None:
 
 def _write(record: dict[str, Any], path: Path | None) -> None:
     if path:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def _vllm_steps() -> Iterator[Run]:
 
 def _generations() -> Iterator[Run]:
     """Generation alone: responses of equal length."""
-    for text in (RESULTS / "rollout_h200.jsonl").read_text().splitlines():
+    for text in (RESULTS / "rollout_h200.jsonl").read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         if line.get("lengths") == "even" and line["engine"] in ("native", "vllm"):
             job = _job(line["shape"], (line["rows"], 1, line["prompt"], line["new"]), engine=line["engine"])
@@ -184,4 +184,4 @@ def _generations() -> Iterator[Run]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / name).read_text())
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))

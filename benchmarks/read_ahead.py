@@ -32,7 +32,7 @@ MODEL = Path(__file__).resolve().parents[1] / "examples" / "quickstart" / "make_
 
 def write_photos(folder: Path, rows: int) -> None:
     draw = random.Random(0)
-    with (folder / "train.jsonl").open("w") as file:
+    with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
         for row in range(rows):
             small = Image.frombytes("RGB", (64, 48), draw.randbytes(64 * 48 * 3))
             small.resize((1024, 768)).save(folder / f"{row}.jpg")
@@ -100,7 +100,7 @@ def main() -> None:
     }
     print(json.dumps(line))
     if args.out is not None:
-        with args.out.open("a") as file:
+        with args.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 

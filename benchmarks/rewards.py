@@ -49,7 +49,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "reward.py")
-        path.write_text(FUNCTION)
+        path.write_text(FUNCTION, encoding="utf-8")
         settings = {
             "none": {"manager_kwargs": {"isolation": "none"}},
             "process": {"manager_kwargs": {"isolation": "process"}},

@@ -161,7 +161,7 @@ def vllm_server(config: str, dtype: str, longest: int) -> Any:
     from vllm import LLM
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(config)
+    (folder / "config.json").write_text(config, encoding="utf-8")
     return LLM(
         str(folder),
         load_format="dummy",
@@ -199,7 +199,7 @@ class Elsewhere:
         for option in ("shape", "top_p", "device", "dtype", "threads"):
             value = getattr(args, option) if option in ("device", "dtype", "threads") else getattr(work, option)
             command += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
         self.versions: dict[str, str] = json.loads(self.process.stdout.readline())
 
     def __call__(self, prompts: list[list[int]], limits: list[int], seed: int) -> None:
@@ -215,7 +215,7 @@ class Elsewhere:
 
 def serve(args: argparse.Namespace) -> None:
     """The process of `Elsewhere`."""
-    out = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of libraries goes to stderr
     work = Work(args.shape, 1, 1, 1, top_p=args.top_p)
     run = ENGINES[args.serve](make_module(work, args), work, args.longest)
@@ -450,7 +450,7 @@ def main() -> None:
             lines.append(line)
             print(json.dumps(line), flush=True)
             if args.out:
-                with args.out.open("a") as file:
+                with args.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
         if args.profile:
             print(profile(work, args), flush=True)

@@ -157,11 +157,13 @@ def main() -> None:
     text = tables(record)
     print(text)
     if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if args.page:
         marks = r"(<!-- tables -->\n).*?(<!-- end of tables -->)"
-        page = re.sub(marks, lambda m: f"{m[1]}\n{text}\n{m[2]}", args.page.read_text(), flags=re.DOTALL)
-        args.page.write_text(page)
+        page = re.sub(
+            marks, lambda m: f"{m[1]}\n{text}\n{m[2]}", args.page.read_text(encoding="utf-8"), flags=re.DOTALL
+        )
+        args.page.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

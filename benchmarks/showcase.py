@@ -67,7 +67,7 @@ def run_trl(args: argparse.Namespace, reporter: Reporter) -> None:
     def score(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [arithmetic.compute_score("", text, truth)["score"] for text, truth in zip(completions, answer)]
 
-    rows = [json.loads(line) for line in (args.folder / "train.jsonl").open()]
+    rows = [json.loads(line) for line in (args.folder / "train.jsonl").open(encoding="utf-8")]
     trainer = GRPOTrainer(
         model=args.model,
         reward_funcs=score,
@@ -168,7 +168,7 @@ def main() -> None:
             "command": " ".join(["python benchmarks/showcase.py MODEL", *words]),
             "results": lines,
         }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if failures:
         sys.exit("\n".join(failures))
 

@@ -241,7 +241,7 @@ def start(name: str, cores: list[int], args: argparse.Namespace) -> subprocess.P
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, __file__, args.model, "--one", name, "--seconds", str(args.seconds)]
     command += ["--out", str(args.out), "--test-rows", str(args.test_rows)]
-    with (args.out / f"{name}.log").open("w") as log:
+    with (args.out / f"{name}.log").open("w", encoding="utf-8") as log:
         return subprocess.Popen(
             command,
             env=environment,
@@ -253,7 +253,7 @@ def start(name: str, cores: list[int], args: argparse.Namespace) -> subprocess.P
 
 def result_of(name: str, out: Path) -> dict:
     """The last JSON line of a variant's log; its end if there is none."""
-    lines = (out / f"{name}.log").read_text(errors="replace").splitlines()
+    lines = (out / f"{name}.log").read_text(errors="replace", encoding="utf-8").splitlines()
     found = [line for line in lines if line.startswith('{"variant"')]
     return json.loads(found[-1]) if found else {"variant": name, "error": lines[-3:]}
 

@@ -131,8 +131,8 @@ def soak(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def write(out: Path, name: str, line: dict[str, Any]) -> None:
     """Replace the result of a suite in a file."""
-    found = json.loads(out.read_text()) if out.exists() else {}
-    out.write_text(json.dumps(found | {name: line}, indent=1) + "\n")
+    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    out.write_text(json.dumps(found | {name: line}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

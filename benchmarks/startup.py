@@ -41,7 +41,7 @@ def once(args: argparse.Namespace) -> dict[str, float]:
     """Seconds from the start of a process to each mark that it prints."""
     code = CHILD.format(root=str(ROOT), device=args.device, dtype=args.dtype, shape=args.shape, rows=args.rows)
     start = time.time()
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, encoding="utf-8")
     marks = dict(line.split() for line in done.stdout.splitlines() if len(line.split()) == 2)
     return {name: float(marks[name]) - start for name in ("imported", "model", "first_token", "32_tokens")}
 

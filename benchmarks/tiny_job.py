@@ -77,13 +77,13 @@ def make_job(folder: Path) -> Path:
     write_rows(folder / "train.jsonl", [{"prompt": f"{text}=", "answer": text} for text in texts])
     chats = [[{"role": "user", "content": f"Go {i}."}] for i in range(48)]
     write_rows(folder / "chat.jsonl", [{"prompt": chat, "answer": "1", "data_source": "x"} for chat in chats])
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "tools.py").write_text(TOOLS)
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    (folder / "tools.py").write_text(TOOLS, encoding="utf-8")
     return folder
 
 
 def write_rows(file: Path, rows: Sequence[dict]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def settings(job: Path, run: Path, *more: str, agent: bool = False) -> list[str]:
@@ -141,7 +141,7 @@ def fork_run(arguments: Sequence[str], log: Path) -> int:
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with log.open("a") as output:
+        with log.open("a", encoding="utf-8") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         from verl.trainer.main_ppo import main

@@ -383,7 +383,7 @@ def main() -> None:
             free()
             print(json.dumps(line), flush=True)
             if args.out:
-                with args.out.open("a") as file:
+                with args.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
     print(table(lines))
 

@@ -62,7 +62,7 @@ def make_vision_inputs(work: VisionWork, folder: Path, rows: int) -> None:
     from PIL import Image
 
     generator, (width, height) = random.Random(1), work.image
-    with (folder / "prompts.jsonl").open("w") as file:
+    with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for row in range(rows):
             small = Image.frombytes("RGB", (16, 12), generator.randbytes(16 * 12 * 3))
             small.resize((width, height)).save(folder / f"{row}.png")
@@ -94,7 +94,7 @@ def _save_tokenizer(work: VisionWork, folder: Path) -> dict[str, int]:
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return {token: vocabulary[token] for token in _SPECIAL}
 
 

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-GLOSSARY = tomllib.loads((Path(__file__).parent / "glossary.toml").read_text())
+GLOSSARY = tomllib.loads((Path(__file__).parent / "glossary.toml").read_text(encoding="utf-8"))
 IDENTIFIERS: dict[str, str] = GLOSSARY["identifiers"]
 PROSE: dict[str, str] = GLOSSARY["prose"]
 EXCEPTIONS: dict[str, dict] = GLOSSARY["exceptions"]
@@ -52,7 +52,7 @@ def banned_identifiers(root: Path, folder: str) -> list[Finding]:
     found = []
     for path in sorted((root / folder).rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        for line, identifier in [(0, path.stem), *definitions(path.read_text())]:
+        for line, identifier in [(0, path.stem), *definitions(path.read_text(encoding="utf-8"))]:
             banned = [word for word in words_of(identifier) if word in IDENTIFIERS]
             found += [(name, line, identifier, word) for word in banned if not _allowed(name, identifier, word)]
     return found
@@ -70,7 +70,7 @@ def banned_prose(root: Path, folder: str) -> list[Finding]:
     found = []
     for path in sorted((root / folder).rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        for start, text in prose(path.read_text()):
+        for start, text in prose(path.read_text(encoding="utf-8")):
             for offset, line in enumerate(text.splitlines()):
                 found += [(name, start + offset, line.strip(), match.lower()) for match in _PHRASES.findall(line)]
     return found
@@ -79,7 +79,7 @@ def banned_prose(root: Path, folder: str) -> list[Finding]:
 def banned_headings(page: Path) -> list[Finding]:
     """Banned words and phrases in the headings of a Markdown page."""
     found, code = [], False
-    for number, line in enumerate(page.read_text().splitlines(), start=1):
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
         code ^= line.startswith("```")
         if code or not line.startswith("#"):
             continue

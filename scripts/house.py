@@ -46,7 +46,7 @@ def spread(values: Iterable[int]) -> dict[str, int]:
 
 def sizes(root: Path, folder: str) -> dict[str, Any]:
     """Files, lines and functions of a folder."""
-    texts = [path.read_text() for path in files_of(root, folder)]
+    texts = [path.read_text(encoding="utf-8") for path in files_of(root, folder)]
     functions = [
         node.end_lineno - node.lineno + 1
         for text in texts
@@ -80,7 +80,7 @@ def import_graph(root: Path, inside_functions: bool = True) -> dict[str, set[str
 def _imported(module: str, path: Path, paths: dict[str, Path], inside_functions: bool) -> set[str]:
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: set[str] = set()
-    for node in _import_nodes(ast.parse(path.read_text()), inside_functions):
+    for node in _import_nodes(ast.parse(path.read_text(encoding="utf-8")), inside_functions):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in paths}
             continue
@@ -222,7 +222,7 @@ def trace(root: Path) -> dict[str, Any]:
             cwd=work,
             env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
         )
     if done.returncode != 0:
         raise SystemExit(f"the traced run of {root} failed:\n{done.stderr[-3000:]}")

@@ -79,7 +79,7 @@ def sources(only: list[str]) -> list[str]:
 
 def draw(number: int, seed: int, only: list[str]) -> list[Mutant]:
     """Random faults. Dropped: those on a GPU, and the few that leave the program as it is (equal arguments swapped)."""
-    texts = {name: (ROOT / name).read_text() for name in sources(only)}
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in sources(only)}
     every = [mutant for name, text in texts.items() for mutant in mutants_of(name, text)]
     drawn = random.Random(seed).sample(every, min(number + 100, len(every)))
     drawn = [mutant for mutant in drawn if Path(mutant.path).name not in ON_GPU]
@@ -110,7 +110,7 @@ class Copy:
 
     def write(self, path: str, source: str) -> None:
         """Each version has its own time in seconds: Python compares those, and the size, with the compiled file."""
-        (self.folder / path).write_text(source)
+        (self.folder / path).write_text(source, encoding="utf-8")
         self._time += 2
         os.utime(self.folder / path, (self._time, self._time))
 
@@ -120,7 +120,7 @@ def descendants() -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                parents[int(entry.name)] = int((entry / "stat").read_bytes().rsplit(b")", 1)[1].split()[1])
             except (OSError, IndexError):
                 continue
     found = [os.getpid()]
@@ -227,10 +227,10 @@ def run_tests(place: Copy, tests: list[str], options: list[str], limit: float, w
     kill_descendants()
     result = {"failed": [], "passed": [], "seconds": {}}
     if (work / "result.json").is_file():
-        result = json.loads((work / "result.json").read_text())
+        result = json.loads((work / "result.json").read_text(encoding="utf-8"))
     if (work / "trace").is_file():
-        result["trace"] = (work / "trace").read_text().splitlines()
-    return {"code": code, "output": (work / "output").read_text(errors="replace")[-3000:]} | result
+        result["trace"] = (work / "trace").read_text(encoding="utf-8").splitlines()
+    return {"code": code, "output": (work / "output").read_text(errors="replace", encoding="utf-8")[-3000:]} | result
 
 
 def _tests_in_child(folder: Path, work: Path, tests: list[str], options: list[str], wanted, trace: bool) -> int:
@@ -247,7 +247,7 @@ def _tests_in_child(folder: Path, work: Path, tests: list[str], options: list[st
     if trace:
         hook = work / "hook"
         hook.mkdir()
-        (hook / "sitecustomize.py").write_text(TRACER)
+        (hook / "sitecustomize.py").write_text(TRACER, encoding="utf-8")
         os.environ |= {"MUTANTS_ROOT": f"{folder}/", "MUTANTS_TRACE": str(work / "trace")}
         os.environ["PYTHONPATH"] += os.pathsep + str(hook)
         sys.modules.pop("sitecustomize", None)
@@ -258,7 +258,7 @@ def _tests_in_child(folder: Path, work: Path, tests: list[str], options: list[st
     arguments = [*tests, *options, "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={work / 'tmp'}"]
     code = pytest.main(arguments, plugins=[plugin])
     result = {"failed": plugin.failed, "passed": sorted(plugin.passed), "seconds": plugin.seconds}
-    (work / "result.json").write_text(json.dumps(result))
+    (work / "result.json").write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()
     return int(code)
 
@@ -284,7 +284,7 @@ class Calls:
     def measure(self, place: Copy, file: str) -> None:
         note = self.folder / (file.replace("/", "__") + ".json")
         key = hashlib.sha256((ROOT / file).read_bytes() + repr(self.options).encode()).hexdigest()
-        found = json.loads(note.read_text()) if note.is_file() else {}
+        found = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
         if found.get("key") != key:
             ran = run_tests(place, [file], self.options, limit=1800, trace=True)
             functions: dict[str, list[str]] = {}
@@ -295,7 +295,7 @@ class Calls:
                 functions.setdefault(f"{path}::{name}", []).append(test)
             found = {"key": key, "functions": functions, **ran}
             note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(json.dumps(found))
+            note.write_text(json.dumps(found), encoding="utf-8")
             seconds = sum(found["seconds"].values())
             say(f"{file}: {len(found['passed'])} tests, {seconds:.0f} s, failed {found['failed']}")
         trusted = set(found["passed"]) - set(found["failed"])
@@ -330,12 +330,12 @@ class Calls:
 
 def key_of(mutant: Mutant) -> str:
     """The fault and the file in which it is."""
-    return hashlib.sha256(f"{mutant}{(ROOT / mutant.path).read_text()}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{mutant}{(ROOT / mutant.path).read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
 
 
 def judge(place: Copy, mutant: Mutant, calls: Calls, seconds: float, without: set[str]) -> dict[str, Any]:
     """Runs the tests of one fault."""
-    original = (ROOT / mutant.path).read_text()
+    original = (ROOT / mutant.path).read_text(encoding="utf-8")
     found = {name: getattr(mutant, name) for name in ("path", "line", "function", "fault")}
     found |= {"key": key_of(mutant), "diff": mutant.diff(original), "seconds": 0.0, "by": None}
     tests = calls.of(mutant, seconds, without)
@@ -373,7 +373,7 @@ def share_out(items: list[Any], jobs: int, work: Any) -> list[Any]:
             try:
                 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: see kill_descendants
                 place = Copy(BUILD / f"copy_{job}")
-                with open(folder / f"{job}.jsonl", "w") as file:
+                with open(folder / f"{job}.jsonl", "w", encoding="utf-8") as file:
                     for i in range(job, len(items), jobs):
                         print(json.dumps([i, work(place, items[i])]), file=file, flush=True)
                 status = 0
@@ -384,7 +384,7 @@ def share_out(items: list[Any], jobs: int, work: Any) -> list[Any]:
         pids.append(pid)
     if any([os.waitpid(pid, 0)[1] for pid in pids]):
         raise RuntimeError("a job failed: see its line above")
-    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
     return [result for _, result in sorted((json.loads(line) for line in lines), key=lambda pair: pair[0])]
 
 
@@ -394,12 +394,12 @@ def judge_all(mutants: list[Mutant], calls: Calls, arguments: argparse.Namespace
     if arguments.fresh:
         notes.unlink(missing_ok=True)
     elif arguments.record and arguments.record.is_file():
-        known = {found["key"]: found for found in json.loads(arguments.record.read_text())["mutants"]}
-    lines = notes.read_text().splitlines() if notes.is_file() else []
+        known = {found["key"]: found for found in json.loads(arguments.record.read_text(encoding="utf-8"))["mutants"]}
+    lines = notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []
     known |= {found["key"]: found for found in map(json.loads, lines)}
 
     def note(found: dict[str, Any]) -> None:
-        with notes.open("a") as file:
+        with notes.open("a", encoding="utf-8") as file:
             print(json.dumps(found), file=file, flush=True)
         known[found["key"]] = found
 
@@ -447,7 +447,7 @@ def report(results: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
         if found["status"] == "survived":
             print(f"\n{found['path']}:{found['line']}  {found['function']}  ({found['fault']}, {found['tests']} tests)")
             print(found["diff"])
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, encoding="utf-8")
     short = [{k: v for k, v in f.items() if k != "diff" or f["status"] == "survived"} for f in results]
     return about | {"commit": commit.stdout.strip(), "counts": counts, "mutants": short}
 
@@ -472,8 +472,8 @@ def main() -> None:
     arguments = arguments_of()
     mutants = draw(arguments.number, arguments.seed, arguments.only)
     if arguments.list:
-        for mutant in mutants:
-            print(f"{mutant.path}:{mutant.line} {mutant.fault}\n{mutant.diff((ROOT / mutant.path).read_text())}")
+        for each in mutants:
+            print(f"{each.path}:{each.line} {each.fault}\n{each.diff((ROOT / each.path).read_text(encoding='utf-8'))}")
         return
     sys.path[:] = [p for p in sys.path if p and Path(p).resolve() not in (ROOT, ROOT / "scripts")]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -490,9 +490,9 @@ def main() -> None:
         return
     for file in files:
         calls.measure(None, file)
-    results = judge_all(mutants, calls, arguments)
+    record = report(judge_all(mutants, calls, arguments), seed=arguments.seed, number=len(mutants))
     path = arguments.record or BUILD / f"seed_{arguments.seed}.json"
-    path.write_text(json.dumps(report(results, seed=arguments.seed, number=len(mutants)), indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(path)
 
 

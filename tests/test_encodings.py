@@ -48,7 +48,7 @@ def test_calls_are_found():
 
 
 def test_every_text_file_has_an_encoding():
-    listed = ["git", "ls-files", "verl/*.py", "examples/*.py", "recipe/*.py"]
+    listed = ["git", "ls-files", "verl/*.py", "examples/*.py", "recipe/*.py", "benchmarks/*.py", "scripts/*.py"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout.split()
     found = [
         f"{file}:{call.lineno}: {ast.unparse(call)[:80]}"

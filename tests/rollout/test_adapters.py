@@ -1,6 +1,7 @@
 """Whether an engine of another library applies LoRA adapters: which layers, and what the log says otherwise."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,14 @@ def test_the_log_says_what_is_pushed_and_why(caplog):
     assert found is None and "in every push: weight_sync=disk writes merged weights" in text
     without = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
     assert chosen(caplog, env=without, lora_sync="adapters") == (None, "")
+
+
+@pytest.mark.parametrize("obstacles, keys", [([], {}), ([], {"lora_sync": "merged"}), (["it is too old"], {})])
+def test_only_rank_0_logs_it(obstacles, keys, caplog):
+    """Also where workers log INFO on every rank (VERL_LOGGING_LEVEL)."""
+    found = {rank: chosen(caplog, *obstacles, env=replace(ENV, rank=rank), **keys) for rank in (0, 1, 3)}
+    assert found[0][1] and not found[1][1] and not found[3][1]
+    assert found[0][0] == found[1][0] == found[3][0]
 
 
 def test_adapters_that_cannot_be_applied_are_refused_if_they_are_required(caplog):

@@ -5,7 +5,7 @@ Inside a group of devices, latencies add up; across groups, the slowest counts; 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from verl.planner import step_time
@@ -75,6 +75,11 @@ class Plan:
         """Seconds of a step."""
         return step_seconds(self.stages, self.job, self.device)
 
+    @cached_property
+    def waiting(self) -> float:
+        """Seconds of a step in which threads still process the images of its batch."""
+        return self.seconds - step_seconds(self.stages, replace(self.job, reads_ahead=False), self.device)
+
     @property
     def devices(self) -> int:
         return sum(group.devices for group in self.groups)
@@ -105,7 +110,8 @@ def step_seconds(stages: Sequence[float], job: Job, device: Device) -> float:
     """Seconds of a step from those of its stages."""
     generation, preparation, training = stages
     busy = max(generation, preparation + training) if job.overlaps else generation + preparation + training
-    return busy + device.step_seconds
+    busy += device.step_seconds
+    return max(busy, step_time.image_seconds(job, job.roles[0])) if job.reads_ahead else busy
 
 
 def cost_group(job: Job, device: Device, roles: Sequence[Role], generator: Role) -> Group:
@@ -133,7 +139,7 @@ def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Rol
         if role.name == job.generator:
             found["gen"] = ("generation", step_time.generation_seconds(job, role, device, taken))
         if role.name == "actor":
-            if role.shape.vision is not None:
+            if role.shape.vision is not None and not job.reads_ahead:
                 found["prompts"] = ("generation", step_time.image_seconds(job, role))
             if job.old_log_probs:
                 found["old_log_prob"] = ("preparation", step_time.infer_seconds(job, role, device))

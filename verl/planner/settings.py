@@ -44,6 +44,9 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
     several = updates > 1 or actor.ppo_epochs > 1 or actor.old_log_prob_pass == "always"
     old = (several or config.algorithm.use_kl_in_reward) and not correction.bypass_mode
     multi = config.actor_rollout_ref.rollout.multi_turn.enable
+    threads = config.data.dataloader_num_workers
+    if threads is None and config.data.custom_cls.path:
+        threads = 0  # as in `reading_threads`
     return Job(
         tuple(_role(config, name, shapes[name], on_gpu) for name in names),
         prompts=config.data.train_batch_size,
@@ -61,6 +64,7 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
         replays=actor.router_replay.mode != "disabled",
         kind="megatron" if actor.strategy == "megatron" else "torch",
         generations=2 if config.algorithm.adv_estimator == "remax" else 1,
+        reads_ahead=threads != 0,
         overlaps=config.trainer.max_staleness > 0,
     )
 

@@ -132,6 +132,7 @@ class Job:
         bucket_bytes: bucket of the weight sync.
         replays: router replay, with which every sample's prompt is computed.
         kind: training engine: "torch" (one process or FSDP2), or "megatron".
+        reads_ahead: threads process the images of the next batch during a step.
         overlaps: generation of the next batch runs during training, on separate devices.
         generations: responses that are generated per response that is trained on (2 for ReMax).
         strict: a batch that the ranks do not divide is not possible; otherwise the largest share counts.
@@ -152,6 +153,7 @@ class Job:
     bucket_bytes: int = 512 * 2**20
     replays: bool = False
     kind: str = "torch"
+    reads_ahead: bool = False
     overlaps: bool = False
     generations: int = 1
     strict: bool = True

@@ -70,7 +70,7 @@ def applied_layers(
     env: RolloutEnv,
     obstacles: Callable[[AdaptedLayers], Iterator[str]],
 ) -> AdaptedLayers | None:
-    """The layers whose adapters an engine applies; None: it gets merged weights. The log says which, and why.
+    """The layers whose adapters an engine applies; None: it gets merged weights. The log of rank 0 says which, and why.
 
     Args:
         engine: vllm or sglang.
@@ -81,16 +81,16 @@ def applied_layers(
     Raises:
         ValueError: `lora_sync=adapters`, and it cannot apply them.
     """
-    layers = env.adapted_layers
+    layers, say = env.adapted_layers, log.info if env.rank == 0 else log.debug
     if layers is None or not isinstance(config, schema.RolloutConfig):
         return None
     if config.lora_sync == "merged":
-        log.info("rollout.lora_sync=merged: %s gets all weights in every push, adapters merged", engine)
+        say("rollout.lora_sync=merged: %s gets all weights in every push, adapters merged", engine)
         return None
     found = ["weight_sync=disk writes merged weights"] if config.weight_sync == "disk" else []
     found += obstacles(layers)
     if not found:
-        log.info(
+        say(
             "rollout.lora_sync=%s: %s applies the adapters of %d layers (rank %d); the base weights are pushed once",
             *(config.lora_sync, engine, len(layers.names), layers.rank),
         )
@@ -100,7 +100,7 @@ def applied_layers(
             f"rollout.lora_sync=adapters: {engine} cannot apply these adapters: {'; '.join(found)}: set "
             "rollout.lora_sync=merged"
         )
-    log.info("rollout.lora_sync=auto: %s gets merged weights in every push: %s", engine, "; ".join(found))
+    say("rollout.lora_sync=auto: %s gets merged weights in every push: %s", engine, "; ".join(found))
     return None
 
 
