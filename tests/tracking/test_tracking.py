@@ -237,7 +237,16 @@ def test_a_failing_tracker_is_said_once_and_counted_and_the_others_go_on(tmp_pat
     first, last = [record.getMessage() for record in caplog.records]
     assert first.startswith("tracker flaky failed (ConnectionError: no route to the tracking service)")
     assert last == "tracker flaky: 4 calls failed"
+    assert "Traceback" not in caplog.text  # of a service or a disk, the stack tells nothing
     assert (tmp_path / "ending").read_text() == "well"
+
+
+def test_a_tracker_with_an_error_in_its_code_is_logged_with_its_stack(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(TRACKER_REGISTRY, "flaky", Flaky)
+    monkeypatch.setattr(Flaky, "log", lambda self, metrics, step: metrics["no such metric"])
+    with caplog.at_level(logging.WARNING), tracking(tmp_path, "flaky") as run:
+        run.log({"loss": 1.0}, 1)
+    assert "Traceback" in caplog.text and "tracker flaky failed (KeyError: 'no such metric')" in caplog.text
 
 
 class Blocked(Tracker):
