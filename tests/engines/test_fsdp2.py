@@ -85,16 +85,21 @@ def test_the_huggingface_folder_beside_the_shards_describes_the_model_that_is_tr
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [3, 5]
 
 
-def weights_after_a_forward_pass(path: str) -> dict:
-    engine = make_engine(path, OPTIMIZER, sharded=True, dtype="bf16", reshard_after_forward=False)
+def weights_after_a_forward_pass(path: str) -> tuple[dict, set]:
+    """The weights, and the dtypes of a norm's weight in the forward pass."""
+    engine, dtypes = make_engine(path, OPTIMIZER, sharded=True, dtype="bf16", reshard_after_forward=False), set()
+    norm = engine.module.get_submodule("model.layers.0.input_layernorm")
+    norm.register_forward_pre_hook(lambda norm, inputs: dtypes.add(norm.weight.dtype))
     engine.infer(share_of(engine, make_batch()), ("log_probs",), UNEVEN)
-    return dict(engine.weights())
+    return dict(engine.weights()), dtypes
 
 
 def test_weights_are_those_loaded_not_what_a_forward_pass_left_gathered(path):
-    """Every rank gets them from the first, which alone read the files; a pass in bf16 leaves no rounded copy."""
+    """Every rank gets them from the first, which alone read the files. A pass in bf16 gathers them in bf16, which is
+    half of the bytes, and leaves no rounded copy."""
     expected = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-    for weights in run_on_ranks(2, weights_after_a_forward_pass, path):
+    for weights, gathered in run_on_ranks(2, weights_after_a_forward_pass, path):
+        assert gathered == {torch.bfloat16}
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(weights[name], value), name

@@ -261,6 +261,16 @@ def test_the_learning_rate_schedules_by_hand():
         lr_multiplier(OptimConfig(lr_scheduler_type="cosine", lr_warmup_steps=5, total_training_steps=5))
 
 
+@pytest.mark.parametrize("kind", ["causal_lm", "value"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+def test_losses_get_float32_and_those_of_float64_models_are_not_rounded(dtype, kind, tmp_path):
+    path, dtypes = save_model(FAMILIES["qwen2"], tmp_path), set()
+    engine = make_engine(path, kind=kind, model_dtype=dtype, dtype=dtype)
+    engine.model.register_forward_hook(lambda model, args, outputs: dtypes.update(v.dtype for v in outputs.values()))
+    engine.infer(make_batch(), ("log_probs",) if kind == "causal_lm" else ("values",), MicroBatching())
+    assert dtypes == {torch.float64 if dtype == "fp64" else torch.float32}
+
+
 def test_bf16_computes_in_bf16_and_keeps_float32_masters(tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path)
     engine = make_engine(path, OptimConfig(), dtype="bf16")

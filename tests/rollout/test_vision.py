@@ -22,6 +22,7 @@ from verl.engines.parallel import init_process_group
 from verl.modeling.vision import tower_of
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine, media_of
+from verl.rollout.native.vision import rotary_rows
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.settings import _vision_args
 from verl.trainer.checks.model_limits import ModelLimits
@@ -138,6 +139,16 @@ def test_images_are_computed_once_for_all_samples_and_batches_admit_rows(family,
 
 async def _concurrently(rollout: Any, every: list[Request]) -> list[Any]:
     return await asyncio.gather(*(rollout.generate_one(request) for request in every))
+
+
+@pytest.mark.parametrize("copies", [1, 2])  # a column per frequency, or one for each of its two coordinates
+def test_the_rotary_row_of_a_token_has_a_position_per_frequency(copies):
+    positions = torch.tensor([[0, 1, 2, 5], [0, 1, 3, 5], [0, 1, 4, 6]])  # time, height and width of 4 tokens
+    axes = [0, 2, 1]
+    tables = tuple(torch.randn(7, 3).repeat(1, copies) for _ in range(2))
+    for table, found in zip(tables, rotary_rows(tables, torch.tensor(axes), positions)):
+        expected = [[table[positions[axis, token], f] for f, axis in enumerate(axes)] * copies for token in range(4)]
+        assert found.tolist() == torch.tensor(expected).tolist()
 
 
 def test_engines_refuse_models_and_images_by_name(trainers, tmp_path):
