@@ -249,7 +249,7 @@ def is_writing(run: Path, since: float) -> bool:
 def measure(name: str, args: argparse.Namespace, folder: Path, save: Callable[[Record], None]) -> None:
     """Kill and resume runs of one kind until there are enough kills, or time is up, and the last run has ended."""
     kind, record, begun = KINDS[name], Record(name), time.monotonic()
-    kills, end = kind.kills if args.kills is None else args.kills, begun + (args.seconds or float("inf"))
+    kills = kind.kills if args.kills is None else args.kills
     log, straight = folder / f"{name}.log", folder / f"{name}_straight"
     killer = Killer(kind, folder / "job", log, random.Random(f"{name} {args.seed}"))
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -258,7 +258,7 @@ def measure(name: str, args: argparse.Namespace, folder: Path, save: Callable[[R
             raise RuntimeError(f"an undisturbed run ended with status {status}, see {log}")
     record.differences += [f"without a kill: {text}" for text in kind.compare(straight, folder / f"{name}_again")]
     left_processes()
-    number = 0
+    number, end = 0, time.monotonic() + (args.seconds or float("inf"))
 
     def goes_on() -> bool:
         return record.kills < kills and time.monotonic() < end
@@ -310,7 +310,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--kills", type=int, help="kills of each kind; default: 1,000 over all kinds")
-    parser.add_argument("--seconds", type=float, help="no more kills of a kind after this time")
+    parser.add_argument("--seconds", type=float, help="no more kills of a kind this long after its undisturbed runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("kill_resume.json"), help="kinds in it are replaced")
     parser.add_argument("--folder", type=Path, help="keep logs and differing runs here")
