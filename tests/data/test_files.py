@@ -5,7 +5,7 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
-from verl.data.files import read_rows
+from verl.data.files import read_rows, row_count
 from verl.data.order import PromptSource, ResumableSampler
 from verl.protocol import DataProto
 
@@ -28,8 +28,18 @@ def test_several_files_are_one_sequence_and_rows_keep_their_place(write):
     assert rows.where(1).endswith("a.parquet, row 1 (the first is 0)")
     assert rows.where(2).endswith("b.jsonl, line 1")
     assert rows.where(5).endswith("c.json, row 0 (the first is 0)")
-    with pytest.raises(IndexError):
-        rows[6]
+    for row in (6, -1):
+        with pytest.raises(IndexError, match=f"row {row} of 6"):
+            rows[row]
+
+
+def test_rows_are_counted_without_reading_them(write, tmp_path):
+    files = [write(name, ROWS) for name in ("a.parquet", "a.jsonl", "a.json")]
+    csv = tmp_path / "a.csv"
+    csv.write_text('prompt,answer\n1+1,2\n"two\nlines",3\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n\n{"prompt": "y"}\n')
+    assert [row_count(file) for file in (*files, csv, tmp_path / "b.jsonl")] == [5, 5, 5, 2, 2]
+    assert row_count([*files, csv]) == 17
 
 
 def test_parquet_rows_beyond_one_chunk(write):

@@ -19,7 +19,9 @@ from tests.vl_models import FAMILIES, PLACEHOLDER, processor, random_image, save
 from verl.columns import DataProtoValidationError, check
 from verl.config.schema import DataConfig, GenerationConfig, ModelConfig
 from verl.data.collate import PromptCollator
+from verl.data.files import read_rows
 from verl.data.media import MediaReader
+from verl.data.media_files import media_digest
 from verl.data.mixture import Mixture
 from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset
@@ -242,6 +244,21 @@ def test_an_image_that_changes_after_the_start(models, tmp_path):
     (tmp_path / "a.png").write_bytes(png(random_image(1, 80, 80)))
     with pytest.raises(ValueError, match="the files of the images or videos have changed"):
         dataset[0]
+
+
+def test_the_digest_is_that_of_the_files_and_texts_are_no_paths(tmp_path, write):
+    def digest(image: str, prompt: str) -> str | None:
+        return media_digest(
+            read_rows(write("rows.jsonl", [{"prompt": prompt, "images": [image]}])), ("images", "prompt")
+        )
+
+    (tmp_path / "a.png").write_bytes(b"first")
+    first = digest("a.png", "How many?")
+    assert first is not None and digest("none.png", "How many?") is None
+    for prompt in ("x" * 100_000, "a/" * 5000, "\0", "data:image/png;base64,AAAA"):
+        assert digest("a.png", prompt) == first
+    (tmp_path / "a.png").write_bytes(b"other")
+    assert digest("a.png", "How many?") not in (first, None)
 
 
 def test_image_tokens_count_for_the_length(models):

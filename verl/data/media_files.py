@@ -13,7 +13,6 @@ from verl.data.files import Rows
 _ROWS = 512
 _BLOCK_BYTES = 1 << 16
 _KEYS = ("image", "images", "video", "videos", "path", "url", "image_url", "content")
-_LONGEST = 1000  # characters of a path
 
 
 def media_digest(rows: Rows, columns: tuple[str, ...]) -> str | None:
@@ -39,7 +38,7 @@ def _texts(value: Any) -> Iterator[str]:
     """The texts of a media column or of messages that may be paths."""
     if isinstance(value, str):
         text = value.removeprefix("file://")
-        if len(text) <= _LONGEST and not text.startswith(("data:", "http://", "https://")):
+        if not text.startswith(("data:", "http://", "https://")):
             yield text
     elif isinstance(value, Mapping):
         if value.get("bytes") is None:
