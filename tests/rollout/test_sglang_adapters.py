@@ -33,11 +33,11 @@ LAYERS = AdaptedLayers(("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.u
 
 
 def test_fused_layers_are_adapted_in_full():
-    args = lora_args(LAYERS, on_gpu=True, saves=True)
+    args = lora_args(LAYERS, on_gpu=True, memory_saver=True)
     assert args["lora_target_modules"] == ["gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]
     assert args["max_lora_rank"] == 5 and args["max_loras_per_batch"] == 1 and "lora_backend" not in args
     assert args["enable_weights_cpu_backup"]  # the base weights are sent once, although their GPU memory is freed
-    assert lora_args(LAYERS, on_gpu=False, saves=False)["lora_backend"] == "torch_native"
+    assert lora_args(LAYERS, on_gpu=False, memory_saver=False)["lora_backend"] == "torch_native"
 
 
 def test_adapters_that_sglang_does_not_apply(tmp_path, monkeypatch):

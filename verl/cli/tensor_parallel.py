@@ -24,12 +24,13 @@ from verl.single_controller.worker_group import Future, WorkerError
 from verl.trainer.startup.command_line import print_error
 from verl.utils.device import resolve_device
 
+_RANK_0_SECONDS = 10  # for the error of rank 0, if another rank has failed while they make the engine
 _OWN_PROCESSES = ("sglang",)  # rank 0 of these engines starts the processes of the other ranks itself
 
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """What each rank makes its part of the engine from.
+    """The settings from which each rank makes its engine.
 
     Args:
         config: the `rollout` section.
@@ -101,11 +102,12 @@ def served_engine(
     followers = _Followers(served, imports)
     try:
         engine = served.make(0)
+        followers.has_made = True
         with engine.leading():
             try:
                 yield engine
             finally:
-                followers.ending()
+                followers.ending.set()
         torch.distributed.destroy_process_group()
     finally:
         followers.end()
@@ -120,14 +122,19 @@ def _check_devices(device: str, size: int) -> None:
 
 
 class _Followers:
-    """The processes of the other ranks. This process ends with an error if one of them fails while they follow."""
+    """The processes of the other ranks. This process ends with an error if one of them fails.
+
+    Attributes:
+        has_made: whether rank 0 has made its engine. Until then, an error of rank 0 itself takes precedence.
+        ending: set when the ranks are about to end.
+    """
 
     def __init__(self, served: ServedEngine, imports: Sequence[str]):
         spec = WorkerSpec(FollowingRank, {"served": served}, tuple(imports))
         pool = make_pool({"rank": spec}, served.size - 1, timeout=math.inf, separate_process=True)
         self._group = LocalWorkerGroup(spec, served.size - 1, "rank", pool=pool)
-        self._is_ending = False
-        self._lock = threading.Lock()
+        self.has_made = False
+        self.ending = threading.Event()
         following = self._group.submit("follow")
         self._watch = threading.Thread(target=partial(self._end_with, following), daemon=True)
         self._watch.start()
@@ -136,20 +143,14 @@ class _Followers:
         try:
             following.get()
         except WorkerError as error:
-            with self._lock:
-                if self._is_ending:
-                    return
-                message = error.traceback.rstrip().splitlines()[-1] if error.traceback else error.message
-                print_error(RuntimeError(f"tensor-parallel rank {1 + error.rank} has failed: {message}"))
-                os._exit(1)  # rank 0 may wait in a collective
-
-    def ending(self) -> None:
-        """The ranks are about to end."""
-        with self._lock:
-            self._is_ending = True
+            if self.ending.wait(0 if self.has_made else _RANK_0_SECONDS):
+                return
+            message = error.traceback.rstrip().splitlines()[-1] if error.traceback else error.message
+            print_error(RuntimeError(f"tensor-parallel rank {1 + error.rank} has failed: {message}"))
+            os._exit(1)  # rank 0 may wait in a collective
 
     def end(self) -> None:
         """End the processes."""
-        self.ending()
+        self.ending.set()
         self._group.shutdown()
         self._watch.join()

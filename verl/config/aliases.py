@@ -189,6 +189,7 @@ def _prompts_of_update(lookup: Lookup) -> int:
 
 def _is_fully_async(lookup: Lookup) -> bool:
     keys = ("staleness_threshold", "trigger_parameter_sync_step", "require_batches", "partial_rollout")
+    keys += ("compute_prox_log_prob",)
     return any(lookup(f"async_training.{key}") is not None for key in keys)
 
 
@@ -212,8 +213,8 @@ def _rollout_steps(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 
 def _rollout_test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """Weight syncs -> steps."""
-    return {"trainer.test_freq": _int(value) * _updates(lookup)}
+    """Weight syncs -> steps; -1: never."""
+    return {"trainer.test_freq": _int(value) * (_updates(lookup) if _int(value) > 0 else 1)}
 
 
 def _prox_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:

@@ -28,17 +28,17 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MODULES = {*_FUSED[0], *_FUSED[1], "o_proj", "down_proj"}
 
 
-def lora_args(layers: AdaptedLayers, on_gpu: bool, saves: bool) -> dict[str, Any]:
+def lora_args(layers: AdaptedLayers, on_gpu: bool, memory_saver: bool) -> dict[str, Any]:
     """Arguments of `sglang.Engine` with which it applies adapters to these layers.
 
-    saves: whether the memory saver frees the base weights, which are then copied to the CPU.
+    memory_saver: whether SGLang frees the base weights, which are then copied to the CPU.
     """
     return {
         "enable_lora": True,
         "max_loras_per_batch": 1,
         "max_lora_rank": layers.rank,
         "lora_target_modules": _completed(layers.modules),
-        "enable_weights_cpu_backup": saves,
+        "enable_weights_cpu_backup": memory_saver,
     } | ({} if on_gpu else {"lora_backend": "torch_native"})
 
 

@@ -49,7 +49,7 @@ def make_sglang(
     experts = _decoder(copy)
     args = engine_args(config, copy, env, capabilities)
     if adapted is not None:
-        args |= lora_args(adapted, on_gpu, saves=args["enable_memory_saver"])
+        args = lora_args(adapted, on_gpu, memory_saver=args["enable_memory_saver"]) | args
     _log_seeds(args)
     media = MediaReader(copy.hf_config) if is_vision_config(copy.hf_config) else None
     arguments, on_failure = partial(arguments_of, records=copy.records, media=media), FailureHandler()

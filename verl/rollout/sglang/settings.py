@@ -53,6 +53,7 @@ _FIXED = {
     "stream_output": "the adapter searches for stop strings in streamed responses",
     "custom_sigquit_handler": "an error of a process of SGLang is raised in the trainer",
     "weight_version": "it is the number of completed training steps",
+    "enable_weights_cpu_backup": "it is on with rollout.lora_sync=adapters, whose base weights are sent once",
     "moe_runner_backend": "weights of experts are loaded in the layout of SGLang's Triton kernels",
 }
 _LORA = "SGLang applies the adapters that are trained, and no others"

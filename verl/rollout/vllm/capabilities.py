@@ -41,7 +41,7 @@ class Capabilities:
         reset_encoder_cache: features of images can be dropped when the weights change.
         routed_experts: the experts that the routers choose can be reported, on a GPU.
         adapters: LoRA adapters can be loaded from tensors.
-        arguments: all arguments of `vllm.LLM`; empty: not known.
+        arguments: of `EngineArgs`, to which `vllm.LLM` passes its own; empty: not known.
     """
 
     version: str

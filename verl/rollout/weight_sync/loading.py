@@ -22,10 +22,10 @@ class Loading:
         self.version = version
         self.complete = False
         self.bytes = 0
-        self._sent = TensorSums()
-        stores_all = isinstance(receiver, StoredWeights) and type(receiver).slice_of is StoredWeights.slice_of
-        self._expected = self._sent if stores_all else TensorSums()  # of what the receiver stores
-        self._names: list[str] = []  # of what it stores
+        self._names: list[str] = []  # of what the receiver stores
+        self._sent, self._others = TensorSums(), TensorSums()  # others: of what it stores in another form
+        is_whole = isinstance(receiver, StoredWeights) and type(receiver).slice_of is StoredWeights.slice_of
+        self._expected = self._sent if is_whole else TensorSums()  # of what it stores
 
     def load(self, part: Part) -> int:
         """Load a part and verify it.
@@ -45,16 +45,19 @@ class Loading:
         if not self.complete:
             raise incomplete(self.receiver)
         self._sent.finish()
+        self._others.finish()
         self._verify()
-        return combine(self._sent.sums)
+        return combine([*self._sent.sums, *self._others.sums])
 
     def _read(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.bytes += tensor.numel() * tensor.element_size()
             stored = self._stored(name)
-            self._sent.add(name, tensor, like=tensor if stored is None else stored)
-            if stored is not None:
+            if stored is None:
+                self._others.add(name, tensor, like=tensor)
+            else:
                 self._names.append(name)
+                self._sent.add(name, tensor, like=stored)
                 if self._expected is not self._sent:
                     self._expected.add(name, self.receiver.slice_of(name, tensor), like=stored)
             yield name, tensor

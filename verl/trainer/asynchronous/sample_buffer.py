@@ -255,7 +255,7 @@ class SampleBuffer:
             self._steps_taken, self._taken = self.queue.step(), []
 
     def check_progress(self, began: float) -> None:
-        """Raise OperatorTimeout if no group has arrived for too long. began: when the training loop began to wait."""
+        """Raise OperatorTimeout if no group has arrived for too long. began: when the caller began to wait."""
         limit = self._durations.limit("group")
         seconds = time.monotonic() - max(began, self._arrived)
         if seconds > limit.seconds:

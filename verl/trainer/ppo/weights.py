@@ -78,7 +78,7 @@ class RolloutWeights:
             return actor.push_weights(version)
         self._connect()
         rollout = self.roles["rollout"]
-        if self.by_disk:  # read when all is written
+        if self.by_disk:  # readers start after all files are written
             written = max(report.seconds for report in actor.push_weights(version))
             return [replace(report, seconds=written + report.seconds) for report in rollout.receive_weights(version)]
         sent, received = _get_all(actor.submit("push_weights", version), rollout.submit("receive_weights", version))
