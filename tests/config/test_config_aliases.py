@@ -392,6 +392,8 @@ def test_a_script_of_the_fully_asynchronous_trainer(batches, prompts, steps):
     assert (trainer.max_staleness, trainer.test_freq) == (17, 160)
     assert (placement.actor_devices, placement.rollout_devices) == ([0, 1, 2, 3], [4, 5, 6, 7])
     assert config.actor_rollout_ref.actor.old_log_prob_pass == "auto"
+    never = FULLY_ASYNC.replace("rollout.test_freq=10", "rollout.test_freq=-1").split()
+    assert load_config(overrides=never).trainer.test_freq == -1
     proximal = load_config(overrides=[*FULLY_ASYNC.split(), "async_training.compute_prox_log_prob=true"])
     assert proximal.actor_rollout_ref.actor.old_log_prob_pass == "always"
 
