@@ -433,6 +433,11 @@ def test_sft_examples_have_images_before_the_loss(models, family):
     assert same(dataset[0]["multi_modal_inputs"]["pixel_values"], expected["pixel_values"])
     batch = collate_sft([dataset[0], dataset[1]], 0)
     assert batch.non_tensor_batch["multi_modal_inputs"][1] is None
+    # a chat may begin with the assistant, which is not trained there: an image may follow
+    turns = [("assistant", "Hello"), ("user", "<image>How many?"), ("assistant", "three")]
+    greeting = [{"messages": [{"role": role, "content": text} for role, text in turns], "images": rows[0]["images"]}]
+    greeted = SFTDataset(greeting, tokenizer, {"max_length": 200}, processor=loaded)[0]
+    assert tokenizer.decode(greeted["response_ids"]) == "three<|im_end|>"
 
 
 @pytest.mark.parametrize(

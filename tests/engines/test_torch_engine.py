@@ -17,7 +17,7 @@ from transformers import (
 from tests.engines.ranks import FLOAT64, SIZES, make_engine, save_model
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
-from verl.engines.base import MicroBatching
+from verl.engines.base import MicroBatching, Objective
 from verl.engines.checkpoint import load_weights
 from verl.engines.optimizer import lr_multiplier
 from verl.modeling import log_probs
@@ -259,6 +259,14 @@ def test_the_learning_rate_schedules_by_hand():
     assert [share(s) for s in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1])
     with pytest.raises(ValueError, match="cosine schedule needs more total steps"):
         lr_multiplier(OptimConfig(lr_scheduler_type="cosine", lr_warmup_steps=5, total_training_steps=5))
+
+
+def test_a_metric_that_is_a_number_is_weighted_by_the_rows_of_its_micro_batch(tmp_path):
+    """5 rows as 2 + 2 + 1: the mean over the rows of the number of rows beside them is 9 / 5, not 5 / 3."""
+    engine = make_engine(save_model(FAMILIES["llama"], tmp_path), OptimConfig())
+    objective = Objective(lambda outputs, columns: (outputs["log_probs"].sum(), {"rows": len(columns["responses"])}))
+    total, count = engine.train_batch(make_batch(), objective, MicroBatching(rows=2))["rows"]
+    assert total / count == 9 / 5
 
 
 @pytest.mark.parametrize("kind", ["causal_lm", "value"])

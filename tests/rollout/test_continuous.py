@@ -144,6 +144,8 @@ def test_steps_are_shared():
     engine = make_engine("native")
     staggered(engine, make_requests([[i] for i in range(16)], SamplingParams(30, (), ignore_eos=True)), 0)
     assert engine.stats.steps < 130
+    at_once(engine, make_requests([[1], [2]], SamplingParams(8, (), ignore_eos=True)))
+    assert engine.stats.steps == 7  # the first token is that of the prefill
 
 
 def test_other_sampling_parameters_wait_for_a_batch_of_their_own():

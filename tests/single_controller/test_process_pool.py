@@ -193,8 +193,10 @@ def test_unpicklable_arguments_are_reported_before_anything_is_sent(pair):
     assert pair["actor"].echo("still there") == ["still there"] * 2
 
 
-def test_an_exception_on_one_rank_stops_the_others():
-    """Rank 1 raises while rank 0 waits: the caller gets the traceback of rank 1, and no process is left."""
+def test_an_exception_on_one_rank_stops_the_others(pair):
+    """Rank 1 raises while rank 0 waits: the caller gets the traceback of rank 1, and nothing is left of the group."""
+    gc.collect()
+    before = open_files()
     group = LocalWorkerGroup(spec("Failing"), 2, name="ref", timeout=60)
     (pid0, child), (pid1, _) = group.pids(grandchild=True)
     start = time.monotonic()
@@ -211,7 +213,7 @@ def test_an_exception_on_one_rank_stops_the_others():
     assert gone(pid0) and gone(pid1) and gone(child), "what a worker started ends with it"
     with pytest.raises(WorkerError, match=r"its processes were stopped: ref.raise_on\(\) on rank 1") as caught:
         group.pids()
-    assert caught.value.__cause__ is error
+    assert caught.value.__cause__ is error and open_files() == before
 
 
 def test_a_killed_process_is_reported_before_the_errors_it_causes():

@@ -191,6 +191,38 @@ def test_a_rewind_that_is_refused_keeps_the_weights(settings):
     trainer.shutdown()
 
 
+def test_an_error_may_end_a_step_once(settings, tmp_path):
+    """Numbers, such as those of processes, and further lines do not make it another one."""
+    more = ["algorithm.name=grpo", "trainer.max_restarts=5", "trainer.total_training_steps=2"]
+    trainer = LocalPPOTrainer(overrides=[*settings, *more])
+    messages = ["process 12 was killed\nfirst log", "host 3 is lost\nsecond log", "process 345 was killed\nthird log"]
+
+    def lose(name: str, seconds: float, batch) -> None:
+        if name == "gen" and messages:
+            raise WorkerDied(messages.pop(0), role="actor", method="update_actor", rank=0)
+
+    trainer.pipeline.observer = lose
+    with pytest.raises(WorkerDied, match="process 345") as error:
+        trainer.fit()
+    assert trainer.restarts.count == 2
+    assert "no restart: the same error has ended step 1 before" in error.value.__notes__
+
+
+def test_the_devices_that_are_left_are_used_if_the_settings_allow_it(settings, monkeypatch, caplog):
+    trainer = LocalPPOTrainer(overrides=[*settings, "trainer.n_gpus_per_node=4", "trainer.allow_smaller=true"])
+    left, error = [(1, 3), (1, 2), (1, 1)], WorkerDied("killed", role="actor", method="update_actor", rank=3)
+    monkeypatch.setattr(trainer.cluster, "sizes_left", lambda *now: left)
+    trainer.restarts._fit_size(error)
+    for config in (trainer.config, trainer.run.config, trainer.checkpointer.config):
+        assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (1, 2)
+    assert trainer.world_size == 2 and "the run continues with 1 x 2 instead of 1 x 4 devices" in caplog.text
+    assert "1 nodes with 3 processes are not possible" in error.__notes__[0]
+    left.clear()
+    with pytest.raises(WorkerDied) as raised:
+        trainer.restarts._fit_size(error)
+    assert "no restart: the devices that are left are not sufficient" in raised.value.__notes__
+
+
 def lose_a_worker(trainer: LocalPPOTrainer, monkeypatch, name: str, times: int) -> None:
     """Let a method of the trainer raise as if a worker were killed in it, the first times it is called."""
     left, method = [times], getattr(trainer, name)
