@@ -133,6 +133,18 @@ def test_messages_are_tokenized_when_they_are_batched(public, char_tokenizer):
     )
 
 
+def test_the_template_of_batched_messages_gets_its_arguments_and_the_tools(char_tokenizer, tmp_path):
+    (tmp_path / "tools.py").write_text(
+        'from verl.tools.function_tool import function_tool\n\n\n@function_tool\ndef add(a: int) -> int:\n    """Add.\n\n'
+        '    Args:\n        a: one.\n    """\n    return a\n'
+    )
+    char_tokenizer.chat_template = "{{ tools[0].function.name }}{{ tone }}" + TEMPLATE
+    data = DataConfig(apply_chat_template_kwargs={"tone": "="}, function_tool_path=str(tmp_path / "tools.py"))
+    item = {"raw_prompt": [{"role": "user", "content": "ab"}], "data_source": "x", "reward_model": {}}
+    (ids,) = PromptCollator(char_tokenizer, data)([item]).non_tensor_batch["prompt_ids"]
+    assert char_tokenizer.decode(ids) == "add=ab"
+
+
 def test_an_overlong_raw_prompt_is_truncated_as_told(public, char_tokenizer):
     items = [public("Messages")[1]]
     with pytest.raises(ValueError, match=r"item 0 of the batch: the prompt has 7 tokens, data\.max_prompt_length is 5"):

@@ -385,6 +385,7 @@ def test_sampling_of_the_run_is_kept_in_a_loop_of_public_verl(tokenizer, caplog)
     params = SamplingParams(20, (7,), temperature=0.8, top_p=0.9)
     server = ServerManager(Prompt([5], params, 0), policy, tokenizer)
     given = {"temperature": 0.1, "top_p": 0.9, "n": 4, "seed": None, "stop": "x", "stop_token_ids": [9], "logprobs": 1}
+    given["repetition_penalty"] = 1.0  # no penalty, as in every run
     for _ in range(2):
         asyncio.run(server.generate("r", prompt_ids=[5], sampling_params=given | {"max_tokens": 3}))
     for request in policy.requests:

@@ -66,6 +66,17 @@ def test_every_engine_cuts_there(module, strings):
     assert [(a.token_ids, a.finish_reason) for a in same_limit] == [(a.token_ids, a.finish_reason) for a in found]
 
 
+def test_steps_end_with_the_token_that_completes_the_string(module):
+    """Texts are searched after every 8 steps: what the ninth token completes is found by the first search."""
+    (answer,) = NativeRollout(module).generate(make_requests([[1, 2]], SamplingParams(40, (), seed=7, ignore_eos=True)))
+    text = StopStrings((decode(answer.token_ids[:9]),), decode)
+    assert text.find(answer.token_ids) == 9
+    engine = NativeRollout(module)
+    (found,) = engine.generate(make_requests([[1, 2]], SamplingParams(40, (), seed=7, stop=text)))
+    assert found.token_ids == answer.token_ids[:9]
+    assert engine.stats.steps == 8  # the first token is that of the prefill
+
+
 def test_the_setting_brings_the_tokenizer():
     class Tokenizer:
         decode = staticmethod(decode)

@@ -24,7 +24,7 @@ from verl.rollout.weight_sync import (
 )
 from verl.rollout.weight_sync.adapters import Part
 from verl.rollout.weight_sync.base import StoredWeights
-from verl.rollout.weight_sync.checksums import TensorSums, combine, sums_of
+from verl.rollout.weight_sync.checksums import TensorSums, combine, fold, sums_of
 from verl.rollout.weight_sync.loading import Loading
 from verl.single_controller.worker import free_port
 
@@ -192,6 +192,13 @@ def test_any_other_bit_gives_another_checksum():
             other[at] ^= (1 << bit) - (2**64 if bit == 63 else 0)
             found.add(checksum_of(other.view(torch.uint8)))
     assert len(found) == 1 + 7 * 64
+
+
+def test_a_folded_checksum_depends_on_every_one_and_on_the_order():
+    """Also on the first of many: an even factor would shift it out of 64 bits."""
+    many = [0] * 100
+    folded = {fold([*many[:at], 1, *many[at:]]) for at in (0, 1, 50, 100)}
+    assert len(folded | {fold(many), fold([*many, 0]), fold([])}) == 4 + 3
 
 
 def test_training_ranks_without_a_group_only_iterate():

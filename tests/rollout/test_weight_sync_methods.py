@@ -21,11 +21,18 @@ from verl.rollout.weight_sync import (
     receive_disk,
     receive_ipc,
 )
+from verl.rollout.weight_sync import factory as weight_sync_factory
 
 
 def same_weights(source, target, dtype=None):
     for (name, a), (_, b) in zip(source.named_parameters(), target.named_parameters(), strict=True):
         assert torch.equal(a if dtype is None else a.to(dtype).float(), b), name
+
+
+def test_the_bandwidth_of_a_copy_is_that_of_the_fastest_of_three(monkeypatch):
+    times = iter([0.0, 4.0, 10.0, 12.0, 20.0, 28.0])
+    monkeypatch.setattr(weight_sync_factory, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert weight_sync_factory.copy_bandwidth(CPU) == 8 * 2**20 / 2.0
 
 
 # ---- other processes --------------------------------------------------------------------------------------------

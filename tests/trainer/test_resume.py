@@ -294,3 +294,13 @@ def test_settings_that_the_version_of_the_checkpoint_did_not_have_are_no_change(
     other = load_config(overrides=[*settings, "algorithm.norm_adv_by_std_in_grpo=false"])
     with pytest.raises(ValueError, match=r"algorithm\.norm_adv_by_std_in_grpo: None -> False"):
         identity.Identity(other, tmp_path).check({}, saved, tmp_path)
+
+
+def test_other_versions_of_packages_are_logged(tmp_path, caplog):
+    config = load_config()
+    now = identity.Identity(config, tmp_path).state()["packages"]
+    before = {**now, "torch": "1.0", "vllm": "0.1"}
+    saved = {**identity.Identity(config, tmp_path).state(), "packages": before}
+    identity.Identity(config, tmp_path).check(saved, to_flat_dict(config), tmp_path)
+    changed = [f"torch: 1.0 -> {now['torch']}", f"vllm: 0.1 -> {now.get('vllm')}"]
+    assert caplog.messages == [f"changed since the checkpoint, the new values are used: {', '.join(changed)}"]

@@ -133,7 +133,7 @@ def fold(checksums: Sequence[int]) -> int:
     """Combine checksums to one; the order matters."""
     total = 0
     for checksum in checksums:
-        total = total * 31 * _ODD + checksum + 1
+        total = total * _ODD + checksum + 1
     return wrap(total)
 
 
