@@ -258,15 +258,16 @@ def measure(name: str, args: argparse.Namespace, folder: Path, save: Callable[[R
             raise RuntimeError(f"an undisturbed run ended with status {status}, see {log}")
     record.differences += [f"without a kill: {text}" for text in kind.compare(straight, folder / f"{name}_again")]
     left_processes()
-    number, end = 0, time.monotonic() + (args.seconds or float("inf"))
+    number, end = 0, time.monotonic() + (float("inf") if args.seconds is None else args.seconds)
 
-    def goes_on() -> bool:
+    def kills_again() -> bool:
         return record.kills < kills and time.monotonic() < end
 
-    while goes_on() and len(record.failures) < 10:
+    save(record)
+    while kills_again() and len(record.failures) < 10:
         number += 1
         run = folder / f"{name}_{number}"
-        run_to_end(killer, run, straight, record, goes_on)
+        run_to_end(killer, run, straight, record, kills_again)
         if not record.failures and not record.differences:
             shutil.rmtree(run)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -275,11 +276,11 @@ def measure(name: str, args: argparse.Namespace, folder: Path, save: Callable[[R
         save(record)
 
 
-def run_to_end(killer: Killer, run: Path, straight: Path, record: Record, goes_on: Callable[[], bool]) -> None:
-    """One run: killed and resumed until it ends by itself, then compared. goes_on: whether it is killed again."""
+def run_to_end(killer: Killer, run: Path, straight: Path, record: Record, kills_again: Callable[[], bool]) -> None:
+    """One run: killed and resumed until it ends by itself, then compared. kills_again: whether to kill it again."""
     resumed = False
     while True:
-        status = killer.kill(run) if goes_on() else killer.finish(run)
+        status = killer.kill(run) if kills_again() else killer.finish(run)
         record.resumes += resumed
         if status is None:
             record.kills += 1
@@ -310,7 +311,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--kills", type=int, help="kills of each kind; default: 1,000 over all kinds")
-    parser.add_argument("--seconds", type=float, help="no more kills of a kind this long after its undisturbed runs")
+    parser.add_argument(
+        "--seconds", type=float, help="no more kills of a kind this long after its undisturbed runs; default: no limit"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("kill_resume.json"), help="kinds in it are replaced")
     parser.add_argument("--folder", type=Path, help="keep logs and differing runs here")

@@ -11,7 +11,7 @@ import pytest
 
 from verl.rewards.sandbox import program_boot, programs
 from verl.rewards.sandbox.pool import Limits
-from verl.rewards.sandbox.program_boot import can_filter_calls, landlock_abi
+from verl.rewards.sandbox.program_boot import can_filter_calls, excess_of_files, landlock_abi
 from verl.rewards.sandbox.programs import has_shared_memory, run_program
 
 ON_LINUX = sys.platform == "linux"
@@ -147,6 +147,32 @@ def test_output_is_limited_although_shared_memory_is_larger():
         assert len(finished.stdout) == 1 << 20
 
 
+@pytest.mark.parametrize("mounts", [False, pytest.param(True, marks=needs_shared_memory)])
+def test_standard_input_cannot_be_written(mounts, monkeypatch):
+    monkeypatch.setattr(programs, "has_shared_memory", lambda: mounts)
+    code = "import os\ntry:\n    os.write(0, b'x')\nexcept OSError as error:\n    print(error.errno, input())\n"
+    limits = Limits(60.0, memory_bytes=1 << 30)
+    assert run_program(code, limits=limits, stdin="given\n")[0].stdout == "9 given\n"  # EBADF
+
+
+@needs_landlock
+@pytest.mark.parametrize("stream", [0, 1, 2])
+def test_standard_streams_cannot_be_opened_again_for_writing(stream):
+    assert refused(f"import os; os.open('/proc/self/fd/{stream}', os.O_WRONLY)")
+
+
+@needs_seccomp
+@pytest.mark.parametrize("stream", [1, 2])
+def test_no_space_of_the_disk_is_reserved_for_an_output(stream):
+    """It does not count in the size of the file: the second argument keeps the size."""
+    number = 285 if os.uname().machine == "x86_64" else 47
+    code = (
+        f"import ctypes, os; c = ctypes.CDLL(None); c.syscall({number}, {stream}, 1, *map(ctypes.c_long, (0, 1 << 26)))"
+    )
+    assert run(f"{code}; print(os.fstat({stream}).st_blocks)").stdout == "0\n"
+    assert refused(f"import os; os.posix_fallocate({stream}, 0, 1 << 20)")
+
+
 def disk_use(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
@@ -176,7 +202,7 @@ def test_files_of_a_program_are_in_memory_and_limited_together(held, tmp_path, m
         ("[open(str(i), 'wb').write(bytes(1 << 20)) for i in range(60)]", "wrote more than 50 MiB to files"),
         ("[open(str(i), 'w').close() for i in range(5000)]", "made more than 4096 files"),
         ("[os.mkdir(str(i)) for i in range(5000)]", "made more than 4096 files"),
-        ("[(os.mkdir('d' * 99), os.chdir('d' * 99)) for _ in range(50)]", "hid folders, so that their size is unknown"),
+        ("[(os.mkdir('d' * 99), os.chdir('d' * 99)) for _ in range(50)]", "made folders that cannot be measured"),
     ],
 )
 def test_without_mounts_the_files_of_a_program_are_measured(act, said, monkeypatch):
@@ -185,8 +211,14 @@ def test_without_mounts_the_files_of_a_program_are_measured(act, said, monkeypat
     assert finished.failure == "ended by SIGKILL" and said in finished.stderr
     large = run("open('file', 'wb').write(bytes(2 << 20))")
     assert large.failure == "ended with exit status 1" and "File too large" in large.stderr
-    fits = "import time\nfor i in range(40): open(str(i), 'wb').write(bytes(1 << 20))\ntime.sleep(0.2)"
-    assert run(fits, memory=100 << 20).failure is None
+
+
+def test_files_that_fit_are_measured_and_allowed(tmp_path):
+    for i in range(40):
+        (tmp_path / str(i)).write_bytes(os.urandom(1 << 20))
+    assert excess_of_files(str(tmp_path), 100 << 20) is None
+    assert excess_of_files(str(tmp_path), -1) is None
+    assert excess_of_files(str(tmp_path), 78 << 20) == "wrote more than 39 MiB to files"
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="/proc")

@@ -1,6 +1,8 @@
 """Weight sync to other processes and over files, adapters apart, and verification of what a receiver stores."""
 
+import errno
 import multiprocessing
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,7 @@ from verl.rollout.weight_sync import (
     receive_ipc,
 )
 from verl.rollout.weight_sync import factory as weight_sync_factory
+from verl.utils.disk import DiskError
 
 
 def same_weights(source, target, dtype=None):
@@ -142,6 +145,17 @@ def test_files_are_verified_and_old_versions_are_pruned(tmp_path, dtype):
         receive_disk(target, tmp_path, 3)
     with pytest.raises(ValueError, match=r"weights of version 9 cannot be read: .*does not exist"):
         receive_disk(target, tmp_path, 9)
+
+
+@pytest.mark.skipif(not os.path.isdir("/sys"), reason="needs a folder that nobody can write to")
+def test_a_weight_folder_that_is_refused_is_named_with_its_own_key(tmp_path):
+    key = r"actor_rollout_ref\.rollout\.weight_sync_dir$"
+    refused = rf"the weight folder of version 1 cannot be written to /sys/run: .*'/sys/run'\. Make .* set {key}"
+    with pytest.raises(DiskError, match=refused):
+        DiskSync("/sys/run").push(Trained(make_module()), 1)
+    full = rf"no space left for the weight folder of version 1, which needs .*free\)\. Free some space, or .* set {key}"
+    with pytest.raises(DiskError, match=full):
+        DiskSync(tmp_path).push(Lists(torch.ones(4), OSError(errno.ENOSPC, "No space left on device")), 1)
 
 
 def test_a_push_that_fails_leaves_no_version(tmp_path):

@@ -237,7 +237,7 @@ def test_a_failing_tracker_is_said_once_and_counted_and_the_others_go_on(tmp_pat
     first, last = [record.getMessage() for record in caplog.records]
     assert first.startswith("tracker flaky failed (ConnectionError: no route to the tracking service)")
     assert last == "tracker flaky: 4 calls failed"
-    assert "Traceback" not in caplog.text  # of a service or a disk, the stack tells nothing
+    assert "Traceback" not in caplog.text  # of a service or a disk, the stack does not help
     assert (tmp_path / "ending").read_text() == "well"
 
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.trainer.conftest import run_settings
 from verl.checkpoints.store import _seal
+from verl.dataflow import Pipeline
+from verl.engines.torch_engine import TorchEngine
 from verl.protocol import DataProto
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state.saved_state import load_state, save_state
@@ -184,6 +186,22 @@ def test_damage_that_the_manifest_does_not_show_is_one_error(kind, saved, tiny, 
     with pytest.raises(ValueError, match=message) as caught:
         LocalPPOTrainer(overrides=[*run_settings(tiny, run), *ONE_STEP, "trainer.total_training_steps=2"]).fit()
     assert str(run / "global_step_1") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_fault_in_the_code_of_a_user_is_not_called_damage_only(saved, tiny, tmp_path, monkeypatch, caplog):
+    """Of the sampler's state in the driver, and of an engine in a worker: the log has the line of the fault."""
+
+    def load_faulty(*arguments):
+        raise KeyError("of the user")
+
+    run = shutil.copytree(saved, tmp_path / "run", symlinks=True)
+    said = r"damaged, of another version, or .*`load_state_dict` failed .*if it is damaged, delete this checkpoint, so"
+    for place in (Pipeline, "load_state_dict"), (TorchEngine, "load"):
+        caplog.clear()
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=said) as caught:
+            patch.setattr(*place, load_faulty)
+            LocalPPOTrainer(overrides=[*run_settings(tiny, run), *ONE_STEP, "trainer.total_training_steps=2"]).fit()
+        assert isinstance(caught.value.__cause__, KeyError) and "in load_faulty" in caplog.text
 
 
 def test_a_resume_without_the_optimizers_state_is_said_aloud(settings, caplog):

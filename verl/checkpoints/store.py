@@ -20,16 +20,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from verl.checkpoints.atomic import fsync, make_folder, set_aside_irregular
+from verl.checkpoints.manifest import MANIFEST, is_count, make_manifest, manifest_fault
 from verl.utils.disk import DiskError, disk_full, disk_full_reason, folder_size, format_bytes, refusal
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-FORMAT = 1
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpoint.json"
 BEST_LINK = "best"
@@ -125,10 +124,26 @@ def verify(folder: str | Path) -> Path:
 class CheckpointStore:
     """The checkpoints of one run. One process calls `writing`; all ranks may write into the folder it yields."""
 
-    def __init__(self, root: str | Path, keep: int | None = None):
-        """`keep`: number of newest checkpoints to keep; None: all. Includes checkpoints from before a resume."""
+    def __init__(
+        self,
+        root: str | Path,
+        keep: int | None = None,
+        *,
+        noun: str = "checkpoint of step",
+        key: str = "trainer.default_local_dir",
+        resumable: bool = True,
+    ):
+        """Configure the store; nothing is written yet.
+
+        Args:
+            root: their folder.
+            keep: number of newest checkpoints to keep; None: all. Includes checkpoints from before a resume.
+            noun, key: for errors of the disk: what is stored, before its number, and the config key of `root`.
+            resumable: whether a run resumes from them, which the errors then say.
+        """
         self.root = Path(root)
         self.keep = _checked_keep("keep", keep)
+        self.noun, self.key, self.resumable = noun, key, resumable
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
@@ -157,31 +172,39 @@ class CheckpointStore:
 
     def _failure(self, step: int, folder: Path, error: BaseException) -> DiskError | None:
         """Remove the incomplete `folder`. Return the error of the disk that is the cause, or None with a note."""
-        exists, refused = folder.exists(), refusal(error)
+        exists, refused = folder.exists(), refusal(error, self.root)
         reason, written = (disk_full_reason(error, folder), folder_size(folder)) if exists else (None, 0)
         shutil.rmtree(folder, ignore_errors=True)  # the next save removes what is left
-        newest, what = self.newest(), f"the checkpoint of step {step}"
-        if newest is None:
-            kept, then = "There is no earlier checkpoint.", "starts over"
-        else:
-            kept, then = f"{newest.name} and earlier checkpoints are unchanged.", f"resumes from {newest}"
-        then = f"trainer.default_local_dir. The same command then {then}"
+        newest, what = self.newest(), f"the {self.noun} {step}"
+        kept, then = self._consequences(newest)
         if reason is not None:
             size = 0 if newest is None else folder_size(newest)
             needed = format_bytes(size) if newest and size >= written else f"more than {format_bytes(written)}"
-            advice = (
-                f"{kept} Free some space (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is "
-                f"deleted after a new one is written), or move the folder to a larger disk and set {then}"
-            )
+            space = "Free some space"
+            if self.resumable:
+                space += (
+                    " (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is deleted after a new "
+                    "one is written)"
+                )
+            advice = f"{kept}{space}, or move the folder to a larger disk and set {self.key}{then}"
             return disk_full(f"{what}, which needs {needed},", self.root, reason, advice)
         if refused is not None:
             return DiskError(
-                f"{what} cannot be written to {self.root}: {refused}. {kept} Make the folder writable, or copy it to "
-                f"another disk and set {then}"
+                f"{what} cannot be written to {self.root}: {refused}. {kept}Make the folder writable, or copy it to "
+                f"another disk and set {self.key}{then}"
             )
         if exists:
-            error.add_note(f"{what.capitalize()} was not written to {self.root}. {kept}")
+            error.add_note(f"{what.capitalize()} was not written to {self.root}. {kept}".rstrip())
         return None
+
+    def _consequences(self, newest: Path | None) -> tuple[str, str]:
+        """Return what a failed save leaves, and what the same command does next; empty if no run resumes from it."""
+        if not self.resumable:
+            return "", ""
+        if newest is None:
+            return "There is no earlier checkpoint. ", ". The same command then starts over"
+        kept = f"{newest.name} and earlier checkpoints are unchanged. "
+        return kept, f". The same command then resumes from {newest}"
 
     def last_serial(self) -> int:
         """Return the serial number of the newest checkpoint; 0 without one."""
@@ -241,7 +264,7 @@ class CheckpointStore:
         except (ValueError, RecursionError) as error:
             logger.error("%s cannot be read and is ignored: %s", path, error)
             return None
-        if not isinstance(best, dict) or not _is_count(best.get("step")):
+        if not isinstance(best, dict) or not is_count(best.get("step")):
             logger.error("%s has no step and is ignored", path)
             return None
         return best
@@ -302,7 +325,7 @@ class CheckpointStore:
             return
         # the manifest first: a process killed in between leaves no checkpoint that looks damaged
         dropped = sorted({*saved.dropped, name})
-        _write_atomically(saved.folder / MANIFEST, _manifest(saved.serial, files, dropped))
+        _write_atomically(saved.folder / MANIFEST, make_manifest(saved.serial, files, dropped))
         self._discard(saved.folder / name)
 
     def _surplus(self, checkpoints: list[_Saved], keep: int) -> list[_Saved]:
@@ -341,7 +364,8 @@ class CheckpointStore:
         fsync(self.root)
         _write_atomically(self.root / LATEST, str(step))
         if os.path.lexists(replaced):
-            self._retire(replaced, final)
+            with _deleting(replaced):
+                self._retire(replaced, final)
 
     def _retire(self, replaced: Path, final: Path) -> None:
         """Delete the folder that `final` replaced. A folder that this class did not write is renamed instead."""
@@ -357,7 +381,8 @@ class CheckpointStore:
         for replaced in self.root.glob(f"{_REPLACED}*"):
             final = self.root / replaced.name.removeprefix(_REPLACED)
             if os.path.lexists(final):
-                self._retire(replaced, final)
+                with _deleting(replaced):
+                    self._retire(replaced, final)
             else:
                 replaced.rename(final)
 
@@ -380,7 +405,7 @@ class CheckpointStore:
 
 @contextmanager
 def _deleting(path: Path) -> Iterator[None]:
-    """What cannot be deleted remains, with a warning: the new checkpoint is complete, and training continues."""
+    """Log an OSError of a deletion as a warning: the new checkpoint is complete, and training continues."""
     try:
         yield
     except OSError as error:
@@ -414,57 +439,26 @@ def _seal(folder: Path, serial: int) -> None:
     for path in folder.rglob("*"):
         if path.is_dir():
             fsync(path)
-    _write_atomically(folder / MANIFEST, _manifest(serial, files, []))
-
-
-def _manifest(serial: int, files: dict[str, dict[str, Any]], dropped: list[str]) -> str:
-    return json.dumps({"format": FORMAT, "serial": serial, "dropped": dropped, "files": files}, indent=1)
+    _write_atomically(folder / MANIFEST, make_manifest(serial, files, []))
 
 
 def _read(folder: Path) -> _Saved:
     """Read the manifest of a checkpoint. Raises CheckpointError if there is none, or it cannot be read."""
     step_of(folder)
     path = folder / MANIFEST
-    if not path.is_file():
+    try:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} {'is not a folder' if os.path.lexists(folder) else 'does not exist'}")
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written by this library, or is incomplete")
-    try:
+        if not path.is_file():
+            raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written by this library, or is incomplete")
         manifest = json.loads(path.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
-    if fault := _manifest_fault(manifest):
+    if fault := manifest_fault(manifest):
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({fault})")
     return _Saved(folder, manifest["serial"], manifest["files"], tuple(manifest["dropped"]))
-
-
-def _manifest_fault(manifest: Any) -> str | None:
-    """Return what is wrong with the contents of a manifest, or None."""
-    if not isinstance(manifest, dict):
-        return f"expected an object, found {type(manifest).__name__}"
-    if manifest.get("format") != FORMAT or isinstance(manifest.get("format"), bool):
-        return f"expected format {FORMAT}, found {manifest.get('format')!r}: it was written by another version"
-    if not _is_count(manifest.get("serial")):
-        return f"serial: expected int >= 0, found {manifest.get('serial')!r}"
-    dropped, files = manifest.get("dropped"), manifest.get("files")
-    if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
-        return f"dropped: expected a list of names, found {dropped!r}"
-    if not isinstance(files, dict) or not files:
-        return "files: expected an object with an entry per file, found " + ("none" if files == {} else repr(files))
-    for name, entry in files.items():
-        if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            return f"files: expected a path inside the checkpoint, found {name!r}"
-        if not isinstance(entry, dict) or not _is_count(entry.get("bytes")) or not _is_digest(entry.get("sha256")):
-            return f"files: {name!r}: expected bytes and sha256, found {entry!r}"
-    return None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def _write_atomically(path: Path, text: str) -> None:

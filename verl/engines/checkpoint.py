@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from verl.checkpoints.manifest import DELETE
 from verl.checkpoints.shard_files import ShardPlanner, ShardReader, unpickling_fault
 from verl.modeling.huggingface import load_pretrained
 from verl.modeling.moe import expert_modules
@@ -298,7 +299,7 @@ def load_extra(folder: Path) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path} is damaged, or was not written by this library (only tensors and plain values are read): "
-            f"{unpickling_fault(error)}: delete this checkpoint, so that the one before it is used"
+            f"{unpickling_fault(error)}: {DELETE}"
         ) from error
 
 

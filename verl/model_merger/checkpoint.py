@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from verl.checkpoints.store import MANIFEST
+from verl.checkpoints.manifest import MANIFEST
 from verl.model_merger.fsdp import RankFiles, is_rank_file
 from verl.model_merger.lora import AdaptersOverBase, MergedAdapters, find_settings, has_adapters, recorded_base
 from verl.model_merger.megatron import FOLDER as DIST_CKPT

@@ -152,7 +152,7 @@ class _Caller:
                     self.name,
                     type(error).__name__,
                     error,
-                    exc_info=not isinstance(error, OSError),  # of a disk or network: the stack tells nothing
+                    exc_info=not isinstance(error, OSError),  # of a disk or network: the stack does not help
                 )
 
 

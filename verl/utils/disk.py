@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 #: no space left; quota exceeded; larger than `ulimit -f` or the file system allows
@@ -34,7 +34,7 @@ def disk_full_reason(error: BaseException, folder: Path) -> str | None:
     torch and safetensors raise "file write failed" without the reason, and errors of other processes are text. So this
     tries another small write into `folder`. Call it before the incomplete files are removed.
     """
-    if (cause := _cause(error, _NO_SPACE)) is not None:
+    if (cause := _cause(error, _NO_SPACE, folder)) is not None:
         return os.strerror(cause.errno)
     probe = folder / ".disk_probe"
     try:
@@ -45,22 +45,34 @@ def disk_full_reason(error: BaseException, folder: Path) -> str | None:
     except OSError as probed:
         return os.strerror(probed.errno) if probed.errno in _NO_SPACE else None
     finally:
-        probe.unlink(missing_ok=True)
+        with suppress(OSError):  # missing, or the disk refuses this, too
+            probe.unlink()
     return None
 
 
-def refusal(error: BaseException) -> OSError | None:
-    """Return the error of the system, among `error` and its causes, that says that a file may not be written."""
-    return _cause(error, _REFUSED)
+def refusal(error: BaseException, folder: Path) -> OSError | None:
+    """Return the error of the system, among `error` and its causes, that says that `folder` may not be written."""
+    return _cause(error, _REFUSED, folder)
 
 
-def _cause(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
+def _cause(error: BaseException, numbers: tuple[int, ...], folder: Path) -> OSError | None:
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in numbers:
+        if isinstance(seen, OSError) and seen.errno in numbers and _concerns(seen, folder):
             return seen
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def _concerns(error: OSError, folder: Path) -> bool:
+    """Whether an error names no file, or `folder`, something in it (also in a link there) or a folder above it."""
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, str | bytes | os.PathLike)]
+    for resolved in (os.path.abspath, os.path.realpath):
+        place = Path(resolved(folder))
+        paths = [Path(resolved(os.fsdecode(name))) for name in names]
+        if any(path.is_relative_to(place) or place.is_relative_to(path) for path in paths):
+            return True
+    return not names
 
 
 def disk_full(what: str, folder: Path, reason: str, advice: str) -> DiskFullError:

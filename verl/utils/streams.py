@@ -11,7 +11,10 @@ from verl.utils.redaction import printable
 
 
 class OutputError(Exception):
-    """stdout cannot be written, for a reason other than a reader that has ended. No OSError, which argparse drops."""
+    """stdout cannot be written, for a reason other than a reader that has ended.
+
+    Not an OSError, because argparse ignores those.
+    """
 
 
 @contextlib.contextmanager
@@ -22,8 +25,8 @@ def command_output() -> Iterator[None]:
     dropped.
 
     Raises:
-        SystemExit: with status 1, and a line on stderr, if stdout cannot be written. Lines of the log are not counted,
-            which report this themselves.
+        SystemExit: with status 1, and a line on stderr, if stdout cannot be written. Log lines do not count:
+            their handler reports the error.
     """
     prepare_streams()
     try:

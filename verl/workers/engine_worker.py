@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from verl.algorithms.masked import LossAggregation
+from verl.checkpoints.manifest import DELETE
 from verl.columns import find_bad_values
 from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
@@ -166,9 +167,10 @@ class EngineWorker(Worker):
         try:
             self.engine.load(Path(folder), contents)
         except (SafetensorError, KeyError, IndexError, TypeError, AttributeError) as error:
+            logger.error("%s cannot be restored", folder, exc_info=error)
             raise ValueError(
-                f"{folder} is damaged, or was not written by this library: {error!r}: delete this checkpoint, so that "
-                "the one before it is used"
+                f"{folder} is damaged, of another version, or a `load_state_dict` failed (the log has the stack): "
+                f"{error!r}: if it is damaged, {DELETE}"
             ) from error
         return [name for name in ("optimizer", "extra") if name not in contents]
 

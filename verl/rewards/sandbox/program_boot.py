@@ -55,10 +55,11 @@ READABLE = (
 
 #: machine -> its number in seccomp, and its numbers of the system calls socket, io_uring_setup (which makes sockets,
 #: too), shmget, msgget, semget, memfd_create (memory that belongs to no process), ptrace, unshare, setns, add_key,
-#: request_key, keyctl, bpf, perf_event_open, userfaultfd, memfd_secret
+#: request_key, keyctl, bpf, perf_event_open, userfaultfd, memfd_secret, fallocate (space of the disk that is not in the
+#: size of a file, such as stdout)
 REFUSED_CALLS = {
-    "x86_64": (0xC000003E, (41, 425, 29, 68, 64, 319, 101, 272, 308, 248, 249, 250, 321, 298, 323, 447)),
-    "aarch64": (0xC00000B7, (198, 425, 194, 186, 190, 279, 117, 97, 268, 217, 218, 219, 280, 241, 282, 447)),
+    "x86_64": (0xC000003E, (41, 425, 29, 68, 64, 319, 101, 272, 308, 248, 249, 250, 321, 298, 323, 447, 285)),
+    "aarch64": (0xC00000B7, (198, 425, 194, 186, 190, 279, 117, 97, 268, 217, 218, 219, 280, 241, 282, 447, 47)),
 }
 #: system calls of the x32 variant of x86_64 start here
 X32_CALLS = 0x40000000
@@ -112,7 +113,7 @@ def mount_shared_memory(most_bytes: int) -> None:
 
 
 def enter_copy(folder: str) -> None:
-    """Copy the files of a folder to the private /dev/shm, where they are no files of the disk, and work there."""
+    """Copy the files of a folder to the private /dev/shm, which is in memory, and make it the working folder."""
     os.mkdir(f"{SHARED_MEMORY}/program")
     os.chdir(f"{SHARED_MEMORY}/program")
     for name in os.listdir(folder):
@@ -120,7 +121,10 @@ def enter_copy(folder: str) -> None:
 
 
 def return_files(names: list[str], folder: str, most_bytes: int) -> None:
-    """Copy files of the current folder back, each up to that many bytes. What is no file any more is not copied."""
+    """Copy files of the current folder back, each up to that many bytes.
+
+    Names that are no longer regular files are skipped.
+    """
     for name in names:
         try:
             with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -239,7 +243,7 @@ def wait_for(program: int, limits: list[int], has_shared_memory: bool) -> int:
                 excess, unreadable = excess_of_files(".", memory), 0
             except PermissionError:
                 unreadable += 1
-                excess = "hid folders, so that their size is unknown" if unreadable > 1 else None
+                excess = "made folders that cannot be measured" if unreadable > 1 else None
         if excess is not None:
             if ended != program:  # otherwise its number may be that of another process
                 os.kill(program, signal.SIGKILL)

@@ -103,11 +103,10 @@ def run_program(
             (Path(folder) / name).write_text(text, encoding="utf-8", errors="replace")
         with contextlib.ExitStack() as stack:  # the program may put a link or a pipe in the place of any file
             opened = {name: stack.enter_context(open(f"{folder}/{name}", "rb")) for name in files or {}}
-            streams = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
-            streams[0].write(stdin.encode(errors="replace"))
-            streams[0].seek(0)
-            failure = _run(folder, *streams, arguments, limits)
-            stdout, stderr = (_read(file, limits.output_bytes) for file in streams[1:])
+            given = stack.enter_context(_read_only(stdin.encode(errors="replace")))
+            outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+            failure = _run(folder, given, *outputs, arguments, limits)
+            stdout, stderr = (_read(file, limits.output_bytes) for file in outputs)
             read = {name: _read(file, limits.output_bytes) for name, file in opened.items()}
     finally:
         _remove(folder)
@@ -153,6 +152,14 @@ def _end(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):  # the group is empty
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _read_only(content: bytes) -> BinaryIO:
+    """A file without a name that cannot be written to, outside of the program's folder."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return open(file.name, "rb")
 
 
 def _read(file: BinaryIO, limit: int) -> str:

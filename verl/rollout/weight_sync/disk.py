@@ -34,7 +34,8 @@ class DiskSync(WeightSync):
     """
 
     def __init__(self, folder: str | Path, writes: bool = True, dtype: torch.dtype | None = None):
-        self.store = CheckpointStore(folder, _KEPT)
+        key = "actor_rollout_ref.rollout.weight_sync_dir"
+        self.store = CheckpointStore(folder, _KEPT, noun="weight folder of version", key=key, resumable=False)
         self.writes = writes
         self.dtype = dtype
 

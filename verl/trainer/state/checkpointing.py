@@ -20,7 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.store import MANIFEST, CheckpointStore
+from verl.checkpoints.manifest import DELETE, MANIFEST
+from verl.checkpoints.store import CheckpointStore
 from verl.config import dump_config, to_flat_dict
 from verl.config.fields import Schema
 from verl.config.schema.model import ModelConfig
@@ -48,19 +49,21 @@ _POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being
 _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}
 
 
-_DELETE = "delete this checkpoint, so that the one before it is used"
-
-
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Turn errors of a state with other contents than `save` writes into a ValueError with their place."""
+    """Turn errors of a state with other contents than `save` writes into a ValueError with their place.
+
+    The stack is logged: the cause may also be a `load_state_dict` of the user, and commands print one line.
+    """
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
+        logger.error("%s: the state of the trainer cannot be restored", folder, exc_info=error)
         raise ValueError(
             f"{folder}: the state of the trainer cannot be restored: {error!r} ({Path(last.filename).name}:"
-            f"{last.lineno}): it is damaged, or of another version; {_DELETE}"
+            f"{last.lineno}): it is damaged, of another version, or its `load_state_dict` failed (the log has the "
+            f"stack); if it is damaged, {DELETE}"
         ) from error
 
 
@@ -293,7 +296,7 @@ class Checkpointer:
             (not_loaded, *_) = self.roles[role].load_checkpoint(folder / role)
             self._report_not_loaded(role, folder, not_loaded)
             if broken := self._broken(role):
-                raise ValueError(f"{folder}: the {role} contains {broken}; {_DELETE}")
+                raise ValueError(f"{folder}: the {role} contains {broken}; {DELETE}")
         with _reading(folder):
             step, rollbacks = operator.index(state["global_step"]), operator.index(state.get("rollbacks", 0))
             self.pipeline.load_state_dict(state["flow"])

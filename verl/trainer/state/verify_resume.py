@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from verl.checkpoints.store import MANIFEST
+from verl.checkpoints.manifest import MANIFEST
 from verl.trainer.state.saved_state import load_state
 
 #: metrics of time and of the machine

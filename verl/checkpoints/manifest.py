@@ -1,0 +1,47 @@
+"""The manifest of a checkpoint: written last, with the sizes and checksums of all files."""
+
+import json
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+#: what to do with a checkpoint that cannot be restored, for messages
+DELETE = "delete this checkpoint, so that the one before it is used"
+
+
+def make_manifest(serial: int, files: dict[str, dict[str, Any]], dropped: list[str]) -> str:
+    """Return the text of a manifest. files: path in the folder -> size and checksum; dropped: deleted sub-folders."""
+    return json.dumps({"format": FORMAT, "serial": serial, "dropped": dropped, "files": files}, indent=1)
+
+
+def manifest_fault(manifest: Any) -> str | None:
+    """Return what is wrong with the contents of a manifest, or None."""
+    if not isinstance(manifest, dict):
+        return f"expected an object, found {type(manifest).__name__}"
+    if manifest.get("format") != FORMAT or isinstance(manifest.get("format"), bool):
+        return f"expected format {FORMAT}, found {manifest.get('format')!r}: it was written by another version"
+    if not is_count(manifest.get("serial")):
+        return f"serial: expected int >= 0, found {manifest.get('serial')!r}"
+    dropped, files = manifest.get("dropped"), manifest.get("files")
+    if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
+        return f"dropped: expected a list of names, found {dropped!r}"
+    if not isinstance(files, dict) or not files:
+        return "files: expected an object with an entry per file, found " + ("none" if files == {} else repr(files))
+    for name, entry in files.items():
+        if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return f"files: expected a path inside the checkpoint, found {name!r}"
+        if not isinstance(entry, dict) or not is_count(entry.get("bytes")) or not _is_digest(entry.get("sha256")):
+            return f"files: {name!r}: expected bytes and sha256, found {entry!r}"
+    return None
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value read from a file is an int of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
