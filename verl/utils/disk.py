@@ -68,9 +68,9 @@ def _concerns(error: OSError, folder: Path) -> bool:
     """Whether an error names no file, or `folder`, something in it (also in a link there) or a folder above it."""
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str | bytes | os.PathLike)]
     for resolved in (os.path.abspath, os.path.realpath):
-        place = Path(resolved(folder))
+        root = Path(resolved(folder))
         paths = [Path(resolved(os.fsdecode(name))) for name in names]
-        if any(path.is_relative_to(place) or place.is_relative_to(path) for path in paths):
+        if any(path.is_relative_to(root) or root.is_relative_to(path) for path in paths):
             return True
     return not names
 
