@@ -1,6 +1,7 @@
 """The quickstart as a stranger runs it; and, slowly, that each of its algorithms learns and shuffled rewards do not."""
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.programs import run_python
+from verl.trainer.state.interruption import Stopped
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "quickstart" / "run.py"
@@ -75,3 +77,16 @@ def test_shuffled_rewards_teach_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     first, last = moving_means(tmp_path / "run")
     assert last <= first
+
+
+@pytest.mark.parametrize("given", [[], ["--model", "none"]])
+def test_a_signal_ends_it_with_one_line(given, monkeypatch, capsys):
+    from examples.quickstart import run, showcase
+
+    def stopped(*args):
+        raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(run, "quickstart", stopped)
+    monkeypatch.setattr(showcase, "main", stopped)
+    assert run.main(given) == 143
+    assert capsys.readouterr().err == "\nstopped by SIGTERM; the same command starts again from the beginning\n"

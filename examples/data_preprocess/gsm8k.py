@@ -48,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     where.add_argument("--hub", default=GSM8K, help="name on the HuggingFace hub")
     parser.add_argument("--save_dir", type=Path, required=True, help="folder to write")
     args = parser.parse_args(arguments)
-    args.save_dir.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         try:
             rows = local_rows(args.local_dir.expanduser(), split) if args.local_dir else hub_rows(args.hub, split)
@@ -56,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"gsm8k: {error}")
         except ModuleNotFoundError as error:
             sys.exit(f"gsm8k: the hub needs {error.name}: pip install {error.name}, or use --local_dir")
+        except OSError as error:
+            reason = str(error).partition("\n")[0]
+            sys.exit(f"gsm8k: {reason}. Use --local_dir: a folder with train.jsonl and test.jsonl needs no network")
+        args.save_dir.mkdir(parents=True, exist_ok=True)
         path = args.save_dir / f"{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), path)
         print(f"{path}: {len(rows):,} rows")

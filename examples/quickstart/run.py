@@ -37,6 +37,7 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.output.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
+from verl.trainer.state.interruption import Stopped
 from verl.utils.log import setup_logging
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
@@ -128,6 +129,8 @@ def next_steps(args: argparse.Namespace, model: Path, data: Path) -> list[str]:
     """Commands for the trained model."""
     config = load_config(None, rl_overrides(args, args.out / "model", data, args.out / "rl"), presets=PRESETS)
     commands = [*offline_commands(config, model), f"verl report {args.out / 'rl'}"]
+    if shutil.which("verl") is None:
+        commands.insert(0, f"source {Path(sys.prefix, 'bin', 'activate')}")
     return [*next_lines(commands), "Your own task: docs/tutorial.md"]
 
 
@@ -160,13 +163,21 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Create a model, warm it up, train it, and print the result."""
+    """Create a model, warm it up, train it, and print the result. Returns the exit status."""
     given = sys.argv[1:] if given is None else given
-    if any(word.split("=")[0] == "--model" for word in given):
-        from examples.quickstart import showcase
+    try:
+        if any(word.split("=")[0] == "--model" for word in given):
+            from examples.quickstart import showcase
 
-        return showcase.main(given)
-    args = arguments(given)
+            return showcase.main(given)
+        return quickstart(arguments(given))
+    except Stopped as stop:
+        print(f"\nstopped by {stop.signal.name}; the same command starts again from the beginning", file=sys.stderr)
+        return stop.exit_status
+
+
+def quickstart(args: argparse.Namespace) -> int:
+    """Train the random model."""
     setup_logging()
     logging.getLogger("verl").setLevel(logging.WARNING)
     console = Console()

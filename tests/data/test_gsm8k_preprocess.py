@@ -2,7 +2,9 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -65,3 +67,17 @@ def test_the_real_data_set(gsm8k, gsm8k_folder, tmp_path, chat_tokenizer, caplog
     with caplog.at_level(logging.INFO, logger="verl.data"):
         dataset = RLHFDataset(str(tmp_path / "test.parquet"), chat_tokenizer, {"max_prompt_length": 1024})
     assert len(dataset) == 1319 and "normalizer" not in caplog.text
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(gsm8k, tmp_path, monkeypatch):
+    def load_dataset(*args, **keys):
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\nmore")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(SystemExit) as stopped:
+        gsm8k.main(["--save_dir", str(tmp_path / "out")])
+    expected = (
+        "gsm8k: Couldn't reach 'openai/gsm8k' on the Hub. Use --local_dir: a folder with train.jsonl and test.jsonl"
+    )
+    assert str(stopped.value).startswith(expected) and "more" not in str(stopped.value)
+    assert not (tmp_path / "out").exists()

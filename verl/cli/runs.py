@@ -32,7 +32,11 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
     folders = run_folders(folder)
     found = [open_run(path) for path in (folders[:limit] if limit else folders)]
     if not found:
-        typer.echo(f"no runs in {shown(str(folder))}: expected folders with run.json or metrics.jsonl", err=True)
+        typer.echo(
+            f"no runs in {shown(str(folder))}: expected folders with run.json or metrics.jsonl. For "
+            "another folder: verl runs list FOLDER",
+            err=True,
+        )
         raise typer.Exit(1)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("run", "algorithm", "model", "steps", "reward", "best", "validation", "best", "state", "age"):
