@@ -69,12 +69,18 @@ def test_the_next_commands_are_complete():
     generate, evaluate = offline_commands(config, Path("m"))
     assert generate == (
         "verl generate model.path=m 'data.path=my data/test.parquet' data.output_path=responses.parquet "
-        "'data.apply_chat_template_kwargs={\"enable_thinking\": false}' rollout.response_length=4"
+        "'data.apply_chat_template_kwargs={\"enable_thinking\": false}' rollout.response_length=4 rollout.temperature=0"
     )
     scorer = "reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=compute_score"
     assert evaluate == f"verl eval data.path=responses.parquet {scorer}"
     settings = load_config(None, shlex.split(generate)[2:], schema=GenerationConfig)
     assert settings.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert settings.rollout.temperature == 0  # as at validation
+    sampled = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    keys = {f"actor_rollout_ref.rollout.val_kwargs.{key}": value for key, value in sampled.items()}
+    assert offline_commands(config.with_overrides(keys), Path("m"))[0].endswith(
+        "rollout.response_length=4 rollout.temperature=0.6 rollout.top_p=0.9"
+    )
     assert offline_commands(config, Path("m"), reward_given=True) == [generate]
     assert offline_commands(Config(), Path("m")) == []  # rows were given in Python
     chats = SFTConfig().with_overrides({"data.train_files": ["a.jsonl"]})

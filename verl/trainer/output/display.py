@@ -128,7 +128,8 @@ def next_lines(commands: Sequence[str]) -> list[str]:
 
 
 def offline_commands(config: Any, model: Path, reward_given: bool = False) -> list[str]:
-    """`verl generate` and `verl eval` with the data, the chat template and the reward function of a run.
+    """`verl generate` and `verl eval` with the data, chat template and reward function of a run, sampling as at
+    validation.
 
     Args:
         config: the configuration of an RL or SFT run.
@@ -144,11 +145,11 @@ def offline_commands(config: Any, model: Path, reward_given: bool = False) -> li
     if not files or not (is_rl or (data.prompt_key and not data.prompt_dict_keys)):
         return []
     section = config.actor_rollout_ref.model if is_rl else config.model
-    lengths = {"prompt_length": data.max_prompt_length, "response_length": data.max_response_length} if is_rl else {}
+    generation = _as_at_validation(config) if is_rl else {}
     wanted = {f"data.{name}": data[name] for name in ("prompt_key", "prompt_format", "apply_chat_template_kwargs")}
     model_keys = ("tokenizer_path", "trust_remote_code", "custom_chat_template")
     wanted |= {f"model.{name}": section[name] for name in model_keys}
-    wanted |= {f"rollout.{name}": value for name, value in lengths.items()} | {"imports": list(config.imports)}
+    wanted |= {f"rollout.{name}": value for name, value in generation.items()} | {"imports": list(config.imports)}
     defaults = to_flat_dict(GenerationConfig())
     changed = {key: value for key, value in wanted.items() if value != defaults[key]}
     path = {"model.path": _shown(model), "data.path": _file(files[0]), "data.output_path": _RESPONSES}
@@ -157,6 +158,13 @@ def offline_commands(config: Any, model: Path, reward_given: bool = False) -> li
         same = {key: value for key, value in changed.items() if key in ("data.prompt_key", "imports")}
         commands.append(_command("verl eval", {"data.path": _RESPONSES} | same | scoring))
     return commands
+
+
+def _as_at_validation(config: Any) -> dict[str, Any]:
+    """Keys of `rollout` of `verl generate` with which it generates as validation does."""
+    data, val = config.data, config.actor_rollout_ref.rollout.val_kwargs
+    sampling = {name: val[name] for name in ("temperature", "top_k", "top_p")} if val.do_sample else {"temperature": 0}
+    return {"prompt_length": data.max_prompt_length, "response_length": data.max_response_length} | sampling
 
 
 def _scoring(config: Any) -> dict[str, Any] | None:
