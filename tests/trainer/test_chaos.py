@@ -1,6 +1,7 @@
 """`--chaos`: what a run does when a fault is injected."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,24 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path):
     (record,) = json.loads((tmp_path / "out.json").read_text())["kinds"]
     assert record["kills"] == 4 and record["finished_runs"] >= 1
     assert record["differences"] == record["failures"] == []
+
+
+@pytest.mark.parametrize(("limit", "kills"), [([], 3), (["--seconds", "0"], 0)])
+def test_kills_end_at_once_without_time(limit, kills, tmp_path):
+    """Undisturbed runs are made first; the runs are stand-ins here."""
+    code = (
+        "import kill_resume as k, os, sys\n"
+        "k.warm_up = k.make_job = lambda *folders: None\n"
+        "k.KINDS['sync'] = k.Kind(3, [], lambda straight, killed: [])\n"
+        "k.Killer.finish = lambda killer, run: os.makedirs(run, exist_ok=True) or 0\n"
+        "k.Killer.kill = lambda killer, run: os.makedirs(run, exist_ok=True)\n"
+        "sys.exit(k.main())\n"
+    )
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-c", code, "--kinds", "sync", "--out", str(out), *limit]
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"})
+    (record,) = json.loads(out.read_text())["kinds"]
+    assert record["kills"] == kills and record["finished_runs"] == (kills > 0)
 
 
 def test_the_page_has_the_recorded_kills():
