@@ -1,9 +1,9 @@
 """`--chaos`: what a run does when a fault is injected."""
 
 import json
-import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -107,22 +107,20 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path):
     assert record["differences"] == record["failures"] == []
 
 
-@pytest.mark.parametrize(("limit", "kills"), [([], 3), (["--seconds", "0"], 0)])
-def test_kills_end_at_once_without_time(limit, kills, tmp_path):
-    """Undisturbed runs are made first; the runs are stand-ins here."""
-    code = (
-        "import kill_resume as k, os, sys\n"
-        "k.warm_up = k.make_job = lambda *folders: None\n"
-        "k.KINDS['sync'] = k.Kind(3, [], lambda straight, killed: [])\n"
-        "k.Killer.finish = lambda killer, run: os.makedirs(run, exist_ok=True) or 0\n"
-        "k.Killer.kill = lambda killer, run: os.makedirs(run, exist_ok=True)\n"
-        "sys.exit(k.main())\n"
-    )
-    out = tmp_path / "out.json"
-    command = [sys.executable, "-c", code, "--kinds", "sync", "--out", str(out), *limit]
-    subprocess.run(command, check=True, timeout=300, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"})
-    (record,) = json.loads(out.read_text())["kinds"]
-    assert record["kills"] == kills and record["finished_runs"] == (kills > 0)
+@pytest.mark.parametrize(("seconds", "kills"), [(None, 3), (0.0, 0)])
+def test_kills_end_at_once_without_time(seconds, kills, tmp_path, monkeypatch):
+    """Stand-ins for the runs, which end, or are killed, at once."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import kill_resume
+
+    monkeypatch.setitem(kill_resume.KINDS, "sync", kill_resume.Kind(3, [], lambda straight, killed: []))
+    monkeypatch.setattr(kill_resume, "left_processes", list)
+    monkeypatch.setattr(kill_resume.Killer, "finish", lambda killer, run: run.mkdir(exist_ok=True) or 0)
+    monkeypatch.setattr(kill_resume.Killer, "kill", lambda killer, run: run.mkdir(exist_ok=True))
+    saved = []
+    kill_resume.measure("sync", Namespace(kills=None, seconds=seconds, seed=0), tmp_path, saved.append)
+    assert saved[-1].kills == kills and saved[-1].finished_runs == (kills > 0)
 
 
 def test_the_page_has_the_recorded_kills():
