@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,22 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path):
     (record,) = json.loads((tmp_path / "out.json").read_text())["kinds"]
     assert record["kills"] == 4 and record["finished_runs"] >= 1
     assert record["differences"] == record["failures"] == []
+
+
+@pytest.mark.parametrize(("seconds", "kills"), [(None, 3), (0.0, 0)])
+def test_kills_end_at_once_without_time(seconds, kills, tmp_path, monkeypatch):
+    """Stand-ins for the runs, which end, or are killed, at once."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import kill_resume
+
+    monkeypatch.setitem(kill_resume.KINDS, "sync", kill_resume.Kind(3, [], lambda straight, killed: []))
+    monkeypatch.setattr(kill_resume, "left_processes", list)
+    monkeypatch.setattr(kill_resume.Killer, "finish", lambda killer, run: run.mkdir(exist_ok=True) or 0)
+    monkeypatch.setattr(kill_resume.Killer, "kill", lambda killer, run: run.mkdir(exist_ok=True))
+    saved = []
+    kill_resume.measure("sync", Namespace(kills=None, seconds=seconds, seed=0), tmp_path, saved.append)
+    assert saved[-1].kills == kills and saved[-1].finished_runs == (kills > 0)
 
 
 def test_the_page_has_the_recorded_kills():
