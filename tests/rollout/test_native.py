@@ -11,6 +11,7 @@ from verl.rollout.base import Request, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.stop_strings import StopStrings
+from verl.utils.coroutines import run_coroutine
 
 VOCAB = 29
 
@@ -209,3 +210,17 @@ def test_stop_strings_without_stop_tokens(module):
 
 def test_no_prompts_no_responses(module):
     assert NativeRollout(module).generate(make_requests([], SamplingParams(4, ()))) == []
+
+
+def test_new_tokens_are_passed_on_while_a_response_is_generated(module):
+    """After every 8 steps: the token of the prefill and those of the steps, each once."""
+    chunks, log_probs = [], []
+
+    def on_tokens(ids: list[int], values: list[float]) -> None:
+        chunks.append(ids)
+        log_probs.extend(values)
+
+    request = Request([1, 2], SamplingParams(30, (), ignore_eos=True), 0, on_tokens=on_tokens)
+    found = run_coroutine(NativeRollout(module).generate_one(request))
+    assert [len(chunk) for chunk in chunks] == [9, 8, 8]
+    assert [token for chunk in chunks for token in chunk] == found.token_ids[:25] and log_probs == found.log_probs[:25]

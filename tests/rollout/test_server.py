@@ -19,6 +19,7 @@ from verl.rollout.server.app import make_app
 from verl.rollout.server.engine_loop import EngineLoop
 from verl.rollout.server.http import ServerThread, listen, serve_until_signal
 from verl.rollout.server.protocol import ApiError, read_call
+from verl.rollout.server.service import Running, SingleCall
 from verl.rollout.server.text import ResponseText, text_of, token_bytes
 
 KEY = "secret"
@@ -352,6 +353,14 @@ def test_a_disconnect_aborts_the_request(served, stream, monkeypatch):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert 0 <= engine.stats.tokens < 900
+
+
+def test_requests_have_names_of_their_own(served):
+    """An abort names them: it must not end those of another call."""
+    model = served[1]
+    calls = [Running.start(read_call(True, {**CHAT, "n": 2}), SingleCall(model, served[2]), model) for _ in range(2)]
+    names = [request.request_id for call in calls for request in call.requests]
+    assert len(set(names)) == 4 and "" not in names
 
 
 class Waiting(RolloutEngine):

@@ -46,6 +46,13 @@ def run(how: Registered, layout: Layout, worker, *args, **kwargs):
     return how.collect(layout, results)
 
 
+def test_the_rows_of_one_group_are_not_copied():
+    layout, batch = Layout.grid(tp=2), rows(5)
+    collected = Registered(Dispatch.DP_COMPUTE_PROTO).collect(layout, [batch, None])
+    assert collected.batch["x"].data_ptr() == batch.batch["x"].data_ptr() and collected is not batch
+    assert_same(collected, batch)
+
+
 MESHES = [(d, t, p) for d in range(1, 65) for t in range(1, 65) for p in range(1, 65) if d * t * p <= 64]
 
 

@@ -69,6 +69,20 @@ def check_spans(pipeline: Pipeline, spans: list) -> None:
         assert passed <= step_seconds < sum(stop - begin for begin, stop in at.values())
 
 
+def test_every_operator_names_the_processes_that_it_occupies(settings):
+    """Operators of different processes may run at the same time; one that names none runs alone."""
+    expected = {
+        "controller": {"reward", "kl", "adv"},
+        "actor": {"old_log_prob", "update_actor", "sync_weights"},
+        "rollout": {"gen", "sleep_rollout"},
+        "critic": {"values", "update_critic"},
+        "ref": {"ref"},
+        None: {"prompts", "repeat"},
+    }
+    operators = LocalPPOTrainer(overrides=[*settings, *PPO]).pipeline.operators
+    assert {op.name: op.on for op in operators} == {name: on for on, names in expected.items() for name in names}
+
+
 @pytest.mark.slow
 def test_pools_overlap_with_the_numbers_of_one_process_to_the_last_bit(settings):
     expected, one, spans = run(settings)

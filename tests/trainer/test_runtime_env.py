@@ -11,10 +11,19 @@ from verl.single_controller.ray.runtime_env import (
     check_package,
     default_excludes,
     ignore_matcher,
+    package_limit,
     packed_files,
     prepare_runtime_env,
 )
 from verl.utils.subprocess_pool import helper_environment
+
+
+def test_the_limit_is_that_of_ray(monkeypatch):
+    packaging = pytest.importorskip("ray._private.runtime_env.packaging")
+    monkeypatch.delenv("RAY_max_grpc_message_size", raising=False)
+    assert package_limit() == packaging.GRPC_CPP_MAX_MESSAGE_SIZE == 512 * 2**20
+    monkeypatch.setenv("RAY_max_grpc_message_size", "1000")
+    assert package_limit() == 1000
 
 
 def fill(folder: Path, files: dict[str, int]) -> Path:

@@ -230,6 +230,15 @@ def test_a_metric_that_does_not_exist_is_refused_before_training(key, chosen):
     assert trainer.global_step == 0
 
 
+def test_a_metric_of_a_custom_validation_is_suggested(chosen):
+    more = ["trainer.save_best=mine/scor", "trainer.test_freq=1", "trainer.val_before_train=true"]
+    trainer = LocalPPOTrainer(overrides=[*chosen, *more])
+    trainer.validate = lambda: {METRIC: 0.5, "mine/score": 1.0, "other/score": 1.0}
+    with pytest.raises(ValueError, match=r"no metric 'mine/scor': did you mean .?mine/score") as error:
+        trainer.fit()
+    assert "other/score" not in str(error.value)
+
+
 def test_a_metric_that_the_first_validation_does_not_have_loses_no_step(chosen, tmp_path, capsys):
     plain = [*chosen, "trainer.save_best=val/acc", "trainer.test_freq=2", "trainer.total_training_steps=4"]
     assert launch(lambda: scripted(LocalPPOTrainer(overrides=plain), SERIES)) == 1
