@@ -85,6 +85,7 @@ def test_the_limits_hold_after_a_restart(settings):
         trainer_with(settings, 4, 300.0, *more, times=2).fit()
 
 
+@pytest.mark.slow
 def test_an_operator_that_goes_on_after_its_limit_does_not_end_the_watch(settings):
     trainer, slow = trainer_with(settings, 4, 300.0, "trainer.wait_minimum=2", "trainer.total_training_steps=4"), []
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.trainer.conftest import run_settings
 from tests.trainer.test_asynchronous import GRPO, VERSIONS, ThreadCluster
+from tests.trainer.test_operator_watch import wait_until_measured
 from tests.trainer.test_vision_run import letters, settings, vision  # noqa: F401 (a fixture)
 from verl import PPOTrainer, SFTTrainer
 from verl.data import prefetch
@@ -168,6 +169,7 @@ def short_waits(monkeypatch):
 def test_a_read_that_hangs_ends_the_run_with_its_stack(settings_of_text, short_waits, threads, monkeypatch):
     dataset = Counting(hang_at=14)
     trainer = PPOTrainer(settings_of_text | short_waits | {THREADS: threads}, train_dataset=dataset)
+    trainer.on_step.append(lambda report: wait_until_measured(trainer, "prompts"))
     with pytest.raises(OperatorTimeout, match=r"^operator 'prompts' has not ended after 2 s") as error:
         trainer.fit()
     if threads:
