@@ -489,10 +489,8 @@ def make_rollout_engine(
 
 def _register_built_in(name: str, module: str, factory: str) -> None:
     @register_rollout_engine(name)
-    def make(
-        config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
-    ) -> RolloutEngine:
-        return load_object(module, factory)(config, model, env, train_engine)
+    def make(*args: Any, **keys: Any) -> RolloutEngine:
+        return load_object(module, factory)(*args, **keys)
 
 
 _BUILT_IN = {"native": "native.factory", "hf": "hf", "vllm": "vllm.factory", "sglang": "sglang.factory"}

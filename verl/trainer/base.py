@@ -341,8 +341,7 @@ class Trainer(ABC):
         set_rng_state(state[1])
 
     def _run_flow(self) -> StepReport:
-        timings: dict[str, float] = {}
-        seconds, batch = 0.0, HOLD
+        seconds, batch, timings = 0.0, HOLD, dict[str, float]()
         while batch is HOLD:
             if timings:
                 self.interruption.end_unfinished(self.global_step)
