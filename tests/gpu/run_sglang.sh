@@ -1,8 +1,8 @@
 #!/bin/bash
 # `rollout.name=sglang` on one GPU, in bfloat16 and without CUDA graphs, in 4 minutes, 8 at most (kernels are compiled):
-# the contract of rollout engines, two GRPO steps at the shape of Qwen2.5-0.5B with random weights, pushes, and the
-# contract in the second model family with the seeds of SGLang's deterministic mode, two steps that push LoRA adapters
-# only. The parts that say most come first.
+# the contract of rollout engines, two GRPO steps at the shape of Qwen2.5-0.5B with random weights, two steps that push
+# LoRA adapters only, pushes, and the contract in the second model family with the seeds of SGLang's deterministic mode.
+# The parts that say most come first.
 # Results go to $1 (a folder): a log per part, and results.json with versions, GPU and a row per part. $2: attention
 # backend (default: triton, which needs no kernels of SGLang's own).
 #
@@ -36,10 +36,10 @@ steps() { # name, further settings
         trainer.val_before_train=false trainer.save_at_end=false trainer.resume_mode=disable "$@"
 }
 steps steps
-VERL_CONTRACT_KWARGS=$plain part 60 pushes python3 -m pytest $options tests/rollout/test_sglang.py -k "scheduler_did_not_load or two_steps"
-VERL_CONTRACT_KWARGS=$seeded part 60 contract-llama python3 -m pytest $options tests/rollout/test_engine_contract.py -k sglang-llama
 steps adapters actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.actor.optim.lr=1e-3 \
     actor_rollout_ref.rollout.lora_sync=adapters
+VERL_CONTRACT_KWARGS=$plain part 60 pushes python3 -m pytest $options tests/rollout/test_sglang.py -k "scheduler_did_not_load or two_steps"
+VERL_CONTRACT_KWARGS=$seeded part 60 contract-llama python3 -m pytest $options tests/rollout/test_engine_contract.py -k sglang-llama
 
 echo "=== all parts"
 python3 - "$out" "${codes[@]}" <<'END' | tee "$out/results.json"

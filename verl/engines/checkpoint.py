@@ -255,14 +255,17 @@ def largest_plausible(name: str) -> float:
 
 
 def are_broken(tensors: Mapping[str, torch.Tensor]) -> list[bool]:
-    """Whether each tensor contains NaN or a magnitude beyond `largest_plausible`; one synchronization if none does."""
+    """Whether each tensor contains NaN or a magnitude beyond `largest_plausible`; one synchronization if none is
+    above 1e6."""
     values = [t if t.numel() else t.new_zeros(1) for t in tensors.values()]
-    limits = [largest_plausible(name) for name in tensors]
     # No value is above the Euclidean norm, which is computed faster than the largest magnitude. It can overflow.
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(values)]).tolist()
+    norms = torch.stack([n if n.dtype == torch.float32 else n.float() for n in torch._foreach_norm(values)])
+    if bool((norms <= LARGEST_WEIGHT).all()):  # the smaller limit
+        return [False] * len(values)
+    limits = [largest_plausible(name) for name in tensors]
     return [
         not norm <= limit and not value.abs().max().item() <= limit
-        for norm, limit, value in zip(norms, limits, values, strict=True)
+        for norm, limit, value in zip(norms.tolist(), limits, values, strict=True)
     ]
 
 

@@ -48,8 +48,11 @@ class TensorSums:
         sums: a result of `sums_of` per group of tensors, after `finish`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until_finish: bool = False) -> None:
+        """until_finish: added tensors keep their values until `finish`, which copies them all at once."""
         self.sums: list[torch.Tensor] = []
+        self._until_finish = until_finish
+        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and sources
         self._groups: list[list[tuple[str, int, int]]] = []  # of each: name, rows, bytes
         self._current: list[tuple[str, int, int]] = []  # of the group in the buffer
         self._buffer: torch.Tensor | None = None
@@ -57,10 +60,12 @@ class TensorSums:
         self._used = 0  # rows
 
     def add(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
-        """Add a tensor, cast to the dtype and on the device of another one. Its memory may be used again afterwards."""
+        """Add a tensor, cast to the dtype and on the device of another one. Unless it keeps its values until `finish`,
+        its memory may be used again afterwards."""
         dtype, device = like.dtype, like.device
         group, large = _GROUPS.get(device.type, _GROUPS["cuda"])
-        tensor, count = tensor.detach(), tensor.numel() * dtype.itemsize
+        tensor, elements = tensor.detach(), tensor.numel()
+        count = elements * dtype.itemsize
         rows = -(-count // ROW_BYTES)
         if count >= large:
             self.finish()
@@ -74,13 +79,21 @@ class TensorSums:
         if dtype not in self._views:
             self._views[dtype] = self._buffer.view(dtype)
         start = self._used * ROW_BYTES // dtype.itemsize
-        self._views[dtype][start : start + tensor.numel()].copy_(tensor.reshape(-1))
+        target, source = self._views[dtype][start : start + elements], tensor.reshape(-1)
+        if self._until_finish:
+            self._copies[0].append(target)
+            self._copies[1].append(source)
+        else:
+            target.copy_(source)
         self._used += rows
         self._current.append((name, rows, count))
 
     def finish(self) -> None:
         """Compute the sums of the tensors in the buffer."""
         if self._current:
+            if self._until_finish:
+                torch._foreach_copy_(*self._copies)
+                self._copies = [], []
             content = self._buffer[: self._used * ROW_BYTES]
             self.sums.append(sums_of(content))
             content.zero_()  # padding

@@ -71,7 +71,7 @@ class Loading:
         if not self._names:
             return
         self._expected.finish()
-        found = TensorSums()
+        found = TensorSums(until_finish=True)
         for name in self._names:
             if (tensor := self._stored(name)) is not None:
                 found.add(name, tensor, like=tensor)
