@@ -1,5 +1,6 @@
 """Operators of the controller that hang are ended, with their line."""
 
+import signal
 import time
 
 import pytest
@@ -74,6 +75,20 @@ def test_an_operator_that_hangs_is_named(settings):
     assert "--- thread MainThread" in str(error.value)
 
 
+def test_a_signal_that_did_not_interrupt_the_system_call_is_sent_again(settings, monkeypatch):
+    kill, calls = signal.pthread_kill, []
+
+    def lose_the_first(thread: int, number: int) -> None:
+        calls.append(number)
+        if len(calls) > 1:
+            kill(thread, number)
+
+    monkeypatch.setattr(signal, "pthread_kill", lose_the_first)
+    with pytest.raises(OperatorTimeout, match="operator 'check' has not ended after 3 s"):
+        trainer_with(settings, 4, 300.0, "trainer.wait_minimum=3").fit()
+    assert len(calls) >= 2
+
+
 def test_it_is_restarted_like_a_lost_worker(settings):
     more = ["trainer.wait_minimum=3", "trainer.max_restarts=1", "trainer.save_freq=1"]
     assert trainer_with(settings, 4, 300.0, *more).fit()["training/restarts"] == 1
@@ -85,7 +100,6 @@ def test_the_limits_hold_after_a_restart(settings):
         trainer_with(settings, 4, 300.0, *more, times=2).fit()
 
 
-@pytest.mark.slow
 def test_an_operator_that_goes_on_after_its_limit_does_not_end_the_watch(settings):
     trainer, slow = trainer_with(settings, 4, 300.0, "trainer.wait_minimum=2", "trainer.total_training_steps=4"), []
 

@@ -61,6 +61,7 @@ class OperatorWatch:
         self._ended = threading.Event()
         self._message = ""
         self._late: tuple[str, float] = ("", 0.0)  # the operator that was ended last, and its start
+        self._signal_handled = True  # by the flow thread
         self._handler: Any = None
 
     def __enter__(self) -> "OperatorWatch":
@@ -93,7 +94,11 @@ class OperatorWatch:
                         ahead = self._trainer.source.seconds_ahead if name == source else 0.0
                         self._durations.record(name, max(end - start, ahead))
             for name, start in self._trainer.running_operators().items():
-                if name in self._trainer.unwatched or (name, start) == self._late:
+                if name in self._trainer.unwatched:
+                    continue
+                if (name, start) == self._late:
+                    if not self._signal_handled:  # it arrived just before a system call, which it does not interrupt
+                        signal.pthread_kill(self._flow_thread.ident, _SIGNAL)
                     continue
                 limit = self._durations.limit(name)
                 if time.perf_counter() - start > limit.seconds + _MARGIN_SECONDS:
@@ -107,6 +112,7 @@ class OperatorWatch:
         self._message = f"operator {name!r} has not ended after {limit}: it is in {where}; stacks of all threads:"
         self._message += f"\n{thread_stacks()}"
         if self._flow_thread is threading.main_thread():
+            self._signal_handled = False
             signal.pthread_kill(self._flow_thread.ident, _SIGNAL)
         else:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -114,6 +120,7 @@ class OperatorWatch:
             )
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
+        handled, self._signal_handled = self._signal_handled, True
         name, start = self._late
-        if self._trainer.running_operators().get(name) == start:  # it has not ended at this moment
+        if not handled and self._trainer.running_operators().get(name) == start:  # it has not ended at this moment
             raise _Interrupt
