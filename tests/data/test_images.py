@@ -224,7 +224,8 @@ def test_a_damaged_or_unusable_store_of_downloads_is_not_used(tmp_path, monkeypa
 def test_two_threads_may_download_the_same_url(tmp_path, monkeypatch, caplog):
     """Both have written their file before one of them is renamed."""
     monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", lambda url, timeout: io.BytesIO(written(plain())))
+    image = written(plain())
+    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", lambda url, timeout: io.BytesIO(image))
     both, write = threading.Barrier(2), Path.write_bytes
 
     def write_together(path: Path, data: bytes) -> None:

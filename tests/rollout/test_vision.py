@@ -1,6 +1,7 @@
 """Rollout of vision-language models: the log-probs of the responses are those of training."""
 
 import asyncio
+import dataclasses
 from importlib.util import find_spec
 from typing import Any
 
@@ -180,6 +181,20 @@ def test_rows_with_images_continue_a_trajectory():
     assert media_of(columns, [7]) == {**columns, "raw_prompt_ids": [1, 2, 7]}
     assert media_of({"multi_modal_inputs": None, "multi_modal_data": None, "raw_prompt_ids": [1]}) == {}
     assert media_of({}) == {}
+
+
+@pytest.mark.parametrize(("name", "family"), [(e, f) for e in ("hf", "native") for f in FAMILIES])
+def test_placeholder_tokens_of_earlier_turns_are_text(name, family, trainers):
+    """A policy may sample an image token; in the next turn, it follows the prompt."""
+    engine = trainers(family)
+    rollout, turn = make_rollout(name, engine), [70, engine.module.config.image_token_id, 71]
+    first = requests(family)
+    later = [dataclasses.replace(r, prompt_ids=r.prompt_ids + turn, continued=len(turn)) for r in first]
+    answers = rollout.generate(later)
+    whole = [dataclasses.replace(a, token_ids=turn + a.token_ids) for a in answers]
+    expected = trained_log_probs(engine, first, whole)[:, len(turn) :]
+    for row, answer in enumerate(answers):
+        assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from torch import nn
 
 from verl.modeling.positions import multimodal_positions
 from verl.modeling.vision import BIDIRECTIONAL, INDEX, Media, VisionForward, insert_features, is_vision_config
+from verl.rollout.base import Request
 from verl.rollout.native.decoder import RopeTable
 
 
@@ -23,10 +24,12 @@ class PromptImages:
     Attributes:
         inputs: tensors of the model's processor.
         positions: (C, L) of the prompt, on one axis or three.
+        continued: tokens at the end of the prompt that are earlier turns: text.
     """
 
     inputs: Mapping[str, Any]
     positions: torch.Tensor
+    continued: int = 0
 
     @property
     def offset(self) -> int:
@@ -73,13 +76,15 @@ class NativeVision:
         self.forward = VisionForward(module)
         self._known: dict[tuple, PromptImages] = {}  # of the prompts so far; samples of a prompt share one
 
-    def images_of(self, prompt: Sequence[int], inputs: Mapping[str, Any] | None) -> PromptImages | None:
+    def images_of(self, prompt: Sequence[int], request: Request) -> PromptImages | None:
         """The images of a request; None without. Raises ValueError if they do not match the placeholders."""
+        inputs, continued = request.multi_modal_inputs, request.continued
         if not inputs:
             return None
-        key = (tuple(prompt), id(inputs))
+        key = (tuple(prompt), id(inputs), continued)
         if key not in self._known:
-            self._known[key] = PromptImages(inputs, multimodal_positions(self.config, torch.tensor(prompt), inputs))
+            positions = multimodal_positions(self.config, torch.tensor(prompt), inputs, continued)
+            self._known[key] = PromptImages(inputs, positions, continued)
         return self._known[key]
 
     def prefill(
@@ -97,8 +102,9 @@ class NativeVision:
         count, width = len(prompts), len(embeds) // len(prompts)
         media = Media(self.config, [None if found is None else found.inputs for found in images])
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        rows = {
-            "input_ids": torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts]),
+        shown = [prompt[: len(prompt) - (found.continued if found else 0)] for prompt, found in zip(prompts, images)]
+        rows = {  # without the tokens of earlier turns, among which a placeholder token is text
+            "input_ids": torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in shown]),
             "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
             "responses": torch.zeros(count, 0, dtype=torch.long),
             INDEX: media.index,
