@@ -258,7 +258,7 @@ class MediaReader:
             return None
         found = self.process(example)
         special = {self.tokenizer.convert_tokens_to_ids(token) for kind in _KINDS if (token := self._token(kind))}
-        expected, count = (sum(token in special for token in part) for part in (ids, found.prompt_ids))
+        expected, count = (sum(token in special for token in tokens) for tokens in (ids, found.prompt_ids))
         if count != expected:
             raise MediaError(
                 f"{example.where}: expected {expected:,} image and video tokens, found {count:,}: the files of the "

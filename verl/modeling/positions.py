@@ -59,14 +59,14 @@ def multimodal_positions(
     axes = position_axes(config)
     if axes == 1 or not inputs:
         return torch.arange(input_ids.numel()).expand(axes, -1)
-    parts: list[torch.Tensor] = []
+    segments: list[torch.Tensor] = []
     start = begin = 0  # the next position, and the token that has it
     for _, index, grid in placeholder_runs(config, input_ids[: input_ids.numel() - continued].tolist(), inputs):
-        parts.append((torch.arange(index - begin) + start).expand(3, -1))
-        parts.append(grid + start + index - begin)
-        start, begin = int(parts[-1].max()) + 1, index + grid.shape[1]
-    parts.append((torch.arange(input_ids.numel() - begin) + start).expand(3, -1))
-    return torch.cat(parts, 1)
+        segments.append((torch.arange(index - begin) + start).expand(3, -1))
+        segments.append(grid + start + index - begin)
+        start, begin = int(segments[-1].max()) + 1, index + grid.shape[1]
+    segments.append((torch.arange(input_ids.numel() - begin) + start).expand(3, -1))
+    return torch.cat(segments, 1)
 
 
 def placeholder_runs(

@@ -1,6 +1,6 @@
 """Images and videos of a prompt for SGLang.
 
-SGLang's own processors would make tensors, tokens and positions from pictures and text again. Instead it gets those
+SGLang's own processors would make tensors, tokens and positions from images and text again. Instead it gets those
 that training computes with: the tensors of the model's processor, the tokens of the prompt, and its positions. So both
 see the same pixels, whatever the settings of the processor.
 """
@@ -164,7 +164,7 @@ def _digest(pixels: torch.Tensor, grid: torch.Tensor) -> int:
 
 
 def take_processed(engine: Any, config: Any) -> None:
-    """Let an `sglang.Engine` take `PromptMedia` as image_data, instead of pictures that it would process itself.
+    """Let an `sglang.Engine` take `PromptMedia` as image_data, instead of images that it would process itself.
 
     config: HuggingFace config of the model.
     """
