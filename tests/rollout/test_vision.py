@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 from importlib.util import find_spec
 from typing import Any
 
@@ -140,6 +142,19 @@ def test_images_are_computed_once_for_all_samples_and_batches_admit_rows(family,
 
 async def _concurrently(rollout: Any, every: list[Request]) -> list[Any]:
     return await asyncio.gather(*(rollout.generate_one(request) for request in every))
+
+
+def test_images_of_responses_that_have_ended_are_not_kept(trainers):
+    """A continuous batch may run as long as the training: pixels of its prompts would add up."""
+    rollout, ids, given = make_rollout("native", trainers("qwen2_vl")), *prompts("qwen2_vl")[0]
+    pixels = given["pixel_values"].clone()
+    kept = weakref.ref(pixels)
+    request = Request(ids, SamplingParams(2, (0,)), 0, multi_modal_inputs={**given, "pixel_values": pixels})
+    del pixels
+    assert rollout.generate([request]) and kept() is not None
+    del request
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("copies", [1, 2])  # a column per frequency, or one for each of its two coordinates

@@ -7,6 +7,7 @@ position are equal, so a decode step is that of text, with positions shifted by 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -74,7 +75,8 @@ class NativeVision:
     def __init__(self, module: nn.Module, dtype: torch.dtype):
         self.config, self.dtype = module.config, dtype
         self.forward = VisionForward(module)
-        self._known: dict[tuple, PromptImages] = {}  # of the prompts so far; samples of a prompt share one
+        # samples of a prompt share one; those of responses that have ended are dropped, also in a batch without an end
+        self._known: WeakValueDictionary[tuple, PromptImages] = WeakValueDictionary()
 
     def images_of(self, prompt: Sequence[int], request: Request) -> PromptImages | None:
         """The images of a request; None without. Raises ValueError if they do not match the placeholders."""
@@ -82,10 +84,11 @@ class NativeVision:
         if not inputs:
             return None
         key = (tuple(prompt), id(inputs), continued)
-        if key not in self._known:
+        found = self._known.get(key)
+        if found is None:
             positions = multimodal_positions(self.config, torch.tensor(prompt), inputs, continued)
-            self._known[key] = PromptImages(inputs, positions, continued)
-        return self._known[key]
+            found = self._known[key] = PromptImages(inputs, positions, continued)
+        return found
 
     def prefill(
         self, embeds: torch.Tensor, prompts: Sequence[list[int]], images: Sequence[PromptImages | None]
