@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 SOURCE = "count_shapes"
-QUESTION = "<image>How many shapes?"
+PROMPT = "<image>How many shapes?"
 CONTROLS = ("none", "shuffled", "blank")
 CELLS = 4  # along each side
 CELL = 8  # pixels
@@ -66,7 +66,7 @@ def make_rows(count: int, most: int, seed: str, control: str = "none") -> list[d
     return [
         {
             "data_source": SOURCE,
-            "prompt": [{"role": "user", "content": QUESTION}],
+            "prompt": [{"role": "user", "content": PROMPT}],
             "images": [{"bytes": image, "path": f"{index}.png"}],
             "response": str(answer),
             "reward_model": {"style": "rule", "ground_truth": str(answer)},

@@ -5,7 +5,7 @@
 #   CONTROL=shuffled bash examples/grpo_trainer/run_tiny_vl_local.sh      # every prompt gets the image of another
 #   CONTROL=blank bash examples/grpo_trainer/run_tiny_vl_local.sh         # every image is white
 #
-# SFT_STEPS steps of SFT teach the form of an answer and a little counting; GRPO then learns from the reward alone. The
+# SFT_STEPS steps of SFT teach the form of a response and a little counting; GRPO then learns from the reward alone. The
 # last lines are the test accuracy before and after. In a control, the images of GRPO have no information, so the
 # accuracy goes to that of guessing, 1/4. The keys at the end of the line are those of GRPO.
 set -euo pipefail

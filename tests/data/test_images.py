@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +51,7 @@ def bomb() -> bytes:
         "data:image/png;base64," + base64.b64encode(written(plain())).decode(),
         base64.b64encode(written(plain())).decode(),
         plain(),
+        "DATA:image/png;base64," + base64.b64encode(written(plain())).decode().replace("=", "%3D"),
         np.asarray(plain()),
         bytearray(written(plain())),
     ],
@@ -90,6 +92,12 @@ BAD = {
     "base64": ("data:image/png;base64,@@", "expected base64 text"),
     "no source": ({"width": 3}, "expected bytes, a path, .*found a dict with the keys width"),
     "number": (7, "expected bytes, a path, .*found 7"),
+    "text that is not ASCII": ("data:image/png;base64,\xe9", "expected base64 text, found '\xe9'"),
+    "unknown user": ("~no-such-user/a.png", "expected a file .*found Could not determine home directory"),
+    "null character": ("a\0.png", r"expected a file 'a\\x00.png' .*found embedded null byte"),
+    "channels first": (np.zeros((3, 8, 8), np.uint8), r"found an array of shape \(3, 8, 8\) and dtype uint8"),
+    "floats": (np.zeros((8, 8, 3)), r"found an array of shape \(8, 8, 3\) and dtype float64"),
+    "program": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n", "found EPS: convert the"),
     "32 bits": (Image.new("F", (8, 8)), r"expected 8 or 16 bits per channel, found 32 \(mode F\)"),
 }
 
@@ -106,6 +114,16 @@ def test_a_bad_image_is_one_error_with_row_and_fix(name, tmp_path):
 def test_the_header_is_enough_to_find_it(name, tmp_path):
     with pytest.raises(MediaError, match=BAD[name][1]):
         RowImage(BAD[name][0], "row 3", tmp_path).size()
+
+
+def test_a_path_that_is_no_file_says_what_it_is(tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    kinds = {"folder": "a folder", "loop": "Too many levels of symbolic links", "pipe": "a device, pipe or socket"}
+    for name, kind in kinds.items():
+        with pytest.raises(MediaError, match=f"expected a file '{name}.png' .*, found {kind}"):
+            RowImage(f"{name}.png", "row 3", tmp_path).size()
 
 
 def test_damaged_exif_data_are_an_error_with_the_row():
@@ -145,10 +163,11 @@ def test_the_exif_orientation_is_applied():
     image.paste(RED, (0, 0, 6, 8))  # left half
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise: left becomes top
-    source = RowImage(written(image, "PNG", exif=exif), "x")
-    found = source.decode()
-    assert source.size() == found.size == (8, 12)
-    assert found.getpixel((4, 1)) == RED and found.getpixel((4, 10)) == (0, 0, 255)
+    for kind in ("PNG", "TIFF"):  # Pillow rotates TIFF files itself
+        source = RowImage(written(image, kind, exif=exif), "x")
+        found = source.decode()
+        assert source.size() == found.size == (8, 12)
+        assert found.getpixel((4, 1)) == RED and found.getpixel((4, 10)) == (0, 0, 255)
 
 
 def test_limits_of_pixels():
@@ -167,7 +186,7 @@ def test_a_url_is_downloaded_once_if_allowed(tmp_path, monkeypatch):
         asked.append(url)
         return io.BytesIO(written(plain()))
 
-    monkeypatch.setattr("verl.data.images.urllib.request.urlopen", urlopen)
+    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", urlopen)
     for _ in range(2):
         assert RowImage("https://a.example/b.png", "x", limits=ImageLimits(allow_urls=True)).size() == (12, 8)
     assert asked == ["https://a.example/b.png"]
@@ -175,8 +194,8 @@ def test_a_url_is_downloaded_once_if_allowed(tmp_path, monkeypatch):
     def down(url, timeout):
         raise OSError("no route")
 
-    monkeypatch.setattr("verl.data.images.urllib.request.urlopen", down)
-    with pytest.raises(MediaError, match=r"expected an image at https://a.example/c.png, found OSError: no route"):
+    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", down)
+    with pytest.raises(MediaError, match=r"expected a file at https://a.example/c.png, found OSError: no route"):
         RowImage("https://a.example/c.png", "x", limits=ImageLimits(allow_urls=True)).size()
 
 
@@ -191,7 +210,7 @@ def test_a_damaged_or_unusable_store_of_downloads_is_not_used(tmp_path, monkeypa
     def size() -> tuple[int, int]:
         return RowImage("https://a.example/b.png", "x", limits=ImageLimits(allow_urls=True)).size()
 
-    monkeypatch.setattr("verl.data.images.urllib.request.urlopen", urlopen)
+    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", urlopen)
     assert size() == size() == (12, 8) and len(asked) == 1
     (stored,) = (tmp_path / "cache" / "images").iterdir()
     stored.write_bytes(stored.read_bytes()[:-20])
@@ -205,7 +224,8 @@ def test_a_damaged_or_unusable_store_of_downloads_is_not_used(tmp_path, monkeypa
 def test_two_threads_may_download_the_same_url(tmp_path, monkeypatch, caplog):
     """Both have written their file before one of them is renamed."""
     monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("verl.data.images.urllib.request.urlopen", lambda url, timeout: io.BytesIO(written(plain())))
+    image = written(plain())
+    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", lambda url, timeout: io.BytesIO(image))
     both, write = threading.Barrier(2), Path.write_bytes
 
     def write_together(path: Path, data: bytes) -> None:

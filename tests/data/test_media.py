@@ -185,7 +185,9 @@ def test_columns_and_limits_can_be_set(models):
         (row(images=[]), "expected one entry in the column 'images' for each <image> of the prompt, found 1"),
         (row(images=[b""]), "row 1 .*, image 0: .*found 0 bytes"),
         (row(images=["no.png"]), r"row 1 .*, image 0 \(no.png\): expected a file"),
-        (row("<image><|image_pad|>"), "expected 1 placeholders .* found 2: the text must not contain"),
+        (row("<image><|image_pad|>"), r"expected text without <\|image_pad\|>, .*found '<image><\|image_pad\|>'"),
+        ({"prompt": "a <|video_pad|>", "answer": "3"}, r"row 1 .*expected text without <\|video_pad\|>"),
+        (row([{"role": "user", "content": [{"type": "text", "text": "<|image_pad|>"}]}], images=[]), "expected text"),
         (
             row(images=[png(Image.new("RGB", (5000, 8)))]),
             "row 1 .*, image 0: the model's processor rejects it: .*ratio",

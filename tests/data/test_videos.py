@@ -3,6 +3,7 @@
 Tests of the processor need torchvision, those of video files PyAV.
 """
 
+import base64
 import io
 import sys
 from importlib.util import find_spec
@@ -68,7 +69,11 @@ def test_a_video_is_frames_or_an_animation(tmp_path):
     assert found.frames.shape == (6, 8, 12, 3) and found.frames[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert found.fps == 2 and found.indices == list(range(6))
     assert Video({"video": frames, "fps": 4}, "x").decode().fps == 4
-    for source in (animated(), "a.gif", {"bytes": animated()}, {"path": "a.gif"}, animated("PNG"), animated("WEBP")):
+    listed = Video(np.array([written(frame) for frame in frames], dtype=object), "x").decode()  # as pandas has it
+    assert np.array_equal(listed.frames, found.frames)
+    uri = "data:image/gif;base64," + base64.b64encode(animated()).decode()
+    kinds = (animated("PNG"), animated("WEBP"), uri)
+    for source in (animated(), "a.gif", {"bytes": animated()}, {"path": "a.gif"}, *kinds):
         found = Video(source, "x", tmp_path).decode()
         assert found.frames.shape == (5, 8, 12, 3) and found.fps == 10
         assert found.frames[:, 0, 0, 0].tolist() == [0, 40, 80, 120, 160]
@@ -111,9 +116,11 @@ def truncated_gif() -> bytes:
         ([plain(), b""], "row 3, frame 1: .*found 0 bytes"),
         ("no.mp4", "expected a file 'no.mp4'.*no such file"),
         (b"", "expected a video, found 0 bytes"),
-        ("https://a.example/b.mp4", "found the URL .*download the video"),
+        ("https://a.example/b.mp4", "found the URL .*data.allow_image_urls=true"),
         (b"\0\0\0 ftypisom", "video files need PyAV: pip install av"),
         (7, "expected a list of frames, bytes, a path"),
+        ({"clip": "a.mp4"}, "found a dict with the keys clip"),
+        ("\u00e9" * 300, "found File name too long"),
         (truncated_gif(), "row 3: expected a complete video, found a damaged file"),
         (written(Image.new("1", (20_000, 20_000)), "GIF"), "expected at most 89,478,485 pixels|damaged file"),
         ({"video": [plain()], "fps": 0}, "expected fps, frames per second, above 0, found 0"),

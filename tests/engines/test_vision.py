@@ -214,12 +214,22 @@ def test_wrong_images_are_refused(path, family, tmp_path):
         engine_of(path, kernels="batch_invariant")
 
 
-def test_a_sampled_image_token_is_refused_where_the_model_places_images(tmp_path):
+def test_a_placeholder_token_outside_an_image_is_text(tmp_path):
+    """If an image token has the embedding of another token, a text with it has the log-probs of one with the other."""
     engine = make_engine(save_vl_model("gemma3", tmp_path))
-    batch = make_batch("gemma3", engine.module.config)
-    batch.batch["responses"][0, 0] = engine.module.config.image_token_id
-    with pytest.raises(ValueError, match="a response contains the image token"):
-        engine.infer(batch, ("log_probs",), MicroBatching())
+    token, other = engine.module.config.image_token_id, 70
+    with torch.no_grad():
+        for layer in {engine.module.get_input_embeddings(), engine.module.get_output_embeddings()}:
+            layer.weight[token] = layer.weight[other]
+    found = []
+    for used in (token, other):
+        batch = make_batch("gemma3", engine.module.config)
+        prompts, without = batch.batch["prompts"], [i is None for i in batch.non_tensor_batch["multi_modal_inputs"]]
+        batch.batch["responses"][:, 1] = used  # sampled
+        prompts[without.index(True), -1] = used  # in a prompt without images
+        batch.batch["input_ids"] = torch.cat([prompts, batch.batch["responses"]], 1)
+        found.append(engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"])
+    assert torch.allclose(*found, atol=1e-6) and found[0].abs().sum() > 0
 
 
 def _gradients_on_rank(path: str, family: str, images: bool, micro: MicroBatching, **keys: Any) -> dict[str, Any]:

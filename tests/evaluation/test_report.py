@@ -24,3 +24,14 @@ def test_each_row_of_the_tables_has_its_data_source(tmp_path, capsys):
     # twice accuracy, pass@1, 2 and 3, and failures; and five rows of the comparison
     assert {name: len(found) for name, found in of_source.items()} == {"x": 15, "y": 15, "all": 15}
     assert [words[1:] for words in of_source["y"] if "failed" in words] == 2 * [["failed", "to", "score", "2"]]
+
+
+def test_a_registered_reward_function_scores_a_data_source_without_a_rule(tmp_path, capsys):
+    rows = [{"prompt": "q", "data_source": "shapes", "answer": "3", "responses": ["3", "4", "3", "5"]}]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([f"data.path={path}", "reward_function=accuracy_reward"]) == 0
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
+    assert line == ["shapes", "1", "4", "accuracy", "0.5000"]
+    assert main([f"data.path={path}"]) == 1
+    assert "no reward rule for data_source 'shapes'" in capsys.readouterr().err

@@ -67,10 +67,20 @@ def test_placeholders_that_do_not_match_the_grids():
     one = {"image_grid_thw": torch.tensor([[1, 4, 4]])}
     with pytest.raises(ValueError, match=r"expected 4 image tokens at token 1 of the prompt.*found 3"):
         multimodal_positions(config, torch.tensor([1, image, image, image, 2]), one)
-    with pytest.raises(ValueError, match="expected 0 image tokens at token 0"):
-        multimodal_positions(config, torch.tensor([image]), None)
+    with pytest.raises(ValueError, match="expected 0 image tokens at token 5"):
+        multimodal_positions(config, torch.tensor([1, *[image] * 4, image]), one)
     with pytest.raises(ValueError, match="placeholder tokens for every image"):
         multimodal_positions(config, torch.tensor([1, 2]), one)
+
+
+def test_placeholder_tokens_that_are_text():
+    config = make_config("qwen2_5_vl")
+    image, one = config.image_token_id, {"image_grid_thw": torch.tensor([[1, 4, 4]])}
+    text = multimodal_positions(config, torch.tensor([image, 1]), None)
+    assert text.tolist() == [[0, 1]] * 3
+    # an image of 2 x 2 tokens, and a turn of three tokens
+    turns = multimodal_positions(config, torch.tensor([1, *[image] * 4, 2, image, 3]), one, continued=3)
+    assert turns.tolist() == [[0, 1, 1, 1, 1, 3, 4, 5], [0, 1, 1, 2, 2, 3, 4, 5], [0, 1, 2, 1, 2, 3, 4, 5]]
 
 
 def test_unknown_rule_of_positions():

@@ -34,7 +34,7 @@ def test_segments_keep_author_mask_and_log_probs():
     trajectory.add_tokens([9, 9, 9], author="calculator")
     second = trajectory.next_request()
     assert second.prompt_ids == [0, 1, 5, 6, 9, 9, 9] and second.params.max_tokens == 3
-    assert second.sample_id != 17 and second.request_id == "17:1"
+    assert second.sample_id != 17 and second.request_id == "17:1" and second.continued == 5
     trajectory.add_completion(Completion([7, 8, 7], [-1.0, -2.0, -3.0], "length", [(0, 3), (1, 4)]))
     assert trajectory.next_request() is None
     assert trajectory.token_ids == [5, 6, 9, 9, 9, 7, 8, 7] and len(trajectory) == 8

@@ -379,6 +379,13 @@ def test_a_loop_of_public_verl(tmp_path, tokenizer):
     assert trajectory.facts == {"num_turns": 4}
 
 
+def test_a_loop_of_public_verl_refuses_images_that_it_would_not_send(tokenizer):
+    prompt = Prompt([5], SamplingParams(20, (7,)), 0, {"multi_modal_inputs": {"pixel_values": 1}})
+    server = ServerManager(prompt, Policy(tokenizer, "a"), tokenizer)
+    with pytest.raises(ValueError, match=r"expected prompts without images, found images: .*tool_agent"):
+        asyncio.run(server.generate("r", prompt_ids=[5], sampling_params={}))
+
+
 def test_sampling_of_the_run_is_kept_in_a_loop_of_public_verl(tokenizer, caplog):
     base._noted.clear()
     policy = Policy(tokenizer, "a", "b")

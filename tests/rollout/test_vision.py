@@ -1,6 +1,9 @@
 """Rollout of vision-language models: the log-probs of the responses are those of training."""
 
 import asyncio
+import dataclasses
+import gc
+import weakref
 from importlib.util import find_spec
 from typing import Any
 
@@ -141,6 +144,19 @@ async def _concurrently(rollout: Any, every: list[Request]) -> list[Any]:
     return await asyncio.gather(*(rollout.generate_one(request) for request in every))
 
 
+def test_images_of_responses_that_have_ended_are_not_kept(trainers):
+    """A continuous batch may run as long as the training: pixels of its prompts would add up."""
+    rollout, ids, given = make_rollout("native", trainers("qwen2_vl")), *prompts("qwen2_vl")[0]
+    pixels = given["pixel_values"].clone()
+    kept = weakref.ref(pixels)
+    request = Request(ids, SamplingParams(2, (0,)), 0, multi_modal_inputs={**given, "pixel_values": pixels})
+    del pixels
+    assert rollout.generate([request]) and kept() is not None
+    del request
+    gc.collect()
+    assert kept() is None
+
+
 @pytest.mark.parametrize("copies", [1, 2])  # a column per frequency, or one for each of its two coordinates
 def test_the_rotary_row_of_a_token_has_a_position_per_frequency(copies):
     positions = torch.tensor([[0, 1, 2, 5], [0, 1, 3, 5], [0, 1, 4, 6]])  # time, height and width of 4 tokens
@@ -180,6 +196,20 @@ def test_rows_with_images_continue_a_trajectory():
     assert media_of(columns, [7]) == {**columns, "raw_prompt_ids": [1, 2, 7]}
     assert media_of({"multi_modal_inputs": None, "multi_modal_data": None, "raw_prompt_ids": [1]}) == {}
     assert media_of({}) == {}
+
+
+@pytest.mark.parametrize(("name", "family"), [(e, f) for e in ("hf", "native") for f in FAMILIES])
+def test_placeholder_tokens_of_earlier_turns_are_text(name, family, trainers):
+    """A policy may sample an image token; in the next turn, it follows the prompt."""
+    engine = trainers(family)
+    rollout, turn = make_rollout(name, engine), [70, engine.module.config.image_token_id, 71]
+    first = requests(family)
+    later = [dataclasses.replace(r, prompt_ids=r.prompt_ids + turn, continued=len(turn)) for r in first]
+    answers = rollout.generate(later)
+    whole = [dataclasses.replace(a, token_ids=turn + a.token_ids) for a in answers]
+    expected = trained_log_probs(engine, first, whole)[:, len(turn) :]
+    for row, answer in enumerate(answers):
+        assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
 
 
 @pytest.mark.gpu

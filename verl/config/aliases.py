@@ -342,4 +342,10 @@ SFT = Aliases(
 OFFLINE = Aliases(deprecated={"model.external_lib": "imports"})
 
 #: evaluation accepts the old name of the reward function without a warning
-EVAL = Aliases(short={"custom_reward_function.*": "reward.custom_reward_function.*"}, deprecated=OFFLINE.deprecated)
+EVAL = Aliases(
+    short={
+        "custom_reward_function.*": "reward.custom_reward_function.*",
+        "reward_function": "reward.reward_function",
+    },
+    deprecated=OFFLINE.deprecated,
+)

@@ -5,47 +5,37 @@ data URI, base64 text, a uint8 array (height, width, channels) or a PIL image. A
 `data.allow_image_urls` is set.
 """
 
-import base64
-import binascii
-import hashlib
 import io
-import logging
 import math
-import os
 import re
 import threading
-import urllib.request
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.utils.disk import cache_folder
+from verl.data.media_source import MediaError, bytes_of_text, shown
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-logger = logging.getLogger(__name__)
-
+PROGRAMS = ("EPS", "WMF")
+"""Formats that Pillow does not decode itself: it runs Ghostscript, or calls Windows."""
 MOST_PIXELS = 89_478_485
 """Images with more pixels are refused before they are decoded; the limit of Pillow."""
 LEAST_SIDE = 4
 """Images with a shorter side are refused: an array (1, 1, 3) has no unique order of height, width and channels."""
 
-_SOURCES = "bytes, a path, a PIL image, a uint8 array, or a dict with 'bytes', 'path' or 'image'"
+_SOURCES = (
+    "bytes, a path, a PIL image, a uint8 array (height, width[, channels]), or a dict with 'bytes', 'path' or 'image'"
+)
+_CHANNELS = ((), (1,), (2,), (3,), (4,))
 _ROTATED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
-_BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
-_LARGEST_DOWNLOAD = 100 << 20
-_TIMEOUT = 20.0  # seconds
 _LOADING = threading.Lock()
-
-
-class MediaError(ValueError):
-    """An image or video that cannot be used. The message names file, row, what was expected and found."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +84,8 @@ class RowImage:
         image = self._open()
         try:
             with self._alone():
+                if image.format == "TIFF":  # loading it rotates it; of some releases, its size is that of then
+                    image.load()
                 rotated = image.getexif().get(0x0112) in _ROTATED
         except Exception as error:  # Pillow raises errors of many types for damaged files
             raise self._damaged(error) from error
@@ -125,6 +117,8 @@ class RowImage:
         found = self._found(self._source)
         if isinstance(found, bytes):
             found = self._parsed(found)
+        if found.format in PROGRAMS:
+            raise self._error(f"expected an image (PNG, JPEG, WebP, ...), found {found.format}: convert the file")
         width, height = found.size
         if width * height > MOST_PIXELS:
             raise self._error(
@@ -136,7 +130,11 @@ class RowImage:
                 f"expected at least {LEAST_SIDE} pixels on each side, found {width} x {height}: replace the image or "
                 "remove the row"
             )
-        frames = getattr(found, "n_frames", 1)  # only the formats with several frames have it
+        try:
+            with self._alone():
+                frames = getattr(found, "n_frames", 1)  # only the formats with several frames have it
+        except Exception as error:  # as above
+            raise self._damaged(error) from error
         if frames > 1 and found.format != "MPO":  # MPO: a photo with a preview, the photo first
             raise self._error(
                 f"expected one frame, found an animation ({found.format}) of {frames} frames: save the frame to use, "
@@ -180,64 +178,15 @@ class RowImage:
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source)
         if isinstance(source, str | Path):
-            return self._from_text(str(source))
-        if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.ndim in (2, 3):
-            return Image.fromarray(source)
+            return bytes_of_text(str(source), self._folder, self._limits.allow_urls, self._error)
+        if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.shape[2:] in _CHANNELS:
+            return Image.fromarray(source.squeeze(-1) if source.shape[2:] == (1,) else source)
         if isinstance(source, Mapping):
             for key in ("bytes", "image", "path", "url", "image_url"):
                 if source.get(key) is not None:
                     return self._found(source[key])
-        found = f"a dict with the keys {', '.join(map(str, source))}" if isinstance(source, Mapping) else repr(source)
+        found = f"a dict with the keys {', '.join(map(str, source))}" if isinstance(source, Mapping) else shown(source)
         raise self._error(f"expected {_SOURCES}, found {found[:200]}")
-
-    def _from_text(self, text: str) -> bytes:
-        if text.startswith("data:"):
-            return self._from_base64(text.partition(",")[2])
-        if re.match(r"https?://", text):
-            if not self._limits.allow_urls:
-                raise self._error(
-                    f"expected a file or bytes, found the URL {text:.100}: save the image next to the data file, or "
-                    "set data.allow_image_urls=true to download it once"
-                )
-            return self._download(text)
-        path = self._folder / Path(text.removeprefix("file://")).expanduser()
-        try:
-            if path.is_file():
-                return path.read_bytes()
-        except OSError as error:  # a name that is too long, or a file that must not be read
-            if not _BASE64.fullmatch(text):
-                raise self._error(f"expected a readable file {text:.100}, found {error.strerror}") from error
-        if _BASE64.fullmatch(text):
-            return self._from_base64(text)
-        raise self._error(f"expected a file {text!r:.200} (in {self._folder.resolve()}), found no such file")
-
-    def _from_base64(self, text: str) -> bytes:
-        try:
-            return base64.b64decode(re.sub(r"\s", "", text).replace("-", "+").replace("_", "/"), validate=True)
-        except binascii.Error as error:
-            raise self._error(f"expected base64 text, found {text[:32]!r}...: {error}") from error
-
-    def _download(self, url: str) -> bytes:
-        """The bytes of a URL; they are stored in the cache folder, and downloaded once."""
-        cache = cache_folder() / "images"
-        stored = cache / hashlib.sha256(url.encode()).hexdigest()
-        if (found := _read_stored(stored)) is not None:
-            return found
-        try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:
-                data = reply.read(_LARGEST_DOWNLOAD + 1)
-        except (OSError, ValueError) as error:
-            raise self._error(f"expected an image at {url:.200}, found {type(error).__name__}: {error}") from error
-        if len(data) > _LARGEST_DOWNLOAD:
-            raise self._error(f"expected at most {_LARGEST_DOWNLOAD >> 20} MiB at {url:.200}, found more")
-        draft = stored.with_suffix(f".{os.getpid()}.{threading.get_ident()}.draft")
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(hashlib.sha256(data).digest() + data)
-            draft.replace(stored)
-        except OSError as error:
-            logger.warning("downloaded images are not stored in %s (VERL_CACHE_DIR): %s", cache, error)
-        return data
 
     # ---- pixels -----------------------------------------------------------------------------------------------------
 
@@ -275,16 +224,6 @@ def ignore_size_warnings() -> None:
 
     if ("ignore", None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-
-
-def _read_stored(path: Path) -> bytes | None:
-    """An image in the cache folder, without the checksum before it; None if it is not there, or damaged."""
-    with suppress(OSError):
-        content = path.read_bytes()
-        size = hashlib.sha256().digest_size
-        if content[:size] == hashlib.sha256(content[size:]).digest():
-            return content[size:]
-    return None
 
 
 def _named(source: Any) -> str:

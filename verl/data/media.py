@@ -93,6 +93,10 @@ class MediaReader:
         self.limits = ImageLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
         self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
         self._placeholder = functools.lru_cache(_SIZES)(self._placeholder_of_size)
+        ids = [getattr(processor, f"{kind}_token_id", None) for kind in _KINDS]
+        tokens = {self._token(kind) for kind in _KINDS} | {tokenizer.convert_ids_to_tokens(i) for i in ids if i}
+        tokens -= {None, *(f"<{kind}>" for kind in _KINDS)}  # the token of LLaVA is the placeholder of data files
+        self._reserved = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -106,11 +110,13 @@ class MediaReader:
             where: names the row in errors.
 
         Raises:
-            MediaError: another number of placeholders than of images or videos, or too many images.
+            MediaError: another number of placeholders than of images or videos, too many images, or a text that has
+                the model's own token of an image or video.
         """
         keys = {"image": self.data.image_key, "video": self.data.video_key}
         given = {kind: _as_list(row.get(key)) for kind, key in keys.items()}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        self._check_texts(messages, where)
         if not isinstance(messages, Sequence | np.ndarray) or (not any(given.values()) and not _has_parts(messages)):
             self._check_no_placeholders(row, keys, messages, where)
             return None
@@ -133,6 +139,20 @@ class MediaReader:
         frames = self.data.max_video_frames
         videos = (Video(s, f"{where}, video {i}", folder, self.limits, frames) for i, s in enumerate(sources["video"]))
         return MediaPrompt(typed, tuple(images), tuple(videos), where)
+
+    def _check_texts(self, messages: Any, where: str) -> None:
+        """Raise MediaError if a text has a token of the model that stands for an image or video."""
+        given = messages if isinstance(messages, Sequence | np.ndarray) else ()
+        contents = [message.get("content") for message in given if isinstance(message, Mapping)]
+        parts = [part for content in contents for part in _as_list(content)]
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        for text in texts:
+            if isinstance(text, str) and (found := self._reserved.search(text)):
+                raise MediaError(
+                    f"{where}: expected text without {found[0]}, which the model reads as an image or video, found "
+                    f"{text[max(found.start() - 20, 0) : found.end() + 20]!r}: remove it, or write <image> or <video> "
+                    "with an entry in the column of images or videos"
+                )
 
     def _check_no_placeholders(
         self, row: Mapping[str, Any], keys: Mapping[str, str], messages: Any, where: str
@@ -238,7 +258,7 @@ class MediaReader:
             return None
         found = self.process(example)
         special = {self.tokenizer.convert_tokens_to_ids(token) for kind in _KINDS if (token := self._token(kind))}
-        expected, count = (sum(token in special for token in part) for part in (ids, found.prompt_ids))
+        expected, count = (sum(token in special for token in tokens) for tokens in (ids, found.prompt_ids))
         if count != expected:
             raise MediaError(
                 f"{example.where}: expected {expected:,} image and video tokens, found {count:,}: the files of the "

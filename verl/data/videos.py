@@ -2,7 +2,6 @@
 
 import io
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.images import MOST_PIXELS, NO_LIMITS, ImageLimits, MediaError, RowImage, ignore_size_warnings
+from verl.data.images import MOST_PIXELS, NO_LIMITS, PROGRAMS, ImageLimits, RowImage, ignore_size_warnings
+from verl.data.media_source import MediaError, bytes_of_text, shown
 
 DEFAULT_FPS = 2.0
 """Frames per second of a list of frames that has no `fps`: that of Qwen-VL."""
@@ -55,7 +55,7 @@ class _Source:
 
     total: int
     fps: float
-    frames: Callable[[list[int]], Iterator[Any]]
+    frames: Callable[[Sequence[int]], Iterator[Any]]
 
 
 class Video:
@@ -98,7 +98,7 @@ class Video:
         fps = source.fps if self._fps is None else self._fps
         if isinstance(fps, bool) or not isinstance(fps, int | float | np.number) or not 0 < fps < math.inf:
             raise MediaError(f"{self.where}: expected fps, frames per second, above 0, found {fps!r:.80}")
-        kept = list(range(source.total))
+        kept: Sequence[int] = range(source.total)
         if self._max_frames is not None and source.total > self._max_frames:
             kept = np.linspace(0, source.total - 1, self._max_frames).round().astype(int).tolist()
         frames: list[np.ndarray] = []
@@ -115,7 +115,7 @@ class Video:
         sizes = {frame.shape for frame in frames}
         if len(sizes) > 1:
             raise MediaError(f"{self.where}: expected frames of one size, found the shapes {sorted(sizes)}")
-        return DecodedVideo(np.stack(frames), float(fps), kept, source.total)
+        return DecodedVideo(np.stack(frames), float(fps), list(kept), source.total)
 
     def _check_size(self, size: tuple[int, int], count: int) -> None:
         """Raise MediaError if `count` frames of a size (width, height) have too many pixels."""
@@ -130,7 +130,7 @@ class Video:
 
     def _opened(self) -> _Source:
         source = self._source
-        is_array = isinstance(source, np.ndarray) and source.ndim == 4
+        is_array = isinstance(source, np.ndarray) and (source.ndim == 4 or source.dtype == object)
         if is_array or (isinstance(source, Sequence) and not isinstance(source, str | bytes | bytearray)):
             return _Source(len(source), DEFAULT_FPS, lambda kept: (source[i] for i in kept))
         data = self._bytes()
@@ -141,22 +141,15 @@ class Video:
     def _bytes(self) -> bytes:
         source = self._source
         if isinstance(source, Mapping):
-            source = next((source[key] for key in ("bytes", "path") if source.get(key) is not None), None)
+            source = next((source[key] for key in ("bytes", "path", "url") if source.get(key) is not None), source)
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source)
-        if not isinstance(source, str | Path):
-            raise MediaError(
-                f"{self.where}: expected a list of frames, bytes, a path, or a dict with 'video', 'bytes' or 'path', "
-                f"found {source!r:.200}"
-            )
-        if re.match(r"https?://", str(source)):
-            raise MediaError(f"{self.where}: expected a file, found the URL {source!s:.100}: download the video")
-        path = self._folder / Path(str(source).removeprefix("file://")).expanduser()
-        if not path.is_file():
-            raise MediaError(
-                f"{self.where}: expected a file {str(source)!r:.200} (in {self._folder.resolve()}), found no such file"
-            )
-        return path.read_bytes()
+        if isinstance(source, str | Path):
+            return bytes_of_text(str(source), self._folder, self._limits.allow_urls, self._error)
+        found = f"a dict with the keys {', '.join(map(str, source))}" if isinstance(source, Mapping) else shown(source)
+        raise self._error(
+            f"expected a list of frames, bytes, a path, or a dict with 'video', 'bytes' or 'path', found {found[:200]}"
+        )
 
     def _animation(self, data: bytes) -> _Source | None:
         """The frames of an image; None for another file."""
@@ -165,6 +158,8 @@ class Video:
         ignore_size_warnings()  # the size is checked by `RowImage`
         try:
             image = Image.open(io.BytesIO(data))
+            if image.format in PROGRAMS:
+                return None
             image.load()  # PNG and WebP have the duration with the first frame
             total, milliseconds = getattr(image, "n_frames", 1), image.info.get("duration")
         except UnidentifiedImageError:
@@ -172,7 +167,7 @@ class Video:
         except Exception as error:  # Pillow raises errors of many types for damaged files
             raise self._damaged(error) from error
 
-        def frames(kept: list[int]) -> Iterator[Any]:
+        def frames(kept: Sequence[int]) -> Iterator[Any]:
             for index in kept:
                 try:
                     image.seek(index)
@@ -204,22 +199,27 @@ class Video:
         except av.error.FFmpegError as error:
             raise self._damaged(error) from error
 
-        def frames(kept: list[int]) -> Iterator[np.ndarray]:
-            wanted = set(kept)
+        def frames(kept: Sequence[int]) -> Iterator[np.ndarray]:
+            wanted = iter(kept)
+            following = next(wanted)
             try:
                 with av.open(io.BytesIO(data)) as container:
                     for index, frame in enumerate(container.decode(video=0)):
-                        if index in wanted:
-                            yield frame.to_ndarray(format="rgb24")
-                        if index == kept[-1]:
+                        if index != following:
+                            continue
+                        yield frame.to_ndarray(format="rgb24")
+                        if (following := next(wanted, None)) is None:
                             return
             except av.error.FFmpegError as error:
                 raise self._damaged(error) from error
 
         return _Source(total, fps, frames)
 
+    def _error(self, what: str) -> MediaError:
+        return MediaError(f"{self.where}: {what}")
+
     def _damaged(self, error: Exception) -> MediaError:
-        return MediaError(
-            f"{self.where}: expected a complete video, found a damaged file or one that cannot be decoded ({error}): "
+        return self._error(
+            f"expected a complete video, found a damaged file or one that cannot be decoded ({error}): "
             "write it again or remove the row"
         )

@@ -247,7 +247,8 @@ def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_
 def find_function(config: EvalConfig, prompts: Sequence[PromptWithResponses]) -> ScoreFunction:
     """Return the configured reward function, or the rules by data source. Raises ValueError if one is missing."""
     custom = config.reward.custom_reward_function
-    function = resolve_reward_function(custom.path, custom.name, reward_kwargs=custom.reward_kwargs)
+    registered = config.reward.reward_function
+    function = resolve_reward_function(custom.path, custom.name, registered, custom.reward_kwargs)
     for source in dict.fromkeys(prompt.data_source for prompt in prompts):
         function.for_data_source(source)
     return function

@@ -116,12 +116,6 @@ class ModelInput:
     routed_experts: torch.Tensor | None = None
     vision: VisionInput | None = None
 
-    def image_tokens(self, token_id: int) -> torch.Tensor:
-        """(b, P + T) int64, 1 at the image tokens of the prompts; for a padded input."""
-        found = (self.input_ids == token_id).long()
-        found[:, found.shape[1] - self.shape[1] :] = 0
-        return found
-
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(S,) values of the selected states -> (b, T), 0 elsewhere."""
         return scatter_rows(values, self.slots, *self.shape)

@@ -37,14 +37,17 @@ def position_axes(config: Any) -> int:
     return 1
 
 
-def multimodal_positions(config: Any, input_ids: torch.Tensor, inputs: Mapping[str, Any] | None) -> torch.Tensor:
+def multimodal_positions(
+    config: Any, input_ids: torch.Tensor, inputs: Mapping[str, Any] | None, continued: int = 0
+) -> torch.Tensor:
     """Positions of the tokens of one prompt.
 
     Args:
         config: the HuggingFace config of the whole model.
         input_ids: (L,) tokens without padding, with the placeholders of each image and video expanded.
         inputs: what the processor returned with them: image_grid_thw and video_grid_thw (n, 3) in patches,
-            second_per_grid_ts (n,) in seconds. None: text only.
+            second_per_grid_ts (n,) in seconds. None: text only; a placeholder token is then text.
+        continued: tokens at the end that are text, also if they are placeholder tokens.
 
     Returns:
         (C, L) int64; C as in `position_axes`. A response token t after the prompt has the position
@@ -54,16 +57,16 @@ def multimodal_positions(config: Any, input_ids: torch.Tensor, inputs: Mapping[s
         ValueError: the placeholders do not match the grids.
     """
     axes = position_axes(config)
-    if axes == 1:
-        return torch.arange(input_ids.numel())[None]
-    parts: list[torch.Tensor] = []
+    if axes == 1 or not inputs:
+        return torch.arange(input_ids.numel()).expand(axes, -1)
+    segments: list[torch.Tensor] = []
     start = begin = 0  # the next position, and the token that has it
-    for _, index, grid in placeholder_runs(config, input_ids.tolist(), inputs or {}):
-        parts.append((torch.arange(index - begin) + start).expand(3, -1))
-        parts.append(grid + start + index - begin)
-        start, begin = int(parts[-1].max()) + 1, index + grid.shape[1]
-    parts.append((torch.arange(input_ids.numel() - begin) + start).expand(3, -1))
-    return torch.cat(parts, 1)
+    for _, index, grid in placeholder_runs(config, input_ids[: input_ids.numel() - continued].tolist(), inputs):
+        segments.append((torch.arange(index - begin) + start).expand(3, -1))
+        segments.append(grid + start + index - begin)
+        start, begin = int(segments[-1].max()) + 1, index + grid.shape[1]
+    segments.append((torch.arange(input_ids.numel() - begin) + start).expand(3, -1))
+    return torch.cat(segments, 1)
 
 
 def placeholder_runs(
@@ -108,6 +111,7 @@ def batch_positions(
     attention_mask: torch.Tensor,
     width: int,
     inputs: Sequence[Mapping[str, Any] | None],
+    continued: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Positions of a padded batch, whose rows are a left-padded prompt and a right-padded response.
 
@@ -116,6 +120,7 @@ def batch_positions(
         input_ids, attention_mask: (B, P + T).
         width: T.
         inputs: for each row, what the processor returned for its prompt; None without images.
+        continued: for each row, the tokens at the end of its prompt that are text; None: 0.
 
     Returns:
         (B, C, P + T) int64; 0 in the padding before a prompt.
@@ -123,8 +128,9 @@ def batch_positions(
     mask = attention_mask.bool()
     start = mask.shape[1] - width
     found = torch.zeros(len(mask), position_axes(config), mask.shape[1], dtype=torch.long)
-    for row, (ids, real, given) in enumerate(zip(input_ids, mask, inputs)):
-        prompt = multimodal_positions(config, ids[:start][real[:start]], given)
+    every = zip(input_ids, mask, inputs, [0] * len(mask) if continued is None else continued)
+    for row, (ids, real, given, text) in enumerate(every):
+        prompt = multimodal_positions(config, ids[:start][real[:start]], given, text)
         found[row, :, :start][:, real[:start]] = prompt
         found[row, :, start:] = prompt.max() + real[start:].cumsum(0)
     return found

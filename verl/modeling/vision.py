@@ -3,11 +3,13 @@
 The vision tower computes each distinct image of a micro-batch once, however many rows have it. Its features replace
 the embeddings of the placeholder tokens of the prompt; a placeholder that the policy sampled is text. Models whose
 language model is causal over image tokens run packed sequences in this way (`PACKED`). Others get the tensors of their
-processor row by row, with padding, and place the features themselves.
+processor row by row, with padding, and place the features themselves; they do not get placeholders that are text
+(`TextTokens`).
 """
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,16 +111,19 @@ class VisionInput:
         tensors: the processor's tensors, of each distinct input once, or row by row for a model not in `PACKED`.
         slots: (V,) flat index of the placeholder tokens in input_ids, ascending.
         source: (V,) row of the features that replaces each; images come before videos.
+        text: placeholder tokens that are text, for a model not in `PACKED`.
     """
 
     tensors: Tensors
     slots: torch.Tensor
     source: torch.Tensor
+    text: "TextTokens | None" = None
 
     def to(self, device: torch.device) -> "VisionInput":
         """A copy on a device."""
         tensors = {name: values.to(device, non_blocking=True) for name, values in self.tensors.items()}
-        return VisionInput(tensors, self.slots.to(device), self.source.to(device))
+        text = None if self.text is None else self.text.to(device)
+        return VisionInput(tensors, self.slots.to(device), self.source.to(device), text)
 
     def share_of(self, start: int, tokens: int) -> "VisionInput":
         """The placeholders among `tokens` tokens from `start` on; the tensors are those of all."""
@@ -239,15 +244,10 @@ class Media:
             )
 
     def _row_by_row(self, rows: Tensors) -> VisionInput:
-        token, width = self._token("image"), rows["responses"].shape[1]
-        token = self.config.to_dict().get("image_token_index") if token is None else token
-        if bool(((rows["responses"] == token) & rows["attention_mask"][:, -width:].bool()).any()):
-            raise ValueError(
-                f"a response contains the image token {token}, which {self.config.model_type} would read as an image: "
-                "exclude it from sampling"
-            )
+        ids, index = rows["input_ids"], rows[INDEX]
+        text = torch.where(index < 0, ids.shape[1], rows["responses"].shape[1])
         nothing = torch.zeros(0, dtype=torch.long)
-        return VisionInput(self.by_row(rows[INDEX].tolist()), nothing, nothing)
+        return VisionInput(self.by_row(index.tolist()), nothing, nothing, TextTokens.of(self.config, ids, text))
 
     def by_row(self, index: Sequence[int]) -> Tensors:
         """The tensors of rows, concatenated in their order. index: which inputs each row has, -1 for none."""
@@ -275,6 +275,48 @@ class _Touch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return g, *(torch.zeros_like(other) for other in ctx.saved_tensors)
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """Placeholder tokens that are text, such as sampled ones, of a model that reads every placeholder as an image.
+
+    The model gets `ids`, which have token 0 in their place, and its embedding layer the tokens.
+
+    Attributes:
+        ids: (b, L).
+        tokens: (b, L) where `ids` was changed, the token; elsewhere -1.
+    """
+
+    ids: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, config: Any, ids: torch.Tensor, text: torch.Tensor) -> "TextTokens":
+        """text: (b,) number of tokens at the end of each row of `ids` that are text."""
+        known = config.to_dict()
+        named = [known.get(f"{kind}_token_{key}") for kind in _PIXELS for key in ("id", "index")]
+        tokens = torch.tensor([token for token in named if token is not None], device=ids.device)
+        is_text = torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - text.to(ids.device)[:, None]
+        is_text &= torch.isin(ids, tokens)
+        return cls(ids.masked_fill(is_text, 0), ids.masked_fill(~is_text, -1))
+
+    def to(self, device: torch.device) -> "TextTokens":
+        """A copy on a device."""
+        return TextTokens(self.ids.to(device), self.tokens.to(device))
+
+    @contextlib.contextmanager
+    def embedded(self, module: nn.Module) -> Iterator[None]:
+        """A context in which the embedding layer of a module embeds the tokens in an input of the shape of `ids`."""
+
+        def replace(_: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+            return (torch.where(self.tokens < 0, given[0], self.tokens),) if given[0].shape == self.ids.shape else None
+
+        handle = module.get_input_embeddings().register_forward_pre_hook(replace)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 class VisionForward:
@@ -341,8 +383,10 @@ class VisionForward:
 
     def _row_by_row(self, model_input: Any, extra: dict[str, Any]) -> torch.Tensor:
         ids, vision = model_input.input_ids, model_input.vision
+        shown = torch.zeros_like(ids) if vision is None else vision.text.ids
         given: dict[str, Any] = {"input_ids": ids}
         if vision is not None:
+            given["input_ids"] = shown
             given |= {name: values for name, values in vision.tensors.items() if name in self.parameters}
             given["pixel_values"] = given["pixel_values"].to(self.trunk.dtype)
         elif self.always:
@@ -351,10 +395,11 @@ class VisionForward:
             found = self.trunk.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
             given = {"inputs_embeds": _Touch.apply(self.trunk.get_input_embeddings()(ids), found)}
         if "token_type_ids" in self.parameters:
-            given["token_type_ids"] = model_input.image_tokens(self.config.image_token_id)
-        return self.trunk(
-            attention_mask=model_input.attention_mask, position_ids=model_input.position_ids, **given, **extra
-        ).last_hidden_state
+            given["token_type_ids"] = (shown == self.config.image_token_id).long()
+        with vision.text.embedded(self.trunk) if vision is not None else contextlib.nullcontext():
+            return self.trunk(
+                attention_mask=model_input.attention_mask, position_ids=model_input.position_ids, **given, **extra
+            ).last_hidden_state
 
 
 def insert_features(

@@ -45,14 +45,14 @@ def vision_attention(
         )
         return out.unsqueeze(0), None
     lengths = cu_seq_lens_q.diff()
-    parts, order = [], []
+    outputs, order = [], []
     for length in lengths.unique().tolist():
         first = cu_seq_lens_q[:-1][lengths == length]
         at = (first[:, None] + torch.arange(length, device=first.device)).flatten()
         grouped = (x[at].unflatten(0, (len(first), length)).transpose(1, 2) for x in (q, k, v))
-        parts.append(scaled_dot_product_attention(*grouped, scale=scaling).transpose(1, 2).flatten(0, 1))
+        outputs.append(scaled_dot_product_attention(*grouped, scale=scaling).transpose(1, 2).flatten(0, 1))
         order.append(at)
-    return torch.cat(parts)[torch.cat(order).argsort()].unsqueeze(0), None
+    return torch.cat(outputs)[torch.cat(order).argsort()].unsqueeze(0), None
 
 
 def use_vision_attention(module: nn.Module) -> nn.Module:

@@ -138,10 +138,10 @@ class Request:
         multi_modal_data: the images and videos of the prompt, for engines that process them themselves.
         on_tokens: called by `generate_one` with new token ids and their log-probs, by engines that report progress. The
             completion has all tokens.
-        multi_modal_inputs: the same images as tensors of the model's processor, for engines that run the model. Samples
-            of one prompt have the same object.
+        multi_modal_inputs: the same as tensors of the processor, for engines that run the model; one object per prompt.
         raw_prompt_ids: the prompt with one placeholder token per image, for engines that process images; `prompt_ids`
             has as many as an image has features.
+        continued: tokens at the end of `prompt_ids` that are earlier turns; placeholder tokens among them are text.
     """
 
     prompt_ids: list[int]
@@ -152,6 +152,7 @@ class Request:
     on_tokens: Callable[[list[int], list[float]], None] | None = None
     multi_modal_inputs: Mapping[str, Any] | None = None
     raw_prompt_ids: list[int] | None = None
+    continued: int = 0
 
     @property
     def has_images(self) -> bool:

@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from transformers import (
@@ -17,7 +17,7 @@ from transformers import (
 from verl.config import schema
 from verl.modeling.moe import routing_of
 from verl.modeling.positions import batch_positions, position_axes
-from verl.modeling.vision import Media, attention_of, is_vision_config
+from verl.modeling.vision import Media, TextTokens, attention_of, is_vision_config
 from verl.rollout.base import (
     Completion,
     Request,
@@ -195,14 +195,14 @@ class HFRollout(RolloutEngine):
             pad_token_id=self.pad_token_id,
             use_cache=True,
         )
-        images = self._images(requests, ids, mask) if self.reads_images else {}
+        images, embedded = self._images(requests, ids, mask)
         stops = [request.params.stop for request in requests]
         criteria = StoppingCriteriaList([_StopText(stops, width)]) if any(stops) else None
         recording = nullcontext() if self.routing is None else self.routing.logging()
         autocast = torch.autocast(device.type, self.autocast_to, enabled=self.autocast_to is not None)
-        with autocast, recording as calls:
+        with autocast, embedded, recording as calls:
             output = self.module.generate(
-                ids,
+                images.pop("input_ids", ids),
                 attention_mask=mask,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler]),
@@ -226,22 +226,31 @@ class HFRollout(RolloutEngine):
         passes = [torch.stack(calls[at : at + layers], 1) for at in range(0, len(calls), layers)]
         return torch.cat([found.unflatten(0, (rows, -1)) for found in passes], 1).to("cpu", torch.int16)
 
-    def _images(self, requests: list[Request], ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arguments of a model for the images of left-padded prompts (b, P), with the positions of training."""
+    def _images(
+        self, requests: list[Request], ids: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
+        """The arguments of a model for the images of left-padded prompts (b, P), with the positions of training.
+
+        The context is that of the call of the model, see `TextTokens`.
+        """
         config, inputs = self.module.config, [request.multi_modal_inputs for request in requests]
-        if not any(inputs):
-            return {}
+        if not self.reads_images or not any(inputs):
+            return {}, nullcontext()
+        continued = [request.continued for request in requests]
+        lengths = [ids.shape[1] if not given else text for given, text in zip(inputs, continued)]
+        text = TextTokens.of(config, ids, torch.tensor(lengths))
         media = Media(config, inputs)
         found = media.by_row(media.index.tolist())
         if position_axes(config) > 1:
-            positions = batch_positions(config, ids.cpu(), mask.cpu(), 0, inputs)
+            positions = batch_positions(config, ids.cpu(), mask.cpu(), 0, inputs, continued)
             if (positions[:, :, -1] != positions.amax((1, 2))[:, None]).any():
                 raise ValueError("rollout.name=hf: expected prompts that end with text, found an image at the end")
             found["position_ids"] = positions.transpose(0, 1)
         else:
-            found["token_type_ids"] = (ids == config.image_token_id).long()
+            found["token_type_ids"] = (text.ids == config.image_token_id).long()
         known = inspect.signature(self.module.forward).parameters
-        return {name: values.to(ids.device) for name, values in found.items() if name in known}
+        given = {name: values.to(ids.device) for name, values in found.items() if name in known}
+        return {"input_ids": text.ids, **given}, text.embedded(self.module)
 
     def _truncate(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Completion:
         """The response up to and including its first stop token."""

@@ -8,7 +8,7 @@ from verl.config.aliases import EVAL, OFFLINE
 from verl.config.fields import FilePath, FilePaths, Precision, Schema, Section, StrList, field, section
 from verl.config.schema.data import MediaSection, PromptFormat
 from verl.config.schema.model import ModelConfig
-from verl.config.schema.reward import CustomRewardFunctionConfig
+from verl.config.schema.reward import REWARD_FUNCTION, CustomRewardFunctionConfig
 from verl.config.schema.rollout import RolloutEngineConfig
 
 
@@ -70,6 +70,7 @@ class EvalRewardConfig(Section):
     """`reward`: how a response is scored, the limits, and what happens if it cannot be scored."""
 
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, "custom reward function")
+    reward_function: str | None = field(None, REWARD_FUNCTION)
     timeout: float | None = field(300.0, "seconds to score one response; null: no limit", gt=0)
     on_error: Literal["raise", "count"] = field(
         "raise", "when a response cannot be scored: stop, or count it as incorrect"

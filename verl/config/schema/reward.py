@@ -52,11 +52,14 @@ class SandboxConfig(Section):
     memory_limit_mb: int = field(1024, "memory limit of one run in MB", ge=1)
 
 
+REWARD_FUNCTION = "registered reward function for all samples; null: by data_source"
+
+
 class RewardConfig(Section):
     """`reward`: how responses are scored."""
 
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, "custom reward function")
-    reward_function: str | None = field(None, "registered reward function for all samples; null: by data_source")
+    reward_function: str | None = field(None, REWARD_FUNCTION)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "what computes the scores of a batch")
     reward_kwargs: dict[str, Any] = field({}, "extra arguments of the reward manager")
     reward_model: RewardModelConfig = section(RewardModelConfig, "a model that scores responses")

@@ -133,8 +133,8 @@ class Trajectory:
         turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
         params = replace(self.prompt.params, max_tokens=left)
         sampled = self.token_ids
-        images = media_of(self.prompt.columns, sampled)
-        return Request(self.prompt_ids + sampled, params, turn_id, f"{sample_id}:{self.turns}", **images)
+        more = media_of(self.prompt.columns, sampled) | {"continued": len(sampled)}
+        return Request(self.prompt_ids + sampled, params, turn_id, f"{sample_id}:{self.turns}", **more)
 
     @property
     def agent_facts(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from verl.rollout.agent_loop.base import (
     register_agent_loop,
 )
 from verl.rollout.agent_loop.chat import ChatContinuation
-from verl.rollout.base import Completion, Request, SamplingParams
+from verl.rollout.base import Completion, Request, SamplingParams, media_of
 from verl.tools.load import load_class, read_yaml_list
 from verl.utils.rng import fork_seed
 
@@ -107,8 +107,11 @@ class ServerManager:
                 are those of the run, because training computes log-probs with these.
             image_data: not supported.
         """
-        if image_data:
-            raise ValueError("images are not supported by agent loops")
+        if image_data or media_of(self._prompt.columns):
+            raise ValueError(
+                "expected prompts without images, found images: agent loops of public verl (AgentLoopBase) do not send "
+                "them to the engine; use rollout.agent.default_agent_loop=tool_agent, or see docs/custom_agent_loop.md"
+            )
         params = self._params(sampling_params, len(prompt_ids))
         sample_id, turn = self._prompt.sample_id, len(self.completions)
         turn_id = sample_id if turn == 0 else fork_seed(sample_id, turn)

@@ -7,12 +7,14 @@ position are equal, so a decode step is that of text, with positions shifted by 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from verl.modeling.positions import multimodal_positions
 from verl.modeling.vision import BIDIRECTIONAL, INDEX, Media, VisionForward, insert_features, is_vision_config
+from verl.rollout.base import Request
 from verl.rollout.native.decoder import RopeTable
 
 
@@ -23,10 +25,12 @@ class PromptImages:
     Attributes:
         inputs: tensors of the model's processor.
         positions: (C, L) of the prompt, on one axis or three.
+        continued: tokens at the end of the prompt that are earlier turns: text.
     """
 
     inputs: Mapping[str, Any]
     positions: torch.Tensor
+    continued: int = 0
 
     @property
     def offset(self) -> int:
@@ -71,16 +75,20 @@ class NativeVision:
     def __init__(self, module: nn.Module, dtype: torch.dtype):
         self.config, self.dtype = module.config, dtype
         self.forward = VisionForward(module)
-        self._known: dict[tuple, PromptImages] = {}  # of the prompts so far; samples of a prompt share one
+        # samples of a prompt share one; those of responses that have ended are dropped, also in a batch without an end
+        self._known: WeakValueDictionary[tuple, PromptImages] = WeakValueDictionary()
 
-    def images_of(self, prompt: Sequence[int], inputs: Mapping[str, Any] | None) -> PromptImages | None:
+    def images_of(self, prompt: Sequence[int], request: Request) -> PromptImages | None:
         """The images of a request; None without. Raises ValueError if they do not match the placeholders."""
+        inputs, continued = request.multi_modal_inputs, request.continued
         if not inputs:
             return None
-        key = (tuple(prompt), id(inputs))
-        if key not in self._known:
-            self._known[key] = PromptImages(inputs, multimodal_positions(self.config, torch.tensor(prompt), inputs))
-        return self._known[key]
+        key = (tuple(prompt), id(inputs), continued)
+        found = self._known.get(key)
+        if found is None:
+            positions = multimodal_positions(self.config, torch.tensor(prompt), inputs, continued)
+            found = self._known[key] = PromptImages(inputs, positions, continued)
+        return found
 
     def prefill(
         self, embeds: torch.Tensor, prompts: Sequence[list[int]], images: Sequence[PromptImages | None]
@@ -97,8 +105,9 @@ class NativeVision:
         count, width = len(prompts), len(embeds) // len(prompts)
         media = Media(self.config, [None if found is None else found.inputs for found in images])
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        rows = {
-            "input_ids": torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts]),
+        shown = [prompt[: len(prompt) - (found.continued if found else 0)] for prompt, found in zip(prompts, images)]
+        rows = {  # without the tokens of earlier turns, among which a placeholder token is text
+            "input_ids": torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in shown]),
             "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
             "responses": torch.zeros(count, 0, dtype=torch.long),
             INDEX: media.index,

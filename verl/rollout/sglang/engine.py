@@ -43,7 +43,7 @@ def arguments_of(job: Job, records: bool = False, media: MediaReader | None = No
         "stream": params.stop is not None,
     }
     if request.has_images:
-        given = media.read(request.prompt_ids, request.multi_modal_inputs, len(job.token_ids))
+        given = media.read(request.prompt_ids, request.multi_modal_inputs, len(job.token_ids), request.continued)
         arguments["image_data"] = [given]
     if records:
         arguments["return_routed_experts"] = True

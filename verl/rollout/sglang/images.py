@@ -1,6 +1,6 @@
 """Images and videos of a prompt for SGLang.
 
-SGLang's own processors would make tensors, tokens and positions from pictures and text again. Instead it gets those
+SGLang's own processors would make tensors, tokens and positions from images and text again. Instead it gets those
 that training computes with: the tensors of the model's processor, the tokens of the prompt, and its positions. So both
 see the same pixels, whatever the settings of the processor.
 """
@@ -118,22 +118,25 @@ class MediaReader:
                 "other, in training each to itself; use rollout.name=native, hf or vllm"
             )
 
-    def read(self, prompt_ids: Sequence[int], inputs: Mapping[str, Any], sampled: int = 0) -> PromptMedia:
+    def read(
+        self, prompt_ids: Sequence[int], inputs: Mapping[str, Any], sampled: int = 0, continued: int = 0
+    ) -> PromptMedia:
         """The images of a prompt.
 
         Args:
             prompt_ids: with the placeholders of each image expanded.
             inputs: the tensors of the model's processor.
             sampled: response tokens that are sent with the prompt.
+            continued: see `Request`.
 
         Raises:
             ValueError: the placeholders do not match the grids.
         """
         runs = defaultdict(list)
-        for kind, start, grid in placeholder_runs(self.config, prompt_ids, inputs):
+        for kind, start, grid in placeholder_runs(self.config, prompt_ids[: len(prompt_ids) - continued], inputs):
             runs[kind].append((start, start + grid.shape[1] - 1))
         items = [item for kind, spans in runs.items() for item in self._items(kind, spans, inputs)]
-        positions = multimodal_positions(self.config, torch.tensor(prompt_ids), inputs)
+        positions = multimodal_positions(self.config, torch.tensor(prompt_ids), inputs, continued)
         following = int(positions.max()) + 1
         further = max(sampled, int((positions[:, -1] < following - 1).any()))
         positions = torch.cat([positions, (torch.arange(further) + following).expand(3, -1)], 1)
@@ -161,7 +164,7 @@ def _digest(pixels: torch.Tensor, grid: torch.Tensor) -> int:
 
 
 def take_processed(engine: Any, config: Any) -> None:
-    """Let an `sglang.Engine` take `PromptMedia` as image_data, instead of pictures that it would process itself.
+    """Let an `sglang.Engine` take `PromptMedia` as image_data, instead of images that it would process itself.
 
     config: HuggingFace config of the model.
     """

@@ -1,0 +1,117 @@
+"""Bytes of images and videos that a row names by a text: a path, a data URI, base64 text or a URL."""
+
+import base64
+import binascii
+import hashlib
+import logging
+import os
+import re
+import reprlib
+import stat
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.utils.disk import cache_folder
+
+logger = logging.getLogger(__name__)
+
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
+_URL = re.compile(r"https?://", re.IGNORECASE)
+_LARGEST_DOWNLOAD = 100 << 20
+_TIMEOUT = 20.0  # seconds
+
+
+class MediaError(ValueError):
+    """An image or video that cannot be used. The message names file, row, what was expected and found."""
+
+
+def bytes_of_text(text: str, folder: Path, allow_urls: bool, error: Callable[[str], MediaError]) -> bytes:
+    """The bytes of an image or video.
+
+    Args:
+        text: a path, a data URI, base64 text or a URL.
+        folder: the folder that relative paths start from.
+        allow_urls: whether URLs are downloaded (data.allow_image_urls).
+        error: makes an error of what was expected and found.
+
+    Raises:
+        MediaError: no such file, one that cannot be read, no base64 text, or a URL that is not allowed or not found.
+    """
+    if text[:5].lower() == "data:":
+        return _from_base64(urllib.parse.unquote(text.partition(",")[2]), error)
+    if _URL.match(text):
+        if not allow_urls:
+            raise error(
+                f"expected a file or bytes, found the URL {text:.100}: save the file next to the data file, or set "
+                "data.allow_image_urls=true to download it once"
+            )
+        return _download(text, error)
+    try:
+        path = folder / Path(text.removeprefix("file://")).expanduser()
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            return path.read_bytes()
+        found = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
+    except (FileNotFoundError, NotADirectoryError):
+        found = "no such file"
+    except OSError as failure:  # a name that is too long, a loop of links, or a file that must not be read
+        found = str(failure.strerror)
+    except (ValueError, RuntimeError) as failure:  # a null character, or the home folder of an unknown user
+        found = str(failure)
+    if _BASE64.fullmatch(text):
+        return _from_base64(text, error)
+    raise error(f"expected a file {text!r:.200} (in {folder.resolve()}), found {found}")
+
+
+def shown(value: Any) -> str:
+    """A value in an error: one line, shortened."""
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    return " ".join(reprlib.repr(value).split())
+
+
+def _from_base64(text: str, error: Callable[[str], MediaError]) -> bytes:
+    try:
+        return base64.b64decode(re.sub(r"\s", "", text).replace("-", "+").replace("_", "/"), validate=True)
+    except (binascii.Error, ValueError) as failure:  # ValueError: not ASCII
+        raise error(f"expected base64 text, found {text[:32]!r}...: {failure}") from failure
+
+
+def _download(url: str, error: Callable[[str], MediaError]) -> bytes:
+    """The bytes of a URL; they are stored in the cache folder, and downloaded once."""
+    cache = cache_folder() / "images"
+    stored = cache / hashlib.sha256(url.encode()).hexdigest()
+    if (found := _read_stored(stored)) is not None:
+        return found
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:
+            data = reply.read(_LARGEST_DOWNLOAD + 1)
+    except (OSError, ValueError) as failure:
+        raise error(f"expected a file at {url:.200}, found {type(failure).__name__}: {failure}") from failure
+    if len(data) > _LARGEST_DOWNLOAD:
+        raise error(f"expected at most {_LARGEST_DOWNLOAD >> 20} MiB at {url:.200}, found more")
+    draft = stored.with_suffix(f".{os.getpid()}.{threading.get_ident()}.draft")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(hashlib.sha256(data).digest() + data)
+        draft.replace(stored)
+    except OSError as failure:
+        logger.warning("downloaded images are not stored in %s (VERL_CACHE_DIR): %s", cache, failure)
+    return data
+
+
+def _read_stored(path: Path) -> bytes | None:
+    """A file of the cache folder, without the checksum before it; None if it is not there, or damaged."""
+    with suppress(OSError):
+        content = path.read_bytes()
+        size = hashlib.sha256().digest_size
+        if content[:size] == hashlib.sha256(content[size:]).digest():
+            return content[size:]
+    return None
