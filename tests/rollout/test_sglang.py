@@ -141,6 +141,17 @@ def test_arguments_that_contradict_another_key(given, message):
     settings.check_kwargs({"attention_backend": "triton"})
 
 
+def test_a_misspelt_argument_is_refused_with_the_nearest_one():
+    able = replace(ABLE, arguments=frozenset({"attention_backend", "page_size"}))
+    config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang={"atention_backend": "x"}))
+    with pytest.raises(ValueError) as error:
+        settings.engine_args(config, pushed(), ENV, able)
+    assert str(error.value) == (
+        "rollout.engine_kwargs.sglang.atention_backend: the installed sglang has no such argument; did you mean "
+        "attention_backend?"
+    )
+
+
 def test_log_probs_before_the_temperature_are_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     with pytest.raises(ValueError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set: .* unset it"):
@@ -288,6 +299,15 @@ def tiny(tmp_path_factory):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
     return folder
+
+
+@real
+def test_arguments_are_those_of_the_installed_sglang(tiny):
+    known = capabilities.probe(on_gpu=False).arguments
+    assert {"attention_backend", "page_size", *settings._OWNED} - known <= {"tensor_parallel_size"}
+    config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang={"page_sise": 1}))
+    with pytest.raises(ValueError, match=r"engine_kwargs\.sglang\.page_sise: .* did you mean page_size\?"):
+        make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tiny / "model")), ENV)
 
 
 @real

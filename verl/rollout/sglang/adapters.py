@@ -19,7 +19,7 @@ from verl.rollout.adapters import AdaptedLayers, AppliedAdapters, checked_pairs
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sglang.service import Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangReceiver
-from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver
+from verl.rollout.weight_sync.base import AdapterConfig
 from verl.rollout.weight_sync.checksums import sum_of_bits
 
 NAME = "policy"
@@ -149,17 +149,8 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
                     yield f"{path}.{other}", a.new_zeros(len(a), columns), b.new_zeros(rows, len(a))
 
 
-class FollowerAdapterReceiver(FollowerReceiver, AdapterReceiver):
+class FollowerAdapterReceiver(AppliedAdapters, FollowerReceiver):
     """The receiver of the other ranks of a tensor-parallel group, which takes part in the pushes of rank 0."""
-
-    applies_adapters = True
-
-    def __init__(self) -> None:
-        self._has_base = False
-
-    @property
-    def has_base(self) -> bool:
-        return self._has_base
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         super().receive(weights, version)
