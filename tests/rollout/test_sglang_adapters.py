@@ -19,6 +19,7 @@ from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sglang import adapters
 from verl.rollout.sglang.adapters import FollowerAdapterReceiver, lora_args, obstacles
+from verl.rollout.sglang.loader import sums_of_bits
 
 pytest.importorskip("peft")
 
@@ -112,14 +113,15 @@ def test_sglang_continues_running_requests_with_the_new_adapter(pair):
 @real
 @pytest.mark.timeout(600)
 def test_an_adapter_that_sglang_did_not_load_is_found(pair, monkeypatch):
-    """One matrix arrives with other values than those that the sums are of."""
+    """One matrix arrives with other values than those that were to be sent."""
     pair.push(1)
     receiver = pair.applied.receiver()
     send = receiver._send
 
-    def spoiled(parameters, *args):
-        last = max(at for at, (_, matrix) in enumerate(parameters) if matrix.any())
-        send([(name, matrix * (1 + (at == last))) for at, (name, matrix) in enumerate(parameters)], *args)
+    def spoiled(matrices, sums, *args):
+        last = max(at for at, (_, matrix) in enumerate(matrices) if matrix.any())
+        changed = [(name, matrix * (1 + (at == last))) for at, (name, matrix) in enumerate(matrices)]
+        return send(changed, sums_of_bits(changed), *args)
 
     monkeypatch.setattr(receiver, "_send", spoiled)
-    check_refused_push(pair, monkeypatch, r"the adapter of layer 1 does not have the bits that were sent: .* stale")
+    check_refused_push(pair, monkeypatch, r"in SGLang 1\.\w+\.B does not have the bits that were sent: .* stale")
