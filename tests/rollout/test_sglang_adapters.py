@@ -42,10 +42,10 @@ def test_fused_layers_are_adapted_in_full():
 
 
 def test_adapters_that_sglang_does_not_apply(tmp_path, monkeypatch):
-    def found(family: str, layers: AdaptedLayers) -> list[str]:
-        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+    def found(family: str, layers: AdaptedLayers, ranks: int = 1, device: str = "cpu") -> list[str]:
+        env = RolloutEnv(0, ranks, 0, torch.device(device), 0, torch.float32, tp_size=ranks)
         model = schema.ModelConfig(path=save_model(family, tmp_path / family))
-        return [*obstacles(EngineCopy.of(schema.RolloutConfig(name="sglang"), model, env, None), layers)]
+        return [*obstacles(EngineCopy.of(schema.RolloutConfig(name="sglang"), model, env, None), env, layers)]
 
     (tmp_path / "llama").mkdir()
     (tmp_path / "moe").mkdir()
@@ -59,6 +59,12 @@ def test_adapters_that_sglang_does_not_apply(tmp_path, monkeypatch):
     other = AdaptedLayers(("transformer.h.0.q_proj",), 5)
     assert found("llama", other) == ["expected names with .layers.NUMBER., found transformer.h.0.q_proj"]
     assert found("moe", LAYERS) == ["it is not supported for models with mixtures of experts"]
+    # 2 heads of keys and values, and an MLP of 128
+    assert found("llama", LAYERS, ranks=2) == [] == found("llama", LAYERS, ranks=4, device="cuda")
+    assert found("llama", LAYERS, ranks=4) == [
+        "on a CPU it pads weights, but not adapters: with tensor_model_parallel_size=4 expected num_key_value_heads "
+        "divisible by 4 and intermediate_size by 128, found 2 and 128"
+    ]
     monkeypatch.setattr(adapters, "_loads_adapters", lambda: False)
     assert found("llama", LAYERS) == ["this version cannot load an adapter from tensors"]
 

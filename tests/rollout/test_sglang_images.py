@@ -249,13 +249,12 @@ def test_a_push_during_a_response(made):
 
 @real
 def test_weights_of_the_tower_are_verified(made, monkeypatch):
-    name = "visual.patch_embed.proj.weight"
-    kept = "visual.rotary_emb.inv_freq"  # a name that SGLang's loaders skip
+    name, kept = (f"visual.blocks.0.attn.{each}" for each in ("proj.weight", "rotary_emb.inv_freq"))  # it is skipped
     names = weights.published_names
     monkeypatch.setattr(
         weights, "published_names", lambda stream: ((kept if n == name else n, t + 1.0) for n, t in names(stream))
     )
-    with pytest.raises(ValueError, match=r"the parameters of visual\.patch_embed.* do not have the bits"):
+    with pytest.raises(ValueError, match=r"the parameters of visual\.blocks\.0 do not have the bits"):
         made.push()
     monkeypatch.undo()
     made.push()

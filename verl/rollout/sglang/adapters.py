@@ -16,6 +16,7 @@ import torch
 from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
 from verl.rollout.adapters import AdaptedLayers, AppliedAdapters, checked_pairs
+from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sglang.loader import is_stored, sums_of_bits
 from verl.rollout.sglang.service import Service
@@ -26,6 +27,7 @@ NAME = "policy"
 #: layers that SGLang joins to one. It requires the adapters of all of them: those that are missing are sent as zeros
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_INTO = {module: fused for fused, modules in _FUSED.items() for module in modules}
+_CPU_COLUMNS = 32  # on a CPU, the slices of an MLP have a multiple of these
 _MODULES = {*_FUSED_INTO, "o_proj", "down_proj"}
 
 
@@ -48,7 +50,7 @@ def _completed(modules: Iterable[str]) -> list[str]:
     return sorted(found.union(*(group for group in _FUSED.values() if found & {*group})))
 
 
-def obstacles(copy: EngineCopy, layers: AdaptedLayers) -> Iterator[str]:
+def obstacles(copy: EngineCopy, env: RolloutEnv, layers: AdaptedLayers) -> Iterator[str]:
     """Why SGLang cannot apply the adapters of these layers."""
     if not _loads_adapters():
         yield "this version cannot load an adapter from tensors"
@@ -64,6 +66,14 @@ def obstacles(copy: EngineCopy, layers: AdaptedLayers) -> Iterator[str]:
     ):
         if found:
             yield f"it is not supported for models with {kind}"
+    text, ranks = copy.hf_config.get_text_config(), env.tp_size
+    heads, width = text.num_key_value_heads, text.intermediate_size
+    if env.device.type == "cpu" and (heads % ranks or width % (ranks * _CPU_COLUMNS)):
+        yield (
+            "on a CPU it pads weights, but not adapters: with tensor_model_parallel_size="
+            f"{ranks} expected num_key_value_heads divisible by {ranks} and intermediate_size by "
+            f"{ranks * _CPU_COLUMNS}, found {heads} and {width}"
+        )
 
 
 def _number_of(layer: str) -> str | None:
