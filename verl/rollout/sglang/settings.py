@@ -75,7 +75,6 @@ _NOT_SUPPORTED = {
 _NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "enable_torch_compile")
 _ORIGINAL_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _FREE_SHARE = 0.9  # of the free memory, for the engine
 _SLACK = 8  # positions that SGLang keeps free
 _SEEDS = 2**31  # of random_seed
@@ -145,7 +144,7 @@ def engine_args(
     args = {
         "model_path": model.path,
         "trust_remote_code": model.trust_remote_code,
-        "dtype": _NAMES[dtype],
+        "dtype": str(dtype).removeprefix("torch."),
         "load_format": "auto" if copy.reads_files else "dummy",
         "tp_size": env.tp_size,
         "context_length": _context_length(length, hf_config),

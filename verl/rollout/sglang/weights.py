@@ -5,12 +5,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl.rollout.engine_copy import EngineReceiver
 from verl.rollout.sglang.images import published_names
 from verl.rollout.sglang.loader import INSTRUCTION, Stored, find_stale, instruction, read_outcomes, sums_of_bits
 from verl.rollout.sglang.service import Service
@@ -31,15 +31,18 @@ class SglangMemory:
     def __init__(self, service: Service, saves: bool):
         self._service = service
         self._saves = saves
+        self._said = False
         self._freed: set[str] = set()  # of "weights" and "kv_cache"
         self._lock = threading.Lock()
 
     def free(self, *tags: str) -> None:
         """Free memory. Weights are lost, unless SGLang copies them to the CPU (`enable_weights_cpu_backup`)."""
         if not self._saves:
-            log.info(
-                "rollout.name=sglang: the memory saver is off (a CPU, or free_cache_engine=false): nothing is freed"
-            )
+            if not self._said:
+                log.info(
+                    "rollout.name=sglang: the memory saver is off (a CPU, or free_cache_engine=false): nothing is freed"
+                )
+                self._said = True
             return
         with self._lock:
             if todo := [tag for tag in tags if tag not in self._freed]:
@@ -55,7 +58,7 @@ class SglangMemory:
                 self._freed.difference_update(todo)
 
 
-class SglangReceiver:
+class SglangReceiver(EngineReceiver):
     """Receives weights by HuggingFace name and loads them in SGLang's processes.
 
     SGLang's loaders skip names that they do not know. So a push is verified: names and shapes are those of the
@@ -86,19 +89,13 @@ class SglangReceiver:
         sessions: bool,
         filled: bool,
     ):
+        super().__init__(shapes, filled)
         self._service = service
         self._memory = memory
-        self._read_shapes = shapes
         self._dtype = dtype
         self._device = device
         self._ranks = ranks
         self._sessions = sessions
-        self.filled = filled
-
-    def check_filled(self) -> None:
-        """Raise ValueError before the first `receive` and after `release`."""
-        if not self.filled:
-            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
 
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, is_last: bool = True) -> None:
@@ -119,11 +116,6 @@ class SglangReceiver:
                     f"weights of version {version}: in SGLang the parameters of {', '.join(stale[:3])} do not have the "
                     "bits that were sent: the engine's weights are stale"
                 )
-
-    @cached_property
-    def shapes(self) -> dict[str, torch.Size]:
-        """HuggingFace name of every parameter -> its shape."""
-        return self._read_shapes()
 
     @contextmanager
     def _updating(self, version: int, is_last: bool = True) -> Iterator[None]:
