@@ -314,10 +314,13 @@ def test_arguments_are_those_of_the_installed_sglang(tiny):
 
 
 @real
-def test_a_push_that_the_scheduler_did_not_load_is_found(tiny, monkeypatch):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_push_that_the_scheduler_did_not_load_is_found(ranks, tiny, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE)
+    if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE, world_size=ranks, tp_size=ranks)
     limits = dict(max_num_seqs=8, gpu_memory_utilization=0.2, enforce_eager=True)
     kwargs = schema.EngineKwargs(sglang=KWARGS)
     config = schema.RolloutConfig(name="sglang", prompt_length=16, response_length=16, engine_kwargs=kwargs, **limits)
