@@ -78,14 +78,18 @@ class Fused(nn.Module):
 SENT = {"model.layers.0.q.weight": (4, 4), "model.layers.0.k.weight": (4, 4), "embed.weight": (7, 4)}
 
 
-def push(model: nn.Module, folder, sent: dict[str, torch.Tensor]) -> None:
-    sums: dict = {}
-    loader.add_sums(sums, sent.items())
-    sums = {group: int(total) for group, total in sums.items()}
-    for bucket, expected in ((list(sent.items()), None), ([], sums)):
-        order = loader.instruction(folder / "outcome", expected, torch.float32)
-        loader.load(model, [*bucket, (loader.INSTRUCTION, order)])
-        loader.read_outcomes(folder / "outcome", 1)
+def push(models: list[nn.Module], folder, sent: dict[str, torch.Tensor]) -> list[str]:
+    """Push to the ranks of a group, each in turn. Returns what is stale."""
+    sums, sizes = loader.sums_of_bits(sent.items()), {name: tensor.numel() for name, tensor in sent.items()}
+    for bucket, expected, dtype in ((list(sent.items()), sums, None), ([], {}, torch.float32)):
+        order = loader.instruction(folder / "outcome", expected, dtype)
+        for rank, model in enumerate(models):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.distributed, "is_initialized", lambda: True)
+                patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+                loader.load(model, [*bucket, (loader.INSTRUCTION, order)])
+        stored = loader.read_outcomes(folder / "outcome", len(models))
+    return loader.find_stale(stored, {name: (sizes[name], sums[name]) for name in sent})
 
 
 @pytest.fixture
@@ -96,27 +100,26 @@ def sent():
 
 def test_fused_and_padded_parameters_are_verified(tmp_path, sent):
     model = Fused()
-    push(model, tmp_path, sent)
+    assert push([model], tmp_path, sent) == []
     assert torch.equal(model.model.layers[0].qk.weight[4:], sent["model.layers.0.k.weight"])
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("skipped", "group"), [("model.layers.0.k.weight", r"model\.layers\.0"), ("embed.weight", r"embed\.weight")]
+    ("skipped", "group"), [("model.layers.0.k.weight", "model.layers.0"), ("embed.weight", "embed.weight")]
 )
 def test_a_parameter_that_keeps_its_weights_is_found(tmp_path, sent, skipped, group):
     model = Fused()
     model.skipped = (skipped,)
-    with pytest.raises(ValueError, match=rf"the parameters of {group} do not have the bits .* weights are stale"):
-        push(model, tmp_path, sent)
+    assert push([model], tmp_path, sent) == [group]
 
 
 def test_an_error_of_the_loader_is_raised_in_the_trainer(tmp_path, sent):
     sent["model.layers.0.q.weight"] = torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"SGLang's rank 0 cannot load the weights: RuntimeError: The expanded size"):
-        push(Fused(), tmp_path, sent)
+        push([Fused()], tmp_path, sent)
     with pytest.raises(ValueError, match="SGLang's rank 1 did not load the weights"):
-        (tmp_path / "outcome-0").write_text("")
+        (tmp_path / "outcome-0").write_text('{"error": "", "stored": {}}')
         loader.read_outcomes(tmp_path / "outcome", 2)
 
 
@@ -139,6 +142,17 @@ def test_arguments_that_contradict_another_key(given, message):
     with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.sglang\." + message):
         settings.check_kwargs(given)
     settings.check_kwargs({"attention_backend": "triton"})
+
+
+def test_a_misspelt_argument_is_refused_with_the_nearest_one():
+    able = replace(ABLE, arguments=frozenset({"attention_backend", "page_size"}))
+    config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang={"atention_backend": "x"}))
+    with pytest.raises(ValueError) as error:
+        settings.engine_args(config, pushed(), ENV, able)
+    assert str(error.value) == (
+        "rollout.engine_kwargs.sglang.atention_backend: the installed sglang has no such argument; did you mean "
+        "attention_backend?"
+    )
 
 
 def test_log_probs_before_the_temperature_are_refused(monkeypatch):
@@ -291,10 +305,22 @@ def tiny(tmp_path_factory):
 
 
 @real
-def test_a_push_that_the_scheduler_did_not_load_is_found(tiny, monkeypatch):
+def test_arguments_are_those_of_the_installed_sglang(tiny):
+    known = capabilities.probe(on_gpu=False).arguments
+    assert {"attention_backend", "page_size", *settings._OWNED} - known <= {"tensor_parallel_size"}
+    config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang={"page_sise": 1}))
+    with pytest.raises(ValueError, match=r"engine_kwargs\.sglang\.page_sise: .* did you mean page_size\?"):
+        make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tiny / "model")), ENV)
+
+
+@real
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_push_that_the_scheduler_did_not_load_is_found(ranks, tiny, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE)
+    if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE, world_size=ranks, tp_size=ranks)
     limits = dict(max_num_seqs=8, gpu_memory_utilization=0.2, enforce_eager=True)
     kwargs = schema.EngineKwargs(sglang=KWARGS)
     config = schema.RolloutConfig(name="sglang", prompt_length=16, response_length=16, engine_kwargs=kwargs, **limits)
@@ -305,13 +331,17 @@ def test_a_push_that_the_scheduler_did_not_load_is_found(tiny, monkeypatch):
     rollout.receiver().prepare_release()  # a GPU has done this before
     rollout.receiver().receive(named, 1)
     before = rollout.generate([request])[0].log_probs
-    pack = weights.pack
-    monkeypatch.setattr(weights, "pack", lambda stream, **keys: pack(altered(stream), **keys))
-    monkeypatch.setattr(weights, "add_sums", lambda sums, parameters: loader.add_sums(sums, restored(parameters)))
+    name = "model.layers.1.mlp.up_proj.weight"
+    kept = "model.layers.1.mlp.up_proj.rotary_emb.inv_freq"  # a name that SGLang's loaders skip
+    monkeypatch.setattr(weights, "published_names", lambda stream: ((kept if n == name else n, t) for n, t in stream))
     with pytest.raises(ValueError, match=r"the parameters of model\.layers\.1 do not have the bits that were sent"):
-        rollout.receiver().receive(named, 2)
+        rollout.receiver().receive([(n, tensor + 1.0) for n, tensor in named], 2)
     with pytest.raises(ValueError, match="has no weights"):
         rollout.generate([request])
+    monkeypatch.undo()
+    monkeypatch.setattr(weights, "sums_of_bits", lambda tensors: loader.sums_of_bits(restored(tensors)))
+    with pytest.raises(ValueError, match=rf"rank 0 cannot load .* do not arrive as they were sent, first \['{name}'\]"):
+        rollout.receiver().receive(altered(named), 2)
     monkeypatch.undo()
     rollout.receiver().receive(named, 3)
     assert rollout.generate([request])[0].log_probs == pytest.approx(before, abs=1e-6 if IS_FLOAT32 else 1e-2)

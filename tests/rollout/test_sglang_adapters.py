@@ -19,6 +19,7 @@ from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sglang import adapters
 from verl.rollout.sglang.adapters import FollowerAdapterReceiver, lora_args, obstacles
+from verl.rollout.sglang.loader import sums_of_bits
 
 pytest.importorskip("peft")
 
@@ -41,10 +42,10 @@ def test_fused_layers_are_adapted_in_full():
 
 
 def test_adapters_that_sglang_does_not_apply(tmp_path, monkeypatch):
-    def found(family: str, layers: AdaptedLayers) -> list[str]:
-        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+    def found(family: str, layers: AdaptedLayers, ranks: int = 1, device: str = "cpu") -> list[str]:
+        env = RolloutEnv(0, ranks, 0, torch.device(device), 0, torch.float32, tp_size=ranks)
         model = schema.ModelConfig(path=save_model(family, tmp_path / family))
-        return [*obstacles(EngineCopy.of(schema.RolloutConfig(name="sglang"), model, env, None), layers)]
+        return [*obstacles(EngineCopy.of(schema.RolloutConfig(name="sglang"), model, env, None), env, layers)]
 
     (tmp_path / "llama").mkdir()
     (tmp_path / "moe").mkdir()
@@ -58,6 +59,12 @@ def test_adapters_that_sglang_does_not_apply(tmp_path, monkeypatch):
     other = AdaptedLayers(("transformer.h.0.q_proj",), 5)
     assert found("llama", other) == ["expected names with .layers.NUMBER., found transformer.h.0.q_proj"]
     assert found("moe", LAYERS) == ["it is not supported for models with mixtures of experts"]
+    # 2 heads of keys and values, and an MLP of 128
+    assert found("llama", LAYERS, ranks=2) == [] == found("llama", LAYERS, ranks=4, device="cuda")
+    assert found("llama", LAYERS, ranks=4) == [
+        "on a CPU it pads weights, but not adapters: with tensor_model_parallel_size=4 expected num_key_value_heads "
+        "divisible by 4 and intermediate_size by 128, found 2 and 128"
+    ]
     monkeypatch.setattr(adapters, "_loads_adapters", lambda: False)
     assert found("llama", LAYERS) == ["this version cannot load an adapter from tensors"]
 
@@ -112,14 +119,15 @@ def test_sglang_continues_running_requests_with_the_new_adapter(pair):
 @real
 @pytest.mark.timeout(600)
 def test_an_adapter_that_sglang_did_not_load_is_found(pair, monkeypatch):
-    """One matrix arrives with other values than those that the sums are of."""
+    """One matrix arrives with other values than those that were to be sent."""
     pair.push(1)
     receiver = pair.applied.receiver()
     send = receiver._send
 
-    def spoiled(parameters, *args):
-        last = max(at for at, (_, matrix) in enumerate(parameters) if matrix.any())
-        send([(name, matrix * (1 + (at == last))) for at, (name, matrix) in enumerate(parameters)], *args)
+    def spoiled(matrices, sums, *args):
+        last = max(at for at, (_, matrix) in enumerate(matrices) if matrix.any())
+        changed = [(name, matrix * (1 + (at == last))) for at, (name, matrix) in enumerate(matrices)]
+        return send(changed, sums_of_bits(changed), *args)
 
     monkeypatch.setattr(receiver, "_send", spoiled)
-    check_refused_push(pair, monkeypatch, r"the adapter of layer 1 does not have the bits that were sent: .* stale")
+    check_refused_push(pair, monkeypatch, r"in SGLang 1\.\w+\.B does not have the bits that were sent: .* stale")

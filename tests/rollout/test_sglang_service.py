@@ -1,9 +1,11 @@
 """Requests to SGLang's engine, with a stand-in that counts."""
 
 import asyncio
+import os
+import sys
 import threading
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from verl.rollout.base import Completion, Request, RolloutEnv, SamplingParams
 from verl.rollout.sglang import capabilities, weights
 from verl.rollout.sglang.engine import SglangRollout, arguments_of
-from verl.rollout.sglang.service import FailureHandler, Job, ProcessFailed, Service
+from verl.rollout.sglang.service import FailureHandler, Job, ProcessFailed, Service, shares_of_cores, start_engine
 from verl.rollout.stop_strings import StopStrings
 
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
@@ -226,3 +228,29 @@ def test_memory_is_freed_and_allocated_once(service, engine, monkeypatch):
     assert calls == [("free", "kv_cache"), ("free", "weights"), ("get", "kv_cache"), ("get", "weights")]
     weights.SglangMemory(service, saves=False).free("kv_cache")
     assert len(calls) == 4
+
+
+# ---- start ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_on_a_cpu_share_the_cores(monkeypatch):
+    for cores, shares in (({0, 1, 2, 3}, "0,1|2,3"), ({2, 5, 9}, "2|5,9"), ({7}, "7|7")):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: cores)
+        assert shares_of_cores(2) == shares
+
+
+@pytest.mark.parametrize(("size", "given", "found"), [(1, None, None), (2, None, "0|1"), (2, "4|5", "4|5")])
+def test_sglang_is_told_the_cores_while_it_starts(size, given, found, monkeypatch):
+    """Its default is a NUMA node for each rank, of which most hosts have too few."""
+    name, told = "SGLANG_CPU_OMP_THREADS_BIND", []
+    fake = ModuleType("sglang.srt.entrypoints.engine")
+    fake.Engine = lambda **arguments: told.append(os.environ.get(name))
+    for package in ("sglang", "sglang.srt", "sglang.srt.entrypoints"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(name, given)
+    start_engine({"device": "cpu", "tp_size": size}, FailureHandler())
+    assert told == [found] and os.environ.get(name) == given

@@ -1,7 +1,8 @@
-"""What the factories of vLLM and SGLang share: engines of other libraries, with their own copy of the weights."""
+"""What vLLM and SGLang share: engines of other libraries, with their own copy of the weights."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,6 +77,29 @@ class EngineCopy:
             receiver.receive(module.named_parameters(), version=0)
         elif self.is_trained:
             receiver.release()
+
+
+class EngineReceiver:
+    """What the receivers of such engines share.
+
+    Args:
+        shapes: returns HuggingFace name -> shape of every parameter.
+        filled: whether the model has its weights.
+    """
+
+    def __init__(self, shapes: Callable[[], dict[str, torch.Size]], filled: bool):
+        self._read_shapes = shapes
+        self.filled = filled
+
+    def check_filled(self) -> None:
+        """Raise ValueError before the first `receive` and after `release`."""
+        if not self.filled:
+            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """HuggingFace name of every parameter -> its shape."""
+        return self._read_shapes()
 
 
 def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:

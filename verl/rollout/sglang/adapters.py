@@ -16,16 +16,19 @@ import torch
 from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
 from verl.rollout.adapters import AdaptedLayers, AppliedAdapters, checked_pairs
+from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.sglang.loader import is_stored, sums_of_bits
 from verl.rollout.sglang.service import Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangReceiver
-from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver
-from verl.rollout.weight_sync.checksums import sum_of_bits
+from verl.rollout.weight_sync.base import AdapterConfig
 
 NAME = "policy"
 #: layers that SGLang joins to one. It requires the adapters of all of them: those that are missing are sent as zeros
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_MODULES = {*_FUSED[0], *_FUSED[1], "o_proj", "down_proj"}
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED_INTO = {module: fused for fused, modules in _FUSED.items() for module in modules}
+_CPU_COLUMNS = 32  # on a CPU, the slices of an MLP have a multiple of these
+_MODULES = {*_FUSED_INTO, "o_proj", "down_proj"}
 
 
 def lora_args(layers: AdaptedLayers, on_gpu: bool, memory_saver: bool) -> dict[str, Any]:
@@ -44,10 +47,10 @@ def lora_args(layers: AdaptedLayers, on_gpu: bool, memory_saver: bool) -> dict[s
 
 def _completed(modules: Iterable[str]) -> list[str]:
     found = {*modules}
-    return sorted(found.union(*(group for group in _FUSED if found & {*group})))
+    return sorted(found.union(*(group for group in _FUSED.values() if found & {*group})))
 
 
-def obstacles(copy: EngineCopy, layers: AdaptedLayers) -> Iterator[str]:
+def obstacles(copy: EngineCopy, env: RolloutEnv, layers: AdaptedLayers) -> Iterator[str]:
     """Why SGLang cannot apply the adapters of these layers."""
     if not _loads_adapters():
         yield "this version cannot load an adapter from tensors"
@@ -63,6 +66,14 @@ def obstacles(copy: EngineCopy, layers: AdaptedLayers) -> Iterator[str]:
     ):
         if found:
             yield f"it is not supported for models with {kind}"
+    text, ranks = copy.hf_config.get_text_config(), env.tp_size
+    heads, width = text.num_key_value_heads, text.intermediate_size
+    if env.device.type == "cpu" and (heads % ranks or width % (ranks * _CPU_COLUMNS)):
+        yield (
+            "on a CPU it pads weights, but not adapters: with tensor_model_parallel_size="
+            f"{ranks} expected num_key_value_heads divisible by {ranks} and intermediate_size by "
+            f"{ranks * _CPU_COLUMNS}, found {heads} and {width}"
+        )
 
 
 def _number_of(layer: str) -> str | None:
@@ -93,8 +104,9 @@ def register_adapter(engine: Any) -> None:
 class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
     """Receives the base weights once, and then adapters, which SGLang applies without merging them.
 
-    A push is verified: the layers and shapes are those that the trainer adapts, and in the scheduler the bits of the
-    matrices of every layer that it multiplies with add up to those that were sent, scaling included (with one rank).
+    A push is verified: the layers and shapes are those that the trainer adapts; every tensor-parallel rank has received
+    the bits that were sent; and those of the matrices that SGLang multiplies with add up to them, over the ranks,
+    scaling included.
 
     Args:
         layers: the layers with adapters.
@@ -123,16 +135,27 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
         if not self._has_base:
             super().check_filled()
         self.filled = False
-        parameters, sums = [], {}
+        matrices: dict[str, torch.Tensor] = {}
+        names: dict[str, list[str]] = {}  # of the matrices in a buffer of SGLang
         for layer, a, b in self._with_zeros(checked_pairs(tensors, self._layers, self.shapes, version)):
-            scale = config["scaling"].get(layer, 1.0)
-            a, b = a.to(self._device, self._dtype), (b.float() * scale).to(self._device, self._dtype)
-            parameters += [(f"{layer}.lora_A.weight", a), (f"{layer}.lora_B.weight", b)]
-            number = _number_of(layer)
-            sums[number] = sums.get(number, 0) + int(sum_of_bits(a)) + int(sum_of_bits(b))
+            scale, module = config["scaling"].get(layer, 1.0), layer.rpartition(".")[2]
+            b = b.float() * scale
+            for kind, matrix in (("A", a), ("B", b)):
+                name = f"{layer}.lora_{kind}.weight"
+                matrices[name] = matrix.to(self._device, self._dtype)
+                buffer = f"{_number_of(layer)}.{_FUSED_INTO.get(module, module)}.{kind}"
+                names.setdefault(buffer, []).append(name)
+        sums = sums_of_bits(matrices.items())
         adapter = {"name": NAME, "rank": self._layers.rank, "modules": _completed(self._layers.modules)}
         with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
-            self._send(parameters, Path(folder), sums, version, adapter)
+            ranks = self._send([*matrices.items()], sums, Path(folder), version, adapter)
+            for buffer in {**names, **ranks[0]}:
+                sent = {name: sums[name] for name in names.get(buffer, ())}
+                if not is_stored([rank.get(buffer, (0, 0))[1] for rank in ranks], sent):
+                    raise ValueError(
+                        f"adapters of version {version}: in SGLang {buffer} does not have the bits that were sent: the "
+                        "engine's adapter is stale"
+                    )
 
     def _with_zeros(
         self, pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
@@ -141,7 +164,7 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
         for layer, a, b in pairs:
             yield layer, a, b
             path, _, module = layer.rpartition(".")
-            group = next((group for group in _FUSED if module in group), ())
+            group = _FUSED.get(_FUSED_INTO.get(module, ""), ())
             present = [other for other in group if f"{path}.{other}" in names]
             if module in present[:1]:
                 for other in {*group} - {*present}:
@@ -149,17 +172,8 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
                     yield f"{path}.{other}", a.new_zeros(len(a), columns), b.new_zeros(rows, len(a))
 
 
-class FollowerAdapterReceiver(FollowerReceiver, AdapterReceiver):
+class FollowerAdapterReceiver(AppliedAdapters, FollowerReceiver):
     """The receiver of the other ranks of a tensor-parallel group, which takes part in the pushes of rank 0."""
-
-    applies_adapters = True
-
-    def __init__(self) -> None:
-        self._has_base = False
-
-    @property
-    def has_base(self) -> bool:
-        return self._has_base
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         super().receive(weights, version)

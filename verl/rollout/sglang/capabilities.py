@@ -43,11 +43,13 @@ class Capabilities:
         update_sessions: a weight push is enclosed in `begin_weight_update` and `end_weight_update`. Running requests
             can then be interrupted for it, and report which weights sampled which tokens.
         routed_experts: the experts that the routers choose can be reported.
+        arguments: of `ServerArgs`, to which `sglang.Engine` passes its own; empty: not known.
     """
 
     version: str
     update_sessions: bool
     routed_experts: bool = False
+    arguments: frozenset[str] = frozenset()
 
 
 def probe(on_gpu: bool) -> Capabilities:
@@ -89,6 +91,7 @@ def probe(on_gpu: bool) -> Capabilities:
         version,
         update_sessions="begin_weight_update" in dir(engine),
         routed_experts="return_routed_experts" in inspect.signature(engine.async_generate).parameters,
+        arguments=frozenset(inspect.signature(found["sglang.srt.server_args", "ServerArgs"]).parameters),
     )
 
 

@@ -1,7 +1,9 @@
-"""Loads a push in SGLang's scheduler, and verifies it there.
+"""Loads a push in SGLang's schedulers, and verifies it.
 
-SGLang calls `load` for each bucket (`custom_weight_loader`). An exception would end the scheduler, and with it the
-trainer's process. So the outcome is written to a file, which the trainer reads (`read_outcomes`).
+SGLang calls `load` on every rank for each bucket (`custom_weight_loader`), which verifies what it has received. An
+exception would end the scheduler, and with it the trainer's process. So the outcome is written to a file, which the
+trainer reads (`read_outcomes`). After the last bucket it has the sums of what the rank stores, and the trainer compares
+those of all ranks with what it has sent (`find_stale`).
 """
 
 import json
@@ -9,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +25,52 @@ from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
 #: name of the instruction in a bucket: JSON as (n,) uint8
 INSTRUCTION = "verl.instruction"
+#: rank's parameter or matrix -> (elements, sum of their bits); None instead of the sum: of another dtype than was sent
+Stored = Mapping[str, tuple[int, int | None]]
+_KV = re.compile(r"\.[kv]_proj\.")
 
 
 def instruction(
-    outcome: Path,
-    sums: dict[str, int] | None = None,
-    dtype: torch.dtype | None = None,
-    adapter: dict[str, Any] | None = None,
+    outcome: Path, sums: Mapping[str, int], dtype: torch.dtype | None = None, adapter: dict[str, Any] | None = None
 ) -> torch.Tensor:
     """The instruction of one call.
 
     Args:
         outcome: prefix of the files for the outcomes; the rank is appended.
-        sums: on the last call, `group_of` -> sum of the bits that were sent.
-        dtype: on the last call, dtype of the weights that were sent.
-        adapter: the parameters are those of an adapter, see `load_adapter`.
+        sums: name -> sum of the bits of every tensor in the bucket.
+        dtype: on the last call of a push of weights, their dtype.
+        adapter: the tensors are those of an adapter, see `load_adapter`.
     """
-    text = json.dumps({"outcome": str(outcome), "sums": sums, "dtype": str(dtype), "adapter": adapter})
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    order = {"outcome": str(outcome), "sums": sums, "dtype": dtype and str(dtype), "adapter": adapter}
+    return torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
 
 
-def read_outcomes(outcome: Path, ranks: int) -> None:
-    """Raise ValueError unless every rank has loaded the bucket of `instruction(outcome)`."""
+def read_outcomes(outcome: Path, ranks: int) -> list[Stored]:
+    """What each rank stores, after the last call of a push; empty before it.
+
+    Raises:
+        ValueError: a rank has not loaded the bucket of `instruction(outcome)`.
+    """
+    found = []
     for rank in range(ranks):
         path = Path(f"{outcome}-{rank}")
         if not path.exists():
             raise ValueError(f"SGLang's rank {rank} did not load the weights")
-        error = path.read_text(encoding="utf-8")
+        result = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
-        if error:
-            raise ValueError(f"SGLang's rank {rank} cannot load the weights: {error}")
+        if result["error"]:
+            raise ValueError(f"SGLang's rank {rank} cannot load the weights: {result['error']}")
+        found.append(result["stored"])
+    return found
+
+
+def sums_of_bits(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Name -> sum of the bits of each tensor."""
+    sums = {name: sum_of_bits(tensor) for name, tensor in tensors}
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist())) if sums else {}
+
+
+# ---- comparison of what is stored with what was sent ----------------------------------------------------------------
 
 
 def group_of(name: str) -> str:
@@ -64,11 +82,58 @@ def group_of(name: str) -> str:
     return found[1] if found else name
 
 
-def add_sums(sums: dict[str, Any], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Add the sums of bits of parameters to those of their groups."""
-    for name, tensor in weights:
-        group = group_of(name)
-        sums[group] = sums.get(group, 0) + sum_of_bits(tensor)
+def is_stored(ranks: Sequence[int], sent: Mapping[str, int]) -> bool:
+    """Whether the ranks of a tensor-parallel group store the bits that were sent.
+
+    Each has all of them, or they have them together. With fewer key/value heads than ranks, several have the same head.
+
+    Args:
+        ranks: sum of bits on each rank.
+        sent: name -> sum of bits.
+    """
+    total, heads = sum(sent.values()), sum(bits for name, bits in sent.items() if _KV.search(name))
+    if all(wrap(bits) == wrap(total) for bits in ranks):
+        return True
+    return wrap(sum(ranks)) in {wrap(total + copies * heads) for copies in range(len(ranks))}
+
+
+def find_stale(ranks: Sequence[Stored], sent: Mapping[str, tuple[int, int]]) -> list[str]:
+    """The parameters, or groups of them, that do not store the bits that were sent.
+
+    Sums do not depend on the order of the elements, so fused and permuted parameters have the sum of their parts, and
+    padding is 0. A parameter that is sent and stored by one name and with one size is compared by itself, the others of
+    a layer together.
+
+    Not compared: models whose layers have other names than HuggingFace's, groups with parameters of another dtype, and
+    with several ranks those in which not only heads of keys and values are replicated.
+
+    Args:
+        ranks: what each rank stores.
+        sent: name -> (elements, sum of bits).
+    """
+    if {group_of(name) for name in ranks[0]} != {group_of(name) for name in sent}:
+        return []
+    whole = {name for name, (size, _) in ranks[0].items() if name in sent and sent[name][0] == size}
+    groups: dict[str, tuple[list[str], list[str]]] = {name: ([name], [name]) for name in whole}
+    for names, side in ((ranks[0], 0), (sent, 1)):
+        for name in names:
+            if name not in whole:
+                groups.setdefault(group_of(name), ([], []))[side].append(name)
+    return [group for group, (stored, parts) in groups.items() if _is_stale(ranks, stored, {n: sent[n] for n in parts})]
+
+
+def _is_stale(ranks: Sequence[Stored], stored: list[str], sent: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether parameters of SGLang do not store the bits of those that were sent. False: they cannot be compared."""
+    found = [[rank[name][1] for name in stored] for rank in ranks]
+    if any(bits is None for sums in found for bits in sums):
+        return False
+    if is_stored([sum(sums) for sums in found], {name: bits for name, (_, bits) in sent.items()}):
+        return False
+    if len(ranks) == 1 or len(stored) == 1 == len(sent):
+        return True
+    size = sum(rank[name][0] for rank in ranks for name in stored) - sum(size for size, _ in sent.values())
+    heads = sum(size for name, (size, _) in sent.items() if _KV.search(name))
+    return size in {copies * heads for copies in range(len(ranks))}
 
 
 # ---- in the scheduler -----------------------------------------------------------------------------------------------
@@ -79,25 +144,40 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
     (name, content), weights = named_tensors[-1], list(named_tensors[:-1])
     assert name == INSTRUCTION, name
     order = json.loads(bytes(content.tolist()))
-    error = ""
+    outcome: dict[str, Any] = {"error": "", "stored": {}}
     try:
         wait_before_unmapping()
+        check_received(weights, order["sums"])
         if order["adapter"] is not None:
-            error = load_adapter(model, order, dict(weights))
+            outcome["stored"] = load_adapter(model, order["adapter"], dict(weights))
         elif weights:
             names = ExpertNames({name for name, _ in model.named_parameters()})
             model.load_weights(item for name, tensor in weights for item in names.unfused(name, tensor))
-        if order["adapter"] is None and order["sums"] is not None:
+        if order["dtype"] is not None:
             forget_features()
-            error = find_stale(model, order["sums"], order["dtype"])
+            outcome["stored"] = stored_in(model, order["dtype"])
         if content.is_cuda:
             torch.cuda.synchronize()  # the trainer uses the memory again
     except Exception as raised:
-        error = "".join(traceback.format_exception_only(raised)).strip()
+        outcome["error"] = "".join(traceback.format_exception_only(raised)).strip()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     path = Path(f"{order['outcome']}-{rank}")
-    path.with_suffix(".part").write_text(error, encoding="utf-8")
+    path.with_suffix(".part").write_text(json.dumps(outcome), encoding="utf-8")
     os.replace(path.with_suffix(".part"), path)
+
+
+def check_received(tensors: Sequence[tuple[str, torch.Tensor]], sent: Mapping[str, int]) -> None:
+    """Raise ValueError unless this rank has received the tensors that were sent, bit by bit."""
+    found = sums_of_bits(tensors)
+    if wrong := [name for name in {**sent, **found} if found.get(name) != sent.get(name)]:
+        raise ValueError(f"{len(wrong)} of {len(sent)} tensors do not arrive as they were sent, first {wrong[:3]}")
+
+
+def stored_in(model: nn.Module, dtype: str) -> Stored:
+    """What the model of this rank stores; dtype: of the weights that were sent."""
+    parameters = dict(model.named_parameters())
+    sums = sums_of_bits(item for item in parameters.items() if str(item[1].dtype) == dtype)
+    return {name: (parameter.numel(), sums.get(name)) for name, parameter in parameters.items()}
 
 
 def wait_before_unmapping() -> None:
@@ -117,26 +197,3 @@ def wait_before_unmapping() -> None:
         pause(tag=tag)
 
     saver.pause = waiting
-
-
-def find_stale(model: nn.Module, sent: dict[str, int], dtype: str) -> str:
-    """Compare the bits of the model's parameters with those that were sent; returns the difference, or "".
-
-    Sums do not depend on the order of the elements, so fused and permuted parameters have the sum of their parts, and
-    padding is 0. Not compared: groups with parameters of another dtype than `dtype`, models whose layers have other
-    names than HuggingFace's, and tensor-parallel ranks, which have parts of the parameters.
-    """
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        return ""
-    found: dict[str, Any] = {}
-    parameters = list(model.named_parameters())
-    add_sums(found, parameters)
-    converted = {group_of(name) for name, parameter in parameters if str(parameter.dtype) != dtype}
-    if found.keys() != sent.keys():
-        return ""
-    stale = [group for group in found if group not in converted and wrap(int(found[group])) != wrap(sent[group])]
-    if not stale:
-        return ""
-    return (
-        f"the parameters of {', '.join(stale[:3])} do not have the bits that were sent: the engine's weights are stale"
-    )

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _ABORT_AGAIN = 0.05  # seconds until an abort is sent again
+_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class ProcessFailed(RuntimeError):
@@ -58,6 +60,8 @@ def start_engine(args: dict[str, Any], on_failure: FailureHandler) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     method, variables = multiprocessing.get_start_method(allow_none=True), dict(os.environ)
+    if args.get("device") == "cpu" and args["tp_size"] > 1:
+        os.environ.setdefault(_CORES, shares_of_cores(args["tp_size"]))  # the default is a NUMA node for each rank
     try:
         return Engine(**args, custom_sigquit_handler=on_failure)
     except TypeError as error:
@@ -65,12 +69,19 @@ def start_engine(args: dict[str, Any], on_failure: FailureHandler) -> Any:
     finally:
         multiprocessing.set_start_method(method, force=True)
         for name in os.environ.keys() | variables.keys():
-            if name.startswith("SGLANG_"):
+            if name.startswith("SGLANG_") and name != _CORES:
                 continue
             if name in variables:
                 os.environ[name] = variables[name]
             else:
                 del os.environ[name]
+
+
+def shares_of_cores(ranks: int) -> str:
+    """The cores of this process in equal shares for the ranks, such as "0,1|2,3". With fewer cores, ranks share one."""
+    cores = sorted(os.sched_getaffinity(0))
+    starts = [rank * len(cores) // ranks for rank in range(ranks + 1)]
+    return "|".join(",".join(map(str, cores[a : max(b, a + 1)])) for a, b in pairwise(starts))
 
 
 @dataclass(eq=False)

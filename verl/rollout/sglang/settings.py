@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Collection
 from typing import Any
 
 import psutil
@@ -74,16 +75,15 @@ _NOT_SUPPORTED = {
 _NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "enable_torch_compile")
 _ORIGINAL_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _FREE_SHARE = 0.9  # of the free memory, for the engine
 _SLACK = 8  # positions that SGLang keeps free
 _SEEDS = 2**31  # of random_seed
 
 
-def check_kwargs(given: dict[str, Any]) -> None:
-    """Raise ValueError for arguments in `engine_kwargs.sglang` that contradict this adapter or another key, and for an
-    environment variable that changes the log-probs."""
-    check_engine_kwargs("sglang", given, _OWNED, _NOT_SUPPORTED | _FIXED)
+def check_kwargs(given: dict[str, Any], known: Collection[str] = ()) -> None:
+    """Raise ValueError for arguments in `engine_kwargs.sglang` that contradict this adapter or another key, or that are
+    not among the known ones, and for an environment variable that changes the log-probs."""
+    check_engine_kwargs("sglang", given, _OWNED, _NOT_SUPPORTED | _FIXED, known)
     if os.environ.get(_ORIGINAL_LOG_PROBS, "0").lower() in ("1", "true"):
         raise ValueError(
             f"rollout.name=sglang: {_ORIGINAL_LOG_PROBS} is set: log-probs would be those before the temperature, but "
@@ -131,7 +131,7 @@ def engine_args(
     """
     model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
     given, length = dict(config.engine_kwargs.sglang), max_model_len(config)
-    check_kwargs(given)
+    check_kwargs(given, capabilities.arguments)
     check_dtype(dtype, env.device)
     if config.enforce_eager:
         _check_eager(given)
@@ -144,7 +144,7 @@ def engine_args(
     args = {
         "model_path": model.path,
         "trust_remote_code": model.trust_remote_code,
-        "dtype": _NAMES[dtype],
+        "dtype": str(dtype).removeprefix("torch."),
         "load_format": "auto" if copy.reads_files else "dummy",
         "tp_size": env.tp_size,
         "context_length": _context_length(length, hf_config),

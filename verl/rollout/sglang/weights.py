@@ -3,16 +3,16 @@
 import logging
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl.rollout.engine_copy import EngineReceiver
 from verl.rollout.sglang.images import published_names
-from verl.rollout.sglang.loader import INSTRUCTION, add_sums, instruction, read_outcomes
+from verl.rollout.sglang.loader import INSTRUCTION, Stored, find_stale, instruction, read_outcomes, sums_of_bits
 from verl.rollout.sglang.service import Service
 from verl.rollout.weight_sync.base import check_parameters
 from verl.rollout.weight_sync.buckets import BUCKET_BYTES, pack
@@ -31,15 +31,18 @@ class SglangMemory:
     def __init__(self, service: Service, saves: bool):
         self._service = service
         self._saves = saves
+        self._said = False
         self._freed: set[str] = set()  # of "weights" and "kv_cache"
         self._lock = threading.Lock()
 
     def free(self, *tags: str) -> None:
         """Free memory. Weights are lost, unless SGLang copies them to the CPU (`enable_weights_cpu_backup`)."""
         if not self._saves:
-            log.info(
-                "rollout.name=sglang: the memory saver is off (a CPU, or free_cache_engine=false): nothing is freed"
-            )
+            if not self._said:
+                log.info(
+                    "rollout.name=sglang: the memory saver is off (a CPU, or free_cache_engine=false): nothing is freed"
+                )
+                self._said = True
             return
         with self._lock:
             if todo := [tag for tag in tags if tag not in self._freed]:
@@ -55,12 +58,13 @@ class SglangMemory:
                 self._freed.difference_update(todo)
 
 
-class SglangReceiver:
+class SglangReceiver(EngineReceiver):
     """Receives weights by HuggingFace name and loads them in SGLang's processes.
 
     SGLang's loaders skip names that they do not know. So a push is verified: names and shapes are those of the
-    HuggingFace model, and in the scheduler the bits of its parameters add up to those that were sent (`find_stale`).
-    Every response then reports the version of its weights (`Service`).
+    HuggingFace model, every tensor-parallel rank has received the bits that were sent (`loader.check_received`), and
+    those of its parameters add up to them, over the ranks (`loader.find_stale`). Every response then reports the
+    version of its weights (`Service`).
 
     Args:
         service: the engine.
@@ -85,19 +89,13 @@ class SglangReceiver:
         sessions: bool,
         filled: bool,
     ):
+        super().__init__(shapes, filled)
         self._service = service
         self._memory = memory
-        self._read_shapes = shapes
         self._dtype = dtype
         self._device = device
         self._ranks = ranks
         self._sessions = sessions
-        self.filled = filled
-
-    def check_filled(self) -> None:
-        """Raise ValueError before the first `receive` and after `release`."""
-        if not self.filled:
-            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
 
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, is_last: bool = True) -> None:
@@ -112,13 +110,12 @@ class SglangReceiver:
         """
         with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version, is_last):
             named = published_names(check_parameters(weights, self.shapes, version))
-            sums = self._send_all(named, Path(folder))
-            self._send([], Path(folder), sums, version)
-
-    @cached_property
-    def shapes(self) -> dict[str, torch.Size]:
-        """HuggingFace name of every parameter -> its shape."""
-        return self._read_shapes()
+            sent = self._send_all(named, Path(folder))
+            if stale := find_stale(self._send([], {}, Path(folder), version), sent):
+                raise ValueError(
+                    f"weights of version {version}: in SGLang the parameters of {', '.join(stale[:3])} do not have the "
+                    "bits that were sent: the engine's weights are stale"
+                )
 
     @contextmanager
     def _updating(self, version: int, is_last: bool = True) -> Iterator[None]:
@@ -148,7 +145,7 @@ class SglangReceiver:
             self._service.exclusive("the first call"),
             self._session(),
         ):
-            self._send([], Path(folder))
+            self._send([], {}, Path(folder))
 
     def release(self) -> None:
         """See `WeightReceiver.release`. The KV cache is freed as well."""
@@ -156,9 +153,9 @@ class SglangReceiver:
             self.filled = False
             self._memory.free("kv_cache", "weights")
 
-    def _send_all(self, weights: Iterator[tuple[str, torch.Tensor]], folder: Path) -> dict[str, int]:
-        """Send the weights in buckets. Returns the sums of their bits."""
-        sums: dict[str, Any] = {}
+    def _send_all(self, weights: Iterator[tuple[str, torch.Tensor]], folder: Path) -> dict[str, tuple[int, int]]:
+        """Send the weights in buckets. Returns name -> (elements, sum of their bits)."""
+        sent: dict[str, tuple[int, int]] = {}
         buckets = pack(
             weights,
             device=self._device,
@@ -168,30 +165,43 @@ class SglangReceiver:
             allocate=lambda size: torch.empty(size, dtype=torch.uint8, device=self._device),
         )
         for bucket in buckets:
-            parameters = list(bucket.parameters())
-            add_sums(sums, parameters)
-            self._send(parameters, folder)
+            parameters = dict(bucket.parameters())
+            sums = sums_of_bits(parameters.items())
+            self._send([*parameters.items()], sums, folder)
+            sent |= {name: (tensor.numel(), sums[name]) for name, tensor in parameters.items()}
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
-        return {group: int(total) for group, total in sums.items()}
+        return sent
 
     def _send(
         self,
-        parameters: list[tuple[str, torch.Tensor]],
+        tensors: list[tuple[str, torch.Tensor]],
+        sums: Mapping[str, int],
         folder: Path,
-        sums: dict[str, int] | None = None,
         version: int | None = None,
         adapter: dict[str, Any] | None = None,
-    ) -> None:
-        """Load parameters in every rank; the last call compares `sums`, and has none or those of an adapter."""
+    ) -> list[Stored]:
+        """Load tensors in every rank.
+
+        Args:
+            tensors: weights, or those of an adapter.
+            sums: name -> sum of the bits of each, which every rank compares with what it has received.
+            folder: for the outcomes.
+            version: on the last call of a push, its version.
+            adapter: see `load_adapter`.
+
+        Returns:
+            What each rank stores, see `read_outcomes`.
+        """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        outcome, is_last = folder / "outcome", sums is not None
-        order = instruction(outcome, sums, self._dtype if is_last else None, adapter).to(self._device)
+        outcome, is_last = folder / "outcome", version is not None
+        dtype = self._dtype if is_last and adapter is None else None
+        order = instruction(outcome, sums, dtype, adapter).to(self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the other processes do not know this stream
-        content = [*parameters, (INSTRUCTION, order)]
+        content = [*tensors, (INSTRUCTION, order)]
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(content) for _ in range(self._ranks)],
             load_format="verl.rollout.sglang.loader.load",
@@ -200,7 +210,7 @@ class SglangReceiver:
         )
         engine = self._service.engine
         _check(engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_tensor(request, None)))
-        read_outcomes(outcome, self._ranks)
+        return read_outcomes(outcome, self._ranks)
 
 
 def _check(result: tuple[bool, str]) -> None:

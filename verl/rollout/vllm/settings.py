@@ -58,7 +58,6 @@ _NOT_SUPPORTED = {
     "speculative_config": "its draft model would not be trained",
     "enable_eplb": "trained weights are loaded into one copy of each expert",
 }
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PAGE = 128  # tokens; vLLM's block size on a CPU
 _FREE_SHARE = 0.9  # of the free GPU memory, for the engine
 
@@ -99,7 +98,7 @@ def engine_args(
     args = {
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
-        "dtype": _NAMES[dtype],
+        "dtype": str(dtype).removeprefix("torch."),
         "load_format": "auto" if copy.reads_files else "dummy",
         "tensor_parallel_size": env.tp_size,
         "distributed_executor_backend": "external_launcher",

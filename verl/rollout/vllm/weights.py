@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from verl.rollout.engine_copy import EngineReceiver
 from verl.rollout.expert_names import ExpertNames
 from verl.rollout.vllm.experts import expert_layers, unpacked
 from verl.rollout.weight_sync.base import check_parameters
@@ -24,7 +24,7 @@ _PROBED_ROWS = 256
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 
 
-class VllmReceiver:
+class VllmReceiver(EngineReceiver):
     """Receives weights by HuggingFace name into the model of a `VllmRollout`.
 
     vLLM's loaders skip names that they do not know, and may leave copies of a weight as they were. So a push is
@@ -38,14 +38,8 @@ class VllmReceiver:
     """
 
     def __init__(self, engine: "VllmRollout", shapes: Callable[[], dict[str, torch.Size]], filled: bool):
+        super().__init__(shapes, filled)
         self._engine = engine
-        self._read_shapes = shapes
-        self.filled = filled
-
-    def check_filled(self) -> None:
-        """Raise ValueError before the first `receive` and after `release`."""
-        if not self.filled:
-            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
 
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -59,11 +53,6 @@ class VllmReceiver:
         """
         with self._updating(version) as model:
             load_weights(model, check_parameters(weights, self.shapes, version), version)
-
-    @cached_property
-    def shapes(self) -> dict[str, torch.Size]:
-        """HuggingFace name of every parameter -> its shape."""
-        return self._read_shapes()
 
     @contextmanager
     def _updating(self, version: int, idle: bool = False, is_last: bool = True) -> Iterator[nn.Module]:

@@ -1,0 +1,157 @@
+"""What SGLang's tensor-parallel ranks receive and store is compared with what was sent, on stand-ins for its model."""
+
+import pytest
+import torch
+from torch import nn
+
+from verl.rollout.sglang import loader
+
+HEADS, HEAD, HIDDEN = 4, 2, 8
+
+
+class Rank(nn.Module):
+    """The slice of one rank: heads of q, k and v in one parameter, columns of o, the vocabulary with padding, a norm.
+
+    Args:
+        rank, size: of the group.
+        kv_heads: of the whole model; with fewer than ranks, several have the same.
+        skips: a name that the loader ignores.
+    """
+
+    def __init__(self, rank: int, size: int, kv_heads: int = HEADS, skips: str = ""):
+        super().__init__()
+        self.rank, self.size, self.kv_heads, self.skips = rank, size, kv_heads, skips
+        self.q, self.kv = HEADS // size * HEAD, max(kv_heads // size, 1) * HEAD
+        sizes = {"qkv_proj": (self.q + 2 * self.kv, HIDDEN), "o_proj": (HIDDEN, self.q), "norm": (HIDDEN,)}
+        self.layers = nn.ModuleList([nn.ParameterDict({n: torch.zeros(shape) for n, shape in sizes.items()})])
+        self.embed = nn.Parameter(torch.zeros(12 // size, HIDDEN))
+
+    @torch.no_grad()
+    def load_weights(self, named):
+        layer, kv_rank = self.layers[0], self.rank * self.kv_heads // self.size
+        rows = {"q_proj": (0, self.q, self.rank), "k_proj": (self.q, self.kv, kv_rank)}
+        if self.kv_heads >= self.size:
+            rows["k_proj"] = (self.q, self.kv, self.rank)
+        rows["v_proj"] = (self.q + self.kv, self.kv, rows["k_proj"][2])
+        for name, tensor in named:
+            part = name.split(".")[2] if name.startswith("layers") else name
+            if name == self.skips:
+                continue
+            if part in rows:
+                start, size, at = rows[part]
+                layer["qkv_proj"][start : start + size] = tensor[at * size : (at + 1) * size]
+            elif part == "o_proj":
+                layer["o_proj"].copy_(tensor[:, self.rank * self.q : (self.rank + 1) * self.q])
+            elif part == "norm":
+                layer["norm"].copy_(tensor)
+            elif part == "embed":
+                own = tensor[self.rank * len(self.embed) : (self.rank + 1) * len(self.embed)]
+                self.embed[: len(own)] = own
+
+
+def weights(kv_heads: int = HEADS) -> dict[str, torch.Tensor]:
+    """Names as in HuggingFace's files, except that a `ParameterDict` adds no `.weight`."""
+    torch.manual_seed(0)
+    rows = {"q_proj.weight": HEADS * HEAD, "k_proj.weight": kv_heads * HEAD, "v_proj.weight": kv_heads * HEAD}
+    sent = {f"layers.0.{name}": torch.randn(size, HIDDEN) for name, size in rows.items()}
+    sent |= {"layers.0.o_proj": torch.randn(HIDDEN, HEADS * HEAD), "layers.0.norm": torch.randn(HIDDEN)}
+    return sent | {"embed": torch.randn(11, HIDDEN)}
+
+
+def call(rank: int, model: nn.Module, bucket: list, order: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load` on one rank."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    loader.load(model, [*bucket, (loader.INSTRUCTION, order)])
+
+
+def push(ranks: list[nn.Module], sent: dict[str, torch.Tensor], folder, monkeypatch, received=None) -> list[str]:
+    """Push to all ranks. Returns what is stale. received: what the last rank gets instead of the weights."""
+    sums, outcome = loader.sums_of_bits(sent.items()), folder / "outcome"
+    for bucket, expected, dtype in ((sent, sums, None), ({}, {}, torch.float32)):
+        for rank, model in enumerate(ranks):
+            given = received if bucket and received and rank == len(ranks) - 1 else bucket
+            call(rank, model, [*given.items()], loader.instruction(outcome, expected, dtype), monkeypatch)
+        stored = loader.read_outcomes(outcome, len(ranks))
+    assert not list(folder.iterdir())
+    return loader.find_stale(stored, {name: (tensor.numel(), sums[name]) for name, tensor in sent.items()})
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(1, 4), (2, 4), (2, 2), (2, 1), (4, 2), (4, 1)])
+def test_slices_of_all_ranks_have_the_bits_that_were_sent(size, kv_heads, tmp_path, monkeypatch):
+    ranks = [Rank(rank, size, kv_heads) for rank in range(size)]
+    assert push(ranks, weights(kv_heads), tmp_path, monkeypatch) == []
+    assert all(rank.layers[0]["qkv_proj"].ne(0).all() for rank in ranks)
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("layers.0.k_proj.weight", "layers.0"),
+        ("layers.0.o_proj", "layers.0"),
+        ("layers.0.norm", "layers.0.norm"),
+        ("embed", "embed"),
+    ],
+)
+def test_a_slice_that_one_rank_keeps_is_found(size, kv_heads, name, group, tmp_path, monkeypatch):
+    ranks = [Rank(rank, size, kv_heads) for rank in range(size)]
+    sent = weights(kv_heads)
+    assert push(ranks, sent, tmp_path, monkeypatch) == []
+    ranks[-2].skips = name
+    changed = {other: tensor + 1.0 for other, tensor in sent.items()}
+    assert push(ranks, changed, tmp_path, monkeypatch) == [group]
+
+
+def test_bits_that_change_on_their_way_to_one_rank_are_found_there(tmp_path, monkeypatch):
+    sent = weights()
+    name = "layers.0.o_proj"
+    received = {**sent, name: sent[name].clone()}
+    received[name].view(torch.int32)[3, 5] ^= 1
+    ranks = [Rank(rank, 2) for rank in range(2)]
+    message = rf"SGLang's rank 1 cannot load .*: 1 of 6 tensors do not arrive as they were sent, first \['{name}'\]"
+    with pytest.raises(ValueError, match=message):
+        push(ranks, sent, tmp_path, monkeypatch, received)
+    assert not ranks[1].embed.any() and ranks[0].embed.any()  # nothing of the bucket was loaded
+    with pytest.raises(ValueError, match=r"1 of 6 tensors do not arrive as they were sent, first \['embed'\]"):
+        push(ranks, sent, tmp_path, monkeypatch, {other: sent[other] for other in sent if other != "embed"})
+
+
+def test_parameters_of_another_dtype_or_of_other_layers_are_not_compared(tmp_path, monkeypatch):
+    model = Rank(0, 1)
+    model.layers[0]["norm"].data = model.layers[0]["norm"].data.double()
+    model.skips = "layers.0.norm"
+    assert push([model], weights(), tmp_path, monkeypatch) == []
+    model.other = nn.Parameter(torch.zeros(3))
+    model.skips = "embed"
+    assert push([model], {n: t + 1 for n, t in weights().items()}, tmp_path, monkeypatch) == []
+
+
+def test_replicated_fused_parameters_are_not_compared_with_several_ranks(tmp_path, monkeypatch):
+    """They are neither a slice nor the whole of what was sent by one name."""
+    ranks = [Rank(rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.layers[0]["fused"] = torch.ones(2, 3)
+    sent = weights() | {"layers.0.a.weight": torch.ones(1, 3), "layers.0.b.weight": torch.ones(1, 3)}
+    assert push(ranks, sent, tmp_path, monkeypatch) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([30, 30], True),  # replicated
+        ([18, 12], True),  # sharded
+        ([20, 20], True),  # the heads of k and v twice: 10 more
+        ([20, 21], False),
+        ([30, 0], True),
+        ([30, 31], False),
+        ([0, 0], False),
+        ([30], True),
+        ([40], False),  # one rank has no copies
+        ([30 - 2**64], True),  # sums wrap
+    ],
+)
+def test_matrices_of_adapters(ranks, expected):
+    sent = {"layers.0.q_proj.lora_B.weight": 20, "layers.0.k_proj.lora_B.weight": 4, "layers.0.v_proj.lora_B.weight": 6}
+    assert loader.is_stored(ranks, sent) is expected
+    assert loader.is_stored([0] * len(ranks), {})  # no adapter of this module

@@ -1,0 +1,80 @@
+"""Runs with SGLang: weights over files and over a process group, and two tensor-parallel ranks.
+
+They need SGLang: VERL_CONTRACT_ENGINES=sglang, make test-sglang.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+from tests.rollout.contract import CHOSEN
+from tests.trainer.conftest import make_tiny, run_settings
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+pytestmark = [
+    pytest.mark.skipif(
+        "sglang" not in (CHOSEN or "").split(",") or importlib.util.find_spec("sglang") is None,
+        reason="opt-in: VERL_CONTRACT_ENGINES=sglang",
+    ),
+    pytest.mark.timeout(600),
+]
+ROLLOUT = "actor_rollout_ref.rollout"
+OWN = ("trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]")
+LORA = "actor_rollout_ref.model.lora_rank=4"
+BOUND = 2e-5  # of log-probs in float32 on a CPU
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """Rows, and models: "mini", whose sizes SGLang's kernels for a CPU support, and "small", whose MLP they pad."""
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
+    for size in ("mini", "small"):
+        tiny_model("llama", folder / size, seed=0, size=size)
+    return folder
+
+
+def run(tiny: Path, folder: Path, *more: str) -> list:
+    """The reports of two steps, after each of which the engine must have the weights of training."""
+    chosen = ["algorithm.name=grpo", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.check_every=1", "trainer.device=cpu"]
+    chosen += [f"actor_rollout_ref.model.path={tiny / 'mini'}"]
+    chosen += [f"{key}.dtype=float32" for key in (ROLLOUT, "actor_rollout_ref.actor.fsdp_config")]
+    found: list = []
+    settings = [*run_settings(tiny, folder), *chosen, "trainer.total_training_steps=2", *more]
+    trainer = LocalPPOTrainer(overrides=settings)
+    trainer.on_step.append(found.append)
+    trainer.fit()
+    assert [report.batch.batch["weight_version"].unique().tolist() for report in found] == [[0], [1]]
+    for report in found:
+        assert report.metrics["weight_sync/canary_mismatch"] < BOUND and report.metrics["weight_sync/bytes"] > 0
+        assert report.metrics["rollout/logprob_gap_max"] < BOUND
+    return found
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_over_files(lora, tiny, tmp_path):
+    """With adapters, the files have merged weights."""
+    files = [*OWN, f"{ROLLOUT}.weight_sync=disk", f"{ROLLOUT}.weight_sync_dir={tmp_path / 'weights'}"]
+    found = run(tiny, tmp_path / "run", *files, *([LORA] if lora else []))
+    assert len({report.metrics["weight_sync/bytes"] for report in found}) == 1
+    kept = sorted(path.name for path in (tmp_path / "weights").glob("global_step_*"))
+    assert kept == ["global_step_1", "global_step_2"]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_over_a_process_group(lora, tiny, tmp_path):
+    found = run(tiny, tmp_path / "run", *OWN, f"{ROLLOUT}.weight_sync=collective", *([LORA] if lora else []))
+    assert len({report.metrics["weight_sync/bytes"] for report in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [
+        ("small", []),
+        ("mini", [LORA, f"{ROLLOUT}.lora_sync=adapters"]),
+    ],
+)
+def test_two_tensor_parallel_ranks(size, more, tiny, tmp_path):
+    ranks = ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    run(tiny, tmp_path / "run", *ranks, f"actor_rollout_ref.model.path={tiny / size}", *more)
