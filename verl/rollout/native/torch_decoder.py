@@ -11,8 +11,8 @@ from verl.rollout.native.decoder import (
     Layer,
     Projection,
     RopeTable,
-    rms_norm,
     addmm_loses_precision,
+    rms_norm,
 )
 from verl.rollout.native.kv_cache import CacheViews, SlotCache
 from verl.rollout.native.vision import PromptImages, rotary_rows
