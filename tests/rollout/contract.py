@@ -237,21 +237,23 @@ def save_model(family: str, folder) -> str:
     return str(folder)
 
 
-def kept(logits: torch.Tensor, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> dict[int, float]:
-    """Token -> probability before the filters, for (V,) logits; computed token by token."""
-    ranked = sorted(enumerate(logits.softmax(-1).tolist()), key=lambda pair: -pair[1])
-    found, mass = {}, 0.0
-    for rank, (token, probability) in enumerate(ranked):
-        if (0 < top_k <= rank) or mass >= top_p or probability < min_p * ranked[0][1]:
-            break
-        found[token] = probability
-        mass += probability
-    return found
+def kept(
+    logits: torch.Tensor, bound: float = 0.0, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0
+) -> dict[int, float]:
+    """Token -> probability before the filter, for (V,) float64 logits and one filter.
 
-
-def looser(logits: torch.Tensor, bound: float, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> dict:
-    """The filters with all tokens that pass them when log-probs have errors up to `bound`; below 0: with fewest."""
-    if top_k > 0 and bound > 0:
-        ranked = logits.sort(descending=True).values
-        top_k = int((ranked >= ranked[top_k - 1] - 2 * bound).sum())
-    return {"top_k": top_k, "top_p": top_p + bound * (top_p < 1), "min_p": min_p * math.exp(-2 * bound)}
+    bound: all tokens that can pass the filter if each log-prob has an error of up to `bound`; below 0: only the tokens
+    that pass it with every such error; 0: those that pass it without errors. A token is certainly ranked before
+    another if their log-probs differ by more than 2 bound, and a sum of probabilities is exact up to exp(bound).
+    """
+    ranked, tokens = logits.log_softmax(-1).sort(descending=True)
+    mass = torch.cat((ranked.new_zeros(1), ranked.exp().cumsum(0)))
+    # of the tokens that are ranked before each: at least those (bound > 0), or at most those (bound < 0)
+    before = torch.searchsorted(-ranked, -ranked - 2 * bound, right=bound < 0) - (1 if bound < 0 else 0)
+    passed = ranked >= ranked[0] + math.log(max(min_p, 1e-300)) - 2 * bound
+    if top_k > 0:
+        passed &= before < top_k
+    if top_p < 1:
+        preceding = mass[before] if bound >= 0 else mass[before + 1] - ranked.exp()
+        passed &= (preceding * math.exp(-bound) < top_p) | (before == 0)
+    return dict(zip(tokens[passed].tolist(), ranked[passed].exp().tolist()))
