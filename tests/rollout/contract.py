@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.engines.ranks import make_engine
+from tests.rollout.float64 import float64_logits
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
@@ -28,7 +29,7 @@ from verl.rollout.base import (
     make_requests,
     make_rollout_engine,
 )
-from verl.rollout.sampling import draw
+from verl.rollout.sampling import draw, uniform
 from verl.rollout.weight_sync import ModuleReceiver
 from verl.utils.device import resolve_device, resolve_dtype
 
@@ -222,6 +223,35 @@ class Setup:
         """(T, V): before each token of the answer."""
         ids = torch.tensor([[*prompt, *answer.token_ids]], device=DEVICE)
         return self.module(ids).logits[0, len(prompt) - 1 : -1].double().cpu()
+
+    def check_same_draws(
+        self, prompt: list[int], found: Completion, expected: Completion, params: SamplingParams, sample_id: int
+    ) -> None:
+        """Two responses to one request are the same. With a real model in float32, sampled by this package: up to a
+        token where the random number is at the edge between both, as close as rounding moves the edge."""
+        pairs = list(zip(found.token_ids, expected.token_ids, strict=True))
+        at = next((t for t, (one, other) in enumerate(pairs) if one != other), None)
+        if at is None:
+            return
+        assert MODEL and self.name in ("native", "hf"), f"token {at} differs"
+        until = replace(found, token_ids=found.token_ids[: at + 1])
+        bound = self.bounds(prompt, until, params.temperature)[-1]
+        probs = (self.logits(prompt, until)[-1] / params.temperature).softmax(-1)
+        edges, drawn = probs.cumsum(-1), float(uniform(params.seed, torch.tensor([sample_id]), at))
+        for token in pairs[at]:
+            assert edges[token] - probs[token] - bound <= drawn <= edges[token] + bound, f"token {at} differs"
+
+    def bounds(self, prompt: list[int], answer: Completion, temperature: float) -> list[float]:
+        """The bound of log-probs at each token of the answer.
+
+        With a real model in float32 on a CPU, at least twice the error of the module itself against float64: two
+        computations with that error differ by up to twice as much. Some positions amplify rounding.
+        """
+        if not (MODEL and IS_FLOAT32 and DEVICE == "cpu"):
+            return [self.bound] * len(answer.token_ids)
+        exact = float64_logits(self.module, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
+        found, exact = ((each / temperature).log_softmax(-1) for each in (self.logits(prompt, answer), exact))
+        return (2 * (found - exact).abs().amax(-1)).clamp_min(self.bound).tolist()
 
 
 def save_model(family: str, folder) -> str:
