@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.engines.ranks import make_engine
+from tests.rollout.float64 import float64_logits
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
@@ -28,7 +29,7 @@ from verl.rollout.base import (
     make_requests,
     make_rollout_engine,
 )
-from verl.rollout.sampling import draw
+from verl.rollout.sampling import draw, uniform
 from verl.rollout.weight_sync import ModuleReceiver
 from verl.utils.device import resolve_device, resolve_dtype
 
@@ -223,6 +224,35 @@ class Setup:
         ids = torch.tensor([[*prompt, *answer.token_ids]], device=DEVICE)
         return self.module(ids).logits[0, len(prompt) - 1 : -1].double().cpu()
 
+    def check_same_draws(
+        self, prompt: list[int], found: Completion, expected: Completion, params: SamplingParams, sample_id: int
+    ) -> None:
+        """Two responses to one request are the same. With a real model in float32, sampled by this package: up to a
+        token where the random number is at the edge between both, as close as rounding moves the edge."""
+        pairs = list(zip(found.token_ids, expected.token_ids, strict=True))
+        at = next((t for t, (one, other) in enumerate(pairs) if one != other), None)
+        if at is None:
+            return
+        assert MODEL and self.name in ("native", "hf"), f"token {at} differs"
+        until = replace(found, token_ids=found.token_ids[: at + 1])
+        bound = self.bounds(prompt, until, params.temperature)[-1]
+        probs = (self.logits(prompt, until)[-1] / params.temperature).softmax(-1)
+        edges, drawn = probs.cumsum(-1), float(uniform(params.seed, torch.tensor([sample_id]), at))
+        for token in pairs[at]:
+            assert edges[token] - probs[token] - bound <= drawn <= edges[token] + bound, f"token {at} differs"
+
+    def bounds(self, prompt: list[int], answer: Completion, temperature: float) -> list[float]:
+        """The bound of log-probs at each token of the answer.
+
+        With a real model in float32 on a CPU, at least twice the error of the module itself against float64: two
+        computations with that error differ by up to twice as much. Some positions amplify rounding.
+        """
+        if not (MODEL and IS_FLOAT32 and DEVICE == "cpu"):
+            return [self.bound] * len(answer.token_ids)
+        exact = float64_logits(self.module, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
+        found, exact = ((each / temperature).log_softmax(-1) for each in (self.logits(prompt, answer), exact))
+        return (2 * (found - exact).abs().amax(-1)).clamp_min(self.bound).tolist()
+
 
 def save_model(family: str, folder) -> str:
     config, keys = FAMILIES[family]
@@ -237,21 +267,23 @@ def save_model(family: str, folder) -> str:
     return str(folder)
 
 
-def kept(logits: torch.Tensor, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> dict[int, float]:
-    """Token -> probability before the filters, for (V,) logits; computed token by token."""
-    ranked = sorted(enumerate(logits.softmax(-1).tolist()), key=lambda pair: -pair[1])
-    found, mass = {}, 0.0
-    for rank, (token, probability) in enumerate(ranked):
-        if (0 < top_k <= rank) or mass >= top_p or probability < min_p * ranked[0][1]:
-            break
-        found[token] = probability
-        mass += probability
-    return found
+def kept(
+    logits: torch.Tensor, bound: float = 0.0, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0
+) -> dict[int, float]:
+    """Token -> probability before the filter, for (V,) float64 logits and one filter.
 
-
-def looser(logits: torch.Tensor, bound: float, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> dict:
-    """The filters with all tokens that pass them when log-probs have errors up to `bound`; below 0: with fewest."""
-    if top_k > 0 and bound > 0:
-        ranked = logits.sort(descending=True).values
-        top_k = int((ranked >= ranked[top_k - 1] - 2 * bound).sum())
-    return {"top_k": top_k, "top_p": top_p + bound * (top_p < 1), "min_p": min_p * math.exp(-2 * bound)}
+    bound: all tokens that can pass the filter if each log-prob has an error of up to `bound`; below 0: only the tokens
+    that pass it with every such error; 0: those that pass it without errors. A token is certainly ranked before
+    another if their log-probs differ by more than 2 bound, and a sum of probabilities is exact up to exp(bound).
+    """
+    ranked, tokens = logits.log_softmax(-1).sort(descending=True)
+    mass = torch.cat((ranked.new_zeros(1), ranked.exp().cumsum(0)))
+    # of the tokens that are ranked before each: at least those (bound > 0), or at most those (bound < 0)
+    before = torch.searchsorted(-ranked, -ranked - 2 * bound, right=bound < 0) - (1 if bound < 0 else 0)
+    passed = ranked >= ranked[0] + math.log(max(min_p, 1e-300)) - 2 * bound
+    if top_k > 0:
+        passed &= before < top_k
+    if top_p < 1:
+        preceding = mass[before] if bound >= 0 else mass[before + 1] - ranked.exp()
+        passed &= (preceding * math.exp(-bound) < top_p) | (before == 0)
+    return dict(zip(tokens[passed].tolist(), ranked[passed].exp().tolist()))

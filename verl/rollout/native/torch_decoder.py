@@ -5,7 +5,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F
 
-from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, RopeTable, rms_norm
+from verl.rollout.native.decoder import (
+    ACTIVATIONS,
+    Decoder,
+    Layer,
+    Projection,
+    RopeTable,
+    addmm_loses_precision,
+    rms_norm,
+)
 from verl.rollout.native.kv_cache import CacheViews, SlotCache
 from verl.rollout.native.vision import PromptImages, rotary_rows
 from verl.rollout.sampling import choose
@@ -269,7 +277,7 @@ def _add(
     """x += post_norm(projection(y)), in place."""
     if post_norm is not None:
         return x.add_(rms_norm(decoder.reduced(projection, y), post_norm, decoder.eps))
-    if x.dtype != y.dtype or decoder.tp.size > 1:
+    if addmm_loses_precision(x) or x.dtype != y.dtype or decoder.tp.size > 1:
         return x.add_(decoder.reduced(projection, y))
     if projection.bias is not None:
         x.add_(projection.bias)
