@@ -26,6 +26,7 @@ from typing import Any
 from verl.checkpoints.atomic import fsync, make_folder, set_aside_irregular
 from verl.checkpoints.manifest import MANIFEST, is_count, make_manifest, manifest_fault
 from verl.utils.disk import DiskError, disk_full, disk_full_reason, folder_size, format_bytes, refusal
+from verl.utils.paths import resolved
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def step_of(folder: Path) -> int:
 
 def _target(folder: Path) -> Path:
     """Return the checkpoint that a link such as `best` leads to; the folder itself if it is not a link."""
-    return folder.resolve() if folder.is_symlink() else folder
+    return resolved(folder) if folder.is_symlink() else folder
 
 
 def step_of_saved(folder: Path) -> int:

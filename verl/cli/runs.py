@@ -28,9 +28,11 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
 
     from verl.tracking.formatting import short_duration
     from verl.tracking.runs import open_run, run_folders
+    from verl.trainer.startup.command_line import user_errors
 
-    folders = run_folders(folder)
-    found = [open_run(path) for path in (folders[:limit] if limit else folders)]
+    with user_errors():
+        folders = run_folders(folder)
+        found = [open_run(path) for path in (folders[:limit] if limit else folders)]
     if not found:
         typer.echo(
             f"no runs in {shown(str(folder))}: expected folders with run.json or metrics.jsonl. For "
@@ -75,15 +77,13 @@ def compare_runs(
     from verl.tracking.curves import save_comparison
     from verl.tracking.formatting import short_duration
     from verl.tracking.runs import differing_settings, labels, open_run
-    from verl.trainer.startup.command_line import print_error
+    from verl.trainer.startup.command_line import user_errors
 
-    try:
+    with user_errors():
         found = [open_run(folder) for folder in folders]
         if len(found) < 2:
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
         plot = save_comparison(found, out, metric)
-    except (ValueError, OSError) as error:
-        raise typer.Exit(print_error(error)) from None
     names = [shown(str(run.folder)) for run in found]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("setting", *names):

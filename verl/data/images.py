@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.utils.disk import cache_folder
+from verl.utils.paths import expanded, resolved
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -200,7 +201,7 @@ class RowImage:
                     "set data.allow_image_urls=true to download it once"
                 )
             return self._download(text)
-        path = self._folder / Path(text.removeprefix("file://")).expanduser()
+        path = self._folder / expanded(text.removeprefix("file://"))
         try:
             if path.is_file():
                 return path.read_bytes()
@@ -209,7 +210,7 @@ class RowImage:
                 raise self._error(f"expected a readable file {text:.100}, found {error.strerror}") from error
         if _BASE64.fullmatch(text):
             return self._from_base64(text)
-        raise self._error(f"expected a file {text!r:.200} (in {self._folder.resolve()}), found no such file")
+        raise self._error(f"expected a file {text!r:.200} (in {resolved(self._folder)}), found no such file")
 
     def _from_base64(self, text: str) -> bytes:
         try:

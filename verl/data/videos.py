@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl.data.images import MOST_PIXELS, NO_LIMITS, ImageLimits, MediaError, RowImage, ignore_size_warnings
+from verl.utils.paths import expanded, resolved
 
 DEFAULT_FPS = 2.0
 """Frames per second of a list of frames that has no `fps`: that of Qwen-VL."""
@@ -151,10 +152,10 @@ class Video:
             )
         if re.match(r"https?://", str(source)):
             raise MediaError(f"{self.where}: expected a file, found the URL {source!s:.100}: download the video")
-        path = self._folder / Path(str(source).removeprefix("file://")).expanduser()
+        path = self._folder / expanded(str(source).removeprefix("file://"))
         if not path.is_file():
             raise MediaError(
-                f"{self.where}: expected a file {str(source)!r:.200} (in {self._folder.resolve()}), found no such file"
+                f"{self.where}: expected a file {str(source)!r:.200} (in {resolved(self._folder)}), found no such file"
             )
         return path.read_bytes()
 

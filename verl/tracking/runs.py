@@ -15,6 +15,7 @@ import psutil
 
 from verl.tracking.step_files import read_lines
 from verl.tracking.summary import Series
+from verl.utils.paths import resolved
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +237,7 @@ def labels(runs: Sequence[RecordedRun]) -> list[str]:
 
 def _short_names(runs: Sequence[RecordedRun]) -> list[str]:
     """Last parts of the folders, as many as tell them apart."""
-    parts = [run.folder.resolve().parts for run in runs]
+    parts = [resolved(run.folder).parts for run in runs]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):

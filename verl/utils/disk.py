@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+
 #: no space left; quota exceeded; larger than `ulimit -f` or the file system allows
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: not permitted, read-only (also after an error of the disk), input/output error, lost network file system
@@ -17,7 +18,7 @@ _PROBE = 1 << 20  # bytes
 def cache_folder() -> Path:
     """VERL_CACHE_DIR; by default verl/ in XDG_CACHE_HOME or in ~/.cache. It may not exist."""
     folder = os.environ.get("VERL_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "verl"
-    return Path(folder).expanduser()
+    return Path(os.path.expanduser(folder))
 
 
 class DiskError(OSError):
