@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-
 #: no space left; quota exceeded; larger than `ulimit -f` or the file system allows
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: not permitted, read-only (also after an error of the disk), input/output error, lost network file system
