@@ -46,6 +46,8 @@ _WARNINGS = 2
 _WARNING_WIDTH = 400
 #: operators that the panel shows: those that took longest so far
 _OPERATORS = 8
+#: of the time of a step: a line has the operators that took at least this much, and 0.01 s
+_SHARE = 0.01
 
 
 class TrainingProgress:
@@ -210,7 +212,8 @@ class TrainingProgress:
         seconds = metrics.get("timing_s/step", self._durations[-1])
         lines = [self._lines.text(step, metrics, seconds, self._remaining(step))]
         if self.details:
-            lines.append("    " + " ".join(f"[{name}] {value:.2f}s" for name, value in timings.items()))
+            if shown := {name: value for name, value in timings.items() if value >= max(0.01, _SHARE * seconds)}:
+                lines.append("    " + " ".join(f"[{name}] {value:.2f}s" for name, value in shown.items()))
             lines += ["    " + sample_line(*sample, width=self.console.width - 4) for sample in self._samples]
         self._samples = ()
         self._print("\n".join(lines))
@@ -261,6 +264,8 @@ class TrainingProgress:
         rows += [_curve(label, values, width) for label, values in self._curves.items() if len(values) > 1]
         rows += [self._validation(name, width) for name in list(self._validations)[:2]]
         longest = set(sorted(self._seconds, key=lambda name: -self._seconds[name])[:_OPERATORS])
+        # a cell stays where it is, even if the operator takes no time in a step
+        longest = {name for name in longest if self._seconds[name] >= _SHARE * self._seconds.total()}
         shown = {name: f"{f'{seconds:.2f}s':<7}" for name, seconds in timings.items() if name in longest}
         rows.append(_columns(shown, width))
         rows += [Text(sample_line(*sample, width=width), "dim", no_wrap=True) for sample in self._samples]
