@@ -16,18 +16,27 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. It is fsynced and renamed to `path` when the block ends.
-
-    If the block fails, the temporary file is removed; that of a killed process is overwritten by the next write.
+    """`replacing`, for a file whose command can be run again.
 
     Raises:
         DiskFullError: if there is no space left.
     """
+    advice = "Free some space and run the same command again"
+    with raise_disk_full(path.name, path.parent, advice), replacing(path) as draft:
+        yield draft
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to. It is fsynced and renamed to `path` when the block ends.
+
+    If the block fails, the temporary file is removed; that of a killed process is overwritten by the next write. Errors
+    of the disk are those of the system.
+    """
     draft = path.with_name(f".{path.name}.draft")
     try:
-        with raise_disk_full(path.name, path.parent, "Free some space and run the same command again"):
-            yield draft
-            fsync(draft)
+        yield draft
+        fsync(draft)
         draft.replace(path)
         fsync(path.parent)
     except BaseException:
