@@ -25,7 +25,7 @@ def test_links_that_lead_nowhere_are_refused(tmp_path):
 
 
 def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path, monkeypatch):
-    """Of both writers: that of checkpoints leaves the error of the system to the store, which knows what did not fit."""
+    """Of both writers. The store gets the error of the system: it knows what did not fit."""
     path = tmp_path / "latest"
     path.write_text("1")
 
