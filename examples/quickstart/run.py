@@ -15,6 +15,7 @@ import logging
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -26,7 +27,7 @@ sys.path.pop(0)  # of an installed package it is the folder verl, whose modules 
 import torch
 from rich.console import Console
 
-from examples.quickstart.tasks import SEED, STEPS, TASKS, check_output_folder, write_task
+from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_output_folder, write_task
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import check_inputs, load_config, unsupported
 from verl.config.load import read_config
@@ -41,6 +42,7 @@ from verl.trainer.output.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
 from verl.trainer.state.interruption import Stopped
+from verl.utils.alive import Alive
 from verl.utils.log import setup_logging
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
@@ -56,8 +58,8 @@ CHECKS = (check_inputs, unsupported, check_built_in)
 WRITTEN = {"model", "data", "sft", "rl", "curves.png"}
 
 
-def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
-    """SFT warm-up for `steps` steps of 64 examples. Returns the model folder."""
+def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int, say: Callable[[str], object] = print) -> Path:
+    """SFT warm-up for `steps` steps of 64 examples. Returns the model folder. say: receives lines if it takes long."""
     trainer = SFTTrainer(
         overrides=[
             f"model.path={model}",
@@ -74,7 +76,8 @@ def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
             "trainer.logger=[jsonl]",
         ]
     )
-    trainer.fit()
+    with Alive(say, lambda: f"SFT warm-up, step {trainer.global_step} of {steps}", ALIVE_SECONDS):
+        trainer.fit()
     return trainer.checkpoints.latest() / "actor" / "huggingface"
 
 
@@ -116,7 +119,8 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     rewards: list[float] = []
     random = Random(args.seed)
     title = f"{name_of(args)} on {args.task}: 64 prompts x 8 responses per step"
-    with TrainingProgress(trainer.total_steps, title) as progress:
+    shown = {"running": trainer.running_operators, "alive_every": ALIVE_SECONDS}
+    with TrainingProgress(trainer.total_steps, title, **shown) as progress:
 
         def show(report: StepReport) -> None:
             samples = None
@@ -194,7 +198,7 @@ def quickstart(args: argparse.Namespace) -> int:
         data = write_task(args.task, args.out / "data", rows=64 * args.steps, sft_rows=64 * steps, seed=args.seed)
         read_config(None, rl_overrides(args, model, data, args.out / "rl"), presets=PRESETS, extra_checks=CHECKS)
     console.print(f"random model and {64 * args.steps:,} prompts created; SFT warm-up, {steps} steps ...")
-    warm = warm_up(model, data, args.out / "sft", steps, args.seed)
+    warm = warm_up(model, data, args.out / "sft", steps, args.seed, console.print)
     console.print(f"SFT warm-up done after {time.perf_counter() - start:.0f} s; RL training, {args.steps} steps\n")
     if args.shuffle_rewards:
         console.print("rewards are shuffled, so the policy should not improve\n")

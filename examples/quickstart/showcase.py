@@ -23,13 +23,14 @@ from rich.table import Table
 
 from examples.quickstart import arithmetic
 from examples.quickstart.smollm2 import find_model
-from examples.quickstart.tasks import SEED, STEPS, check_output_folder
+from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, check_output_folder
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.samples import generations
 from verl.trainer.startup.command_line import user_errors, whole_number
+from verl.utils.alive import Alive
 from verl.utils.log import setup_logging
 
 SCORER = str(Path(__file__).resolve().parent / "arithmetic.py")
@@ -101,7 +102,8 @@ class Showcase:
 
     def run(self, title: str) -> None:
         """Train and display the steps."""
-        with TrainingProgress(self.trainer.total_steps, title, print_every=SAMPLES_EVERY) as progress:
+        shown = {"print_every": SAMPLES_EVERY, "running": self.trainer.running_operators, "alive_every": ALIVE_SECONDS}
+        with TrainingProgress(self.trainer.total_steps, title, **shown) as progress:
 
             def show(report: StepReport) -> None:
                 self.rewards.append(report.metrics["critic/score/mean"])
@@ -145,7 +147,7 @@ def main(given: list[str] | None = None) -> int:
     setup_logging()
     logging.getLogger("verl").setLevel(logging.WARNING)
     console = Console()
-    with user_errors():
+    with user_errors(), Alive(console.print, lambda: "looking for the model, downloading and converting it"):
         model = find_model(None if args.model == "smollm2" else args.model, console.print)
     start = time.perf_counter()
     shutil.rmtree(args.out, ignore_errors=True)
@@ -157,7 +159,7 @@ def main(given: list[str] | None = None) -> int:
         highlight=False,
     )
     overrides = [*settings(model, data, args.out / "rl", args.steps, args.seed), *args.override]
-    with user_errors():
+    with user_errors(), Alive(console.print, lambda: "reading the model and the data"):
         showcase = Showcase(overrides, args.seed)
     showcase.run(f"GRPO of {model.name} on sums of two-digit numbers")
     report(console, showcase, args, time.perf_counter() - start)

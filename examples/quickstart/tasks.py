@@ -30,6 +30,8 @@ from verl.trainer.startup.command_line import whole_number
 LETTERS = "abcdefghij"
 TEST_ROWS = 500
 TEST_SEED = 0
+#: between two lines of the commands at most
+ALIVE_SECONDS = 10.0
 #: options of the commands; the prompts of all steps are in memory
 STEPS, SEED = whole_number(1, 100_000), whole_number(1, 2**31 - 1)
 
