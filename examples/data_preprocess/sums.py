@@ -25,7 +25,8 @@ def write_sums(folder: Path, seed: int = 1) -> list[tuple[Path, int]]:
     written = []
     for name, rows, key in (("sft", train, "response"), ("train", train, "answer"), ("test", test, "answer")):
         path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"prompt": prompt, key: text}) + "\n" for prompt, text in rows))
+        lines = (json.dumps({"prompt": prompt, key: text}) + "\n" for prompt, text in rows)
+        path.write_text("".join(lines), encoding="utf-8")
         written.append((path, len(rows)))
     return written
 

@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import flatten
-from verl.utils import paths
 from verl.utils.paths import expanded, resolved
+from verl.utils.paths import read_text as read_user_text
 
 _FILE = "the configuration file"
 
@@ -114,7 +114,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 def read_text(file: Path) -> str:
     """The text of a configuration file. Raises ConfigError if it is not a text file in UTF-8."""
     try:
-        return paths.read_text(file)
+        return read_user_text(file)
     except ValueError as error:
         raise ConfigError([Problem(_FILE, str(error))]) from error
 
