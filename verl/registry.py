@@ -205,7 +205,7 @@ def _import_module(address: str) -> ModuleType:
             if error.name is None or not f"{address}.".startswith(f"{error.name}."):
                 raise
         raise ValueError(f"no module {address!r}: expected a dotted module name on PYTHONPATH, or a path to a .py file")
-    path = Path(address).expanduser().resolve()
+    path = Path(os.path.realpath(os.path.expanduser(address)))  # links that form a loop are kept
     if path.suffix != ".py" or not os.path.isfile(path):
         raise ValueError(f"no file {address!r} (looked at {path}): expected a path to a .py file")
     # the digest distinguishes files of the same name, and is the same in every process

@@ -15,6 +15,7 @@ import logging
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -26,10 +27,12 @@ sys.path.pop(0)  # of an installed package it is the folder verl, whose modules 
 import torch
 from rich.console import Console
 
-from examples.quickstart.tasks import TASKS, check_output_folder, write_task
+from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_output_folder, write_task
 from examples.quickstart.tiny_model import tiny_model
-from verl.config import load_config
+from verl.config import check_inputs, load_config, unsupported
+from verl.config.load import read_config
 from verl.config.presets import PRESETS
+from verl.config.supported import check_built_in
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
@@ -37,7 +40,9 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.output.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
+from verl.trainer.startup.command_line import user_errors
 from verl.trainer.state.interruption import Stopped
+from verl.utils.alive import Alive
 from verl.utils.log import setup_logging
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
@@ -47,12 +52,14 @@ WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown3": 600, "digit": 90}
 MODEL_SIZE = {"reverse": "tiny", "sort": "tiny", "countdown3": "mini", "digit": "tiny"}
 CRITIC = ["critic.model.enable_gradient_checkpointing=false", "critic.optim.lr=1e-3"]
 SAMPLES_EVERY = 10
+#: of the settings, before the warm-up
+CHECKS = (check_inputs, unsupported, check_built_in)
 #: files of a run, which the next run in the folder replaces
 WRITTEN = {"model", "data", "sft", "rl", "curves.png"}
 
 
-def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
-    """SFT warm-up for `steps` steps of 64 examples. Returns the model folder."""
+def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int, say: Callable[[str], object] = print) -> Path:
+    """SFT warm-up for `steps` steps of 64 examples. Returns the model folder. say: receives lines if it takes long."""
     trainer = SFTTrainer(
         overrides=[
             f"model.path={model}",
@@ -69,7 +76,8 @@ def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
             "trainer.logger=[jsonl]",
         ]
     )
-    trainer.fit()
+    with Alive(say, lambda: f"SFT warm-up, step {trainer.global_step} of {steps}", ALIVE_SECONDS):
+        trainer.fit()
     return trainer.checkpoints.latest() / "actor" / "huggingface"
 
 
@@ -106,11 +114,13 @@ def rl_overrides(args: argparse.Namespace, model: Path, data: Path, out: Path) -
 
 def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple[list[float], dict[str, float]]:
     """Train with RL. Returns the mean reward of every step, and the last metrics."""
-    trainer = LocalPPOTrainer(overrides=rl_overrides(args, model, data, out))
+    with user_errors():
+        trainer = LocalPPOTrainer(overrides=rl_overrides(args, model, data, out))
     rewards: list[float] = []
     random = Random(args.seed)
     title = f"{name_of(args)} on {args.task}: 64 prompts x 8 responses per step"
-    with TrainingProgress(trainer.total_steps, title) as progress:
+    shown = {"running": trainer.running_operators, "alive_every": ALIVE_SECONDS}
+    with TrainingProgress(trainer.total_steps, title, **shown) as progress:
 
         def show(report: StepReport) -> None:
             samples = None
@@ -143,8 +153,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="train this model: smollm2, or a folder; its other options: --model smollm2 -h")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
     parser.add_argument("--task", choices=sorted(TASKS), default="reverse")
-    parser.add_argument("--steps", type=int, default=100, help="RL steps (default 100)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=STEPS, default=100, help="RL steps (default 100)")
+    parser.add_argument("--seed", type=SEED, default=1)
     parser.add_argument(
         "--out", type=Path, default=None, help="default: outputs/quickstart/<task>-<algorithm>[-shuffled]"
     )
@@ -153,8 +163,6 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("override", nargs="*", metavar="key=value", help="any config key")
     args = parser.parse_args(given)
-    if args.steps < 1 or args.seed < 1:
-        parser.error("--steps and --seed must be at least 1")
     if args.out is None:
         kind = "-shuffled" if args.shuffle_rewards else ""
         args.out = Path("outputs/quickstart") / f"{args.task}-{args.algorithm}{kind}"
@@ -183,12 +191,14 @@ def quickstart(args: argparse.Namespace) -> int:
     console = Console()
     start = time.perf_counter()
     torch.set_num_threads(1)  # matrices this small do not benefit from more threads
-    shutil.rmtree(args.out, ignore_errors=True)
-    model = tiny_model("llama", args.out / "model", seed=args.seed, size=MODEL_SIZE[args.task])
     steps = WARM_UP_STEPS[args.task]
-    data = write_task(args.task, args.out / "data", rows=64 * args.steps, sft_rows=64 * steps, seed=args.seed)
+    with user_errors():
+        shutil.rmtree(args.out, ignore_errors=True)
+        model = tiny_model("llama", args.out / "model", seed=args.seed, size=MODEL_SIZE[args.task])
+        data = write_task(args.task, args.out / "data", rows=64 * args.steps, sft_rows=64 * steps, seed=args.seed)
+        read_config(None, rl_overrides(args, model, data, args.out / "rl"), presets=PRESETS, extra_checks=CHECKS)
     console.print(f"random model and {64 * args.steps:,} prompts created; SFT warm-up, {steps} steps ...")
-    warm = warm_up(model, data, args.out / "sft", steps, args.seed)
+    warm = warm_up(model, data, args.out / "sft", steps, args.seed, console.print)
     console.print(f"SFT warm-up done after {time.perf_counter() - start:.0f} s; RL training, {args.steps} steps\n")
     if args.shuffle_rewards:
         console.print("rewards are shuffled, so the policy should not improve\n")

@@ -23,12 +23,14 @@ from rich.table import Table
 
 from examples.quickstart import arithmetic
 from examples.quickstart.smollm2 import find_model
-from examples.quickstart.tasks import check_output_folder
+from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, check_output_folder
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.samples import generations
+from verl.trainer.startup.command_line import user_errors, whole_number
+from verl.utils.alive import Alive
 from verl.utils.log import setup_logging
 
 SCORER = str(Path(__file__).resolve().parent / "arithmetic.py")
@@ -100,7 +102,8 @@ class Showcase:
 
     def run(self, title: str) -> None:
         """Train and display the steps."""
-        with TrainingProgress(self.trainer.total_steps, title, print_every=SAMPLES_EVERY) as progress:
+        shown = {"print_every": SAMPLES_EVERY, "running": self.trainer.running_operators, "alive_every": ALIVE_SECONDS}
+        with TrainingProgress(self.trainer.total_steps, title, **shown) as progress:
 
             def show(report: StepReport) -> None:
                 self.rewards.append(report.metrics["critic/score/mean"])
@@ -126,14 +129,14 @@ class Showcase:
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or the folder of a HuggingFace model")
-    parser.add_argument("--steps", type=int, default=12, help="RL steps (default 12)")
-    parser.add_argument("--test-rows", type=int, default=200, help="held-out questions (default 200)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=STEPS, default=12, help="RL steps (default 12)")
+    parser.add_argument(
+        "--test-rows", type=whole_number(1, arithmetic.TEST_ROWS), default=200, help="held-out questions (default 200)"
+    )
+    parser.add_argument("--seed", type=SEED, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/showcase"), help="default: outputs/showcase")
     parser.add_argument("override", nargs="*", metavar="key=value", help="any config key")
     args = parser.parse_args(given)
-    if args.steps < 1 or args.seed < 1 or not 1 <= args.test_rows <= arithmetic.TEST_ROWS:
-        parser.error(f"--steps and --seed must be at least 1, --test-rows 1 to {arithmetic.TEST_ROWS}")
     check_output_folder(parser, args.out, WRITTEN)
     return args
 
@@ -144,11 +147,8 @@ def main(given: list[str] | None = None) -> int:
     setup_logging()
     logging.getLogger("verl").setLevel(logging.WARNING)
     console = Console()
-    try:
+    with user_errors(), Alive(console.print, lambda: "looking for the model, downloading and converting it"):
         model = find_model(None if args.model == "smollm2" else args.model, console.print)
-    except ValueError as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 1
     start = time.perf_counter()
     shutil.rmtree(args.out, ignore_errors=True)
     rows = PROMPTS * args.steps
@@ -158,7 +158,9 @@ def main(given: list[str] | None = None) -> int:
         f"responses; accuracy on {args.test_rows} held-out questions before and after",
         highlight=False,
     )
-    showcase = Showcase([*settings(model, data, args.out / "rl", args.steps, args.seed), *args.override], args.seed)
+    overrides = [*settings(model, data, args.out / "rl", args.steps, args.seed), *args.override]
+    with user_errors(), Alive(console.print, lambda: "reading the model and the data"):
+        showcase = Showcase(overrides, args.seed)
     showcase.run(f"GRPO of {model.name} on sums of two-digit numbers")
     report(console, showcase, args, time.perf_counter() - start)
     return 0

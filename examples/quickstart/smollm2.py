@@ -51,7 +51,7 @@ def find_model(given: str | None = None, say: Callable[[str], None] = print) -> 
         ValueError: no source has the model, or `given` is not a folder of a model.
     """
     if given is not None:
-        folder = Path(given).expanduser()
+        folder = Path(os.path.expanduser(given))
         if not (folder / "config.json").is_file():
             raise ValueError(f"expected the folder of a HuggingFace model, found no config.json in {folder}")
         return folder

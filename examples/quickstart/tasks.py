@@ -24,9 +24,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.checkpoints.atomic import check_folder
+from verl.trainer.startup.command_line import whole_number
+
 LETTERS = "abcdefghij"
 TEST_ROWS = 500
 TEST_SEED = 0
+#: between two lines of the commands at most
+ALIVE_SECONDS = 10.0
+#: options of the commands; the prompts of all steps are in memory
+STEPS, SEED = whole_number(1, 100_000), whole_number(1, 2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -183,9 +190,11 @@ def as_sft_rows(examples: list[Example]) -> list[dict[str, str]]:
 
 
 def check_output_folder(parser: argparse.ArgumentParser, out: Path, written: set[str]) -> None:
-    """End the program with an error if `--out` is a file or contains files other than those named in `written`."""
-    if out.is_file():
-        parser.error(f"--out: expected a folder, found the file {out}")
+    """End the program with an error if `--out` cannot be written or has files other than those named in `written`."""
+    try:
+        check_folder("--out", out)
+    except ValueError as error:
+        parser.error(str(error))
     others = sorted({path.name for path in out.glob("*")} - written)
     if others:
         parser.error(f"--out: {out} contains other files ({', '.join(others[:3])}): choose a new folder")

@@ -1,8 +1,12 @@
 """Folders that cannot be written to are refused by their key."""
 
+import errno
+
 import pytest
 
+from verl.checkpoints import atomic, store
 from verl.checkpoints.atomic import check_folder
+from verl.utils.disk import DiskFullError
 
 
 def test_links_that_lead_nowhere_are_refused(tmp_path):
@@ -18,3 +22,20 @@ def test_links_that_lead_nowhere_are_refused(tmp_path):
     (tmp_path / "disk").mkdir()
     link.symlink_to(tmp_path / "disk")
     check_folder("trainer.default_local_dir", link)
+
+
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path, monkeypatch):
+    """Of both writers. The store gets the error of the system: it knows what did not fit."""
+    path = tmp_path / "latest"
+    path.write_text("1")
+
+    def full(_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        store._write_atomically(path, "2")
+    assert not isinstance(raised.value, DiskFullError)
+    with pytest.raises(DiskFullError, match="no space left for latest"), atomic.atomic_write(path) as draft:
+        draft.write_text("2")
+    assert path.read_text() == "1" and [file.name for file in tmp_path.iterdir()] == ["latest"]

@@ -118,6 +118,7 @@ def test_the_ranks_end_with_a_server_that_is_killed(folder):
     ("options", "message"),
     [
         (["--engine", "hf", *TWO], "tensor_model_parallel_size=2: the rollout engine 'hf' does not support it"),
+        (["--tensor-parallel-size", "99999"], "--tensor-parallel-size 99999: expected at most "),
         (["--tensor-parallel-size", "3"], "does not divide the model's num_attention_heads=4: use 1 or 2"),
     ],
 )

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from verl.cli.config.convert import as_text
+from verl.cli.config.convert import as_text, main
 from verl.config import ConfigError, load_config
 from verl.config.convert import convert, read_source
 from verl.config.fields import unflatten
@@ -160,3 +160,15 @@ def test_wrong_files(tmp_path):
         read_source(tmp_path / "nothing.sh")
     with pytest.raises(ValueError, match="--from trl: expected auto, verl, trl-grpo"):
         convert({}, "trl", Config, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("run.yaml", ""), ("run.json", "{}"), ("run.sh", "#!/bin/bash\nset -x\n"), ("run.yaml", "\n# a\n")],
+)
+def test_a_file_without_settings(name, text, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_text(text)
+    assert main(path, "auto", "ppo", 1, overrides=False) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and "expected a configuration to convert, found no setting" in shown.err

@@ -98,3 +98,10 @@ def test_the_head_of_another_kind_of_model_is_skipped(path, tmp_path):
         load(folder, auto)
     add(path, v_head__summary__weight=torch.ones(1, 32))
     load(path)
+
+
+@pytest.mark.parametrize("text", ["7", "[]", "null", "{"])
+def test_a_config_that_is_no_configuration(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        read_config(str(tmp_path), {})

@@ -445,4 +445,4 @@ def test_memory_of_a_device_is_in_bytes():
 def test_a_negative_rank_of_lora_is_refused(capsys):
     with pytest.raises(SystemExit):
         plan.main(["--gpus", "1", "--lora-rank", "-1"])
-    assert "argument --lora-rank: expected a number from 0, found -1" in capsys.readouterr().err
+    assert "argument --lora-rank: expected a whole number from 0 to 1000000000, found '-1'" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import infer_schema
 from verl.tools.host import Observation, Rewards, ToolHost, read_arguments, read_result, truncate_text
-from verl.tools.load import load_interactions, load_tools, tool_schemas
+from verl.tools.load import load_interactions, load_tools, read_yaml_list, tool_schemas
 from verl.tools.runner import ToolSettings
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -272,3 +272,10 @@ def test_an_error_of_one_tool_keeps_the_rewards_of_others_and_releases_all(publi
     assert ended == Rewards({"check": 0.5}, {"broken": "ValueError: no reward", "exits": "SystemExit: 3"})
     assert sorted(released) == ["broken", "exits"] and not host._instances
     assert not host.tools["check"]._instance_dict
+
+
+@pytest.mark.parametrize("content", [b"tools: [1", b"\x00\x00", b"\xff\xfe", b"7", b""])
+def test_a_file_of_tools_that_cannot_be_read(content, tmp_path):
+    (tmp_path / "tools.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tools\.yaml: (not a YAML file|expected a list)"):
+        read_yaml_list(str(tmp_path / "tools.yaml"), "tools")

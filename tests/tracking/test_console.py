@@ -52,7 +52,7 @@ def test_lines_where_there_is_no_terminal():
     assert [line.split()[1] for line in steps] == ["1/23", "10/23", "20/23", "23/23"]
     assert text.startswith("GRPO on reverse\n")
     assert steps[0] == "step  1/23  reward 0.043  len 5.12  tok/s 15234  1.25s  ETA 0:22"
-    assert "[gen] 0.61s [reward] 0.00s [update_actor] 0.38s" in text
+    assert "    [gen] 0.61s [update_actor] 0.38s\n" in text
     assert "\x1b" not in text and "╭" not in text
 
 
@@ -236,6 +236,8 @@ def test_the_summary_of_a_run():
         "loss 2.00 -> 1.00 in 2 steps, up to step 9 of 10 (3 s)",
         "validation loss: 1.000 (step 8) -> 1.500 (step 9)",
     ]
+    (line,) = summary_lines({"train/nll": [(1, 4.0), (2, 2.0)]}, 2, 2, 3.0, resumed=1)
+    assert line == "loss 4.00 -> 2.00 in 2 steps (3 s since step 1)"
     assert summary_lines({}, 0, 10, 3.0) == []
 
 

@@ -81,6 +81,23 @@ def test_labels_are_what_differs(folder, tmp_path):
     assert labels([runs[0], twin]) == ["p/a", "p2/a"]  # nothing differs: the names that tell them apart
 
 
+def test_settings_that_follow_from_others_are_not_compared(tmp_path):
+    long, lr = "/models/" + "x" * 150, "actor_rollout_ref.actor.optim.lr"
+    folders = []
+    for name, rate in (("a", 1e-3), ("b", 1e-4)):
+        folders.append(make_run(tmp_path / ("p" * 60) / name, lr=rate))
+        about = json.loads((folders[-1] / "run.json").read_text())
+        about["config"] |= {"critic.optim.lr": rate, "trainer.rollout_data_dir": f"{long}/{name}"}
+        about["changed"] = {key: {} for key in ("algorithm.name", "trainer.rollout_data_dir", *([lr] * (name == "b")))}
+        (folders[-1] / "run.json").write_text(json.dumps(about))
+    assert list(differing_settings([open_run(path) for path in folders])) == ["trainer.rollout_data_dir", lr]
+    done = CliRunner().invoke(app, ["runs", "compare", *map(str, folders), "--out", str(tmp_path / "c.png")])
+    tables = done.stdout.partition("legend: ")[0].splitlines()
+    assert done.exit_code == 0 and max(map(len, tables)) <= 120
+    assert [line.split() for line in tables if line.startswith(lr)] == [[lr, "0.001", "0.0001"]]
+    assert "critic.optim.lr" not in done.stdout
+
+
 def test_one_picture_of_two_runs(folder, tmp_path):
     runs = [open_run(folder / name) for name in "ab"]
     picture = imread(save_comparison(runs, tmp_path / "out" / "both.png"))

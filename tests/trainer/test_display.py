@@ -1,5 +1,6 @@
 """What is printed of a run: steps, operators on request, warnings, and a summary, also of an interrupted run."""
 
+import json
 import logging
 import shlex
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_one_line_per_step_and_a_summary_with_paths_and_the_next_command(setting
     assert " data.output_path=responses.parquet " in end[4] and " rollout.response_length=" in end[4]
     assert end[5].startswith("         verl eval data.path=responses.parquet")
     assert end[6] == "         verl report run"
+
+
+def test_the_summary_of_a_resumed_run_covers_all_of_its_steps(settings, tmp_path, lines, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for total in (2, 4):
+        given = [f"trainer.total_training_steps={total}", "trainer.test_freq=2", "trainer.save_freq=2"]
+        PPOTrainer(overrides=console(settings, "run", *given)).fit()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
+    assert len(rewards) == 4
+    first, last = sum(rewards[:2]) / 2, sum(rewards[2:]) / 2
+    (_, line) = [line for line in lines if line.startswith("reward ")]
+    assert line.startswith(f"reward {first:.2f} -> {last:.2f} in 4 steps (") and " since step 2; means of " in line
+    (_, line) = [line for line in lines if line.startswith("validation ")]
+    assert "(step 2) -> " in line and "(step 4)" in line
 
 
 def test_the_next_commands_are_complete():
@@ -132,7 +148,7 @@ def test_divergence_is_a_warning_without_the_console_too(settings, lines, monkey
     monkeypatch.setattr(trainer, "step_metrics", lambda batch: seen(batch) | {"actor/ref_kl": 3.0})
     trainer.fit()
     (line,) = [line for line in lines if "far from the reference" in line]
-    assert line.startswith("step 5: ") and "KL 3 (step 1) -> 3 nats" in line
+    assert line.startswith("step 5: ") and "KL 3 (step 1) -> 3 (step 5), median of 5 steps 3 nats" in line
 
 
 def test_sft(tiny, tmp_path, lines):

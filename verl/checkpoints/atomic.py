@@ -9,24 +9,34 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl.utils.disk import raise_disk_full
+from verl.utils.paths import expanded, resolved
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. It is fsynced and renamed to `path` when the block ends.
-
-    If the block fails, the temporary file is removed; that of a killed process is overwritten by the next write.
+    """`replacing`, for a file whose command can be run again.
 
     Raises:
         DiskFullError: if there is no space left.
     """
+    advice = "Free some space and run the same command again"
+    with raise_disk_full(path.name, path.parent, advice), replacing(path) as draft:
+        yield draft
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to. It is fsynced and renamed to `path` when the block ends.
+
+    If the block fails, the temporary file is removed; that of a killed process is overwritten by the next write. Errors
+    of the disk are those of the system.
+    """
     draft = path.with_name(f".{path.name}.draft")
     try:
-        with raise_disk_full(path.name, path.parent, "Free some space and run the same command again"):
-            yield draft
-            fsync(draft)
+        yield draft
+        fsync(draft)
         draft.replace(path)
         fsync(path.parent)
     except BaseException:
@@ -48,17 +58,17 @@ def set_aside_irregular(path: Path) -> None:
 
 def check_folder(key: str, folder: Path) -> None:
     """Raise ValueError if a folder cannot be created or written to. key: the config key, for the message."""
-    given = folder.expanduser()
+    given, folder = expanded(folder), resolved(folder)
     try:
-        folder = given.resolve()
-    except (OSError, RuntimeError) as error:  # a loop of links
-        raise ValueError(f"{key}: expected a writable folder, found {str(given)!r}: {error}") from error
-    if given.is_symlink() and not given.exists():
+        dangling = given.is_symlink() and not given.exists()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{key}: expected a writable folder, found {str(given)!r}: {error.strerror}") from error
+    if dangling:
         raise ValueError(
             f"{key}: expected a writable folder, found {str(given)!r}, a link to {os.readlink(given)!r}, which does "
             "not exist: create that folder, or remove the link"
         )
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
     what = f"{key}: expected a writable folder, found {str(existing)!r}"
     if not existing.is_dir():
         raise ValueError(f"{what}, which is a file")

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.atomic import fsync, make_folder, set_aside_irregular
+from verl.checkpoints.atomic import fsync, make_folder, replacing, set_aside_irregular
 from verl.checkpoints.manifest import MANIFEST, is_count, make_manifest, manifest_fault
 from verl.utils.disk import DiskError, disk_full, disk_full_reason, folder_size, format_bytes, refusal
+from verl.utils.paths import resolved
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def step_of(folder: Path) -> int:
 
 def _target(folder: Path) -> Path:
     """Return the checkpoint that a link such as `best` leads to; the folder itself if it is not a link."""
-    return folder.resolve() if folder.is_symlink() else folder
+    return resolved(folder) if folder.is_symlink() else folder
 
 
 def step_of_saved(folder: Path) -> int:
@@ -464,13 +465,8 @@ def _read(folder: Path) -> _Saved:
 def _write_atomically(path: Path, text: str) -> None:
     """Replace the contents of a file atomically."""
     set_aside_irregular(path)
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    fsync(path.parent)
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def _map_files(function: Callable[[Path], Any], paths: list[Path]) -> list[Any]:

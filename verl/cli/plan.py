@@ -23,6 +23,8 @@ and the best placement. `placement=auto` in a run applies that placement.
 
 #: of the device memory, for the rollout of a simulation
 MEMORY_SHARES = (0.6, 0.4, 0.2)
+#: largest number of an option
+_MOST = 10**9
 
 
 @command_output()
@@ -64,23 +66,14 @@ def _calibrate() -> int:
     return 0
 
 
-def _not_negative(text: str) -> int:
-    return _positive(text, least=0)
-
-
-def _positive(text: str, least: int = 1) -> int:
-    value = int(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"expected a number from {least}, found {value}")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     from verl.planner import devices, shapes
+    from verl.trainer.startup.command_line import whole_number
 
+    positive = whole_number(1, _MOST)
     parser = argparse.ArgumentParser(prog="verl plan", description="Simulate a run without files.", add_help=False)
     models = f"a size ({', '.join(shapes.BUILT_IN)}), the folder of a model, or its name on the Hugging Face Hub"
-    parser.add_argument("--gpus", type=_positive, required=True, help="number of GPUs")
+    parser.add_argument("--gpus", type=positive, required=True, help="number of GPUs")
     parser.add_argument("--gpu", default="H200", help=f"one of {', '.join(devices.BUILT_IN)}")
     parser.add_argument("--model", default="7B", help=models)
     parser.add_argument("--critic", default="", help="model of the critic; empty: none")
@@ -88,12 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ref", action="store_true", help="with a reference policy")
     parser.add_argument("--strategy", choices=("fsdp2", "megatron"), default="fsdp2")
     parser.add_argument("--engine", choices=("native", "vllm", "sglang", "hf"), default="vllm", help="rollout engine")
-    parser.add_argument("--prompts", type=_positive, default=1024, help="prompts per step")
-    parser.add_argument("--samples", type=_positive, default=1, help="responses per prompt")
-    parser.add_argument("--prompt-tokens", type=_positive, default=1024)
-    parser.add_argument("--response-tokens", type=_positive, default=1024)
-    parser.add_argument("--updates", type=_positive, default=1, help="updates per step")
-    parser.add_argument("--lora-rank", type=_not_negative, default=0, help="0: no LoRA")
+    parser.add_argument("--prompts", type=positive, default=1024, help="prompts per step")
+    parser.add_argument("--samples", type=positive, default=1, help="responses per prompt")
+    parser.add_argument("--prompt-tokens", type=positive, default=1024)
+    parser.add_argument("--response-tokens", type=positive, default=1024)
+    parser.add_argument("--updates", type=positive, default=1, help="updates per step")
+    parser.add_argument("--lora-rank", type=whole_number(0, _MOST), default=0, help="0: no LoRA")
     return parser
 
 

@@ -15,14 +15,12 @@ def replay(
 
     Exits with status 1 if no cause is found.
     """
-    from verl.trainer.startup.command_line import print_error
+    from verl.trainer.startup.command_line import user_errors
     from verl.trainer.state.replay import replay as run
     from verl.utils.log import setup_logging
 
     setup_logging("error")
-    try:
+    with user_errors():
         result = run(dump)
-    except (ValueError, OSError) as error:
-        raise typer.Exit(print_error(error)) from None
     typer.echo(shown("\n".join(result.lines())))
     raise typer.Exit(0 if result.found else 1)

@@ -17,10 +17,8 @@ def report(
     The file needs no server and no network.
     """
     from verl.tracking.report import write_report
-    from verl.trainer.startup.command_line import print_error
+    from verl.trainer.startup.command_line import user_errors
 
-    try:
+    with user_errors():
         path = write_report(run, out)
-    except (ValueError, OSError) as error:
-        raise typer.Exit(print_error(error)) from None
     typer.echo(f"report: {shown(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")

@@ -28,9 +28,11 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
 
     from verl.tracking.formatting import short_duration
     from verl.tracking.runs import open_run, run_folders
+    from verl.trainer.startup.command_line import user_errors
 
-    folders = run_folders(folder)
-    found = [open_run(path) for path in (folders[:limit] if limit else folders)]
+    with user_errors():
+        folders = run_folders(folder)
+        found = [open_run(path) for path in (folders[:limit] if limit else folders)]
     if not found:
         typer.echo(
             f"no runs in {shown(str(folder))}: expected folders with run.json or metrics.jsonl. For "
@@ -74,49 +76,53 @@ def compare_runs(
 
     from verl.tracking.curves import save_comparison
     from verl.tracking.formatting import short_duration
-    from verl.tracking.runs import differing_settings, labels, open_run
-    from verl.trainer.startup.command_line import print_error
+    from verl.tracking.runs import differing_settings, labels, open_run, short_names
+    from verl.trainer.startup.command_line import user_errors
 
-    try:
+    with user_errors():
         found = [open_run(folder) for folder in folders]
         if len(found) < 2:
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
         plot = save_comparison(found, out, metric)
-    except (ValueError, OSError) as error:
-        raise typer.Exit(print_error(error)) from None
-    names = [shown(str(run.folder)) for run in found]
+    names = [shown(name) for name in short_names(found)]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("setting", *names):
         table.add_column(column, overflow="fold")
     for key, values in differing_settings(found).items():
         table.add_row(shown(key), *("-" if value is None else shown(str(value)) for value in values))
     if table.row_count:
-        _print(table)
+        _print(table, _WIDEST)
     else:
         typer.echo(
             "no setting differs" if all(run.config for run in found) else "no configuration: a run has no run.json"
         )
-    table = Table("first -> last (best)", *names, box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("first -> last (best)", *names):
+        table.add_column(column, overflow="fold")
     for name in metric or _shown_metrics(found):
         table.add_row(shown(name), *(_range(name, run.metrics.get(name)) for run in found))
     table.add_row("steps", *(str(run.steps) for run in found))
     table.add_row("time", *(short_duration(run.seconds) for run in found))
-    _print(table)
+    _print(table, _WIDEST)
     typer.echo(shown(f"legend: {'; '.join(labels(found))}\nplot: {plot}"))
 
 
 _NUMBERS = ("steps", "reward", "best", "validation")
 
 
-def _print(table: Any) -> None:
-    """Print a table: as wide as the terminal, otherwise as wide as its content."""
+#: characters of a table whose cells may be folded, where there is no terminal
+_WIDEST = 120
+
+
+def _print(table: Any, widest: int = 10_000) -> None:
+    """Print a table: as wide as the terminal, otherwise as wide as its content, or `widest`."""
     from rich.console import Console
 
     plain = {"highlight": False, "markup": False, "emoji": False}  # names of runs may look like markup
     console = Console(**plain)
     if not console.is_terminal:
         wide = Console(**plain, width=10_000)
-        console = Console(**plain, width=max(console.width, wide.measure(table).maximum))
+        console = Console(**plain, width=min(max(console.width, wide.measure(table).maximum), widest))
     console.print(table)
 
 

@@ -5,11 +5,11 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from verl.utils.paths import expanded, read_text
 from verl.utils.redaction import shown
 from verl.utils.streams import command_output
 
@@ -74,7 +74,7 @@ def serve(
             for address in imports or []:
                 import_module(address)
             TOOL_PARSERS[tool_parser]  # an unknown name is an error
-            if is_local(model) and not Path(model).expanduser().is_dir():
+            if is_local(model) and not expanded(model).is_dir():
                 raise ValueError(f"MODEL: there is no folder {model!r}")
             settings["engine_kwargs"] = _engine_kwargs(engine, engine_kwargs)
             sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
@@ -88,12 +88,13 @@ def serve(
 @contextmanager
 def _one_error() -> Iterator[None]:
     """End the command with one message for what a user can cause."""
-    from verl.trainer.startup.command_line import USER_ERRORS, print_error
+    from verl.trainer.startup.command_line import user_errors
 
-    try:
-        yield
-    except (*USER_ERRORS, OSError) as error:  # OSError: transformers finds no weights in a folder
-        raise typer.Exit(print_error(_with_extra(error))) from None
+    with user_errors():
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            raise _with_extra(error) from None
 
 
 def _engine_kwargs(engine: str, text: str) -> dict:
@@ -170,7 +171,7 @@ def load(
         raise ValueError(str(problem))
     template = model_settings.pop("template")
     if template is not None:
-        model_settings["custom_chat_template"] = Path(template).read_text(encoding="utf-8")
+        model_settings["custom_chat_template"] = read_text(expanded(template))
     model = schema.ModelConfig(**model_settings)
     tokenizer, limits = load_tokenizer(model), ModelLimits.of(model)
     max_model_len, max_tokens = lengths

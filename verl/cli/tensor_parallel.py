@@ -25,6 +25,7 @@ from verl.trainer.startup.command_line import print_error
 from verl.utils.device import resolve_device
 
 _RANK_0_SECONDS = 10  # for the error of rank 0, if another rank has failed while they make the engine
+_CPU_RANKS = 8  # processes on a CPU with fewer cores
 _OWN_PROCESSES = ("sglang",)  # rank 0 of these engines starts the processes of the other ranks itself
 
 
@@ -119,6 +120,8 @@ def _check_devices(device: str, size: int) -> None:
     if on.type == "cuda" and (torch.cuda.device_count() < size or ":" in device):
         found = f"--device {device}" if ":" in device else f"{torch.cuda.device_count()}"
         raise ValueError(f"--tensor-parallel-size {size}: expected {size} GPUs, found {found}")
+    if on.type == "cpu" and size > (most := max(_CPU_RANKS, os.cpu_count() or 1)):
+        raise ValueError(f"--tensor-parallel-size {size}: expected at most {most} processes on this CPU")
 
 
 class _Followers:

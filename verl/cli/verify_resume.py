@@ -49,6 +49,6 @@ def _steps(arguments: list[str]) -> tuple[int, list[str]]:
             text = value if equals else next(remaining, "")
         else:
             rest.append(argument)
-    if not text.isdigit() or int(text) < 2:
+    if not text.isdecimal() or int(text) < 2:
         raise ValueError(f"--steps: expected int >= 2, found {text!r}")
     return int(text), rest

@@ -55,10 +55,22 @@ def read_source(path: Path) -> tuple[Layer, list[str]]:
 
     Raises:
         ConfigError: there is no such file, or it is not valid.
-        ValueError: the script has an unclosed quote.
+        ValueError: the file has no setting, or the script an unclosed quote.
     """
     if path.suffix in (".yaml", ".yml", ".json") or not os.path.isfile(path):
-        return read_yaml(path), []
+        layer, remarks = read_yaml(path), []
+    else:
+        layer, remarks = _read_words(path)
+    if not layer:
+        raise ValueError(
+            f"{path}: expected a configuration to convert, found no setting: give a YAML or JSON file with keys, or a "
+            "script with key=value words"
+        )
+    return layer, remarks
+
+
+def _read_words(path: Path) -> tuple[Layer, list[str]]:
+    """The words `key=value` of a script."""
     words = shlex.split(read_text(path).replace("\\\n", " "), comments=True)
     settings = [word for word in words if "=" in word and "." in word.partition("=")[0]]
     layer, problems, repeated = read_overrides(settings)

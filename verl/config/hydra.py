@@ -15,6 +15,7 @@ from typing import Any
 from verl.config.errors import ConfigError, Problem
 from verl.config.sources import REMOVED, Layer, Setting, read_text, read_yaml
 from verl.config.upstream import upstream_configs, upstream_engines, upstream_groups, upstream_selections
+from verl.utils.paths import expanded, resolved
 
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 _SELF = "_self_"
@@ -30,7 +31,7 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
         ConfigError: there is no such configuration, or it selects an engine that is not supported.
     """
     wanted = name or "ppo_trainer"
-    found = _find(wanted, [Path(directory).expanduser() for directory in directories])
+    found = _find(wanted, [expanded(directory) for directory in directories])
     known = (*upstream_configs(), *upstream_selections()[""])
     if found or (wanted.removesuffix(".yaml") in known and name):
         return found
@@ -39,7 +40,7 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     elif engine := _engine_of(wanted):
         what = f"{wanted!r} selects the engine {engine}, which is not supported yet: use ppo_trainer"
     else:
-        folders = " or ".join(str(Path(directory).expanduser().resolve()) for directory in directories)
+        folders = " or ".join(str(resolved(directory)) for directory in directories)
         what = f"there is no {wanted}.yaml in {folders or 'any --config-path'} (built in: {_words(upstream_configs())})"
     raise ConfigError([Problem("--config-name" if name else "--config-path", what)])
 
@@ -54,7 +55,7 @@ def read_file(path: str | Path, included_by: tuple[Path, ...] = ()) -> list[Laye
     Raises:
         ConfigError: a file cannot be read or includes itself, or the list selects something that is not supported.
     """
-    chain = (*included_by, Path(path).expanduser().resolve())
+    chain = (*included_by, resolved(path))
     if chain[-1] in included_by:
         what = f"a file includes itself: {' -> '.join(map(str, chain[included_by.index(chain[-1]) :]))}"
         raise ConfigError([Problem("defaults", what)])
@@ -64,8 +65,8 @@ def read_file(path: str | Path, included_by: tuple[Path, ...] = ()) -> list[Laye
         return [layer] if listed is None else [{"defaults": listed, **layer}]
     search = layer.get("hydra.searchpath")
     paths = search.value if search and isinstance(search.value, list) else []
-    local = [Path(each.removeprefix("file://")).expanduser() for each in paths if str(each).startswith("file://")]
-    directories, layers, has_self = [Path(path).expanduser().parent, *local], [], False
+    local = [expanded(each.removeprefix("file://")) for each in paths if str(each).startswith("file://")]
+    directories, layers, has_self = [expanded(path).parent, *local], [], False
     for group, option, package in _entries(listed.value):
         if option == _SELF:
             layers.append(layer)
@@ -85,7 +86,7 @@ def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer
     Returns:
         The settings of the selected files, the other overrides, and a problem for each option that is not supported.
     """
-    directories = [Path(path).expanduser().parent] if path else []
+    directories = [expanded(path).parent] if path else []
     layers: list[Layer] = []
     rest: Layer = {}
     problems: list[Problem] = []

@@ -9,6 +9,7 @@ from verl.config.errors import Problem
 from verl.config.fields import Schema, flatten
 from verl.config.schema.offline import GenerationConfig
 from verl.utils.data_names import SUFFIXES, DataName, is_data_file
+from verl.utils.paths import expanded, resolved
 
 _MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
 #: files that belong to a model
@@ -105,16 +106,16 @@ def check_data(config: Schema) -> Iterator[Problem]:
 
 def check_code_file(key: str, path: str, is_module: bool = True) -> Iterator[Problem]:
     """A file must exist. is_module: a name such as my_package.tools is a Python module."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not os.path.isfile(file) and not (is_module and file.suffix != ".py" and "/" not in path):
-        yield Problem(key, f"there is no file {path!r} (looked at {file.resolve()})")
+        yield Problem(key, f"there is no file {path!r} (looked at {resolved(file)})")
 
 
 def check_model_path(key: str, path: str | None) -> Iterator[Problem]:
     """A model that looks like a local path must exist; other names are Hub ids."""
     if not path:
         return
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if os.path.isdir(folder):
         if not os.path.isfile(folder / "config.json"):
             yield Problem(key, f"{path!r} has no config.json: expected the folder of a Hugging Face model")
@@ -131,7 +132,7 @@ def check_model_path(key: str, path: str | None) -> Iterator[Problem]:
 
 def _files_of_model(key: str, path: str, files: tuple[str, ...]) -> Iterator[Problem]:
     """A tokenizer or adapter that looks like a local path must exist."""
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if os.path.isdir(folder):
         for name in files:
             if not os.path.isfile(folder / name):
@@ -157,10 +158,10 @@ def _holds(folder: Path, *patterns: str) -> bool:
 
 def _files(key: str, paths: Iterable[str]) -> Iterator[Problem]:
     for path in paths:
-        file, name = Path(path).expanduser(), DataName.parse(path)
+        file, name = expanded(path), DataName.parse(path)
         if is_data_file(path):
             if not os.path.isfile(file):
-                yield Problem(key, f"there is no file {path!r} (looked at {file.resolve()})")
+                yield Problem(key, f"there is no file {path!r} (looked at {resolved(file)})")
         elif os.path.isfile(file) or not (name.is_folder or name.is_hub_name):
             suffixes = ", ".join(SUFFIXES)
             yield Problem(key, f"{path!r}: expected a file ({suffixes}), a folder, or a hub dataset OWNER/NAME:SPLIT")

@@ -13,6 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import flatten
+from verl.utils.paths import expanded, resolved
+from verl.utils.paths import read_text as read_user_text
 
 _FILE = "the configuration file"
 
@@ -112,16 +114,16 @@ Overrides = Sequence[str] | Mapping[str, Any]
 def read_text(file: Path) -> str:
     """The text of a configuration file. Raises ConfigError if it is not a text file in UTF-8."""
     try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError([Problem(_FILE, f"{file} is not a text file in UTF-8: {error}")]) from error
+        return read_user_text(file)
+    except ValueError as error:
+        raise ConfigError([Problem(_FILE, str(error))]) from error
 
 
 def read_yaml(path: str | Path) -> Layer:
     """The settings of a YAML file, interpolations unresolved. Raises ConfigError if the file cannot be read."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not os.path.isfile(file):
-        raise ConfigError([Problem(_FILE, f"there is no file {str(path)!r} (looked at {file.resolve()})")])
+        raise ConfigError([Problem(_FILE, f"there is no file {str(path)!r} (looked at {resolved(file)})")])
     text = read_text(file)
     try:
         content = _read(text)

@@ -18,6 +18,7 @@ import pyarrow as pa
 from verl.data.hub import open_dataset
 from verl.data.readers import RowTable, count_rows, open_file
 from verl.utils.data_names import SUFFIXES, DataName, is_data_file
+from verl.utils.paths import expanded
 
 logger = logging.getLogger("verl.data")
 
@@ -162,7 +163,7 @@ def file_list(files: str | Path | Sequence[str | Path]) -> list[Path]:
         raise ValueError(f"data files: expected a path or a list of paths, found {files!r}")
     if not given:
         raise ValueError("data files: expected a path or a list of paths, found an empty list")
-    return [Path(f).expanduser() for f in given]
+    return [expanded(f) for f in given]
 
 
 def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = False) -> Rows:

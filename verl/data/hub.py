@@ -15,6 +15,7 @@ from typing import Any
 from verl.data.known import KNOWN
 from verl.data.readers import RowTable
 from verl.utils.data_names import DataName, source_name
+from verl.utils.paths import expanded, resolved
 
 logger = logging.getLogger("verl.data")
 
@@ -62,7 +63,7 @@ def open_dataset(entry: str | Path) -> RowTable:
     try:
         rows = _load(library, name)
     except (OSError, ValueError, KeyError, library.exceptions.DatasetsError) as error:
-        hint = f" (read from the folder {Path(name.path).resolve()}, not from the hub)" if name.is_folder else ""
+        hint = f" (read from the folder {resolved(name.path)}, not from the hub)" if name.is_folder else ""
         raise ValueError(f"{name}: the dataset cannot be loaded{hint}: {type(error).__name__}: {error}") from error
     rows = _with_stored_images(library, rows)
     if known:
@@ -84,7 +85,7 @@ def _library(name: DataName) -> ModuleType:
 
 
 def _load(library: ModuleType, name: DataName) -> Any:
-    path = Path(name.path).expanduser()
+    path = expanded(name.path)
     if not name.is_folder:
         return library.load_dataset(name.path, name.config, split=name.split)
     if not any((path / file).is_file() for file in _SAVED):

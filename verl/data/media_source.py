@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from verl.utils.disk import cache_folder
+from verl.utils.paths import resolved
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def bytes_of_text(text: str, folder: Path, allow_urls: bool, error: Callable[[st
         found = str(failure)
     if _BASE64.fullmatch(text):
         return _from_base64(text, error)
-    raise error(f"expected a file {text!r:.200} (in {folder.resolve()}), found {found}")
+    raise error(f"expected a file {text!r:.200} (in {resolved(folder)}), found {found}")
 
 
 def shown(value: Any) -> str:

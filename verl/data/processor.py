@@ -1,6 +1,5 @@
 """The processor of a vision-language model, also without torchvision."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from verl.config import schema
 from verl.modeling.huggingface import model_source
+from verl.utils.paths import read_json
 
 _FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
@@ -91,7 +91,7 @@ def _load(path: str, config: Any, tokenizer: Any, trust_remote_code: bool) -> An
     images = AutoImageProcessor.from_pretrained(path)
     template, file = tokenizer.chat_template, Path(path) / "chat_template.json"
     if template is None and file.is_file():
-        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+        template = read_json(file)["chat_template"]
     return kind(image_processor=images, tokenizer=tokenizer, video_processor=_NoVideos(), chat_template=template)
 
 

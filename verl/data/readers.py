@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from verl.data.bad_rows import parse_json
 from verl.utils.data_names import source_name
 from verl.utils.disk import cache_folder
+from verl.utils.paths import resolved
 
 logger = logging.getLogger("verl.data")
 
@@ -319,7 +320,7 @@ def _copy_of(path: Path) -> Path:
     """The Arrow copy of a file; it is written if there is none of the file as it is now."""
     state = path.stat()
     cache = cache_folder() / "rows"
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    name = hashlib.sha256(str(resolved(path)).encode()).hexdigest()[:16]
     copy = cache / f"{name}-{state.st_size}-{state.st_mtime_ns}.arrow"
     if copy.is_file():
         return copy

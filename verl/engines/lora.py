@@ -20,6 +20,7 @@ from verl.engines.checkpoint import copy_into
 from verl.modeling.moe import expert_modules
 from verl.modeling.vision import is_vision_config, outside_language_model
 from verl.registry import did_you_mean
+from verl.utils.paths import read_json
 
 #: peft's name of the trained adapter, and of the one that training started from, if it was given
 TRAINED, START = "default", "start"
@@ -245,7 +246,7 @@ class Adapters:
         ordered = {key: sorted(v) for key, v in self.settings.to_dict().items() if isinstance(v, set)}
         if self._value_model:  # tells peft that the head in the file replaces the model's
             ordered["modules_to_save"] = ["score"]
-        text = json.dumps(json.loads(path.read_text(encoding="utf-8")) | ordered, indent=2)
+        text = json.dumps(read_json(path) | ordered, indent=2)
         path.write_text(text, encoding="utf-8")
 
     @torch.no_grad()
@@ -256,7 +257,7 @@ class Adapters:
         path, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
         if not path.is_file() or not config.is_file():
             raise ValueError(f"{folder} contains no adapters: expected {path.name} and {config.name}")
-        saved, saved_config = load_file(path), json.loads(config.read_text(encoding="utf-8"))
+        saved, saved_config = load_file(path), read_json(config)
         if (saved_config["r"], saved_config["lora_alpha"]) != (self.settings.r, self.settings.lora_alpha):
             raise ValueError(
                 f"{folder} contains adapters of rank {saved_config['r']} and alpha {saved_config['lora_alpha']}, "

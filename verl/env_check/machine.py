@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.env_check.probe import Probe
 from verl.env_check.report import FAULT, NOTE, OK, Check
+from verl.utils.paths import resolved
 
 GIB = 2**30
 
@@ -114,7 +115,7 @@ def _check_gpu_details(found: Mapping[str, Any], host: Cards) -> list[Check]:
 def check_disk(folder: Path = Path(".")) -> Check:
     """Free space for checkpoints in the default location."""
     free = shutil.disk_usage(folder).free / GIB
-    found = f"{free:.1f} GiB free in {folder.resolve()}"
+    found = f"{free:.1f} GiB free in {resolved(folder)}"
     if free >= DISK_GIB:
         return Check("disk", OK, found)
     fix = "trainer.default_local_dir=<a folder on a larger disk> and trainer.max_actor_ckpt_to_keep=1"

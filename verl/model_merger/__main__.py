@@ -1,6 +1,7 @@
 """The command line: python -m verl.model_merger merge | test."""
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -27,9 +28,10 @@ examples:
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B?)", text.strip().upper())
-    if match is None or match[2] not in _UNITS:
+    size = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else 0.0
+    if not 1 <= size < math.inf:
         raise argparse.ArgumentTypeError(f"expected a size like 5GB or 500MB, found {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(size)
 
 
 def _underscores(word: str) -> str:
@@ -92,11 +94,11 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.mode
     words = sys.argv[1:] if arguments is None else arguments
     given = parser(program).parse_args([_underscores(word) for word in words])
     # imported after parsing, so that --help and invalid arguments return immediately
+    from verl.trainer.startup.command_line import print_error, print_missing_package
+
     try:
         from verl.model_merger.merge import MergeOptions, compare, merge
     except ModuleNotFoundError as error:
-        from verl.trainer.startup.command_line import print_missing_package
-
         return print_missing_package(error)
     from verl.utils.log import setup_logging
 
@@ -115,9 +117,8 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.mode
             return 1 if faults else 0
         options = {name: value for name, value in vars(given).items() if name not in ("command", *_WITHOUT_EFFECT)}
         merge(MergeOptions(max_shard_bytes=options.pop("max_shard_size"), **options))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (ValueError, OSError) as error:
+        return print_error(error)
     return 0
 
 

@@ -15,6 +15,7 @@ from verl.model_merger.lora import AdaptersOverBase, MergedAdapters, find_settin
 from verl.model_merger.megatron import FOLDER as DIST_CKPT
 from verl.model_merger.megatron import MegatronCheckpoint
 from verl.model_merger.sources import DistributedCheckpoint, SafetensorsFolder, WeightSource, has_weights, local_folder
+from verl.utils.paths import read_json, resolved
 
 _EXPECTED = (
     "expected model_world_size_W_rank_R.pt files, shards/, dist_ckpt/, lora_adapter/, or huggingface/*.safetensors, "
@@ -51,7 +52,7 @@ class Checkpoint:
 
 def base_models(folder: Path) -> list[str]:
     """Return the base models that a checkpoint (.../actor) names, as paths or HuggingFace ids."""
-    config = json.loads((folder / "huggingface" / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "huggingface" / "config.json")
     run_config = folder.parent / "config.yaml"  # the run's configuration
     settings = yaml.safe_load(run_config.read_text(encoding="utf-8")) if run_config.is_file() else {}
     # without a critic.model.path, the critic starts from the policy's model; SFT has a single top-level section
@@ -73,7 +74,7 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
     Raises:
         ValueError: If a file is missing or damaged, or the folder is not a checkpoint; with what was found instead.
     """
-    folder = folder.resolve()
+    folder = resolved(folder)
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}: {_EXPECTED}")
     recorded = _verify_manifest(folder)
@@ -166,7 +167,7 @@ def _verify_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     if not (root / MANIFEST).is_file():
         return {}
     try:
-        recorded = json.loads((root / MANIFEST).read_text(encoding="utf-8"))["files"]
+        recorded = read_json(root / MANIFEST)["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
         raise ValueError(f"cannot read {root / MANIFEST}: {error}") from error
     folders = tuple(f"{role}/{name}/" for name in ("shards", "lora_adapter", "huggingface", DIST_CKPT))

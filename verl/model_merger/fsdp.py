@@ -12,7 +12,6 @@ for files of older torch releases. Here the pickle is read as data: objects of t
 fields, tensors are memory-mapped, and all other classes are rejected, so an untrusted file cannot run code.
 """
 
-import json
 import pickle
 import re
 import zipfile
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from verl.model_merger.sources import Shape, TensorInfo, WeightSource, assemble, concatenate
+from verl.utils.paths import read_json
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
@@ -50,7 +50,7 @@ def rank_files(folder: Path) -> list[Path]:
         )
     world = sizes[0]
     stated = folder / "fsdp_config.json"
-    if stated.is_file() and (config := json.loads(stated.read_text(encoding="utf-8")))["world_size"] != world:
+    if stated.is_file() and (config := read_json(stated))["world_size"] != world:
         raise ValueError(f"{stated}: world_size {config['world_size']}, but the rank files have world size {world}")
     expected = {(world, rank): f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)}
     missing = [name for key, name in expected.items() if key not in found]

@@ -12,7 +12,6 @@ actor/
   huggingface/                             config and tokenizer
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from verl.model_merger.sources import SafetensorsFolder, Shape, TensorInfo, WeightSource
+from verl.utils.paths import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -46,7 +46,7 @@ def has_adapters(folder: Path) -> bool:
 def recorded_base(folder: Path) -> str | None:
     """Return the base model named in the adapter config, a path or a HuggingFace id."""
     path = folder / ADAPTER_CONFIG
-    return json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path") if path.is_file() else None
+    return read_json(path).get("base_model_name_or_path") if path.is_file() else None
 
 
 class AdaptersOverBase(WeightSource):
@@ -127,7 +127,7 @@ def find_settings(folder: Path, alpha: float | None) -> LoraSettings:
         ValueError: If alpha is not recorded, or with different values.
     """
     path = folder / "lora_adapter" / ADAPTER_CONFIG
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     unsupported = [key for key in ("use_dora", "alpha_pattern") if config.get(key)]
     if unsupported:
         raise ValueError(f"{path} uses {' and '.join(unsupported)}, which is not supported")
@@ -143,7 +143,7 @@ def _recorded_alpha(folder: Path, path: Path, config: dict[str, Any]) -> float:
     meta = folder / "lora_train_meta.json"
     found = {
         str(path): config.get("lora_alpha"),
-        str(meta): json.loads(meta.read_text(encoding="utf-8")).get("lora_alpha") if meta.is_file() else None,
+        str(meta): read_json(meta).get("lora_alpha") if meta.is_file() else None,
     }
     positive = {where: value for where, value in found.items() if value}
     if len(set(positive.values())) != 1:

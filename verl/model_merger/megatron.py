@@ -12,7 +12,6 @@ layers, or has a separate key:
 | norms             | as with Megatron's own layers, or, of Transformer Engine, LINEAR.layer_norm_weight           |
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 
 from verl.engines.megatron.layout import ARCHITECTURES, Conversion, ShardRank, conversions
 from verl.model_merger.sources import Shape, ShardFiles, TensorInfo, WeightSource
+from verl.utils.paths import read_json
 
 FOLDER = "dist_ckpt"
 
@@ -66,10 +66,7 @@ class MegatronCheckpoint(WeightSource):
 
     def _check_format(self) -> None:
         path = self.folder / "metadata.json"
-        if (
-            path.is_file()
-            and (found := json.loads(path.read_text(encoding="utf-8")).get("sharded_backend")) != "torch_dist"
-        ):
+        if path.is_file() and (found := read_json(path).get("sharded_backend")) != "torch_dist":
             raise ValueError(f"{path}: expected the format torch_dist, found {found}, which is not supported")
 
     def _table(self, config_folder: Path) -> list[Conversion]:

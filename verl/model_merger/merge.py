@@ -15,6 +15,7 @@ from verl.model_merger.huggingface import Export, describe
 from verl.model_merger.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MergedAdapters
 from verl.model_merger.sources import SafetensorsFolder, local_folder
 from verl.model_merger.writing import staged, weight_files, write_config, write_json, write_weights
+from verl.utils.paths import resolved
 
 logger = logging.getLogger("verl.model_merger")
 
@@ -47,7 +48,7 @@ def merge(options: MergeOptions) -> Path:
     """
     checkpoint = open_checkpoint(options.local_dir, options.base, options.backend)
     export = _export(checkpoint, options.lora_alpha, options.trust_remote_code, DTYPES[options.dtype])
-    target = options.target_dir.resolve()
+    target = resolved(options.target_dir)
     logger.info("%s: %s, %s", checkpoint.folder, checkpoint.kind, type(export.model.module).__name__)
     if checkpoint.is_merged and target == checkpoint.config_folder:
         return _already_merged(checkpoint, export, options)
@@ -55,7 +56,7 @@ def merge(options: MergeOptions) -> Path:
     if options.adapter_dir is not None:
         _check_adapter_target(export, options)
     base = _base_folder(checkpoint, options.base)
-    if base is not None and base.resolve() == target:
+    if base is not None and resolved(base) == target:
         raise ValueError(f"--target_dir {target} is the base model: choose another folder")
     export.check_tied()
     with staged(target) as folder:
@@ -235,6 +236,6 @@ def _check_adapter_target(export: Export, options: MergeOptions) -> None:
 def _export_adapter(export: Export, options: MergeOptions, base: Path | None) -> None:
     task = "TOKEN_CLS" if "score.weight" in export.model.shapes else "CAUSAL_LM"
     name = options.base or (str(base) if base is not None else None)
-    with staged(options.adapter_dir.resolve()) as folder:
+    with staged(resolved(options.adapter_dir)) as folder:
         save_file(export.source.adapter_tensors(), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         write_json(folder / ADAPTER_CONFIG, export.source.adapter_config(name, task))

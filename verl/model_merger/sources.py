@@ -4,7 +4,6 @@
 """
 
 import io
-import json
 import pickle
 import warnings
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from verl.checkpoints.boxes import BoxLoadPlanner, Region
 from verl.checkpoints.shard_files import ShardReader
+from verl.utils.paths import expanded, read_json
 
 Shape = tuple[int, ...]
 
@@ -154,7 +154,7 @@ def local_folder(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not folder.is_dir():
         try:
             folder = Path(snapshot_download(name, local_files_only=True))
@@ -181,7 +181,7 @@ class SafetensorsFolder(WeightSource):
         """
         self.folder = folder
         if (folder / INDEX).is_file():
-            names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
         elif (folder / single_file).is_file():
             names = [single_file]
         else:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl.model_merger.sources import INDEX, SINGLE_FILE, TensorInfo
+from verl.utils.paths import read_json
 
 #: weight files of a HuggingFace folder, of all formats
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -128,7 +129,7 @@ def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dty
     for path in source.iterdir():
         if path.is_file() and path not in weights:
             shutil.copy2(path, folder / path.name)
-    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = read_json(source / "config.json")
     changed = dict(config)
     changed["architectures"] = [architecture]
     changed["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")

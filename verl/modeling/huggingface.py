@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +39,9 @@ def model_source(path: str) -> str:
         ImportError: modelscope is not installed.
         ValueError: ModelScope has no such model, or cannot be reached.
     """
-    if os.environ.get("VERL_USE_MODELSCOPE", "").lower() not in ("true", "1") or Path(path).expanduser().is_dir():
+    if os.environ.get("VERL_USE_MODELSCOPE", "").lower() not in ("true", "1") or os.path.isdir(
+        os.path.expanduser(path)
+    ):
         return path
     return _from_modelscope(path)
 
@@ -80,6 +81,11 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         config = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
     except OSError as error:
         raise ValueError(f"no HuggingFace model at {path!r}: {error}") from error
+    except (TypeError, AttributeError, KeyError) as error:  # config.json is no object, or its values have other types
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{path!r}: transformers cannot read its config.json ({reason}): expected that of a model"
+        ) from error
     known = config.to_dict()
     for name, value in overrides.items():
         if isinstance(known.get(name), str) and known[name] in ACT2FN and value not in ACT2FN:

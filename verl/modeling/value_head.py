@@ -1,6 +1,7 @@
 """Value models of vision-language models: the model with a linear layer `score` instead of its language-model head."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ def load_head(score: nn.Linear, path: str) -> bool:
     """
     from safetensors import safe_open
 
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     found: dict[str, torch.Tensor] = {}
     for name in ("score.weight", "score.bias"):
         file = folder / _SINGLE

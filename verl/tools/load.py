@@ -3,9 +3,9 @@
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -15,6 +15,7 @@ from verl.tools.function_tool import FunctionTool, function_tools_of
 from verl.tools.interactions import BaseInteraction
 from verl.tools.runner import describe
 from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.utils.paths import expanded, resolved
 
 Tool = BaseTool | FunctionTool
 
@@ -87,8 +88,8 @@ def load_class(entry: Mapping[str, Any], where: str, config_path: str, key: str 
     path, separator, name = address.rpartition(":") if ".py:" in address else address.rpartition(".")
     if not separator:
         raise ValueError(f"{where}: {key}: expected package.module.Class or path/to/file.py:Class, found {address!r}")
-    if path.endswith(".py") and not Path(path).expanduser().is_file():
-        beside = Path(config_path).expanduser().parent / path
+    if path.endswith(".py") and not expanded(path).is_file():
+        beside = expanded(config_path).parent / path
         path = str(beside) if beside.is_file() else path
     with _code_of_user(f"{where}: {key}", address):
         found = load_object(path, name)
@@ -115,12 +116,12 @@ def read_yaml_list(path: str, key: str | None) -> list[Any]:
     Raises:
         ValueError: there is no such file, or it has another form.
     """
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not file.is_file():
-        raise ValueError(f"no file {str(path)!r} (looked at {file.resolve()})")
+        raise ValueError(f"no file {str(path)!r} (looked at {resolved(file)})")
     try:
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except (OmegaConfBaseException, ValueError, OSError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise ValueError(f"{path}: not a YAML file: {error}") from error
     found = content if key is None else content.get(key) if isinstance(content, Mapping) else None
     if not isinstance(found, list):

@@ -31,6 +31,7 @@ from verl.tracking.formatting import (
 )
 from verl.tracking.summary import best_point
 from verl.utils import log
+from verl.utils.alive import Alive
 from verl.utils.redaction import printable, redact_text
 
 Sample = tuple[str, str, float]
@@ -46,6 +47,8 @@ _WARNINGS = 2
 _WARNING_WIDTH = 400
 #: operators that the panel shows: those that took longest so far
 _OPERATORS = 8
+#: of the time of a step: a line has the operators that took at least this much, and 0.01 s
+_SHARE = 0.01
 
 
 class TrainingProgress:
@@ -65,6 +68,8 @@ class TrainingProgress:
         quiet: suppress log lines below WARNING meanwhile.
         details: print the operators and samples below each line.
         running: returns the operators that are running, name -> start by `time.perf_counter`.
+        alive_every: without a terminal, print the step and the running operators after this many seconds without
+            another line; None: do not.
     """
 
     def __init__(
@@ -77,12 +82,14 @@ class TrainingProgress:
         quiet: bool = True,
         details: bool = True,
         running: Callable[[], Mapping[str, float]] = dict,
+        alive_every: float | None = None,
     ):
         self.total_steps = total_steps
         self.title = one_line(redact_text(title))
         self.print_every = print_every
         self.console = console or log.console()
         self.quiet, self.details, self.running = quiet, details, running
+        self._alive = Alive(self._print_now, self._doing, alive_every)
         self._own_console = console is not None
         self._live: Live | None = None
         self._drawing = threading.Lock()  # of the panel, by two threads
@@ -116,12 +123,15 @@ class TrainingProgress:
             self._live = Live(self._shown, console=self.console, auto_refresh=False)
             self._live.start(refresh=True)
             threading.Thread(target=self._redraw, name="panel", daemon=True).start()
-        elif self.details:
-            self._print(self.title)
+        else:
+            if self.details:
+                self._print(self.title)
+            self._alive.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._ended.set()
+        self._alive.__exit__(kind, error, trace)
         logger = logging.getLogger("verl")
         if self._live is not None:
             live, self._live = self._live, None
@@ -198,7 +208,16 @@ class TrainingProgress:
 
     # ---- lines ------------------------------------------------------------------------------------------------------
 
+    def _doing(self) -> str:
+        """What a step that takes long is doing."""
+        step = 0 if self._step is None else self._step[0]
+        return f"step {step}/{self.total_steps} done, now {self._running() or 'starting'}"
+
     def _print(self, text: str) -> None:
+        self._alive.said()
+        self._print_now(text)
+
+    def _print_now(self, text: str) -> None:
         if self._own_console:
             # soft_wrap: do not wrap lines in a file
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -210,7 +229,8 @@ class TrainingProgress:
         seconds = metrics.get("timing_s/step", self._durations[-1])
         lines = [self._lines.text(step, metrics, seconds, self._remaining(step))]
         if self.details:
-            lines.append("    " + " ".join(f"[{name}] {value:.2f}s" for name, value in timings.items()))
+            if shown := {name: value for name, value in timings.items() if value >= max(0.01, _SHARE * seconds)}:
+                lines.append("    " + " ".join(f"[{name}] {value:.2f}s" for name, value in shown.items()))
             lines += ["    " + sample_line(*sample, width=self.console.width - 4) for sample in self._samples]
         self._samples = ()
         self._print("\n".join(lines))
@@ -261,6 +281,8 @@ class TrainingProgress:
         rows += [_curve(label, values, width) for label, values in self._curves.items() if len(values) > 1]
         rows += [self._validation(name, width) for name in list(self._validations)[:2]]
         longest = set(sorted(self._seconds, key=lambda name: -self._seconds[name])[:_OPERATORS])
+        # a cell stays where it is, even if the operator takes no time in a step
+        longest = {name for name in longest if self._seconds[name] >= _SHARE * self._seconds.total()}
         shown = {name: f"{f'{seconds:.2f}s':<7}" for name, seconds in timings.items() if name in longest}
         rows.append(_columns(shown, width))
         rows += [Text(sample_line(*sample, width=width), "dim", no_wrap=True) for sample in self._samples]
@@ -277,9 +299,11 @@ class TrainingProgress:
 
     def _now(self) -> list[Text]:
         """The operators that run now, so that a long step does not look like a hang."""
+        return [Text.assemble(("now ", "dim"), self._running(), no_wrap=True)]
+
+    def _running(self) -> str:
         now = time.perf_counter()
-        names = [f"{printable(name)} {now - start:.0f}s" for name, start in dict(self.running()).items()]
-        return [Text.assemble(("now ", "dim"), ", ".join(names), no_wrap=True)]
+        return ", ".join(f"{printable(name)} {now - start:.0f}s" for name, start in dict(self.running()).items())
 
 
 def _curve(label: str, values: Sequence[float], width: int) -> Text:

@@ -15,6 +15,7 @@ import psutil
 
 from verl.tracking.step_files import read_lines
 from verl.tracking.summary import Series
+from verl.utils.paths import resolved
 
 logger = logging.getLogger(__name__)
 
@@ -215,15 +216,20 @@ def _readable(folder: Path) -> list[Path]:
 
 
 def differing_settings(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """Key -> the value in each run, for the settings that differ. None: the run has no such key."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
+    """Key -> the value in each run, for the settings that differ. None: the run has no such key.
+
+    A default that follows from another setting is not a setting of the user: if every run has recorded its changed
+    keys, only keys that one of them has changed count.
+    """
+    is_known = all(run.about.get("changed") for run in runs)
+    keys = dict.fromkeys(key for run in runs for key in (run.about["changed"] if is_known else run.config))
     table = {key: [run.config.get(key) for run in runs] for key in keys if key not in _NAMES}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
 
 
 def labels(runs: Sequence[RecordedRun]) -> list[str]:
     """A short label of each run: what differs between the configurations, otherwise the names."""
-    names = _short_names(runs)
+    names = short_names(runs)
     different = {key: values for key, values in differing_settings(runs).items() if not _is_path(values)}
     # settings such as trainer.save_freq do not change what is learned
     different = {key: different[key] for key in different if not key.startswith("trainer.")} or different
@@ -234,9 +240,9 @@ def labels(runs: Sequence[RecordedRun]) -> list[str]:
     return found if len(set(found)) == len(runs) else [f"{name}: {text}" for name, text in zip(names, found)]
 
 
-def _short_names(runs: Sequence[RecordedRun]) -> list[str]:
+def short_names(runs: Sequence[RecordedRun]) -> list[str]:
     """Last parts of the folders, as many as tell them apart."""
-    parts = [run.folder.resolve().parts for run in runs]
+    parts = [resolved(run.folder).parts for run in runs]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):

@@ -20,7 +20,9 @@ SYNC = ("weight_sync/bytes", "weight_sync/seconds", "weight_sync/bandwidth_share
 STALENESS = re.compile(r"async/staleness_(\d+)")
 
 
-def summary_lines(history: Mapping[str, Series], steps: int, total_steps: int, seconds: float) -> list[str]:
+def summary_lines(
+    history: Mapping[str, Series], steps: int, total_steps: int, seconds: float, resumed: int = 0
+) -> list[str]:
     """Summarize a run that has trained `steps` of `total_steps` steps.
 
         reward 0.61 -> 0.90 in 100 steps (2 min 03 s; means of the first and last 10 steps)
@@ -31,10 +33,12 @@ def summary_lines(history: Mapping[str, Series], steps: int, total_steps: int, s
     Args:
         history: metric -> values; metrics other than the reward, the loss, validation results, and the cost and
             staleness of a rollout with separate weights have no line.
-        steps: completed steps, those before a resume included; the history has only those of this process.
+        steps: completed steps, those before a resume included. The line names the steps that the history has.
         seconds: of this process.
+        resumed: the step from which this process resumed; 0: it did not.
     """
     lines = []
+    time = duration_in_words(seconds) + (f" since step {resumed}" if resumed else "")
     of = f" of {total_steps}" if steps < total_steps else ""
     for label in _LEARNED:
         series = next((history[name] for name in HEADLINES[label] if history.get(name)), ())
@@ -47,7 +51,7 @@ def summary_lines(history: Mapping[str, Series], steps: int, total_steps: int, s
         trained = f"in {len(values)}{of} step{'s' * (len(values) > 1 or bool(of))}"
         if len(values) < steps:
             trained = f"in {len(values)} steps, up to step {steps}{of}"
-        lines.append(f"{label} {first:.2f} -> {last:.2f} {trained} ({duration_in_words(seconds)}{means})")
+        lines.append(f"{label} {first:.2f} -> {last:.2f} {trained} ({time}{means})")
     validations = [name for name in history if name.startswith("val-core/") and "/mean@" in name]
     for name in [*validations[:_MAX_VALIDATIONS], *(["val/loss"] if "val/loss" in history else [])]:
         lines.append(

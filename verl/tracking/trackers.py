@@ -19,6 +19,7 @@ from verl.tracking.formatting import headline, one_line, short
 from verl.tracking.step_files import open_steps
 from verl.tracking.thumbnails import are_thumbnails, image_of
 from verl.utils.log import setup_logging
+from verl.utils.paths import resolved
 from verl.utils.redaction import printable
 
 logger = logging.getLogger(__name__)
@@ -246,7 +247,7 @@ class MlflowTracker(Tracker):
         mlflow = importlib.import_module("mlflow")
         self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
         address = mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
-        project = run.folder.resolve().parent
+        project = resolved(run.folder).parent
         self._client = mlflow.MlflowClient(address or f"sqlite:///{project / 'mlflow.db'}")
         artifacts = None if address else (project / "mlflow").as_uri()
         self._id = run.known_id("mlflow") or self._new_run(artifacts)

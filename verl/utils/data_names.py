@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.utils.paths import expanded, resolved
+
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 """Suffixes of data files."""
 
@@ -31,14 +33,14 @@ class DataName:
     def parse(cls, entry: str | Path) -> "DataName":
         """Split an entry into its parts. An existing folder is a path as a whole."""
         text = str(entry)
-        if os.path.isdir(Path(text).expanduser()):
+        if os.path.isdir(expanded(text)):
             return cls(text)
         found = _ENTRY.fullmatch(text)
         return cls(found["path"], found["config"], found["split"])
 
     @property
     def is_folder(self) -> bool:
-        return os.path.isdir(Path(self.path).expanduser())
+        return os.path.isdir(expanded(self.path))
 
     @property
     def is_hub_name(self) -> bool:
@@ -71,6 +73,6 @@ def source_name(entry: str | Path) -> str:
     """
     if not is_data_file(entry):
         name = DataName.parse(entry)
-        return Path(name.path).expanduser().resolve().name if name.is_folder else name.path
+        return resolved(name.path).name if name.is_folder else name.path
     stem = Path(entry).stem
-    return (Path(entry).resolve().parent.name or stem) if _SPLIT_FILE.fullmatch(stem) else stem
+    return (resolved(entry).parent.name or stem) if _SPLIT_FILE.fullmatch(stem) else stem

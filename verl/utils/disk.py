@@ -17,7 +17,7 @@ _PROBE = 1 << 20  # bytes
 def cache_folder() -> Path:
     """VERL_CACHE_DIR; by default verl/ in XDG_CACHE_HOME or in ~/.cache. It may not exist."""
     folder = os.environ.get("VERL_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "verl"
-    return Path(folder).expanduser()
+    return Path(os.path.expanduser(folder))
 
 
 class DiskError(OSError):

@@ -6,6 +6,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from verl.utils.paths import expanded
+
 
 def is_non_local(path: str) -> bool:
     """Whether a path is an hdfs:// address."""
@@ -16,7 +18,7 @@ def exists(path: str, **kwargs) -> bool:
     """Whether a file or folder exists."""
     if is_non_local(path):
         return _hdfs("-test", "-e", path, check=False).returncode == 0
-    return Path(path).expanduser().exists()
+    return expanded(path).exists()
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs) -> None:
@@ -24,7 +26,7 @@ def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs) -> 
     if is_non_local(name):
         _hdfs("-mkdir", "-p", name)
     else:
-        Path(name).expanduser().mkdir(mode, parents=True, exist_ok=exist_ok)
+        expanded(name).mkdir(mode, parents=True, exist_ok=exist_ok)
 
 
 def copy(src: str, dst: str, **kwargs) -> bool:
@@ -37,7 +39,7 @@ def copy(src: str, dst: str, **kwargs) -> bool:
         direction = "-cp" if is_non_local(src) and is_non_local(dst) else "-get" if is_non_local(src) else "-put"
         _hdfs(direction, "-f", str(src), str(dst))
         return True
-    source, target = Path(src).expanduser(), Path(dst).expanduser()
+    source, target = expanded(src), expanded(dst)
     if source.is_dir():
         shutil.copytree(source, target, dirs_exist_ok=True)
     else:

@@ -12,6 +12,7 @@ from verl.registry import did_you_mean
 from verl.tracking.runs import read_about
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.trainer.startup.torchrun import launcher_settings
+from verl.utils.paths import expanded
 from verl.utils.redaction import redacted
 
 _UNSET = "(not set)"
@@ -60,7 +61,7 @@ def values_of(name: str, of: str) -> dict[str, Any]:
     Raises:
         ValueError: there is no such configuration, or it is invalid.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return _values_of_run(path, of)
     if path.is_file():

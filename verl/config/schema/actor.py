@@ -67,7 +67,7 @@ class ActorConfig(Section):
         "auto", "compute old log-probs in a separate forward pass; auto: not if a step has a single update"
     )
     shuffle: bool = field(False, "shuffle the mini-batches")
-    data_loader_seed: int = field(42, "seed of that shuffle", default_from="${trainer.seed}", ge=0)
+    data_loader_seed: int = field(42, "seed of that shuffle", default_from="${trainer.seed}", ge=0, le=2**62)
     clip_ratio: float | None = field(
         None, "clip range of the probability ratio; null: the published value of the loss (PPO: 0.2)", ge=0
     )
@@ -169,7 +169,7 @@ class CriticConfig(Section):
     )
     ppo_epochs: int = field(1, "optimization epochs per batch", default_from=_ACTOR + "ppo_epochs}", ge=1)
     shuffle: bool = field(False, "shuffle the mini-batches", default_from=_ACTOR + "shuffle}")
-    data_loader_seed: int = field(42, "seed of that shuffle", default_from="${trainer.seed}", ge=0)
+    data_loader_seed: int = field(42, "seed of that shuffle", default_from="${trainer.seed}", ge=0, le=2**62)
     cliprange_value: float = field(0.5, "clip range of the value around the old value", gt=0)
     value_loss_coef: float = field(1.0, "coefficient of the value loss", gt=0)
     loss_agg_mode: LossAggregation | None = field(

@@ -63,7 +63,7 @@ class DataConfig(MediaSection):
     filter_overlong_prompts: bool = field(False, "drop prompts longer than max_prompt_length")
     truncation: Literal["error", "left", "right", "middle"] = field("error", "how to truncate overlong prompts")
     shuffle: bool = field(True, "shuffle the training rows in every epoch")
-    seed: int = field(42, "shuffle seed", default_from="${trainer.seed}", ge=0)
+    seed: int = field(42, "shuffle seed", default_from="${trainer.seed}", ge=0, le=2**62)
     dataloader_num_workers: int | None = field(None, NUM_WORKERS, ge=0)
     validation_shuffle: bool = field(False, "shuffle the validation rows")
     custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces RLHFDataset")

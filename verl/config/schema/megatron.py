@@ -45,7 +45,7 @@ class MegatronConfig(Section):
     param_offload: bool = field(False, "keep the weights in host memory between phases")
     grad_offload: bool = field(False, "free the gradients between phases")
     optimizer_offload: bool = field(False, "keep the optimizer state in host memory between phases")
-    seed: int = field(42, "seed of megatron-core's random state, which recomputation restores", ge=0)
+    seed: int = field(42, "seed of megatron-core's random state, which recomputation restores", ge=0, le=2**62)
     dtype: Precision = field("auto", "dtype of weights and computation; auto: fp32 on a CPU, bf16 on a GPU")
     override_transformer_config: MegatronTransformerConfig = section(
         MegatronTransformerConfig, "activation recomputation, experts, layers of the pipeline stages"

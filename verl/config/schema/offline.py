@@ -28,7 +28,7 @@ class GenerationDataConfig(MediaSection):
 class GenerationRolloutConfig(RolloutEngineConfig):
     """`rollout`: generation."""
 
-    seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0)
+    seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0, le=2**62)
     dtype: Precision = field("auto", "dtype of the model; auto: fp32 on a CPU, bf16 on a GPU")
 
 
@@ -39,7 +39,7 @@ class OfflineTrainerConfig(Section):
     backend: Literal["local", "ray"] = field("local", "executor: processes of this host, or a Ray cluster")
     nnodes: int = field(1, "number of hosts", ge=1)
     n_gpus_per_node: int = field(1, "processes per host, one per GPU (or CPU rank)", ge=1)
-    seed: int = field(42, "seed of all random number generators", ge=0)
+    seed: int = field(42, "seed of all random number generators", ge=0, le=2**62)
 
 
 class GenerationConfig(Schema):
@@ -85,7 +85,7 @@ class EvaluationConfig(Section):
     right_from: float = field(1.0, "a response is correct if its `acc`, otherwise its score, is at least this")
     confidence: float = field(0.95, "confidence level of the intervals", gt=0, lt=1)
     bootstrap_samples: int = field(10_000, "bootstrap resamples for intervals and p-values", ge=100)
-    seed: int = field(42, "bootstrap seed", ge=0)
+    seed: int = field(42, "bootstrap seed", ge=0, le=2**62)
     output_path: FilePath | None = field(None, "JSON file of all metrics; null: data.path with the suffix .eval.json")
 
 

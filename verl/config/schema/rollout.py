@@ -154,7 +154,7 @@ class RolloutConfig(RolloutEngineConfig):
         0, "hosts of a rollout with separate devices, in addition to trainer.nnodes; 0: see `placement`", ge=0
     )
     n_gpus_per_node: int | None = field(None, "its processes per host; null: trainer.n_gpus_per_node", ge=1)
-    seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0)
+    seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0, le=2**62)
     enable_rollout_routing_replay: bool = field(
         False, "record the experts that a mixture of experts chooses, for actor.router_replay.mode=R3"
     )

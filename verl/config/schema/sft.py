@@ -35,7 +35,7 @@ class SFTDataConfig(MediaSection):
     truncation: Literal["error", "left", "right"] = field("error", "how to truncate overlong examples")
     max_bad_rows: int = field(0, BAD_ROWS, ge=0)
     shuffle: bool = field(True, "shuffle the training rows in every epoch")
-    seed: int = field(1, "shuffle seed", default_from="${trainer.seed}", ge=0)
+    seed: int = field(1, "shuffle seed", default_from="${trainer.seed}", ge=0, le=2**62)
     dataloader_num_workers: int | None = field(None, NUM_WORKERS, ge=0)
     custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces SFTDataset")
     apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template")
@@ -87,7 +87,7 @@ class SFTTrainerConfig(RunConfig):
     """`trainer`: the SFT run."""
 
     total_epochs: int = field(4, "training epochs", ge=1)
-    seed: int = field(1, "seed of all random number generators", ge=0)
+    seed: int = field(1, "seed of all random number generators", ge=0, le=2**62)
     max_ckpt_to_keep: int | None = field(None, "number of checkpoints to keep; null: all", ge=1)
 
 

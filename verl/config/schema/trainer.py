@@ -51,7 +51,7 @@ class RunConfig(Section):
     log_operators: bool | None = field(
         None, "log the seconds of each operator of each step; null: only LocalPPOTrainer does"
     )
-    seed: int = field(42, "seed of all random number generators", ge=0)
+    seed: int = field(42, "seed of all random number generators", ge=0, le=2**62)
     device: Literal["auto", "cpu", "cuda"] = field("auto", "auto: a GPU if there is one")
     backend: Literal["local", "ray"] = field("local", "executor: processes of this host, or a Ray cluster")
     nnodes: int = field(1, "number of hosts", ge=1)

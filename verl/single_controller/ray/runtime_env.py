@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from verl.utils.paths import resolved
+
 _DEFAULTS = Path(__file__).with_name("runtime_env.yaml")
 _IGNORE_FILES = (".gitignore", ".rayignore")  # that Ray reads too
 _RAY_LIMIT = "RAY_max_grpc_message_size"
@@ -50,7 +52,7 @@ def prepare_runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_package(folder: Path, excludes: Sequence[str], limit: int) -> None:
     """Raise ValueError if Ray would send `limit` bytes or more of a folder; the message names the largest entries."""
     if not folder.is_dir():
-        raise ValueError(f"runtime_env.working_dir: there is no folder {str(folder)!r} (looked at {folder.resolve()})")
+        raise ValueError(f"runtime_env.working_dir: there is no folder {str(folder)!r} (looked at {resolved(folder)})")
     sizes: Counter[str] = Counter()
     for path, size in packed_files(folder, excludes):
         top, inside, _ = path.partition("/")

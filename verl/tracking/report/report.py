@@ -14,6 +14,7 @@ from verl.tracking.formatting import duration_in_words
 from verl.tracking.metric_names import describe
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
 from verl.tracking.summary import best_point
+from verl.utils.paths import write_text
 from verl.utils.redaction import printable
 
 #: points of a curve, and columns of a heat map, that are shown; more are thinned evenly
@@ -67,7 +68,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
         page = page.replace(name, text, 1)
     out = run.folder / "report.html" if out is None else Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    write_text(out, page)
     return out
 
 

@@ -15,8 +15,8 @@ from verl.config import schema, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
 from verl.protocol import DataProto
 from verl.tracking.console import TrainingProgress
-from verl.tracking.curves import save_curves
-from verl.tracking.summary import summary_lines
+from verl.tracking.curves import read_metrics, save_curves
+from verl.tracking.summary import Series, summary_lines
 from verl.trainer.output.divergence import DivergenceWatch
 from verl.trainer.state.interruption import Stopped
 from verl.utils import log
@@ -41,6 +41,7 @@ class RunDisplay:
         self._trackers = set(trainer.config.trainer.logger)
         self._watch = DivergenceWatch(prompts=None if trainer.val_dataset is None else len(trainer.val_dataset))
         self._start = time.monotonic()
+        self._resumed = trainer.global_step  # 0: the run has not been resumed
         self._sampled = 0.0
         #: shows the steps; None without the tracker `console`
         self.progress: TrainingProgress | None = None
@@ -86,8 +87,21 @@ class RunDisplay:
         """Lines with the results so far, the paths of the run, and the next command."""
         trainer, history = self._trainer, self._watch.history
         seconds = time.monotonic() - self._start
-        lines = summary_lines(history, trainer.global_step, trainer.total_steps, seconds)
+        if history and self._resumed and self._trackers & _JSONL:
+            history = self._with_earlier_steps(history)
+        lines = summary_lines(history, trainer.global_step, trainer.total_steps, seconds, self._resumed)
         return [*lines, *self._results()] if lines else []
+
+    def _with_earlier_steps(self, history: Mapping[str, Series]) -> Mapping[str, Series]:
+        """The history with the steps before the resume, from metrics.jsonl."""
+        try:
+            recorded = read_metrics(self._trainer.folder / "metrics.jsonl")
+        except (OSError, ValueError) as error:
+            logger.warning("the summary has only the steps since the resume: %s", error)
+            return history
+        earlier = {name: [point for point in recorded[name] if point[0] <= self._resumed] for name in recorded}
+        later = {name: [point for point in history[name] if point[0] > self._resumed] for name in history}
+        return {name: earlier.get(name, []) + later.get(name, []) for name in earlier | later}
 
     def _results(self) -> list[str]:
         """Paths of the run, one per line, and what to do with the model."""

@@ -77,8 +77,8 @@ def kl_blow_up(history: History, scale: float = 1.0) -> str | None:
     if not now > scale:
         return None
     return (
-        f"the policy is far from the reference: KL {series[0][1]:.2g} (step {series[0][0]}) -> {now:.3g} nats per token"
-        f"{_learning_rate(history)}; then a KL penalty (actor.use_kl_loss, actor.kl_loss_coef)"
+        f"the policy is far from the reference: KL {_first_to_last(series)}, median of {WINDOW} steps {now:.3g} "
+        f"nats per token{_learning_rate(history)}; then a KL penalty (actor.use_kl_loss, actor.kl_loss_coef)"
     )
 
 
@@ -92,9 +92,10 @@ def entropy_collapse(history: History, scale: float = 1.0) -> str | None:
     at_half = next((value for step, value in reward if step >= halved), None)
     if at_half is not None and reward[-1][1] > at_half:
         return None
-    (first_step, first), (_, now) = entropy[0], entropy[-1]
+    values = _first_to_last(find(history, ENTROPY))
     return (
-        f"the entropy collapsed: {first:.2g} (step {first_step}) -> {now:.2g}, and the reward did not rise meanwhile"
+        f"the entropy collapsed: {values}, mean of {WINDOW} steps {entropy[-1][1]:.3g}, and the reward did not rise "
+        f"meanwhile"
         f"{_learning_rate(history)}; then actor.entropy_coeff, a larger actor.clip_ratio_high, or rollout.temperature"
     )
 
@@ -138,6 +139,12 @@ def _overfitting(history: History, scale: float) -> str | None:
 
 def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
+
+
+def _first_to_last(series: Series) -> str:
+    """Both ends, each with its step: the figures of metrics.jsonl."""
+    (first_step, first), (step, now) = series[0], series[-1]
+    return f"{first:.3g} (step {first_step}) -> {now:.3g} (step {step})"
 
 
 def _learning_rate(history: History) -> str:

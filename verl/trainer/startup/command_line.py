@@ -1,9 +1,12 @@
 """Common command line of all programs: `--config FILE.yaml key=value ...`, --dry-run, --print-config, --help."""
 
+import argparse
+import contextlib
+import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from verl.config.fields import Schema
 
 #: what a user can get wrong before a run starts: settings, files, packages, custom code
-USER_ERRORS = (ValueError, ImportError, SyntaxError, FileNotFoundError)
+USER_ERRORS = (ValueError, ImportError, SyntaxError, OSError)
 
 _FLAGS = ("--help", "-h", "--print-config", "--dry-run", "--verbose")
 
@@ -156,6 +159,21 @@ def _command(
         return stop.exit_status
 
 
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """The `type` of an option of argparse: a whole number within the limits."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, found {text[:40]!r}")
+        return value
+
+    return read
+
+
 def print_missing_package(error: ModuleNotFoundError) -> int:
     """Print which package to install. Returns the exit status. Any other error is raised again."""
     if (name := _module_name(error)) not in CORE:
@@ -177,8 +195,25 @@ def print_error(error: Exception) -> int:
     if isinstance(error, ModuleNotFoundError) and _module_name(error) in CORE:
         return print_missing_package(error)
     notes = vars(error).get("__notes__", [])
-    print(shown("\n  ".join([f"error: {error}", *notes])), file=sys.stderr)
+    print(shown("\n  ".join([f"error: {_message(error)}", *notes])), file=sys.stderr)
     return 1
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """End the command with one message, and status 1, for what a user can cause."""
+    try:
+        yield
+    except USER_ERRORS as error:
+        raise SystemExit(print_error(error)) from None
+
+
+def _message(error: Exception) -> str:
+    """The message of an error; of an error of the system, the file, the reason and the fix."""
+    if not isinstance(error, OSError) or error.strerror is None or not isinstance(error.filename, str | bytes):
+        return str(error)
+    name, reason = os.fsdecode(error.filename), error.strerror
+    return f"{name}: {reason}: expected a path that this user can read and write; check the path and its permissions"
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -15,6 +15,7 @@ from verl.config.schema.trainer import RunConfig
 from verl.single_controller import WorkerGroup
 from verl.trainer.state.checkpointing import BadStepsError
 from verl.trainer.state.saved_state import save_state
+from verl.utils.paths import resolved
 
 if TYPE_CHECKING:
     from verl.trainer.base import StepReport, Trainer
@@ -134,7 +135,7 @@ class StepGuard:
         if any(f"{prefix}/{BROKEN}" in bad for prefix in prefixes):
             saved, step = self._trainer.checkpointer.saved_path, self._trainer.checkpointer.saved_step
             unchanged = step == self._trainer.global_step - 1
-            return {"path": None if saved is None else str(saved.resolve() / role), "unchanged": unchanged}
+            return {"path": None if saved is None else str(resolved(saved) / role), "unchanged": unchanged}
         group: WorkerGroup = self._trainer.roles[role]
         group.save_weights(folder / role)
         self._trainer.tokenizer.save_pretrained(folder / role / "huggingface")

@@ -24,6 +24,7 @@ from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.single_controller.worker import Worker
 from verl.trainer.state.saved_state import load_state
+from verl.utils.paths import expanded, resolved
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker
 
@@ -113,9 +114,9 @@ def _model(dump: Path, weights: str) -> Path | None:
 
     A checkpoint of a LoRA run has the weights of the adapters only.
     """
-    for folder in (dump / weights, dump.resolve().parents[1].joinpath(*Path(weights).parts[-2:])):
+    for folder in (dump / weights, resolved(dump).parents[1].joinpath(*Path(weights).parts[-2:])):
         if any((folder / "huggingface").glob("*.safetensors")):
-            return (folder / "huggingface").resolve()
+            return resolved(folder / "huggingface")
     return None
 
 
@@ -128,7 +129,7 @@ def _worker(role: str, dump: Path, model: Path, state: dict[str, Any]) -> Worker
     config = load_config(dump / "config.yaml", settings, schema=Config)
     for address in config.imports:  # relative paths start where the run was started
         is_file = address.endswith(".py")
-        import_module(str(Path(state["working_dir"]) / Path(address).expanduser()) if is_file else address)
+        import_module(str(Path(state["working_dir"]) / expanded(address)) if is_file else address)
     if role == "critic":
         return CriticWorker(config.critic, device="cpu", total_training_steps=total_steps)
     return ActorWorker(

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from verl.protocol import DataProto
+from verl.utils.paths import read_json
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -40,7 +41,7 @@ def load_state(folder: Path, name: str) -> Any:
         if not (folder / f"{name}.{end}").is_file():
             raise ValueError(f"{folder} has no {name}.{end}: it is not a checkpoint of this version")
     try:
-        state = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        state = read_json(folder / f"{name}.json")
         return _Reader(load_file(folder / f"{name}.safetensors")).decode(state)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{folder}: {name}.json or {name}.safetensors is damaged: {error!r}") from error
