@@ -96,6 +96,7 @@ BAD = {
     "unknown user": ("~no-such-user/a.png", "expected a file .*found Could not determine home directory"),
     "null character": ("a\0.png", r"expected a file 'a\\x00.png' .*found embedded null byte"),
     "channels first": (np.zeros((3, 8, 8), np.uint8), r"found an array of shape \(3, 8, 8\) and dtype uint8"),
+    "one dimension": (np.zeros(8, np.uint8), r"found an array of shape \(8,\) and dtype uint8"),
     "floats": (np.zeros((8, 8, 3)), r"found an array of shape \(8, 8, 3\) and dtype float64"),
     "program": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n", "found EPS: convert the"),
     "32 bits": (Image.new("F", (8, 8)), r"expected 8 or 16 bits per channel, found 32 \(mode F\)"),

@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.rollout.contract import DEVICE, DTYPE, IS_FLOAT32, KWARGS, SHAPE, rounding
 from tests.rollout.mixtures import MIXTURES, assert_experts, check_mixture, save_mixture
+from tests.rollout.sglang_push import push
 from verl.config import load_config, schema
 from verl.config.errors import ConfigError
 from verl.config.supported import check_built_in
@@ -78,20 +79,6 @@ class Fused(nn.Module):
 SENT = {"model.layers.0.q.weight": (4, 4), "model.layers.0.k.weight": (4, 4), "embed.weight": (7, 4)}
 
 
-def push(models: list[nn.Module], folder, sent: dict[str, torch.Tensor]) -> list[str]:
-    """Push to the ranks of a group, each in turn. Returns what is stale."""
-    sums, sizes = loader.sums_of_bits(sent.items()), {name: tensor.numel() for name, tensor in sent.items()}
-    for bucket, expected, dtype in ((list(sent.items()), sums, None), ([], {}, torch.float32)):
-        order = loader.instruction(folder / "outcome", expected, dtype)
-        for rank, model in enumerate(models):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.distributed, "is_initialized", lambda: True)
-                patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-                loader.load(model, [*bucket, (loader.INSTRUCTION, order)])
-        stored = loader.read_outcomes(folder / "outcome", len(models))
-    return loader.find_stale(stored, {name: (sizes[name], sums[name]) for name in sent})
-
-
 @pytest.fixture
 def sent():
     torch.manual_seed(0)
@@ -100,9 +87,8 @@ def sent():
 
 def test_fused_and_padded_parameters_are_verified(tmp_path, sent):
     model = Fused()
-    assert push([model], tmp_path, sent) == []
+    assert push([model], sent, tmp_path) == []
     assert torch.equal(model.model.layers[0].qk.weight[4:], sent["model.layers.0.k.weight"])
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -111,13 +97,13 @@ def test_fused_and_padded_parameters_are_verified(tmp_path, sent):
 def test_a_parameter_that_keeps_its_weights_is_found(tmp_path, sent, skipped, group):
     model = Fused()
     model.skipped = (skipped,)
-    assert push([model], tmp_path, sent) == [group]
+    assert push([model], sent, tmp_path) == [group]
 
 
 def test_an_error_of_the_loader_is_raised_in_the_trainer(tmp_path, sent):
     sent["model.layers.0.q.weight"] = torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"SGLang's rank 0 cannot load the weights: RuntimeError: The expanded size"):
-        push([Fused()], tmp_path, sent)
+        push([Fused()], sent, tmp_path)
     with pytest.raises(ValueError, match="SGLang's rank 1 did not load the weights"):
         (tmp_path / "outcome-0").write_text('{"error": "", "stored": {}}')
         loader.read_outcomes(tmp_path / "outcome", 2)
@@ -340,7 +326,7 @@ def test_a_push_that_the_scheduler_did_not_load_is_found(ranks, tiny, monkeypatc
         rollout.generate([request])
     monkeypatch.undo()
     monkeypatch.setattr(weights, "sums_of_bits", lambda tensors: loader.sums_of_bits(restored(tensors)))
-    with pytest.raises(ValueError, match=rf"rank 0 cannot load .* do not arrive as they were sent, first \['{name}'\]"):
+    with pytest.raises(ValueError, match=rf"rank 0 cannot load .* that were sent, found others in 1 of .*'{name}'"):
         rollout.receiver().receive(altered(named), 2)
     monkeypatch.undo()
     rollout.receiver().receive(named, 3)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rollout.sglang_push import push
 from verl.rollout.sglang import loader
 
 HEADS, HEAD, HIDDEN = 4, 2, 8
@@ -34,17 +35,17 @@ class Rank(nn.Module):
             rows["k_proj"] = (self.q, self.kv, self.rank)
         rows["v_proj"] = (self.q + self.kv, self.kv, rows["k_proj"][2])
         for name, tensor in named:
-            part = name.split(".")[2] if name.startswith("layers") else name
+            module = name.split(".")[2] if name.startswith("layers") else name
             if name == self.skips:
                 continue
-            if part in rows:
-                start, size, at = rows[part]
+            if module in rows:
+                start, size, at = rows[module]
                 layer["qkv_proj"][start : start + size] = tensor[at * size : (at + 1) * size]
-            elif part == "o_proj":
+            elif module == "o_proj":
                 layer["o_proj"].copy_(tensor[:, self.rank * self.q : (self.rank + 1) * self.q])
-            elif part == "norm":
+            elif module == "norm":
                 layer["norm"].copy_(tensor)
-            elif part == "embed":
+            elif module == "embed":
                 own = tensor[self.rank * len(self.embed) : (self.rank + 1) * len(self.embed)]
                 self.embed[: len(own)] = own
 
@@ -58,29 +59,10 @@ def weights(kv_heads: int = HEADS) -> dict[str, torch.Tensor]:
     return sent | {"embed": torch.randn(11, HIDDEN)}
 
 
-def call(rank: int, model: nn.Module, bucket: list, order: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`load` on one rank."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    loader.load(model, [*bucket, (loader.INSTRUCTION, order)])
-
-
-def push(ranks: list[nn.Module], sent: dict[str, torch.Tensor], folder, monkeypatch, received=None) -> list[str]:
-    """Push to all ranks. Returns what is stale. received: what the last rank gets instead of the weights."""
-    sums, outcome = loader.sums_of_bits(sent.items()), folder / "outcome"
-    for bucket, expected, dtype in ((sent, sums, None), ({}, {}, torch.float32)):
-        for rank, model in enumerate(ranks):
-            given = received if bucket and received and rank == len(ranks) - 1 else bucket
-            call(rank, model, [*given.items()], loader.instruction(outcome, expected, dtype), monkeypatch)
-        stored = loader.read_outcomes(outcome, len(ranks))
-    assert not list(folder.iterdir())
-    return loader.find_stale(stored, {name: (tensor.numel(), sums[name]) for name, tensor in sent.items()})
-
-
 @pytest.mark.parametrize(("size", "kv_heads"), [(1, 4), (2, 4), (2, 2), (2, 1), (4, 2), (4, 1)])
-def test_slices_of_all_ranks_have_the_bits_that_were_sent(size, kv_heads, tmp_path, monkeypatch):
+def test_slices_of_all_ranks_have_the_bits_that_were_sent(size, kv_heads, tmp_path):
     ranks = [Rank(rank, size, kv_heads) for rank in range(size)]
-    assert push(ranks, weights(kv_heads), tmp_path, monkeypatch) == []
+    assert push(ranks, weights(kv_heads), tmp_path) == []
     assert all(rank.layers[0]["qkv_proj"].ne(0).all() for rank in ranks)
 
 
@@ -94,46 +76,46 @@ def test_slices_of_all_ranks_have_the_bits_that_were_sent(size, kv_heads, tmp_pa
         ("embed", "embed"),
     ],
 )
-def test_a_slice_that_one_rank_keeps_is_found(size, kv_heads, name, group, tmp_path, monkeypatch):
+def test_a_slice_that_one_rank_keeps_is_found(size, kv_heads, name, group, tmp_path):
     ranks = [Rank(rank, size, kv_heads) for rank in range(size)]
     sent = weights(kv_heads)
-    assert push(ranks, sent, tmp_path, monkeypatch) == []
+    assert push(ranks, sent, tmp_path) == []
     ranks[-2].skips = name
     changed = {other: tensor + 1.0 for other, tensor in sent.items()}
-    assert push(ranks, changed, tmp_path, monkeypatch) == [group]
+    assert push(ranks, changed, tmp_path) == [group]
 
 
-def test_bits_that_change_on_their_way_to_one_rank_are_found_there(tmp_path, monkeypatch):
+def test_bits_that_change_on_their_way_to_one_rank_are_found_there(tmp_path):
     sent = weights()
     name = "layers.0.o_proj"
     received = {**sent, name: sent[name].clone()}
     received[name].view(torch.int32)[3, 5] ^= 1
     ranks = [Rank(rank, 2) for rank in range(2)]
-    message = rf"SGLang's rank 1 cannot load .*: 1 of 6 tensors do not arrive as they were sent, first \['{name}'\]"
-    with pytest.raises(ValueError, match=message):
-        push(ranks, sent, tmp_path, monkeypatch, received)
+    message = r"expected the bits that were sent, found others in 1 of 6 tensors, first "
+    with pytest.raises(ValueError, match=rf"SGLang's rank 1 cannot load .*: {message}\['{name}'\]"):
+        push(ranks, sent, tmp_path, received)
     assert not ranks[1].embed.any() and ranks[0].embed.any()  # nothing of the bucket was loaded
-    with pytest.raises(ValueError, match=r"1 of 6 tensors do not arrive as they were sent, first \['embed'\]"):
-        push(ranks, sent, tmp_path, monkeypatch, {other: sent[other] for other in sent if other != "embed"})
+    with pytest.raises(ValueError, match=rf"{message}\['embed'\]"):
+        push(ranks, sent, tmp_path, {other: sent[other] for other in sent if other != "embed"})
 
 
-def test_parameters_of_another_dtype_or_of_other_layers_are_not_compared(tmp_path, monkeypatch):
+def test_parameters_of_another_dtype_or_of_other_layers_are_not_compared(tmp_path):
     model = Rank(0, 1)
     model.layers[0]["norm"].data = model.layers[0]["norm"].data.double()
     model.skips = "layers.0.norm"
-    assert push([model], weights(), tmp_path, monkeypatch) == []
+    assert push([model], weights(), tmp_path) == []
     model.other = nn.Parameter(torch.zeros(3))
     model.skips = "embed"
-    assert push([model], {n: t + 1 for n, t in weights().items()}, tmp_path, monkeypatch) == []
+    assert push([model], {n: t + 1 for n, t in weights().items()}, tmp_path) == []
 
 
-def test_replicated_fused_parameters_are_not_compared_with_several_ranks(tmp_path, monkeypatch):
+def test_replicated_fused_parameters_are_not_compared_with_several_ranks(tmp_path):
     """They are neither a slice nor the whole of what was sent by one name."""
     ranks = [Rank(rank, 2) for rank in range(2)]
     for rank in ranks:
         rank.layers[0]["fused"] = torch.ones(2, 3)
     sent = weights() | {"layers.0.a.weight": torch.ones(1, 3), "layers.0.b.weight": torch.ones(1, 3)}
-    assert push(ranks, sent, tmp_path, monkeypatch) == []
+    assert push(ranks, sent, tmp_path) == []
 
 
 @pytest.mark.parametrize(

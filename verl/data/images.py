@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.media_source import MediaError, bytes_of_text, shown
+from verl.data.media_source import MediaError, bytes_of_text, describe
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PROGRAMS = ("EPS", "WMF")
-"""Formats that Pillow does not decode itself: it runs Ghostscript, or calls Windows."""
+EXTERNAL_FORMATS = ("EPS", "WMF")
+"""Formats that Pillow does not decode itself: it runs Ghostscript for EPS, and calls Windows for WMF."""
 MOST_PIXELS = 89_478_485
 """Images with more pixels are refused before they are decoded; the limit of Pillow."""
 LEAST_SIDE = 4
@@ -84,7 +84,7 @@ class RowImage:
         image = self._open()
         try:
             with self._alone():
-                if image.format == "TIFF":  # loading it rotates it; of some releases, its size is that of then
+                if image.format == "TIFF":  # load() rotates it; before, `size` depends on the release
                     image.load()
                 rotated = image.getexif().get(0x0112) in _ROTATED
         except Exception as error:  # Pillow raises errors of many types for damaged files
@@ -117,7 +117,7 @@ class RowImage:
         found = self._found(self._source)
         if isinstance(found, bytes):
             found = self._parsed(found)
-        if found.format in PROGRAMS:
+        if found.format in EXTERNAL_FORMATS:
             raise self._error(f"expected an image (PNG, JPEG, WebP, ...), found {found.format}: convert the file")
         width, height = found.size
         if width * height > MOST_PIXELS:
@@ -179,14 +179,18 @@ class RowImage:
             return bytes(source)
         if isinstance(source, str | Path):
             return bytes_of_text(str(source), self._folder, self._limits.allow_urls, self._error)
-        if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.shape[2:] in _CHANNELS:
+        if (
+            isinstance(source, np.ndarray)
+            and source.dtype == np.uint8
+            and source.ndim >= 2
+            and source.shape[2:] in _CHANNELS
+        ):
             return Image.fromarray(source.squeeze(-1) if source.shape[2:] == (1,) else source)
         if isinstance(source, Mapping):
             for key in ("bytes", "image", "path", "url", "image_url"):
                 if source.get(key) is not None:
                     return self._found(source[key])
-        found = f"a dict with the keys {', '.join(map(str, source))}" if isinstance(source, Mapping) else shown(source)
-        raise self._error(f"expected {_SOURCES}, found {found[:200]}")
+        raise self._error(f"expected {_SOURCES}, found {describe(source)}")
 
     # ---- pixels -----------------------------------------------------------------------------------------------------
 

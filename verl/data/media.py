@@ -96,7 +96,7 @@ class MediaReader:
         ids = [getattr(processor, f"{kind}_token_id", None) for kind in _KINDS]
         tokens = {self._token(kind) for kind in _KINDS} | {tokenizer.convert_ids_to_tokens(i) for i in ids if i}
         tokens -= {None, *(f"<{kind}>" for kind in _KINDS)}  # the token of LLaVA is the placeholder of data files
-        self._reserved = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        self._media_token = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class MediaReader:
             where: names the row in errors.
 
         Raises:
-            MediaError: another number of placeholders than of images or videos, too many images, or a text that has
-                the model's own token of an image or video.
+            MediaError: another number of placeholders than of images or videos, too many images, or text with the
+                model's own token of an image or video.
         """
         keys = {"image": self.data.image_key, "video": self.data.video_key}
         given = {kind: _as_list(row.get(key)) for kind, key in keys.items()}
@@ -147,7 +147,7 @@ class MediaReader:
         parts = [part for content in contents for part in _as_list(content)]
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
         for text in texts:
-            if isinstance(text, str) and (found := self._reserved.search(text)):
+            if isinstance(text, str) and (found := self._media_token.search(text)):
                 raise MediaError(
                     f"{where}: expected text without {found[0]}, which the model reads as an image or video, found "
                     f"{text[max(found.start() - 20, 0) : found.end() + 20]!r}: remove it, or write <image> or <video> "

@@ -1,4 +1,4 @@
-"""Bytes of images and videos that a row names by a text: a path, a data URI, base64 text or a URL."""
+"""Bytes of images and videos that a row gives as text: a path, a data URI, base64 text or a URL."""
 
 import base64
 import binascii
@@ -11,7 +11,7 @@ import stat
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,11 @@ def bytes_of_text(text: str, folder: Path, allow_urls: bool, error: Callable[[st
         text: a path, a data URI, base64 text or a URL.
         folder: the folder that relative paths start from.
         allow_urls: whether URLs are downloaded (data.allow_image_urls).
-        error: makes an error of what was expected and found.
+        error: returns an error that names the row, for a message with what was expected and found.
 
     Raises:
-        MediaError: no such file, one that cannot be read, no base64 text, or a URL that is not allowed or not found.
+        MediaError: no such file, one that cannot be read, invalid base64 text, or a URL that is not allowed or cannot
+            be downloaded.
     """
     if text[:5].lower() == "data:":
         return _from_base64(urllib.parse.unquote(text.partition(",")[2]), error)
@@ -68,21 +69,25 @@ def bytes_of_text(text: str, folder: Path, allow_urls: bool, error: Callable[[st
         found = str(failure)
     if _BASE64.fullmatch(text):
         return _from_base64(text, error)
-    raise error(f"expected a file {text!r:.200} (in {resolved(folder)}), found {found}")
+    raise error(
+        f"expected a file {text!r:.200} (in {resolved(folder)}), found {found}: correct the path or remove the row"
+    )
 
 
-def shown(value: Any) -> str:
-    """A value in an error: one line, shortened."""
+def describe(value: Any) -> str:
+    """A value in an error message: one line of at most 200 characters."""
+    if isinstance(value, Mapping):
+        return f"a dict with the keys {', '.join(map(str, value))}"[:200]
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
-    return " ".join(reprlib.repr(value).split())
+    return " ".join(reprlib.repr(value).split())[:200]
 
 
 def _from_base64(text: str, error: Callable[[str], MediaError]) -> bytes:
     try:
         return base64.b64decode(re.sub(r"\s", "", text).replace("-", "+").replace("_", "/"), validate=True)
     except (binascii.Error, ValueError) as failure:  # ValueError: not ASCII
-        raise error(f"expected base64 text, found {text[:32]!r}...: {failure}") from failure
+        raise error(f"expected base64 text, found {text[:32]!r}... ({failure}): encode the file again") from failure
 
 
 def _download(url: str, error: Callable[[str], MediaError]) -> bytes:
@@ -95,9 +100,12 @@ def _download(url: str, error: Callable[[str], MediaError]) -> bytes:
         with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:
             data = reply.read(_LARGEST_DOWNLOAD + 1)
     except (OSError, ValueError) as failure:
-        raise error(f"expected a file at {url:.200}, found {type(failure).__name__}: {failure}") from failure
+        raise error(
+            f"expected a file at {url:.200}, found {type(failure).__name__}: {failure}: correct the URL, or save the "
+            "file next to the data file"
+        ) from failure
     if len(data) > _LARGEST_DOWNLOAD:
-        raise error(f"expected at most {_LARGEST_DOWNLOAD >> 20} MiB at {url:.200}, found more")
+        raise error(f"expected at most {_LARGEST_DOWNLOAD >> 20} MiB at {url:.200}, found more: save a smaller file")
     draft = stored.with_suffix(f".{os.getpid()}.{threading.get_ident()}.draft")
     try:
         cache.mkdir(parents=True, exist_ok=True)

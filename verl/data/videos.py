@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.images import MOST_PIXELS, NO_LIMITS, PROGRAMS, ImageLimits, RowImage, ignore_size_warnings
-from verl.data.media_source import MediaError, bytes_of_text, shown
+from verl.data.images import EXTERNAL_FORMATS, MOST_PIXELS, NO_LIMITS, ImageLimits, RowImage, ignore_size_warnings
+from verl.data.media_source import MediaError, bytes_of_text, describe
 
 DEFAULT_FPS = 2.0
 """Frames per second of a list of frames that has no `fps`: that of Qwen-VL."""
@@ -146,9 +146,9 @@ class Video:
             return bytes(source)
         if isinstance(source, str | Path):
             return bytes_of_text(str(source), self._folder, self._limits.allow_urls, self._error)
-        found = f"a dict with the keys {', '.join(map(str, source))}" if isinstance(source, Mapping) else shown(source)
         raise self._error(
-            f"expected a list of frames, bytes, a path, or a dict with 'video', 'bytes' or 'path', found {found[:200]}"
+            "expected a list of frames, bytes, a path, or a dict with 'video', 'bytes', 'path' or 'url', found "
+            f"{describe(source)}"
         )
 
     def _animation(self, data: bytes) -> _Source | None:
@@ -158,7 +158,7 @@ class Video:
         ignore_size_warnings()  # the size is checked by `RowImage`
         try:
             image = Image.open(io.BytesIO(data))
-            if image.format in PROGRAMS:
+            if image.format in EXTERNAL_FORMATS:
                 return None
             image.load()  # PNG and WebP have the duration with the first frame
             total, milliseconds = getattr(image, "n_frames", 1), image.info.get("duration")
@@ -200,15 +200,15 @@ class Video:
             raise self._damaged(error) from error
 
         def frames(kept: Sequence[int]) -> Iterator[np.ndarray]:
-            wanted = iter(kept)
-            following = next(wanted)
+            remaining = iter(kept)
+            wanted = next(remaining)
             try:
                 with av.open(io.BytesIO(data)) as container:
                     for index, frame in enumerate(container.decode(video=0)):
-                        if index != following:
+                        if index != wanted:
                             continue
                         yield frame.to_ndarray(format="rgb24")
-                        if (following := next(wanted, None)) is None:
+                        if (wanted := next(remaining, None)) is None:
                             return
             except av.error.FFmpegError as error:
                 raise self._damaged(error) from error

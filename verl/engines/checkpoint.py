@@ -255,12 +255,14 @@ def largest_plausible(name: str) -> float:
 
 
 def are_broken(tensors: Mapping[str, torch.Tensor]) -> list[bool]:
-    """Whether each tensor contains NaN or a magnitude beyond `largest_plausible`; one synchronization if none is
-    above 1e6."""
+    """Whether each tensor contains NaN or a magnitude beyond `largest_plausible`.
+
+    There is one synchronization if no norm is above 1e6.
+    """
     values = [t if t.numel() else t.new_zeros(1) for t in tensors.values()]
     # No value is above the Euclidean norm, which is computed faster than the largest magnitude. It can overflow.
     norms = torch.stack([n if n.dtype == torch.float32 else n.float() for n in torch._foreach_norm(values)])
-    if bool((norms <= LARGEST_WEIGHT).all()):  # the smaller limit
+    if bool((norms <= LARGEST_WEIGHT).all()):  # the smaller of both limits
         return [False] * len(values)
     limits = [largest_plausible(name) for name in tensors]
     return [

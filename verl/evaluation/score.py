@@ -245,7 +245,7 @@ def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_
 
 
 def find_function(config: EvalConfig, prompts: Sequence[PromptWithResponses]) -> ScoreFunction:
-    """Return the configured reward function, or the rules by data source. Raises ValueError if one is missing."""
+    """The custom or registered reward function, or the rules by data source. Raises ValueError if one is missing."""
     custom = config.reward.custom_reward_function
     registered = config.reward.reward_function
     function = resolve_reward_function(custom.path, custom.name, registered, custom.reward_kwargs)

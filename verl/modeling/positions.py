@@ -47,7 +47,7 @@ def multimodal_positions(
         input_ids: (L,) tokens without padding, with the placeholders of each image and video expanded.
         inputs: what the processor returned with them: image_grid_thw and video_grid_thw (n, 3) in patches,
             second_per_grid_ts (n,) in seconds. None: text only; a placeholder token is then text.
-        continued: tokens at the end that are text, also if they are placeholder tokens.
+        continued: number of tokens at the end of `input_ids` that are text, placeholder tokens included.
 
     Returns:
         (C, L) int64; C as in `position_axes`. A response token t after the prompt has the position
@@ -120,7 +120,7 @@ def batch_positions(
         input_ids, attention_mask: (B, P + T).
         width: T.
         inputs: for each row, what the processor returned for its prompt; None without images.
-        continued: for each row, the tokens at the end of its prompt that are text; None: 0.
+        continued: the same for each row, at the end of its prompt; None: 0.
 
     Returns:
         (B, C, P + T) int64; 0 in the padding before a prompt.
@@ -128,9 +128,9 @@ def batch_positions(
     mask = attention_mask.bool()
     start = mask.shape[1] - width
     found = torch.zeros(len(mask), position_axes(config), mask.shape[1], dtype=torch.long)
-    every = zip(input_ids, mask, inputs, [0] * len(mask) if continued is None else continued)
-    for row, (ids, real, given, text) in enumerate(every):
-        prompt = multimodal_positions(config, ids[:start][real[:start]], given, text)
+    counts = [0] * len(mask) if continued is None else continued
+    for row, (ids, real, given, count) in enumerate(zip(input_ids, mask, inputs, counts)):
+        prompt = multimodal_positions(config, ids[:start][real[:start]], given, count)
         found[row, :, :start][:, real[:start]] = prompt
         found[row, :, start:] = prompt.max() + real[start:].cumsum(0)
     return found

@@ -3,8 +3,8 @@
 The vision tower computes each distinct image of a micro-batch once, however many rows have it. Its features replace
 the embeddings of the placeholder tokens of the prompt; a placeholder that the policy sampled is text. Models whose
 language model is causal over image tokens run packed sequences in this way (`PACKED`). Others get the tensors of their
-processor row by row, with padding, and place the features themselves; they do not get placeholders that are text
-(`TextTokens`).
+processor row by row, with padding, and place the features themselves; they do not get the placeholders that are
+text (`TextTokens`).
 """
 
 import contextlib
@@ -279,13 +279,14 @@ class _Touch(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Placeholder tokens that are text, such as sampled ones, of a model that reads every placeholder as an image.
+    """Placeholder tokens that are text, such as sampled ones, for a model that reads every placeholder as an image.
 
-    The model gets `ids`, which have token 0 in their place, and its embedding layer the tokens.
+    The model gets `ids`, without these tokens, so that it places no image there. A hook replaces the input of its
+    embedding layer, so that they are embedded as text.
 
     Attributes:
-        ids: (b, L).
-        tokens: (b, L) where `ids` was changed, the token; elsewhere -1.
+        ids: (b, L) int64, 0 at these tokens.
+        tokens: (b, L) int64, the original token at these tokens and -1 elsewhere.
     """
 
     ids: torch.Tensor
@@ -293,7 +294,13 @@ class TextTokens:
 
     @classmethod
     def of(cls, config: Any, ids: torch.Tensor, text: torch.Tensor) -> "TextTokens":
-        """text: (b,) number of tokens at the end of each row of `ids` that are text."""
+        """Find them in a batch.
+
+        Args:
+            config: the HuggingFace config of the whole model.
+            ids: (b, L) int64.
+            text: (b,) number of tokens at the end of each row that are text.
+        """
         known = config.to_dict()
         named = [known.get(f"{kind}_token_{key}") for kind in _PIXELS for key in ("id", "index")]
         tokens = torch.tensor([token for token in named if token is not None], device=ids.device)
@@ -307,7 +314,7 @@ class TextTokens:
 
     @contextlib.contextmanager
     def embedded(self, module: nn.Module) -> Iterator[None]:
-        """A context in which the embedding layer of a module embeds the tokens in an input of the shape of `ids`."""
+        """A context in which the embedding layer embeds `tokens` if it gets `ids`, known by their shape (b, L)."""
 
         def replace(_: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
             return (torch.where(self.tokens < 0, given[0], self.tokens),) if given[0].shape == self.ids.shape else None
@@ -383,10 +390,10 @@ class VisionForward:
 
     def _row_by_row(self, model_input: Any, extra: dict[str, Any]) -> torch.Tensor:
         ids, vision = model_input.input_ids, model_input.vision
-        shown = torch.zeros_like(ids) if vision is None else vision.text.ids
+        image_ids = torch.zeros_like(ids) if vision is None else vision.text.ids  # without placeholders that are text
         given: dict[str, Any] = {"input_ids": ids}
         if vision is not None:
-            given["input_ids"] = shown
+            given["input_ids"] = image_ids
             given |= {name: values for name, values in vision.tensors.items() if name in self.parameters}
             given["pixel_values"] = given["pixel_values"].to(self.trunk.dtype)
         elif self.always:
@@ -395,7 +402,7 @@ class VisionForward:
             found = self.trunk.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
             given = {"inputs_embeds": _Touch.apply(self.trunk.get_input_embeddings()(ids), found)}
         if "token_type_ids" in self.parameters:
-            given["token_type_ids"] = (shown == self.config.image_token_id).long()
+            given["token_type_ids"] = (image_ids == self.config.image_token_id).long()
         with vision.text.embedded(self.trunk) if vision is not None else contextlib.nullcontext():
             return self.trunk(
                 attention_mask=model_input.attention_mask, position_ids=model_input.position_ids, **given, **extra

@@ -138,10 +138,10 @@ class Request:
         multi_modal_data: the images and videos of the prompt, for engines that process them themselves.
         on_tokens: called by `generate_one` with new token ids and their log-probs, by engines that report progress. The
             completion has all tokens.
-        multi_modal_inputs: the same as tensors of the processor, for engines that run the model; one object per prompt.
+        multi_modal_inputs: these as tensors of the processor, for engines that run the model; one object per prompt.
         raw_prompt_ids: the prompt with one placeholder token per image, for engines that process images; `prompt_ids`
             has as many as an image has features.
-        continued: tokens at the end of `prompt_ids` that are earlier turns; placeholder tokens among them are text.
+        continued: number of tokens of earlier turns at the end of `prompt_ids`; placeholder tokens among them are text.
     """
 
     prompt_ids: list[int]

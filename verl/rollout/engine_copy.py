@@ -80,7 +80,7 @@ class EngineCopy:
 
 
 class EngineReceiver:
-    """What the receivers of such engines share.
+    """Base class of the receivers of vLLM and SGLang: parameter shapes, and whether weights were received.
 
     Args:
         shapes: returns HuggingFace name -> shape of every parameter.

@@ -229,15 +229,20 @@ class HFRollout(RolloutEngine):
     def _images(
         self, requests: list[Request], ids: torch.Tensor, mask: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
-        """The arguments of a model for the images of left-padded prompts (b, P), with the positions of training.
+        """The arguments of a model for the images of left-padded prompts, with the positions of training.
 
-        The context is that of the call of the model, see `TextTokens`.
+        Args:
+            requests: b requests.
+            ids, mask: (b, P) tokens and attention mask.
+
+        Returns:
+            The arguments, none without images, and the context for calling the model (`TextTokens.embedded`).
         """
         config, inputs = self.module.config, [request.multi_modal_inputs for request in requests]
         if not self.reads_images or not any(inputs):
             return {}, nullcontext()
         continued = [request.continued for request in requests]
-        lengths = [ids.shape[1] if not given else text for given, text in zip(inputs, continued)]
+        lengths = [count if given else ids.shape[1] for given, count in zip(inputs, continued)]
         text = TextTokens.of(config, ids, torch.tensor(lengths))
         media = Media(config, inputs)
         found = media.by_row(media.index.tolist())

@@ -110,7 +110,8 @@ class ServerManager:
         if image_data or media_of(self._prompt.columns):
             raise ValueError(
                 "expected prompts without images, found images: agent loops of public verl (AgentLoopBase) do not send "
-                "them to the engine; use rollout.agent.default_agent_loop=tool_agent, or see docs/custom_agent_loop.md"
+                "them to the engine; use rollout.agent.default_agent_loop=tool_agent or a custom AgentLoop "
+                "(docs/custom_agent_loop.md)"
             )
         params = self._params(sampling_params, len(prompt_ids))
         sample_id, turn = self._prompt.sample_id, len(self.completions)

@@ -25,7 +25,7 @@ class PromptImages:
     Attributes:
         inputs: tensors of the model's processor.
         positions: (C, L) of the prompt, on one axis or three.
-        continued: tokens at the end of the prompt that are earlier turns: text.
+        continued: number of tokens of earlier turns at the end of the prompt, which are text.
     """
 
     inputs: Mapping[str, Any]
@@ -75,7 +75,7 @@ class NativeVision:
     def __init__(self, module: nn.Module, dtype: torch.dtype):
         self.config, self.dtype = module.config, dtype
         self.forward = VisionForward(module)
-        # samples of a prompt share one; those of responses that have ended are dropped, also in a batch without an end
+        # samples of a prompt share an entry, which is freed with the last of them, also in a continuous batch
         self._known: WeakValueDictionary[tuple, PromptImages] = WeakValueDictionary()
 
     def images_of(self, prompt: Sequence[int], request: Request) -> PromptImages | None:
@@ -105,9 +105,9 @@ class NativeVision:
         count, width = len(prompts), len(embeds) // len(prompts)
         media = Media(self.config, [None if found is None else found.inputs for found in images])
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        shown = [prompt[: len(prompt) - (found.continued if found else 0)] for prompt, found in zip(prompts, images)]
-        rows = {  # without the tokens of earlier turns, among which a placeholder token is text
-            "input_ids": torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in shown]),
+        own = [prompt[: len(prompt) - (found.continued if found else 0)] for prompt, found in zip(prompts, images)]
+        rows = {  # without the tokens of earlier turns: a placeholder token among them is text
+            "input_ids": torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in own]),
             "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
             "responses": torch.zeros(count, 0, dtype=torch.long),
             INDEX: media.index,

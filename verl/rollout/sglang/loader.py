@@ -100,12 +100,12 @@ def is_stored(ranks: Sequence[int], sent: Mapping[str, int]) -> bool:
 def find_stale(ranks: Sequence[Stored], sent: Mapping[str, tuple[int, int]]) -> list[str]:
     """The parameters, or groups of them, that do not store the bits that were sent.
 
-    Sums do not depend on the order of the elements, so fused and permuted parameters have the sum of their parts, and
-    padding is 0. A parameter that is sent and stored by one name and with one size is compared by itself, the others of
-    a layer together.
+    Sums do not depend on the order of the elements, so fused and permuted parameters have the sum of what was loaded
+    into them, and padding is 0. A parameter that is sent and stored by one name and with one size is compared by
+    itself, the others of a layer together.
 
-    Not compared: models whose layers have other names than HuggingFace's, groups with parameters of another dtype, and
-    with several ranks those in which not only heads of keys and values are replicated.
+    Not compared: models whose layers have other names than HuggingFace's, groups with parameters of another dtype than
+    was sent, and, with several ranks, groups that replicate more than key/value heads.
 
     Args:
         ranks: what each rank stores.
@@ -119,7 +119,7 @@ def find_stale(ranks: Sequence[Stored], sent: Mapping[str, tuple[int, int]]) -> 
         for name in names:
             if name not in whole:
                 groups.setdefault(group_of(name), ([], []))[side].append(name)
-    return [group for group, (stored, parts) in groups.items() if _is_stale(ranks, stored, {n: sent[n] for n in parts})]
+    return [group for group, (stored, names) in groups.items() if _is_stale(ranks, stored, {n: sent[n] for n in names})]
 
 
 def _is_stale(ranks: Sequence[Stored], stored: list[str], sent: Mapping[str, tuple[int, int]]) -> bool:
@@ -129,7 +129,7 @@ def _is_stale(ranks: Sequence[Stored], stored: list[str], sent: Mapping[str, tup
         return False
     if is_stored([sum(sums) for sums in found], {name: bits for name, (_, bits) in sent.items()}):
         return False
-    if len(ranks) == 1 or len(stored) == 1 == len(sent):
+    if len(ranks) == 1 or len(stored) == len(sent) == 1:
         return True
     size = sum(rank[name][0] for rank in ranks for name in stored) - sum(size for size, _ in sent.values())
     heads = sum(size for name, (size, _) in sent.items() if _KV.search(name))
@@ -170,7 +170,9 @@ def check_received(tensors: Sequence[tuple[str, torch.Tensor]], sent: Mapping[st
     """Raise ValueError unless this rank has received the tensors that were sent, bit by bit."""
     found = sums_of_bits(tensors)
     if wrong := [name for name in {**sent, **found} if found.get(name) != sent.get(name)]:
-        raise ValueError(f"{len(wrong)} of {len(sent)} tensors do not arrive as they were sent, first {wrong[:3]}")
+        raise ValueError(
+            f"expected the bits that were sent, found others in {len(wrong)} of {len(sent)} tensors, first {wrong[:3]}"
+        )
 
 
 def stored_in(model: nn.Module, dtype: str) -> Stored:

@@ -31,18 +31,18 @@ class SglangMemory:
     def __init__(self, service: Service, saves: bool):
         self._service = service
         self._saves = saves
-        self._said = False
+        self._logged = False
         self._freed: set[str] = set()  # of "weights" and "kv_cache"
         self._lock = threading.Lock()
 
     def free(self, *tags: str) -> None:
         """Free memory. Weights are lost, unless SGLang copies them to the CPU (`enable_weights_cpu_backup`)."""
         if not self._saves:
-            if not self._said:
+            if not self._logged:
                 log.info(
                     "rollout.name=sglang: the memory saver is off (a CPU, or free_cache_engine=false): nothing is freed"
                 )
-                self._said = True
+                self._logged = True
             return
         with self._lock:
             if todo := [tag for tag in tags if tag not in self._freed]:
