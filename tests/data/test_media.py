@@ -207,6 +207,21 @@ def test_a_column_of_images_with_another_name_is_found(models):
     assert len(dataset_of(models, [renamed], image_key="image")) == 1
 
 
+@pytest.mark.parametrize("value", [png(random_image(1)), ["a/1.PNG"], {"path": "1.jpeg"}, [random_image(1)]])
+def test_a_column_of_images_with_any_name_is_found(models, value):
+    renamed = {key: entry for key, entry in row().items() if key != "images"} | {"seen": value}
+    with pytest.raises(ValueError, match=r"no column 'images' .*, only 'seen': set data.image_key=seen"):
+        dataset_of(models, [renamed])
+
+
+def test_placeholders_in_a_file_without_images_are_text_with_one_warning(models, caplog):
+    rows = [{key: entry for key, entry in row().items() if key != "images"} | {"note": "x.txt"}] * 2
+    with caplog.at_level("WARNING", logger="verl.data"):
+        assert len(dataset_of(models, rows)) == 2
+    (found,) = [record.getMessage() for record in caplog.records if "<image>" in record.getMessage()]
+    assert "<image> in the prompt is read as text" in found and "data.image_key" in found
+
+
 def test_too_many_images(models):
     with pytest.raises(ValueError, match=r"expected at most 1 images \(data.max_images_per_prompt\), found 2"):
         dataset_of(models, [row("<image><image>", [png(random_image(1))] * 2)], max_images_per_prompt=1)

@@ -253,7 +253,7 @@ def test_too_long_prompts_other_models_and_images_are_refused(client):
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         client.chat.completions.create(**{**CHAT, "model": "gpt-4"})
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError, match="found one of type 'image_url': the server reads no images"):
         client.chat.completions.create(model="tiny", messages=image)
     with pytest.raises(openai.BadRequestError, match="token ids from 0"):
         client.completions.create(model="tiny", prompt=[10**9])

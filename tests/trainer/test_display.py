@@ -16,6 +16,8 @@ from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft import SFTTrainer
 from verl.utils.threads import oversubscription
 
+RESPONSES = Path("run/responses.parquet")
+
 
 @pytest.fixture
 def lines(monkeypatch):
@@ -52,8 +54,9 @@ def test_one_line_per_step_and_a_summary_with_paths_and_the_next_command(setting
     assert end[2] == f"model:   {model}" and (tmp_path / model).is_dir()
     assert end[3].startswith("metrics: run/metrics.jsonl")
     assert end[4].startswith(f"next:    verl generate model.path={model} data.path=")
-    assert " data.output_path=responses.parquet " in end[4] and " rollout.response_length=" in end[4]
-    assert end[5].startswith("         verl eval data.path=responses.parquet")
+    responses = "run/responses_global_step_2.parquet"
+    assert f" data.output_path={responses} " in end[4] and " rollout.response_length=" in end[4]
+    assert end[5].startswith(f"         verl eval data.path={responses}")
     assert end[6] == "         verl report run"
 
 
@@ -82,25 +85,37 @@ def test_the_next_commands_are_complete():
             "reward.custom_reward_function.path": "reward.py",
         }
     )
-    generate, evaluate = offline_commands(config, Path("m"))
+    generate, evaluate = offline_commands(config, Path("m"), RESPONSES)
     assert generate == (
-        "verl generate model.path=m 'data.path=my data/test.parquet' data.output_path=responses.parquet "
+        "verl generate model.path=m 'data.path=my data/test.parquet' data.output_path=run/responses.parquet "
         "'data.apply_chat_template_kwargs={\"enable_thinking\": false}' rollout.response_length=4 rollout.temperature=0"
     )
     scorer = "reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=compute_score"
-    assert evaluate == f"verl eval data.path=responses.parquet {scorer}"
+    assert evaluate == f"verl eval data.path=run/responses.parquet {scorer}"
     settings = load_config(None, shlex.split(generate)[2:], schema=GenerationConfig)
     assert settings.data.apply_chat_template_kwargs == {"enable_thinking": False}
     assert settings.rollout.temperature == 0  # as at validation
     sampled = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
     keys = {f"actor_rollout_ref.rollout.val_kwargs.{key}": value for key, value in sampled.items()}
-    assert offline_commands(config.with_overrides(keys), Path("m"))[0].endswith(
+    assert offline_commands(config.with_overrides(keys), Path("m"), RESPONSES)[0].endswith(
         "rollout.response_length=4 rollout.temperature=0.6 rollout.top_p=0.9"
     )
-    assert offline_commands(config, Path("m"), reward_given=True) == [generate]
-    assert offline_commands(Config(), Path("m")) == []  # rows were given in Python
+    assert offline_commands(config, Path("m"), RESPONSES, reward_given=True) == [generate]
+    assert offline_commands(Config(), Path("m"), RESPONSES) == []  # rows were given in Python
+    media = {"image_key": "image", "max_pixels": 1024, "mm_processor_kwargs": {"do_resize": False}}
+    seen = config.with_overrides({f"data.{key}": value for key, value in media.items()})
+    settings = load_config(
+        None, shlex.split(offline_commands(seen, Path("m"), RESPONSES)[0])[2:], schema=GenerationConfig
+    )
+    assert {key: settings.data[key] for key in media} == media
+    registered = config.with_overrides(
+        {"reward.custom_reward_function.path": None, "reward.reward_function": "accuracy_reward"}
+    )
+    assert offline_commands(registered, Path("m"), RESPONSES)[1].endswith("reward.reward_function=accuracy_reward")
+    other = config.with_overrides({"data.ground_truth_key": "solution"})  # `verl eval` has no such key
+    assert len(offline_commands(other, Path("m"), RESPONSES)) == 1
     chats = SFTConfig().with_overrides({"data.train_files": ["a.jsonl"]})
-    assert offline_commands(chats, Path("m")) == []
+    assert offline_commands(chats, Path("m"), RESPONSES) == []
     assert next_lines(["verl report run"]) == ["next:    verl report run"]
 
 

@@ -65,6 +65,7 @@ class ProcessedPrompt:
 
 #: names of columns, without a plural s, that a dataset with another `data.image_key` or `data.video_key` may have
 _NAMES = {"image": {"image", "img", "picture", "photo", "image_path"}, "video": {"video", "clip", "video_path"}}
+_SUFFIXES = {"image": r"\.(png|jpe?g|webp|bmp|tiff?)", "video": r"\.(mp4|avi|mov|webm|mkv|gif)"}
 
 
 class MediaReader:
@@ -93,6 +94,7 @@ class MediaReader:
         self.limits = ImageLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
         self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
         self._placeholder = functools.lru_cache(_SIZES)(self._placeholder_of_size)
+        self._warned: set[str] = set()  # kinds whose placeholders are text
         ids = [getattr(processor, f"{kind}_token_id", None) for kind in _KINDS]
         tokens = {self._token(kind) for kind in _KINDS} | {tokenizer.convert_ids_to_tokens(i) for i in ids if i}
         tokens -= {None, *(f"<{kind}>" for kind in _KINDS)}  # the token of LLaVA is the placeholder of data files
@@ -163,11 +165,17 @@ class MediaReader:
         for kind, key in keys.items():
             texts = [m["content"] for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), str)]
             count = sum(text.count(f"<{kind}>") for text in texts)
-            others = [name for name in row if name != key and name.rstrip("s") in _NAMES[kind] and _as_list(row[name])]
+            others = [name for name in row if name != key and _may_be_media(kind, name, row[name])]
             if key not in row and count and others:
                 raise MediaError(
                     f"{where}: the prompt has <{kind}>, but there is no column {key!r} (data.{kind}_key), only "
                     f"{others[0]!r}: set data.{kind}_key={others[0]}"
+                )
+            if key not in row and count and kind not in self._warned:
+                self._warned.add(kind)
+                logger.warning(
+                    "%s: <%s> in the prompt is read as text, because there is no column %r (data.%s_key) among %s",
+                    *(where, kind, key, kind, ", ".join(map(repr, row))),
                 )
             if key in row and count:
                 raise MediaError(
@@ -419,6 +427,19 @@ def has_media(message: Message) -> bool:
 
 def _texts(content: Any) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _may_be_media(kind: str, name: str, value: Any) -> bool:
+    """Whether a column of another name seems to have images or videos, by its name or its first entry."""
+    entries = _as_list(value)
+    if not entries:
+        return False
+    first = entries[0]
+    if isinstance(first, Mapping):
+        first = next((first[key] for key in ("bytes", "path", "url") if first.get(key)), None)
+    is_file = isinstance(first, str) and re.search(_SUFFIXES[kind] + "$", first, re.IGNORECASE) is not None
+    is_image = kind == "image" and (isinstance(first, bytes) or hasattr(first, "getexif"))
+    return name.rstrip("s") in _NAMES[kind] or is_file or is_image
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -136,9 +136,9 @@ class _Body(BaseModel):
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
     type: StrictStr
-    text: StrictStr
+    text: StrictStr | None = None
 
 
 class _FunctionCall(BaseModel):
@@ -272,8 +272,13 @@ def _message(message: _Message, where: str) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         for part in content:
+            problem = ""
             if part.type not in ("text", "refusal"):
-                raise ApiError(400, f"{where}.content: {part.type!r} is not supported: expected text", param="messages")
+                problem = f"expected parts with text, found one of type {part.type!r}: the server reads no images"
+            elif part.text is None or part.model_extra:
+                problem = f"expected a part with type and text, found {', '.join(sorted(part.model_dump()))}"
+            if problem:
+                raise ApiError(400, f"{where}.content: {problem}", param="messages")
         content = "".join(part.text for part in content)
     others = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, [])}
     read: dict[str, Any] = {"role": message.role, "content": content or "", **others}

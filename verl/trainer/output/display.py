@@ -29,7 +29,6 @@ logger = logging.getLogger("verl.trainer")
 #: seconds between two choices of samples for the panel
 _SAMPLE_SECONDS = 3.0
 _SAMPLES = 2
-_RESPONSES = "responses.parquet"
 _JSONL = {"jsonl", "file"}
 
 
@@ -110,7 +109,8 @@ class RunDisplay:
         model = None if saved is None else saved / "actor" / "huggingface"
         if model is not None and any(model.glob("*.safetensors")):
             lines.append(f"model:   {_shown(model)}")
-            commands += offline_commands(self._trainer.config, model, self._trainer.run.reward_given)
+            responses = self._trainer.folder / f"responses_{saved.name}.parquet"
+            commands += offline_commands(self._trainer.config, model, responses, self._trainer.run.reward_given)
         elif saved is not None:
             lines.append(f"checkpoint: {_shown(saved)}")
             commands.append(f"verl merge --local_dir {_typed(saved / 'actor')} --target_dir {_typed(saved / 'merged')}")
@@ -141,13 +141,14 @@ def next_lines(commands: Sequence[str]) -> list[str]:
     return [f"{'' if i else 'next:':9}{command}" for i, command in enumerate(commands)]
 
 
-def offline_commands(config: Any, model: Path, reward_given: bool = False) -> list[str]:
+def offline_commands(config: Any, model: Path, responses: Path, reward_given: bool = False) -> list[str]:
     """`verl generate` and `verl eval` with the data, chat template and reward function of a run, sampling as at
     validation.
 
     Args:
         config: the configuration of an RL or SFT run.
         model: folder of the trained model.
+        responses: file for the responses.
         reward_given: the reward was given as an object in Python, which no command can name.
 
     Returns:
@@ -160,17 +161,18 @@ def offline_commands(config: Any, model: Path, reward_given: bool = False) -> li
         return []
     section = config.actor_rollout_ref.model if is_rl else config.model
     generation = _as_at_validation(config) if is_rl else {}
-    wanted = {f"data.{name}": data[name] for name in ("prompt_key", "prompt_format", "apply_chat_template_kwargs")}
+    data_keys = ("prompt_key", "prompt_format", "apply_chat_template_kwargs", *schema.MediaSection.model_fields)
+    wanted = {f"data.{name}": data[name] for name in data_keys}
     model_keys = ("tokenizer_path", "trust_remote_code", "custom_chat_template")
     wanted |= {f"model.{name}": section[name] for name in model_keys}
     wanted |= {f"rollout.{name}": value for name, value in generation.items()} | {"imports": list(config.imports)}
     defaults = to_flat_dict(GenerationConfig())
     changed = {key: value for key, value in wanted.items() if value != defaults[key]}
-    path = {"model.path": _shown(model), "data.path": _file(files[0]), "data.output_path": _RESPONSES}
+    path = {"model.path": _shown(model), "data.path": _file(files[0]), "data.output_path": _shown(responses)}
     commands = [_command("verl generate", path | changed)]
     if is_rl and not reward_given and (scoring := _scoring(config)) is not None:
         same = {key: value for key, value in changed.items() if key in ("data.prompt_key", "imports")}
-        commands.append(_command("verl eval", {"data.path": _RESPONSES} | same | scoring))
+        commands.append(_command("verl eval", {"data.path": _shown(responses)} | same | scoring))
     return commands
 
 
@@ -184,8 +186,12 @@ def _as_at_validation(config: Any) -> dict[str, Any]:
 def _scoring(config: Any) -> dict[str, Any] | None:
     """Keys of `verl eval` for the reward function of a run; None if it cannot evaluate with it."""
     reward = config.reward
-    if reward.reward_model.enable or reward.reward_function or reward.reward_manager.source != "register":
+    if reward.reward_model.enable or reward.reward_manager.source != "register":
         return None
+    if config.data.ground_truth_key != "answer":  # `verl eval` has no such key
+        return None
+    if reward.reward_function:
+        return {"reward.reward_function": reward.reward_function}
     section, keys = "reward.custom_reward_function", {}
     if config.data.reward_fn_key != "data_source":
         keys["data.data_source_key"] = config.data.reward_fn_key
