@@ -21,9 +21,10 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands(page: str) -> list[str]:
-    """One string a command of docs/<page>: lines of a here-document stay together."""
-    one = re.compile(r"^\w.*<<'EOF'\n(?:.*\n)*?EOF$|^.+$", re.MULTILINE)
-    return [found for block in blocks(page, "bash") for found in one.findall(block)]
+    """One string a command of docs/<page>: lines of a here-document, and continued lines, are joined."""
+    one = re.compile(r"^\w.*<<'EOF'\n(?:.*\n)*?EOF$|^(?:.*\\\n)*.+$", re.MULTILINE)
+    found = [command for block in blocks(page, "bash") for command in one.findall(block)]
+    return [command if "<<'EOF'" in command else command.replace("\\\n", " ") for command in found]
 
 
 def as_module(command: str) -> str:

@@ -87,7 +87,10 @@ BAD = {
     "text": (b"hello, I am text alone", "22 bytes of another kind, which start with b'hello, I am text'"),
     "gif": (animated(), r"expected one frame, found an animation \(GIF\) of 5 frames.*data.video_key"),
     "webp": (animated("WEBP"), r"found an animation \(WEBP\) of 5 frames"),
-    "missing": ("no/such.png", r"row 3 \(no/such.png\): expected a file 'no/such.png' \(in .*found no such file"),
+    "missing": (
+        "no/such.png",
+        r"row 3 \(no/such.png\): expected a file 'no/such.png' \(in .*found no such file \(paths",
+    ),
     "url": ("https://a.example/b.png", r"found the URL https://a.example/b.png.*data.allow_image_urls=true"),
     "base64": ("data:image/png;base64,@@", "expected base64 text"),
     "no source": ({"width": 3}, "expected bytes, a path, .*found a dict with the keys width"),

@@ -44,9 +44,14 @@ def test_a_flow_without_the_reference_that_its_loss_needs_does_not_compile(setti
         Without(overrides=[*settings, "algorithm.name=grpo", "actor_rollout_ref.actor.use_kl_loss=true"])
 
 
-def test_ties_in_every_group_are_said(settings, tmp_path, caplog):
+@pytest.mark.parametrize(
+    "score, found", [("1.0", "all scores are 1"), ("sum(map(ord, ground_truth)) % 2", "scores are from 0 to 1")]
+)
+def test_ties_in_every_group_are_said(score, found, settings, tmp_path, caplog):
     flat = tmp_path / "flat.py"
-    flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    flat.write_text(
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {score}\n"
+    )
     metrics = LocalPPOTrainer(
         overrides=[
             *settings,
@@ -56,7 +61,7 @@ def test_ties_in_every_group_are_said(settings, tmp_path, caplog):
         ]
     ).fit()
     assert metrics["reward/tied_groups"] == 1.0
-    assert caplog.text.count("so no advantage can be computed") == 1
+    assert caplog.text.count(f"the same score ({found}), so no advantage can be computed") == 1
 
 
 def test_the_time_to_wait_for_other_ranks_reaches_every_worker(settings):

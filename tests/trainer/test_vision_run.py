@@ -183,6 +183,25 @@ def test_the_script_learns_to_count_and_its_control_does_not(control, tmp_path):
     assert before < 0.6 and (after > 0.9 if control == "none" else after < 0.45)
 
 
+def test_the_script_keeps_a_run_and_gives_every_key_once(tmp_path):
+    script = ROOT / "examples" / "grpo_trainer" / "run_tiny_vl_local.sh"
+    program = tmp_path / "program"
+    program.write_text('#!/usr/bin/env bash\nif [ "$2" = verl.trainer.main_ppo ]; then printf "%s\\n" "${@:3}"; fi\n')
+    program.chmod(0o755)
+    env = os.environ | {"PYTHON": str(program), "OUT": str(tmp_path / "out")}
+    command = ["bash", str(script), "trainer.log_val_generations=0", "data.train_batch_size=8"]
+    given = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
+    assert given[-2:] == command[2:]
+    keys = [setting.partition("=")[0] for setting in given]
+    assert len(keys) == len(set(keys)) == 17
+    run = tmp_path / "out" / "grpo-none"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").touch()
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"{run} already has a run: remove this folder, or set OUT=FOLDER")
+
+
 def test_offline_generation_on_images(vision, tmp_path):
     out = tmp_path / "out.jsonl"
     settings = {"data.path": vision / "test.jsonl", "data.output_path": out, "model.path": vision / "model"}
@@ -190,3 +209,6 @@ def test_offline_generation_on_images(vision, tmp_path):
     GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()]).run()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [len(line["responses"]) for line in lines] == [1, 1, 1] and lines[0]["images"] == ["0.png"]
+    settings["rollout.prompt_length"] = 4
+    with pytest.raises(ValueError, match=r"longer than 4 tokens.*: raise the limit, reduce data.max_pixels, or remove"):
+        GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()]).run()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.config import schema
+from verl.data.images import FEWER_IMAGE_TOKENS
 from verl.data.media import MediaPrompt, MediaReader
 from verl.data.tokenization import encode_prompts, read_prompt, truncate
 from verl.protocol import DataProto
@@ -46,13 +47,13 @@ class PromptCollator:
         media = self._media(item, given, where)
         if media is not None:
             ids = self.media.token_ids(media)
-            self._check_length(ids, where)
+            self._check_length(ids, where, FEWER_IMAGE_TOKENS)
             return {**item, "raw_prompt": media.messages, "prompt_ids": ids, **self.media.columns(media, ids)}
         prompt = read_prompt(given, data.prompt_format, self.tokenizer.chat_template is not None, where)
         kwargs = data.apply_chat_template_kwargs
         (ids,) = encode_prompts(self.tokenizer, [prompt], lambda i: where, template_kwargs=kwargs, tools=self.tools)
         if data.truncation == "error":
-            self._check_length(ids, where)
+            self._check_length(ids, where, "set data.truncation to left, right or middle")
         found = {**item, "raw_prompt": prompt, "prompt_ids": truncate(ids, data.max_prompt_length, data.truncation)}
         return found if self.media is None else found | self.media.columns(prompt, found["prompt_ids"])
 
@@ -64,12 +65,12 @@ class PromptCollator:
         keys = {"images": self.data.image_key, "videos": self.data.video_key}
         return self.media.read({keys[name]: values for name, values in given.items()}, prompt, Path(), where)
 
-    def _check_length(self, ids: Sequence[int], where: str) -> None:
+    def _check_length(self, ids: Sequence[int], where: str, fix: str) -> None:
         limit = self.data.max_prompt_length
         if len(ids) > limit:
             raise ValueError(
                 f"{where}: the prompt has {len(ids):,} tokens, data.max_prompt_length is {limit:,}: increase the "
-                "limit, filter the prompts in the dataset, or set data.truncation to left, right or middle (text only)"
+                f"limit, filter the prompts in the dataset, or {fix}"
             )
 
 

@@ -27,6 +27,7 @@ from verl.data.dataset import (
     tokenize_rows,
 )
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
+from verl.data.images import FEWER_IMAGE_TOKENS
 from verl.data.lazy_prompts import LazyPrompts
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
 from verl.data.media_files import media_digest
@@ -186,7 +187,7 @@ class RLHFDataset(Dataset):
             raise ValueError(
                 f"{prompt.where}: the prompt has {len(ids):,} tokens with those of its images or videos, more than "
                 f"data.max_prompt_length={config.max_prompt_length:,}, and truncation would cut an image: set "
-                "data.filter_overlong_prompts=True, increase the limit, or reduce data.max_pixels"
+                f"data.filter_overlong_prompts=True, increase the limit, or {FEWER_IMAGE_TOKENS}"
             )
         return truncate(ids, config.max_prompt_length, config.truncation)
 
@@ -336,7 +337,7 @@ class RLHFDataset(Dataset):
             drop = "set data.filter_overlong_prompts=True to drop them"
             fix = f"{drop}, or data.truncation to left, right or middle"
             if self.media is not None:
-                fix = f"reduce data.max_pixels, or {drop} (prompts with images are not truncated)"
+                fix = f"{FEWER_IMAGE_TOKENS}, or {drop} (prompts with images are not truncated)"
             raise ValueError(
                 f"data.max_prompt_length: {found}; {overlong_figures(overlong, rows)}. Increase the limit, or {fix}"
             )

@@ -22,7 +22,7 @@ from verl.data.dataset import (
     tokenize_rows,
 )
 from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
-from verl.data.images import MediaError
+from verl.data.images import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, rows_to_decode
 from verl.data.media_files import media_digest
 from verl.data.sequences import build_sequences
@@ -227,7 +227,7 @@ class SFTDataset(Dataset):
                 raise ValueError(
                     f"{self.rows.where(index)}: the example has {len(ids):,} tokens with those of its images, "
                     f"more than data.max_length={limit:,}, and truncation would cut an image: increase the limit, or "
-                    "reduce data.max_pixels"
+                    f"{FEWER_IMAGE_TOKENS}"
                 )
             ids, mask = truncate(ids, limit, truncation), truncate(mask, limit, truncation)
         mask = [0, *mask[1:]]  # nothing predicts the first token

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from verl.checkpoints.atomic import atomic_write, check_folder
 from verl.config.schema.offline import GenerationConfig, GenerationDataConfig
 from verl.data.files import Rows, read_rows
+from verl.data.images import FEWER_IMAGE_TOKENS
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts
 from verl.data.tokenization import (
     CHUNK,
@@ -98,7 +99,7 @@ def read_prompts(config: GenerationConfig, tokenizer: Any, processor: Any = None
     while chunk := list(itertools.islice(numbered, CHUNK)):
         for ids in _encode(chunk, prompts, count, config, tokenizer):
             prompts.prompt_ids.append(ids)
-    _check_lengths(prompts.prompt_ids, rows, config.rollout.prompt_length)
+    _check_lengths(prompts, config.rollout.prompt_length)
     return prompts
 
 
@@ -141,15 +142,16 @@ def _encode(
     return ids
 
 
-def _check_lengths(prompt_ids: TokenTable, rows: Rows, limit: int) -> None:
-    lengths = [len(prompt_ids[i]) for i in range(len(prompt_ids))]
+def _check_lengths(prompts: PromptSet, limit: int) -> None:
+    rows, lengths = prompts.rows, [len(prompts.prompt_ids[i]) for i in range(len(prompts))]
     too_long = [i for i, length in enumerate(lengths) if length > limit]
     if too_long:
         first, longest = too_long[0], max(lengths)
+        fixes = "raise the limit" if prompts.media is None else f"raise the limit, {FEWER_IMAGE_TOKENS}"
         raise ValueError(
             f"rollout.prompt_length: {len(too_long):,} of {len(lengths):,} prompts are longer than {limit:,} tokens, "
-            f"the first: {rows.where(first)}, with {lengths[first]:,}; the longest has {longest:,}. Raise the limit, "
-            "or remove these rows from the file"
+            f"the first: {rows.where(first)}, with {lengths[first]:,}; the longest has {longest:,}: {fixes}, or "
+            "remove these rows from the file"
         )
 
 

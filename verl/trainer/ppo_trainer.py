@@ -350,10 +350,12 @@ class PPOTrainer(Trainer):
             )
         if metrics.get("reward/tied_groups") == 1.0 and not self._warned_of_equal_scores:
             self._warned_of_equal_scores = True
+            least, most = (metrics[f"critic/score/{name}"] for name in ("min", "max"))
             logger.warning(
-                "step %d: in every group all responses have the same score, so no advantage can be computed. The task "
-                "may be too hard or too easy for this model, or the reward function may be wrong",
+                "step %d: in every group all responses have the same score (%s), so no advantage can be computed. The "
+                "task may be too hard or too easy for this model, or the reward function may be wrong",
                 self.global_step,
+                f"all scores are {most:g}" if least == most else f"scores are from {least:g} to {most:g}",
             )
         return metrics
 

@@ -1,0 +1,21 @@
+"""docs/vlm.md: the commands for own images run as printed."""
+
+import json
+from pathlib import Path
+
+from PIL import Image
+
+from tests.pages import commands
+
+
+def test_the_commands_for_own_images(shell, capsys):
+    shell.monkeypatch.syspath_prepend(str(Path.cwd()))
+    for command in commands("vlm.md"):
+        shell.run(command)
+    rows = [json.loads(line) for line in Path("data/colors/train.jsonl").read_text().splitlines()]
+    assert [Image.open(Path("data/colors", *row["images"])).getpixel((0, 0)) for row in rows] == [
+        (255, 0, 0),
+        (0, 0, 255),
+    ]
+    assert "would train 2 steps of grpo from data/tiny-vl" in capsys.readouterr().out
+    assert not Path("checkpoints").exists()
