@@ -71,8 +71,8 @@ def bytes_of_text(text: str, folder: Path, allow_urls: bool, error: Callable[[st
         return _from_base64(text, error)
     start = "the current folder" if folder == Path() else "the folder of the data file"
     raise error(
-        f"expected a file {text!r:.200} (in {resolved(folder)}), found {found} (paths are relative to {start}): correct "
-        "the path or remove the row"
+        f"expected a file {text!r:.200} (in {resolved(folder)}), found {found} (paths are relative to {start}): "
+        "correct the path or remove the row"
     )
 
 
