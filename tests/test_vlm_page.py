@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from tests.pages import commands
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_the_commands_for_own_images(shell, capsys):
     shell.monkeypatch.syspath_prepend(str(Path.cwd()))
     for command in commands("vlm.md"):
