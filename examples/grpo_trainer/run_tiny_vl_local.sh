@@ -8,7 +8,7 @@
 # SFT_STEPS steps of SFT teach the form of a response and a little counting; GRPO then learns from the reward alone. The
 # last lines are the test accuracy before and after. In a control, the images of GRPO have no information, so the
 # accuracy goes to that of guessing, 1/4. The keys at the end of the line are those of GRPO, and replace those below.
-# The runs are written to the folder OUT. A run that exists there is not repeated.
+# The runs are written to the folder OUT. An interrupted run is resumed, and a finished one is not repeated.
 set -euo pipefail
 OUT=${OUT:-outputs/tiny-vl}
 CONTROL=${CONTROL:-none}
@@ -18,8 +18,8 @@ PYTHON=${PYTHON:-python}
 
 RUN="$OUT/grpo-$CONTROL"
 
-if [ -e "$RUN/metrics.jsonl" ]; then
-    echo "$RUN already has a run: remove this folder, or set OUT=FOLDER to write to another one" >&2
+if [ $# = 0 ] && [ -e "$RUN/global_step_40" ]; then
+    echo "$RUN has a finished run: remove this folder, or set OUT=FOLDER to write to another one" >&2
     exit 1
 fi
 

@@ -196,10 +196,13 @@ def test_the_script_keeps_a_run_and_gives_every_key_once(tmp_path):
     assert len(keys) == len(set(keys)) == 17
     run = tmp_path / "out" / "grpo-none"
     run.mkdir(parents=True)
-    (run / "metrics.jsonl").touch()
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    (run / "metrics.jsonl").touch()  # of a run that was interrupted
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split() == given
+    (run / "global_step_40").mkdir()
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split() == given
+    done = subprocess.run(command[:2], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"{run} already has a run: remove this folder, or set OUT=FOLDER")
+    assert done.stderr.startswith(f"{run} has a finished run: remove this folder, or set OUT=FOLDER")
 
 
 def test_offline_generation_on_images(vision, tmp_path):
