@@ -138,7 +138,7 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
 def next_steps(args: argparse.Namespace, model: Path, data: Path) -> list[str]:
     """Commands for the trained model."""
     config = load_config(None, rl_overrides(args, args.out / "model", data, args.out / "rl"), presets=PRESETS)
-    commands = [*offline_commands(config, model), f"verl report {args.out / 'rl'}"]
+    commands = [*offline_commands(config, model, args.out / "responses.parquet"), f"verl report {args.out / 'rl'}"]
     if shutil.which("verl") is None:
         commands.insert(0, f"source {Path(sys.prefix, 'bin', 'activate')}")
     return [*next_lines(commands), "Your own task: docs/tutorial.md"]
