@@ -49,6 +49,16 @@ def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
+def test_only_checkpoints_after_a_serial_number(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    serial = store.last_serial()
+    assert store.latest(after=serial - 1) == tmp_path / "global_step_1" and store.latest(after=serial) is None
+    save(store, 2)
+    assert store.latest(after=serial) == tmp_path / "global_step_2"
+    assert store.latest(after=store.last_serial()) is None
+
+
 def test_layout_and_manifest(tmp_path):
     store = CheckpointStore(tmp_path / "run")
     assert store.latest() is None

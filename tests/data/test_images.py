@@ -112,6 +112,7 @@ def test_a_bad_image_is_one_error_with_row_and_fix(name, tmp_path):
     with pytest.raises(MediaError, match=message) as raised:
         RowImage(source, "a.parquet, row 3", tmp_path).decode()
     assert str(raised.value).startswith("a.parquet, row 3") and "\n" not in str(raised.value)
+    assert "(data:" not in str(raised.value)  # a file is named in parentheses, content is not
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if not name.startswith(("truncated", "32"))])

@@ -131,3 +131,13 @@ def test_images_leave_room_for_fewer_tokens(tmp_path):
     assert found == ActivationBytes(100 + 4 * 2 * layer, 10 + 4 * (2 * 16 * 4 + layer))
     frozen = ranks.make_engine(path, schema.OptimConfig(), freeze_vision_tower=True)
     assert memory.with_images(text, frozen.module, 4) == text
+
+
+def test_bytes_of_an_update_are_gradients_and_at_first_the_moments():
+    layer = torch.nn.Linear(4, 3, bias=False)  # 12 trained values of 4 bytes
+    frozen = torch.nn.Parameter(torch.zeros(100), requires_grad=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    assert memory.update_bytes([*layer.parameters(), frozen], optimizer) == 3 * 48
+    layer(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert memory.update_bytes([*layer.parameters(), frozen], optimizer) == 48

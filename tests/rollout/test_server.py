@@ -250,8 +250,9 @@ def test_too_long_prompts_other_models_and_images_are_refused(client):
     with pytest.raises(openai.BadRequestError, match="maximum length is 1024 tokens") as error:
         client.chat.completions.create(**CHAT, max_tokens=1024)
     assert error.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'") as error:
         client.chat.completions.create(**{**CHAT, "model": "gpt-4"})
+    assert error.value.body["type"] == "not_found_error"
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(openai.BadRequestError, match="found one of type 'image_url': the server reads no images"):
         client.chat.completions.create(model="tiny", messages=image)

@@ -236,4 +236,5 @@ def ignore_size_warnings() -> None:
 def _named(source: Any) -> str:
     """The file name of a source that has one, in parentheses."""
     path = source.get("path") if isinstance(source, Mapping) else source
-    return f" ({path:.100})" if isinstance(path, str) and len(path) < 300 and not path.startswith("data:") else ""
+    is_name = isinstance(path, str) and len(path) < 300 and path[:5].lower() != "data:"
+    return f" ({path:.100})" if is_name else ""
