@@ -245,6 +245,21 @@ def test_edited_tools_are_refused(tiny, tmp_path):
         identity.Identity(config, tmp_path).check(saved, to_flat_dict(config), tmp_path)
 
 
+def test_custom_code_that_moved_is_the_same_and_another_module_is_not(tiny, tmp_path, caplog):
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "custom.py").write_text("x = 1\n")
+    before, moved, other = (
+        load_config(overrides=[MODEL, f"data.train_files={tiny / 'train.jsonl'}", f"imports=[{tmp_path / text}]"])
+        for text in ("old/custom.py,json", "new/custom.py,json", "new/custom.py,csv")
+    )
+    saved, flat = identity.Identity(before, tmp_path).state(), to_flat_dict(before)
+    identity.Identity(moved, tmp_path).check(saved, flat, tmp_path)
+    assert "imports" not in caplog.text
+    identity.Identity(other, tmp_path).check(saved, flat, tmp_path)
+    assert "imports: " in caplog.text
+
+
 def test_another_reward_file_is_refused_without_fingerprints(tiny, tmp_path):
     """In a checkpoint of a version that stored none, the paths are compared."""
     key = "reward.custom_reward_function.path"
