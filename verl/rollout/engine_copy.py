@@ -15,6 +15,7 @@ from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
 from verl.rollout.routed_experts import layers_with_experts
 from verl.rollout.vision_models import check_images
 from verl.rollout.weight_sync import WeightReceiver
+from verl.rollout.weight_sync.base import require_weights
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ class EngineReceiver:
 
     def check_filled(self) -> None:
         """Raise ValueError before the first `receive` and after `release`."""
-        if not self.filled:
-            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
+        require_weights(self.filled)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:

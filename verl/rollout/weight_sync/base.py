@@ -211,3 +211,9 @@ def describe_error(error: BaseException) -> str:
 
 def incomplete(receiver: object) -> ValueError:
     return ValueError(f"{type(receiver).__name__}.receive returned before it had read all weights")
+
+
+def require_weights(filled: bool) -> None:
+    """Raise ValueError for an engine that has no weights."""
+    if not filled:
+        raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")

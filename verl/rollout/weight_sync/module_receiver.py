@@ -5,7 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from verl.rollout.weight_sync.adapters import MergedAdapters
-from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, SlicedWeights, StoredWeights, check_parameters
+from verl.rollout.weight_sync.base import (
+    AdapterConfig,
+    AdapterReceiver,
+    SlicedWeights,
+    StoredWeights,
+    check_parameters,
+    require_weights,
+)
 from verl.rollout.weight_sync.plan import Stored
 from verl.utils.shards import Chunk, matrix_shape, whole
 
@@ -32,8 +39,7 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
 
     def check_filled(self) -> None:
         """Raise ValueError before the first `receive` and after `release`."""
-        if not self.filled:
-            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
+        require_weights(self.filled)
 
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -95,7 +95,7 @@ def entropy_collapse(history: History, scale: float = 1.0) -> str | None:
     values = _first_to_last(find(history, ENTROPY))
     return (
         f"the entropy collapsed: {values}, mean of {WINDOW} steps {entropy[-1][1]:.3g}, and the reward did not rise "
-        f"meanwhile"
+        "meanwhile"
         f"{_learning_rate(history)}; then actor.entropy_coeff, a larger actor.clip_ratio_high, or rollout.temperature"
     )
 
