@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.rollout.test_native_families import model
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync import ReshardSync, SlicedWeights, SyncReport, reshard
+from verl.rollout.weight_sync import ReshardSync, SlicedWeights, SyncReport, copies, reshard
 from verl.rollout.weight_sync.checksums import combine, wrap
 from verl.rollout.weight_sync.grouping import HybridGroups
 from verl.rollout.weight_sync.plan import RankLayout, Stored, make_plan
@@ -131,7 +131,7 @@ def push(ranks: int, tp: int, boxes, case: str = "qwen2", dtype=torch.bfloat16, 
         sync, source = ReshardSync(engine, CPU, bucket, group), Source(trained, boxes, rank, ranks)
         for version in range(times):
             report = sync.push(source, version)
-        assert max(sync._plan.sizes) <= bucket
+        assert max(sync._plan.copies.sizes) <= bucket
         return report
 
     return together(ranks, act), receivers, trained
@@ -208,7 +208,7 @@ def test_the_checksum_is_that_of_the_full_parameters():
 
 def copying(change):
     """A fault in the copies into stored tensors: change(targets, sources) -> targets, sources."""
-    honest, lock = reshard._copy, threading.Lock()
+    honest, lock = copies._copy, threading.Lock()
     done = []
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -253,7 +253,7 @@ def swapped(targets, sources):
 
 @pytest.mark.parametrize("fault", [missing, wrong, doubled, swapped])
 def test_a_fault_is_named_on_every_rank(fault, monkeypatch):
-    monkeypatch.setattr(reshard, "_copy", copying(fault))
+    monkeypatch.setattr(copies, "_copy", copying(fault))
     boxes = staged if fault is swapped else row_sharded
     errors, receivers, _ = push(2, 2, boxes)
     for error in errors:
@@ -300,7 +300,7 @@ def test_chunks_of_columns_next_to_each_other(monkeypatch):
     push_columns(receivers)
     for receiver, columns in zip(receivers, ([0, 1, 4, 5], [2, 3, 6, 7])):
         assert receiver.stored.tolist() == [[8.0 * row + column for column in columns] for row in range(3)]
-    monkeypatch.setattr(reshard, "_copy", copying(swapped))
+    monkeypatch.setattr(copies, "_copy", copying(swapped))
     errors = push_columns([Columns(rank) for rank in range(2)])
     assert all("1 slices differ from the training shards: a on rank" in str(error) for error in errors)
     # chunks that have neither rows nor columns in common
@@ -329,8 +329,8 @@ def test_a_stale_slice_is_named():
             opened = receivers[1].open_slices
             receivers[1].open_slices = lambda: {n: t.clone() if n == name else t for n, t in opened().items()}
             verify = sync._verify
-            sync._verify = lambda plan, stored, sums, version: verify(
-                plan, [receivers[1].stored(n).view(-1) for n in plan.own.names], sums, version
+            sync._verify = lambda plan, sums_of_stored, sums, version: verify(
+                plan, plan.copies.push([receivers[1].stored(n) for n in plan.own.names]).stored_sums(), sums, version
             )
         barrier.wait()
         return sync.push(source, 5)

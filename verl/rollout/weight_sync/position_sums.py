@@ -12,9 +12,20 @@ from typing import NamedTuple
 
 import torch
 
+from verl.rollout.weight_sync.checksums import wrap
+
 _ROW = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _COLUMN = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
+#: dtype of words of so many bytes
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def position_weights(top: int, left: int, split_columns: bool) -> tuple[int, int, int]:
+    """a, b, c: a word i rows below and j words right of position (top, left) of a parameter counts a + b i + c j."""
+    row = (2 * top + 1) * _ROW
+    if not split_columns:
+        return wrap(row), wrap(2 * _ROW), 0
+    return wrap(row + (2 * left + 2) * _COLUMN), wrap(2 * _ROW), wrap(2 * _COLUMN)
 
 
 class Summed(NamedTuple):

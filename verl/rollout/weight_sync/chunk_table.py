@@ -1,0 +1,250 @@
+"""Chunks of `reshard` that one kernel copies, casts and sums.
+
+Of a chunk on the device of the weights, every element is then read once and written once: a push of a large model takes
+as long as the memory of the device needs.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from verl.rollout.weight_sync.copies import Copies, Key, Own, Part, Push, RankBucket, cell_of
+from verl.rollout.weight_sync.plan import Parameter, Plan, Stored
+from verl.rollout.weight_sync.position_sums import WORDS, position_weights
+from verl.utils.shards import Box, Chunk
+
+#: rows and columns that a program of the kernel handles
+TILE = (16, 512)
+#: dtypes that the kernel reads and writes -> their numbers
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_ALIGNED = 4  # elements; with it, a thread reads 8 to 32 bytes at a time
+
+
+class Place(NamedTuple):
+    """Where a chunk begins in a tensor.
+
+    Attributes:
+        tensor: index in the tensors that `ChunkTable.pointers` got.
+        start: first element.
+        stride: elements from a row to the next one.
+    """
+
+    tensor: int
+    start: int
+    stride: int
+
+
+class Weights(NamedTuple):
+    """Word (i, j) of a chunk counts a + b i + c j times in its sum.
+
+    Attributes:
+        per_word: elements of a word.
+        cell: of the result that the sum is added to.
+    """
+
+    a: int
+    b: int
+    c: int
+    per_word: int
+    cell: int
+
+
+class _Chunk(NamedTuple):
+    rows: int
+    columns: int
+    source: Place
+    target: Place
+    weights: Weights
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Number of tiles, and of those next to each other."""
+        across = math.ceil(self.columns / TILE[1])
+        return math.ceil(self.rows / TILE[0]) * across, across
+
+    @property
+    def is_aligned(self) -> bool:
+        numbers = (self.columns, *self.source[1:], *self.target[1:])
+        return not any(number % _ALIGNED for number in numbers)
+
+
+class ChunkTable:
+    """A fixed list of chunks.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.chunks: list[_Chunk] = []
+        self._tables: list[tuple[bool, torch.Tensor, torch.Tensor]] | None = None
+
+    def add(self, shape: tuple[int, int], source: Place, target: Place, weights: Weights) -> None:
+        """Add a chunk of so many rows and columns."""
+        rows, columns = shape
+        if columns == source.stride == target.stride == weights.per_word == 1:  # a vector: one row
+            rows, columns, weights = 1, rows, weights._replace(b=0, c=weights.b)
+            source, target = source._replace(stride=rows), target._replace(stride=rows)
+        if rows and columns:
+            self.chunks.append(_Chunk(rows, columns, source, target, weights))
+
+    def tables(self) -> list[tuple[bool, torch.Tensor, torch.Tensor]]:
+        """Of aligned chunks and of others: whether aligned, (tiles,) int32, the chunk of each tile, and (chunks, 15)
+        int64: rows, columns, source, target, weights, number of the first tile, tiles next to each other."""
+        if self._tables is None:
+            self._tables = []
+            for aligned in (True, False):
+                chunks = [chunk for chunk in self.chunks if chunk.is_aligned == aligned]
+                if not chunks:
+                    continue
+                counts = [chunk.tiles[0] for chunk in chunks]
+                firsts = [0, *accumulate(counts)]
+                rows = [
+                    (*chunk[:2], *chunk.source, *chunk.target, *chunk.weights, first, chunk.tiles[1])
+                    for chunk, first in zip(chunks, firsts)
+                ]
+                tiles = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+                self._tables.append((aligned, tiles.to(self.device), torch.tensor(rows).to(self.device)))
+        return self._tables
+
+    def run(
+        self, sources: "Pointers", targets: "Pointers | None", dtype: torch.dtype, sums: torch.Tensor | None
+    ) -> None:
+        """Copy and sum all chunks.
+
+        Args:
+            sources, targets: the tensors of the chunks' places; no targets: nothing is written.
+            dtype: of the targets, or of the words that are read.
+            sums: (cells,) int64, to which the sums are added; None: they are not computed.
+        """
+        from verl.rollout.weight_sync.chunks_triton import run  # triton comes only with torch for GPUs
+
+        aligned = sources.aligned and (targets is None or targets.aligned)
+        for table_aligned, tiles, chunks in self.tables():
+            run(tiles, chunks, sources, targets, dtype, sums, aligned and table_aligned)
+
+
+class Pointers:
+    """The addresses of tensors on a device, and the numbers of their dtypes.
+
+    Attributes:
+        tensors: they keep their memory as long as this object exists.
+        table: (tensors, 2) int64, on the device.
+        aligned: whether all addresses are multiples of 16 bytes.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device):
+        self.tensors = tensors
+        self.aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
+        found = [(tensor.data_ptr(), DTYPES[tensor.dtype]) for tensor in tensors]
+        numbers = torch.tensor(found, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.table = numbers.to(device, non_blocking=True)
+
+
+def fits(device: torch.device, plan: Plan) -> bool:
+    """Whether the kernel runs on the device and writes the dtypes of the plan."""
+    return device.type == "cuda" and all(parameter.dtype in DTYPES for parameter in plan.parameters)
+
+
+class _FusedBucket:
+    """The chunks of a bucket that are sent, kept and received."""
+
+    def __init__(self, bucket: RankBucket, own: Own, device: torch.device):
+        self.dtype, size = bucket.dtype, bucket.dtype.itemsize
+        self.sent = sum(bucket.sent)
+        self.bytes = self.sent + sum(bucket.received)
+        self.keys = list(dict.fromkeys(part.key for part in (*bucket.sends, *bucket.keeps)))
+        self.sends, self.keeps, self.receives = (ChunkTable(device) for _ in range(3))
+        for part in bucket.sends:
+            target = Place(0, part.start // size, part.move.box.columns)
+            self.sends.add(_shape(part), self._source(part, own), target, _weights(part, own.plan))
+        for part in bucket.keeps:
+            self.keeps.add(_shape(part), self._source(part, own), _target(part, own), _weights(part, own.plan))
+        for part in bucket.receives:
+            source = Place(0, (self.sent + part.start) // size, part.move.box.columns)
+            self.receives.add(_shape(part), source, _target(part, own), Weights(0, 0, 0, 1, 0))
+
+    def _source(self, part: Part, own: Own) -> Place:
+        (row, column), columns = part.move.at, own.shards[part.key].box.columns
+        return Place(self.keys.index(part.key), row * columns + column, columns)
+
+
+def _shape(part: Part) -> tuple[int, int]:
+    return part.move.box.rows, part.move.box.columns
+
+
+def _target(part: Part, own: Own) -> Place:
+    (row, column), columns = part.move.to, own.stored[part.index].columns
+    return Place(part.index, row * columns + column, columns)
+
+
+def _weights(part: Part, plan: Plan) -> Weights:
+    parameter, box = plan.parameters[part.index], part.move.box
+    per_word = parameter.word // parameter.dtype.itemsize
+    factors = position_weights(box.top, box.left // per_word, parameter.split_columns)
+    return Weights(*factors, per_word, cell_of(part, plan))
+
+
+class FusedCopies(Copies):
+    """With one kernel per step, which sums what it copies. What a rank keeps is written where it is stored."""
+
+    def __init__(self, buckets: Sequence[RankBucket], own: Own, device: torch.device):
+        self.buckets = [_FusedBucket(bucket, own, device) for bucket in buckets]
+        super().__init__(own.plan, [bucket.bytes for bucket in self.buckets], device)
+        self.stored: dict[torch.dtype, ChunkTable] = {}  # by the dtype of the words of the sums
+        for index, (parameter, stored) in enumerate(zip(own.plan.parameters, own.stored)):
+            self._add_stored(index, parameter, stored)
+
+    def _add_stored(self, index: int, parameter: Parameter, stored: Stored) -> None:
+        per_word = parameter.word // parameter.dtype.itemsize
+        columns, table = (
+            stored.columns // per_word,
+            self.stored.setdefault(WORDS[parameter.word], ChunkTable(self.device)),
+        )
+        for chunk in stored.chunks or (Chunk(Box(0, stored.rows, 0, stored.columns)),):  # none: zeros
+            box, place = chunk.box, Place(index, chunk.row * columns + chunk.column // per_word, columns)
+            factors = position_weights(box.top, box.left // per_word, parameter.split_columns)
+            table.add((box.rows, box.columns // per_word), place, place, Weights(*factors, 1, index))
+
+    def push(self, stored: Sequence[torch.Tensor]) -> "Push":
+        return _FusedPush(self, stored)
+
+
+class _FusedPush(Push):
+    def __init__(self, copies: FusedCopies, stored: Sequence[torch.Tensor]):
+        super().__init__(copies)
+        self._copies, self._tensors = copies, stored
+        self._stored = Pointers(stored, copies.device)
+        kinds = {(number % 2, bucket.dtype) for number, bucket in enumerate(copies.buckets)}
+        self._in_slot = {(i, dtype): Pointers([self._slots[i].view(dtype)], copies.device) for i, dtype in kinds}
+        self._read: Pointers | None = None  # the shards of the current bucket
+
+    def pack(self, number: int, shards: Mapping[Key, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        bucket, slot = self._copies.buckets[number], self._slots[number % 2]
+        self._read = Pointers([_readable(shards[key], bucket.dtype) for key in bucket.keys], self._copies.device)
+        bucket.sends.run(self._read, self._in_slot[number % 2, bucket.dtype], bucket.dtype, self.sums)
+        return slot[: bucket.sent], slot[bucket.sent : bucket.bytes]
+
+    def keep(self, number: int) -> None:
+        bucket = self._copies.buckets[number]
+        bucket.keeps.run(self._read, self._stored, bucket.dtype, self.sums)
+
+    def store(self, number: int) -> None:
+        bucket = self._copies.buckets[number]
+        bucket.receives.run(self._in_slot[number % 2, bucket.dtype], self._stored, bucket.dtype, None)
+
+    def stored_sums(self) -> torch.Tensor:
+        total = torch.zeros(len(self._tensors), dtype=torch.int64, device=self._copies.device)
+        for word, table in self._copies.stored.items():
+            table.run(self._stored, None, word, total)
+        return total
+
+
+def _readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor, or a copy in the dtype of the target if the kernel cannot read its own."""
+    return tensor if tensor.dtype in DTYPES else tensor.to(dtype)

@@ -1,0 +1,96 @@
+"""The Triton kernel of `ChunkTable`: chunks are read, cast, written and summed in one pass.
+
+A program computes one tile of a chunk. Sums are integers modulo 2^64, so their order does not matter.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from verl.rollout.weight_sync.chunk_table import TILE, Pointers
+
+_TARGETS = {torch.float32: (tl.float32, tl.int32, 32), torch.bfloat16: (tl.bfloat16, tl.int16, 16)}
+_TARGETS[torch.float16] = (tl.float16, tl.int16, 16)
+_WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16}
+
+
+@triton.jit
+def _kernel(tiles, chunks, sources, targets, sums, TARGET: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+            WRITE: tl.constexpr, SUM: tl.constexpr, ALIGNED: tl.constexpr,
+            ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    number = tl.program_id(0)
+    chunk = chunks + tl.load(tiles + number) * 15
+    tile, across = number - tl.load(chunk + 13).to(tl.int32), tl.load(chunk + 14).to(tl.int32)
+    first_row, first_column = (tile // across) * ROWS, (tile % across) * COLUMNS
+    r, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    columns, source_start, source_stride = tl.load(chunk + 1), tl.load(chunk + 3), tl.load(chunk + 4)
+    if ALIGNED:
+        columns, source_start = tl.multiple_of(columns, 4), tl.multiple_of(source_start, 4)
+        source_stride = tl.multiple_of(source_stride, 4)
+    inside = ((first_row + r) < tl.load(chunk))[:, None] & ((first_column + c) < columns)[None, :]
+    at = source_start + first_row * source_stride + first_column
+    at += r[:, None] * source_stride + c[None, :]
+    source = sources + tl.load(chunk + 2) * 2
+    address, code = tl.load(source), tl.load(source + 1)
+    if WRITE:
+        if code == 0:
+            pointer = address.to(tl.pointer_type(tl.float32))
+            if ALIGNED:
+                pointer = tl.multiple_of(pointer, 16)
+            x = tl.load(pointer + at, mask=inside, other=0.0).to(TARGET)
+        elif code == 1:
+            pointer = address.to(tl.pointer_type(tl.bfloat16))
+            if ALIGNED:
+                pointer = tl.multiple_of(pointer, 16)
+            x = tl.load(pointer + at, mask=inside, other=0.0).to(TARGET)
+        else:
+            pointer = address.to(tl.pointer_type(tl.float16))
+            if ALIGNED:
+                pointer = tl.multiple_of(pointer, 16)
+            x = tl.load(pointer + at, mask=inside, other=0.0).to(TARGET)
+        target_start, target_stride = tl.load(chunk + 6), tl.load(chunk + 7)
+        pointer = tl.load(targets + tl.load(chunk + 5) * 2).to(tl.pointer_type(TARGET))
+        if ALIGNED:
+            target_start, target_stride = tl.multiple_of(target_start, 4), tl.multiple_of(target_stride, 4)
+            pointer = tl.multiple_of(pointer, 16)
+        to = target_start + first_row * target_stride + first_column
+        to += r[:, None] * target_stride + c[None, :]
+        tl.store(pointer + to, x, mask=inside)
+        bits = x.to(BITS, bitcast=True)
+    else:
+        pointer = address.to(tl.pointer_type(BITS))
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+        bits = tl.load(pointer + at, mask=inside, other=0)
+    if SUM:
+        # a word of several elements is their sum, each shifted to its place: all but the last one are not negative
+        per_word = tl.load(chunk + 11).to(tl.int32)
+        place = c % per_word
+        words = bits.to(tl.int64)
+        if WRITE:
+            full = tl.full((COLUMNS,), -1, tl.int64)
+            low = tl.where(place < per_word - 1, tl.full((COLUMNS,), (1 << WIDTH) - 1, tl.int64), full)
+            words = (words & low[None, :]) << (place * WIDTH).to(tl.int64)[None, :]
+        of_row = tl.load(chunk + 8) + tl.load(chunk + 9) * (first_row + r).to(tl.int64)
+        total = tl.sum(tl.sum(words, 1) * of_row, 0)
+        of_column = tl.load(chunk + 10)
+        if of_column != 0:
+            total += tl.sum(tl.sum(words, 0) * ((first_column + c) // per_word).to(tl.int64), 0) * of_column
+        tl.atomic_add(sums + tl.load(chunk + 12), total, sem="relaxed")
+
+
+def run(
+    tiles: torch.Tensor,
+    chunks: torch.Tensor,
+    sources: Pointers,
+    targets: Pointers | None,
+    dtype: torch.dtype,
+    sums: torch.Tensor | None,
+    aligned: bool,
+) -> None:
+    """As `ChunkTable.run`, for one table."""
+    target, bits, width = _TARGETS[dtype] if targets is not None else (None, _WORDS[dtype], 64)
+    _kernel[(len(tiles),)](
+        tiles, chunks, sources.table, targets and targets.table, sums, TARGET=target, BITS=bits, WIDTH=width,
+        WRITE=targets is not None, SUM=sums is not None, ALIGNED=aligned, ROWS=TILE[0], COLUMNS=TILE[1], num_warps=8,
+    )  # fmt: skip
