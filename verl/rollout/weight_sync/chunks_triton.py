@@ -15,6 +15,14 @@ _WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16}
 
 
 @triton.jit
+def _read(address, at, inside, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return tl.load(pointer + at, mask=inside, other=0)
+
+
+@triton.jit
 def _kernel(tiles, chunks, sources, targets, sums, TARGET: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
             WRITE: tl.constexpr, SUM: tl.constexpr, ALIGNED: tl.constexpr,
             ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -34,20 +42,11 @@ def _kernel(tiles, chunks, sources, targets, sums, TARGET: tl.constexpr, BITS: t
     address, code = tl.load(source), tl.load(source + 1)
     if WRITE:
         if code == 0:
-            pointer = address.to(tl.pointer_type(tl.float32))
-            if ALIGNED:
-                pointer = tl.multiple_of(pointer, 16)
-            x = tl.load(pointer + at, mask=inside, other=0.0).to(TARGET)
+            x = _read(address, at, inside, tl.float32, ALIGNED).to(TARGET)
         elif code == 1:
-            pointer = address.to(tl.pointer_type(tl.bfloat16))
-            if ALIGNED:
-                pointer = tl.multiple_of(pointer, 16)
-            x = tl.load(pointer + at, mask=inside, other=0.0).to(TARGET)
+            x = _read(address, at, inside, tl.bfloat16, ALIGNED).to(TARGET)
         else:
-            pointer = address.to(tl.pointer_type(tl.float16))
-            if ALIGNED:
-                pointer = tl.multiple_of(pointer, 16)
-            x = tl.load(pointer + at, mask=inside, other=0.0).to(TARGET)
+            x = _read(address, at, inside, tl.float16, ALIGNED).to(TARGET)
         target_start, target_stride = tl.load(chunk + 6), tl.load(chunk + 7)
         pointer = tl.load(targets + tl.load(chunk + 5) * 2).to(tl.pointer_type(TARGET))
         if ALIGNED:
@@ -58,10 +57,7 @@ def _kernel(tiles, chunks, sources, targets, sums, TARGET: tl.constexpr, BITS: t
         tl.store(pointer + to, x, mask=inside)
         bits = x.to(BITS, bitcast=True)
     else:
-        pointer = address.to(tl.pointer_type(BITS))
-        if ALIGNED:
-            pointer = tl.multiple_of(pointer, 16)
-        bits = tl.load(pointer + at, mask=inside, other=0)
+        bits = _read(address, at, inside, BITS, ALIGNED)
     if SUM:
         # a word of several elements is their sum, each shifted to its place: all but the last one are not negative
         per_word = tl.load(chunk + 11).to(tl.int32)
