@@ -1,6 +1,7 @@
 """The functions of public verl's `core_algos`, and custom losses and estimators that were written for it."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ REWARDS = torch.tensor([[0.0, 1], [0, 0], [0.5, 0], [0, 2]])
 MASK = torch.tensor([[1, 1], [1, 1], [1, 0], [1, 1]])
 INDEX = np.array(["a", "a", "b", "b"], dtype=object)
 OUTCOME = ("token_level_rewards", "response_mask", "index")
+TOKENS = (*OUTCOME, "old_log_probs", "sum_pi_squared", "rollout_is_weights", "handle_zero_tail", "epsilon", "config")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,7 @@ OUTCOME = ("token_level_rewards", "response_mask", "index")
         ("reinforce_plus_plus_outcome_advantage", ("token_level_rewards", "response_mask", "config")),
         ("remax_outcome_advantage", ("token_level_rewards", "reward_baselines", "response_mask", "config")),
         ("gpg_outcome_advantage", (*OUTCOME, "epsilon", "f_norm", "alpha", "config")),
+        ("optimal_token_baseline_advantage", TOKENS),
     ],
 )
 def test_signatures(name, parameters):
@@ -47,11 +50,13 @@ def test_signatures(name, parameters):
         "index": INDEX,
         "values": REWARDS,
         "reward_baselines": REWARDS[:, 0],
+        "old_log_probs": REWARDS - 3,
+        "sum_pi_squared": REWARDS / 4,
     }
     settings = {"gamma": 0.5, "lam": 1.0}
     arguments = bind_arguments(fn, columns, settings)
     advantages, returns = fn(**arguments)
-    own = ADV_ESTIMATOR_REGISTRY[name.removesuffix("_outcome_advantage").removesuffix("_advantage_return")]
+    own = ADV_ESTIMATOR_REGISTRY[re.sub("(_outcome)?_advantage(_return)?$", "", name)]
     expected = own(**bind_arguments(own, columns | {"uid": INDEX}, settings))
     assert torch.equal(advantages, expected[0]) and torch.equal(returns, expected[1])
 

@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,6 +63,25 @@ def test_every_kind_of_source_is_the_same_image(source, tmp_path):
     assert found.size() == (12, 8)
     image = found.decode()
     assert image.mode == "RGB" and image.size == (12, 8) and image.getpixel((0, 0)) == RED
+
+
+def test_two_threads_share_an_image():
+    """One at a time reads its pixels, which Pillow does on first use."""
+    image, inside, most = plain(), [], []
+    load = image.load
+
+    def alone():
+        inside.append(None)
+        time.sleep(0.02)
+        most.append(len(inside))
+        inside.pop()
+        return load()
+
+    image.load = alone
+    with ThreadPoolExecutor(2) as pool:
+        rows = [RowImage(image, "row 3"), RowImage({"image": image}, "row 4")]
+        found = list(pool.map(RowImage.decode, rows))
+    assert max(most) == 1 and all(each.getpixel((0, 0)) == RED for each in found)
 
 
 def test_a_file_uri_is_an_absolute_path(tmp_path):

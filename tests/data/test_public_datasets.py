@@ -23,6 +23,7 @@ class Plain(Dataset):
         self.files, self.tokenizer, self.processor = data_files, tokenizer, processor
         self.max_prompt_length = config.max_prompt_length
         self.image_key = config.image_key
+        self.public = config.return_raw_chat, config.filter_overlong_prompts_workers
         self.mine = config.get("mine", 7)
         self.enable_thinking = config.apply_chat_template_kwargs.get("enable_thinking", None)
         self.cls_name = config.custom_cls.name
@@ -110,6 +111,7 @@ def public(tmp_path, write, char_tokenizer):
 def test_a_dataset_of_its_own(public, char_tokenizer):
     dataset = public("Plain", max_prompt_length=5, apply_chat_template_kwargs={"enable_thinking": False})
     assert (dataset.max_prompt_length, dataset.image_key, dataset.mine) == (5, "images", 7)
+    assert dataset.public == (True, 1)  # not supported, at their defaults
     assert dataset.enable_thinking is False and dataset.cls_name == "Plain" and dataset.processor is None
     assert (len(dataset), len(public("Plain", max_samples=2))) == (4, 2)
     assert (dataset.mine, public("Plain", kwargs={"mine": 9}).mine) == (7, 9)
@@ -131,6 +133,15 @@ def test_messages_are_tokenized_when_they_are_batched(public, char_tokenizer):
         PromptCollator(char_tokenizer, dataset.config)([as_array]).non_tensor_batch["prompt_ids"][0]
         == (batch.non_tensor_batch["prompt_ids"][0])
     )
+
+
+def test_batched_texts_go_through_a_template_if_there_is_one(char_tokenizer):
+    item = {"raw_prompt": "ab", "data_source": "x", "reward_model": {}}
+    for template, raw, expected in ((None, "ab", "ab"), (TEMPLATE + "=", [{"role": "user", "content": "ab"}], "ab=")):
+        char_tokenizer.chat_template = template
+        found = PromptCollator(char_tokenizer, DataConfig())([item])
+        assert found.non_tensor_batch["raw_prompt"][0] == raw
+        assert char_tokenizer.decode(found.non_tensor_batch["prompt_ids"][0]) == expected
 
 
 def test_the_template_of_batched_messages_gets_its_arguments_and_the_tools(char_tokenizer, tmp_path):

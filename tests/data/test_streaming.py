@@ -38,7 +38,9 @@ def test_the_same_rows(write_any, name):
     path = write_any(name, ROWS)
     streamed, loaded = read_rows(path, streaming=True), read_rows(path)
     assert list(streamed) == list(loaded) == ROWS
-    assert [streamed[i] for i in (0, 1023, 1024, 2499)] == [ROWS[i] for i in (0, 1023, 1024, 2499)]
+    for rows in (streamed, loaded):
+        assert [rows[i] for i in (0, 1023, 1024, 2499)] == [ROWS[i] for i in (0, 1023, 1024, 2499)]
+        assert rows.to_table().to_pylist() == ROWS
     assert streamed.where(1500) == loaded.where(1500)
     assert streamed.columns == loaded.columns == ("prompt", "answer")
 

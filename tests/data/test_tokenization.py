@@ -3,14 +3,17 @@
 import logging
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
+from verl.config.schema import ModelConfig
 from verl.data.tokenization import (
     TokenTable,
     check_messages,
     check_tokenizer,
     encode,
+    encode_prompts,
+    load_tokenizer,
     prepare_tokenizer,
     render_chats,
     truncate,
@@ -90,6 +93,17 @@ def test_a_missing_eos_token_is_refused(chat_tokenizer):
         prepare_tokenizer(chat_tokenizer)
 
 
+def test_a_name_that_is_neither_cached_nor_on_the_hub_is_an_error_at_once(tmp_path, monkeypatch):
+    def unreachable(self, name, timeout):
+        raise ConnectionError(f"no route to {name} within {timeout} s")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    with pytest.raises(ValueError, match=r"no folder 'me/tiny', .* ConnectionError: no route to me/tiny within 10 s"):
+        load_tokenizer(ModelConfig(path="me/tiny"))
+
+
 def test_render_chats_by_hand(chat_tokenizer):
     chats = [[{"role": "user", "content": "a"}], [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]]
     assert render_chats(chat_tokenizer, chats, add_generation_prompt=True) == [
@@ -101,6 +115,15 @@ def test_render_chats_by_hand(chat_tokenizer):
         chat_tokenizer, chats[:1], add_generation_prompt=True, chat_template=other, template_kwargs={"extra": "!"}
     )
     assert rendered == ["a|!"]
+
+
+def test_the_bos_token_of_a_chat_is_that_of_its_template(chat_tokenizer):
+    bos = chat_tokenizer.pad_token, chat_tokenizer.pad_token_id
+    post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    chat_tokenizer.backend_tokenizer.post_processor = post_processor
+    prompts = ["a", [{"role": "user", "content": "a"}]]
+    text, chat = encode_prompts(chat_tokenizer, prompts, str, chat_template="{{ messages[0].content }}")
+    assert text == [bos[1], *chat] and chat_tokenizer.decode(chat) == "a"
 
 
 def test_a_template_that_refuses_names_the_chat(chat_tokenizer):

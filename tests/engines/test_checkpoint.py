@@ -1,8 +1,9 @@
-"""Which tensors are not saved."""
+"""Which tensors are not saved, and parts that a checkpoint does not have."""
 
+import pytest
 import torch
 
-from verl.engines.checkpoint import are_broken
+from verl.engines.checkpoint import are_broken, load_extra
 
 
 def test_broken_tensors_are_those_with_a_value_beyond_its_limit():
@@ -24,3 +25,11 @@ def test_broken_tensors_are_those_with_a_value_beyond_its_limit():
         if dtype == torch.bfloat16:  # its largest value is below that of float32
             tensors["w6 (exp_avg_sq)"] = torch.full((2,), torch.finfo(dtype).max, dtype=dtype)
         assert are_broken(tensors) == [is_broken for _, is_broken in cases.values()]
+
+
+def test_a_schedule_that_was_not_saved_is_explained(tmp_path):
+    torch.save({"steps": 3}, tmp_path / "extra.pt")
+    assert load_extra(tmp_path) == {"steps": 3}
+    (tmp_path / "extra.pt").unlink()
+    with pytest.raises(ValueError, match=r"no extra.pt .*was it saved without it \(save_contents\)"):
+        load_extra(tmp_path)

@@ -48,6 +48,7 @@ def test_an_engine_selected_by_name_gives_the_numbers_of_the_built_in_one(strate
     assert torch.allclose(*after, atol=1e-3)  # not the weights: where a gradient is 0, Adam scales up its noise
     assert dict(expected.weights()).keys() == dict(found.weights()).keys()
     assert {id(p) for p in found.shared_module().parameters()} == {id(p) for p in found.module.parameters()}
+    assert dict(TrainEngine.buffers(found)) == {}, "an engine need not have any"
     # a checkpoint resumes
     found.save(tmp_path, CONTENTS)
     found.finish_save()

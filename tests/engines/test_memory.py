@@ -108,7 +108,10 @@ def test_an_update_where_memory_is_short_cuts_smaller_and_then_checkpoints(tmp_p
     kept = memory.measure_activations(engine.probe_forward, engine.module, engine.model.vocab_size)
     monkeypatch.setattr(memory, "logits_bytes", lambda *_: 0)
     monkeypatch.setattr(memory, "update_bytes", lambda *_: 0)
-    monkeypatch.setattr(engine, "_activation_bytes", kept)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 0)
+    engine._checkpoint_activations(True)
+    assert engine._token_budget() == TokenBudget(0, 0)
+    assert engine._activation_bytes == kept, "measured without checkpointing"
     monkeypatch.setattr(engine, "device", torch.device("cuda"))
     for fits, checkpointing in ((40_000, False), (10_000, False), (7_000, True)):
         free = (fits + 0.5) * kept.plain / SHARE

@@ -1,6 +1,7 @@
 """The engine on one device: its log-probs, and a gradient that does not depend on the micro-batches."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    dynamic_module_utils,
 )
 
 from tests.engines.ranks import FLOAT64, SIZES, make_engine, save_model
-from verl.config.schema import OptimConfig
+from verl.config.schema import ModelConfig, OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, Objective
 from verl.engines.checkpoint import load_weights
+from verl.engines.loading import ModelSpec
 from verl.engines.optimizer import lr_multiplier
 from verl.modeling import log_probs
 from verl.protocol import DataProto
@@ -68,6 +71,17 @@ def test_log_probs_equal_the_model_row_by_row(family, packed, tmp_path):
     for micro in (MicroBatching(), MicroBatching(rows=2), MicroBatching(tokens=9)):
         found = engine.infer(make_batch(), ("log_probs",), micro, temperature=0.7)["log_probs"]
         assert torch.allclose(found.double(), expected_log_probs(path, 0.7), atol=2e-5)
+
+
+def test_rows_of_a_prompt_compute_it_once_if_they_are_packed(tmp_path):
+    """4 rows of 2 tokens after a prompt of 8: 16 tokens fit into the budget, or padded one row of 10."""
+    path = save_model(FAMILIES["llama"], tmp_path)
+    batch = DataProto.from_dict(build_sequences([list(range(1, 9))] * 4, [[9, n] for n in range(4)], pad_token_id=0))
+    for packed, expected in ((True, [(1, 16)]), (False, [(1, 10)] * 4)):
+        engine, found = make_engine(path, use_remove_padding=packed), []
+        engine.model.register_forward_pre_hook(lambda _, args, found=found: found.append(args[0].input_ids.shape))
+        engine.infer(batch, ("log_probs",), MicroBatching(tokens=16))
+        assert found == expected
 
 
 def test_entropy_and_sum_pi_squared_by_definition(tmp_path):
@@ -235,6 +249,19 @@ def test_a_model_folder_without_some_weights_is_refused(tmp_path):
         make_engine(path)
     with pytest.raises(ValueError, match="no HuggingFace model"):
         make_engine(tmp_path / "nowhere")
+
+
+def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}')
+    code = "from transformers import PretrainedConfig\nclass MineConfig(PretrainedConfig):\n    model_type = 'mine'\n"
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    given = {"path": str(tmp_path)}
+    trusted = ModelSpec(ModelConfig(**given, trust_remote_code=True))
+    assert type(trusted.hf_config).__name__ == "MineConfig"
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        _ = ModelSpec(ModelConfig(**given)).hf_config
 
 
 def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):

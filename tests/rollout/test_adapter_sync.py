@@ -1,5 +1,7 @@
 """LoRA-only sync: the engine generates with what the trainer computes, and only the adapters are sent."""
 
+import gc
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -97,6 +99,24 @@ def test_an_engine_that_has_lost_its_weights_gets_the_base_again(path):
     merged = ReplicaSync(rollout).push(source, 3)
     assert merged.bytes == first - second
     assert log_prob_gap(engine, rollout) < 1e-5
+
+
+def tensors_in_memory() -> list[torch.Tensor]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is torch.Tensor]
+
+
+def test_a_released_receiver_keeps_no_copy_of_the_base_weights():
+    module = torch.nn.Linear(5, 7, bias=False)
+    receiver, before = ModuleReceiver(torch.nn.ModuleDict({"a": module}), filled=True), tensors_in_memory()
+    pair = {"base_model.model.a.lora_A.weight": (2, 5), "base_model.model.a.lora_B.weight": (7, 2)}
+    adapters = ((name, torch.ones(shape)) for name, shape in pair.items())
+    receiver.receive_adapters({"scaling": {"a": 0.5}}, adapters, 1)
+    del adapters
+    known = set(map(id, before))
+    assert [found.shape for found in tensors_in_memory() if id(found) not in known] == [(7, 5)]
+    receiver.release()
+    assert [found.shape for found in tensors_in_memory() if id(found) not in known] == []
 
 
 def test_wrong_adapters_are_refused(path):

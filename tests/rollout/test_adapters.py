@@ -79,7 +79,7 @@ def test_a_rollout_process_knows_the_layers_of_the_trainer(path, tmp_path):
         engine = make_engine(path, **section)
         config = adapter_config(schema.ModelConfig(path=path, **section))
         assert config == engine.adapter_config()
-        assert AdaptedLayers.of(config).rank == 3
+        assert AdaptedLayers.of(config).rank == 3 and AdaptedLayers.of(config).has_one_rank
     engine.adapters.settings.rank_pattern = {"q_proj": 7}
     engine.adapters.save(tmp_path, {})
     layers = AdaptedLayers.of(adapter_config(schema.ModelConfig(path=path, lora_adapter_path=str(tmp_path))))

@@ -419,9 +419,13 @@ def test_loops_of_a_file(tmp_path, tokenizer):
     assert run(make_agent_loop("thrice", config, tokenizer), Policy(tokenizer, "a", "b", "c"), **columns).turns == 3
     with pytest.raises(ValueError, match="token 0 of the response has mask 1, but the engine did not sample it"):
         run(make_agent_loop("spoilt", config, tokenizer), Policy(tokenizer, "a", "b"), **columns)
-    (tmp_path / "loops.yaml").write_text("- {name: x, _target_: 'twice.py:uuid4'}\n")
-    with pytest.raises(ValueError, match="expected a class"):
-        make_agent_loop("x", config, tokenizer)
+    for other, message in (
+        ("uuid4", "expected a class"),
+        ("AgentLoopOutput", "class with `async def run`, found Agent"),
+    ):
+        (tmp_path / "loops.yaml").write_text(f"- {{name: x, _target_: 'twice.py:{other}'}}\n")
+        with pytest.raises(ValueError, match=message):
+            make_agent_loop("x", config, tokenizer)
 
 
 def test_enable_selects_the_loop(files, tokenizer):

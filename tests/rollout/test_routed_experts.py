@@ -25,7 +25,7 @@ from verl.rollout.native.decoder import Projection
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.experts import Experts
 from verl.rollout.native.model import read_decoder
-from verl.rollout.routed_experts import extended, routed_experts_column
+from verl.rollout.routed_experts import extended, layers_with_experts, routed_experts_column
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.workers.rollout.service import extend
 
@@ -110,6 +110,14 @@ def test_an_engine_that_does_not_report_them_is_refused():
     env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0)
     with pytest.raises(ValueError, match="the rollout engine 'silent' does not report the experts"):
         make_rollout_engine("silent", section, schema.ModelConfig(), env)
+
+
+def test_layers_with_experts_are_found_by_the_names_of_their_parameters():
+    names = [f"model.layers.{layer}.mlp.experts.{i}.up_proj.weight" for layer in (12, 3, 0) for i in range(2)]
+    dense = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.shared_expert.up_proj.weight", "lm_head.weight"]
+    assert layers_with_experts("vllm", [*names, *dense]) == [0, 3, 12]
+    with pytest.raises(ValueError, match=r"rollout\.name=vllm: the model is not a mixture of experts: use false"):
+        layers_with_experts("vllm", dense)
 
 
 # ---- from completions to the column ---------------------------------------------------------------------------------

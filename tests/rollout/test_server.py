@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import openai
@@ -186,10 +187,20 @@ def test_tool_calls_are_read_and_rendered(served, client, monkeypatch):
     chunks = list(client.chat.completions.create(**chat, tools=tools, stream=True))
     streamed = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
     assert [each.function.name for each in streamed] == ["add"] and chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "sure"
     plain = client.chat.completions.create(**chat, tools=tools, tool_choice="none").choices[0]
     assert plain.message.content == "sure " + call and plain.message.tool_calls is None
     answered = [*chat["messages"], choice.message, {"role": "tool", "tool_call_id": "x", "content": "2"}]
     assert client.chat.completions.create(**{**chat, "messages": answered}, tools=tools).choices
+
+
+def test_arguments_of_the_chat_template_reach_it(served, client, monkeypatch):
+    tokenizer = served[1].tokenizer
+    plain = tokenizer.apply_chat_template(CHAT["messages"], add_generation_prompt=True, tokenize=False)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ mark }}" + tokenizer.chat_template)
+    more = {"chat_template_kwargs": {"mark": "a mark"}, "return_token_ids": True}
+    choice = client.chat.completions.create(**CHAT, max_tokens=1, extra_body=more).choices[0]
+    assert choice.prompt_token_ids == tokenizer("a mark" + plain)["input_ids"]
 
 
 def test_the_hf_engine_is_served_too(folder, served, client):
@@ -260,6 +271,17 @@ def test_too_long_prompts_other_models_and_images_are_refused(client):
         client.completions.create(model="tiny", prompt=[10**9])
     with pytest.raises(openai.BadRequestError, match="logprobs=0 returns"):
         client.completions.create(model="tiny", prompt="a", logprobs=5)
+
+
+def test_sampling_parameters_that_the_engine_lacks_are_refused(served):
+    """An engine that declares none gets all of them."""
+    call = read_call(True, {**CHAT, "temperature": 0.5, "min_p": 0.25})
+    limited = replace(served[1], sampling_keys=frozenset({"temperature"}))
+    with pytest.raises(ApiError, match="min_p is not supported by this engine"):
+        limited.sampling(call, 3)
+    for keys in (None, frozenset({"temperature", "min_p"})):
+        params = replace(served[1], sampling_keys=keys).sampling(call, 3)
+        assert (params.temperature, params.min_p) == (0.5, 0.25)
 
 
 def test_a_call_has_at_most_128_choices_and_128_prompts():
@@ -354,6 +376,22 @@ def test_a_disconnect_aborts_the_request(served, stream, monkeypatch):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert 0 <= engine.stats.tokens < 900
+
+
+def test_a_call_that_is_closed_early_leaves_no_error_in_the_event_loop(served):
+    problems = []
+
+    async def close_early() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+        call = read_call(True, {**CHAT, "max_tokens": 900, "ignore_eos": True})
+        deltas = Running.start(call, SingleCall(served[1], served[2]), served[1]).deltas()
+        await anext(deltas)
+        await deltas.aclose()
+        while len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(close_early())
+    assert problems == []
 
 
 def test_requests_have_names_of_their_own(served):

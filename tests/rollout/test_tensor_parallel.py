@@ -1,6 +1,7 @@
 """The native engine over two ranks generates what it generates on one, and refuses what it cannot split."""
 
 import asyncio
+import copy
 import time
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from verl.config import schema
 from verl.engines.parallel import init_process_group
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.experts import Experts
 from verl.rollout.native.factory import make_native
+from verl.rollout.native.model import read_decoder
 from verl.rollout.native.slices import Slices, check_sizes
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.tensor_parallel import TensorParallel
@@ -283,6 +286,21 @@ def test_the_slices_of_all_ranks_are_the_parameters(case, ranks):
             assert torch.equal(sum(parts) if bias else torch.cat(parts, 1), full), name
         else:
             assert all(part is full for part in parts), name
+
+
+def test_the_experts_of_two_ranks_add_up_to_those_of_the_model():
+    module = make_model("mixtral")
+
+    def experts_of(tp: TensorParallel) -> Experts:
+        own, slices = copy.deepcopy(module), Slices(module.config, tp)
+        for name, p in own.named_parameters():
+            p.data = slices.of(name, p.data)
+        return read_decoder(own, tp=tp).layers[0].experts
+
+    x, whole = torch.randn(6, module.config.hidden_size), experts_of(TensorParallel())
+    chosen, weights = whole.route(x)
+    parts = [experts_of(TensorParallel(rank, 2)).outputs(x, chosen, weights, torch.relu) for rank in range(2)]
+    torch.testing.assert_close(sum(parts), whole.outputs(x, chosen, weights, torch.relu))
 
 
 @pytest.mark.parametrize(

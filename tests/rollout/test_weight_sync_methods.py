@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,19 @@ def test_the_bandwidth_of_a_copy_is_that_of_the_fastest_of_three(monkeypatch):
     times = iter([0.0, 4.0, 10.0, 12.0, 20.0, 28.0])
     monkeypatch.setattr(weight_sync_factory, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     assert weight_sync_factory.copy_bandwidth(CPU) == 8 * 2**20 / 2.0
+
+
+def test_the_bandwidth_of_a_group_is_that_of_a_broadcast_which_has_reached_all_ranks():
+    sender, receiver = groups(2)
+    start = receiver.start_broadcast
+
+    def slow(tensor: torch.Tensor) -> SimpleNamespace:
+        work = start(tensor)
+        return SimpleNamespace(wait=lambda: work.wait() and time.sleep(0.05))
+
+    receiver.start_broadcast = slow
+    together(sender.measure, receiver.measure)
+    assert 0 < sender.bandwidth <= 8 * 2**20 / 0.05
 
 
 # ---- other processes --------------------------------------------------------------------------------------------

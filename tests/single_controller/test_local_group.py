@@ -10,6 +10,7 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Execute, Future, LocalWorkerGroup, Worker, WorkerSpec, colocate, register
 from verl.single_controller.dispatch import Coordinates
 from verl.single_controller.local import cluster as local_clusters
+from verl.single_controller.local.group import InProcessPool, make_pool
 from verl.single_controller.placement import ResourcePool
 
 
@@ -139,6 +140,10 @@ def test_roles_in_one_process():
     groups = colocate({"small": WorkerSpec(Scaler, {"scale": 1.0}), "large": WorkerSpec(Scaler, {"scale": 9.0})})
     assert [groups[r].multiply(batch(2)).batch["y"][1].item() for r in ("small", "large")] == [1.0, 9.0]
     assert repr(groups["large"]) == "LocalWorkerGroup(large, Scaler, world_size=1)"
+
+
+def test_without_a_number_there_is_one_worker_in_this_process():
+    assert isinstance(make_pool({"actor": WorkerSpec(Scaler)}), InProcessPool)
 
 
 def test_a_worker_class_by_address(tmp_path):

@@ -74,6 +74,7 @@ def test_a_stopped_rank_is_the_cause_of_an_error_in_a_collective():
     assert error.value.rank == 0
     first_line = str(error.value).splitlines()[0]
     assert f"rank 0 (process {pid}) is stopped: SIGSTOP" in first_line and "rank 1 raised" in first_line
+    assert "in serve" in error.value.traceback.split("--- rank 1")[1], "the stack of the other one"
 
 
 def test_loading_has_a_limit_of_its_own():
@@ -92,6 +93,7 @@ def test_a_killed_rank_is_the_error_and_the_rest_are_notes():
         with pytest.raises(WorkerDied) as error:
             future.get()
     assert error.value.rank == 1 and f"process {pid} was killed by SIGKILL" in error.value.message
+    assert not any(f"process {pid} was killed" in note for note in getattr(error.value, "__notes__", []))
 
 
 COLLECTIVE = """

@@ -75,6 +75,7 @@ class Roles:
         return -1.0 + self.step * version * direction
 
     def canary_response(self, prompt, max_tokens):
+        assert (len(prompt), max_tokens) == (16, 16)
         version = self.version if self.keeps is None else min(self.version, self.keeps)
         noise = self.noise * torch.randn(16, generator=self.generator)
         return [Completion(list(range(16)), (self._log_probs(version) + noise).tolist(), "length")]

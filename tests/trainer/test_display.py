@@ -14,7 +14,7 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft import SFTTrainer
-from verl.utils.threads import oversubscription
+from verl.utils.threads import oversubscription, warn_if_oversubscribed
 
 RESPONSES = Path("run/responses.parquet")
 
@@ -183,3 +183,12 @@ def test_the_hint_about_taken_cores():
         "times slower. Set OMP_NUM_THREADS=24"
     )
     assert oversubscription(threads=2, load=3.0, cores=2).endswith("Set OMP_NUM_THREADS=1")
+
+
+def test_taken_cores_are_a_warning_of_a_run_on_a_cpu(settings, lines, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (999.0, 999.0, 999.0))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    warn_if_oversubscribed.cache_clear()  # once per process
+    for _ in range(2):
+        LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", "trainer.device=cpu"])
+    assert [line[:35] for line in lines if "oversubscription" in line] == ["CPU oversubscription: load average "]

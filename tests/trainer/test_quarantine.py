@@ -148,7 +148,7 @@ def test_a_validation_quarantines_no_training_row(chosen, tmp_path, tiny):
 @pytest.mark.parametrize("line", ["no JSON", "[]", '{"row": "5"}', '{"row": 24}', '{"row": -1}', "{}"])
 def test_a_damaged_file_is_refused_with_its_line(chosen, tmp_path, line):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "quarantine.jsonl").write_text(f'{{"row": 5}}\n{line}\n')
+    (tmp_path / "run" / "quarantine.jsonl").write_text(f'{{"row": 0}}\n{line}\n')
     with pytest.raises(ValueError, match=r"quarantine\.jsonl, line 2: expected an object with .row"):
         LocalPPOTrainer(overrides=chosen)
 

@@ -1,5 +1,6 @@
 """A bad step is dumped, and its replay on a CPU names the sample, the operator and the line."""
 
+import math
 import re
 import shutil
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from verl import SFTTrainer
 from verl.cli.app import app
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.state.replay import replay
+from verl.trainer.state.replay import FirstBadOperator, replay
 
 LOSS = """
 from verl.algorithms.masked import agg_loss
@@ -48,6 +49,17 @@ def test_the_samples_the_operator_and_the_line_are_named(dump):
     assert all(sample.operator.startswith("SqrtBackward0") for sample in found.samples["actor"])
     assert [sample.uid for sample in found.samples["actor"]] == [batch.non_tensor_batch["uid"][row] for row in worst]
     assert found.notes == ["log-probs of the replay and of the run differ by at most 0"]
+
+
+def test_operators_return_their_results_and_a_backward_pass_without_a_trace_has_no_line():
+    x = torch.tensor([0.0, 4.0], requires_grad=True)
+    with FirstBadOperator() as trace:
+        assert x.log().tolist() == pytest.approx([-math.inf, math.log(4)])
+    assert trace.operator == "aten.log.default" and trace.line.startswith("test_replay.py:")
+    with FirstBadOperator() as trace:
+        x.sqrt().sum().backward()
+    assert trace.operator.startswith("SqrtBackward0") and trace.line == ""
+    assert x.grad.tolist() == [math.inf, 0.25]
 
 
 def test_weights_that_are_gone_are_a_note(dump):

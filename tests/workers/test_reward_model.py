@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
@@ -103,6 +104,15 @@ def test_the_same_tokens_under_another_template_are_tokenized_again(models):
     batch = batch_of(policy, ["one?"], ["two"], ["one?"])
     found = scores(models["qwen2"], policy, batch, custom_chat_template=template)
     assert torch.allclose(found.sum(1), expected(models["qwen2"], ["[user] one?\n[assistant] two\n"]), atol=1e-5)
+
+
+def test_the_bos_token_of_a_dialogue_is_that_of_the_template(models):
+    char, bpe = (AutoTokenizer.from_pretrained(models[kind]) for kind in ("llama", "qwen2"))
+    bos = bpe.pad_token, bpe.pad_token_id
+    bpe.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    bpe.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    (ids,) = DialogueReader(char, bpe)(batch_of(char, ["abc="], ["ab"], ["abc="]))
+    assert bpe.decode(ids) == "[abc=][ab]"
 
 
 def test_what_cannot_be_read_is_said(models):
