@@ -8,7 +8,7 @@ import torch
 from tests.rollout import test_reshard
 from verl.rollout.weight_sync import chunk_table, reshard
 from verl.rollout.weight_sync.checksums import wrap
-from verl.rollout.weight_sync.chunk_table import ChunkTable, Place, Pointers, Weights
+from verl.rollout.weight_sync.chunk_table import ChunkTable, Position, Pointers, Weights
 
 CPU = torch.device("cpu")
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -60,7 +60,7 @@ def test_the_tables_of_a_push(case, ranks, tp, boxes, monkeypatch):
 
 
 def random_table(generator: random.Random, device: torch.device, words: torch.dtype | None = None) -> tuple:
-    """Chunks of random shapes at random places of two tensors per dtype; no chunks share an element of a target."""
+    """Chunks of random shapes at random positions of two tensors per dtype; no chunks share an element of a target."""
     table, sources = ChunkTable(device), []
     target = generator.choice([torch.float32, torch.bfloat16, torch.float16])
     size = 0
@@ -79,7 +79,7 @@ def random_table(generator: random.Random, device: torch.device, words: torch.dt
         factors[2] *= generator.choice([0, 1])
         weights = Weights(*factors, 1 if words else per_word, generator.randint(0, 3))
         out = columns + step * generator.randint(0, 2)
-        table.add((rows, columns), Place(number, start, stride), Place(0, size, out), weights)
+        table.add((rows, columns), Position(number, start, stride), Position(0, size, out), weights)
         size += rows * out + generator.choice([0, 1, 4])
     return table, sources, target, size
 

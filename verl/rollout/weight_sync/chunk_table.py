@@ -24,7 +24,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ALIGNED = 4  # elements; with it, a thread reads 8 to 32 bytes at a time
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where a chunk begins in a tensor.
 
     Attributes:
@@ -56,8 +56,8 @@ class Weights(NamedTuple):
 class _Chunk(NamedTuple):
     rows: int
     columns: int
-    source: Place
-    target: Place
+    source: Position
+    target: Position
     weights: Weights
 
     @property
@@ -84,7 +84,7 @@ class ChunkTable:
         self.chunks: list[_Chunk] = []
         self._tables: list[tuple[bool, torch.Tensor, torch.Tensor]] | None = None
 
-    def add(self, shape: tuple[int, int], source: Place, target: Place, weights: Weights) -> None:
+    def add(self, shape: tuple[int, int], source: Position, target: Position, weights: Weights) -> None:
         """Add a chunk of so many rows and columns."""
         rows, columns = shape
         if columns == source.stride == target.stride == weights.per_word == 1:  # a vector: one row
@@ -118,7 +118,7 @@ class ChunkTable:
         """Copy and sum all chunks.
 
         Args:
-            sources, targets: the tensors of the chunks' places; no targets: nothing is written.
+            sources, targets: the tensors of the chunks' positions; no targets: nothing is written.
             dtype: of the targets, or of the words that are read.
             sums: (cells,) int64, to which the sums are added; None: they are not computed.
         """
@@ -126,7 +126,7 @@ class ChunkTable:
 
         aligned = sources.aligned and (targets is None or targets.aligned)
         for table_aligned, tiles, chunks in self.tables():
-            run(tiles, chunks, sources, targets, dtype, sums, aligned and table_aligned)
+            run(tiles, chunks, sources.table, targets and targets.table, dtype, sums, aligned and table_aligned, TILE)
 
 
 class Pointers:
@@ -161,26 +161,26 @@ class _FusedBucket:
         self.keys = list(dict.fromkeys(part.key for part in (*bucket.sends, *bucket.keeps)))
         self.sends, self.keeps, self.receives = (ChunkTable(device) for _ in range(3))
         for part in bucket.sends:
-            target = Place(0, part.start // size, part.move.box.columns)
+            target = Position(0, part.start // size, part.move.box.columns)
             self.sends.add(_shape(part), self._source(part, own), target, _weights(part, own.plan))
         for part in bucket.keeps:
             self.keeps.add(_shape(part), self._source(part, own), _target(part, own), _weights(part, own.plan))
         for part in bucket.receives:
-            source = Place(0, (self.sent + part.start) // size, part.move.box.columns)
+            source = Position(0, (self.sent + part.start) // size, part.move.box.columns)
             self.receives.add(_shape(part), source, _target(part, own), Weights(0, 0, 0, 1, 0))
 
-    def _source(self, part: Part, own: Own) -> Place:
+    def _source(self, part: Part, own: Own) -> Position:
         (row, column), columns = part.move.at, own.shards[part.key].box.columns
-        return Place(self.keys.index(part.key), row * columns + column, columns)
+        return Position(self.keys.index(part.key), row * columns + column, columns)
 
 
 def _shape(part: Part) -> tuple[int, int]:
     return part.move.box.rows, part.move.box.columns
 
 
-def _target(part: Part, own: Own) -> Place:
+def _target(part: Part, own: Own) -> Position:
     (row, column), columns = part.move.to, own.stored[part.index].columns
-    return Place(part.index, row * columns + column, columns)
+    return Position(part.index, row * columns + column, columns)
 
 
 def _weights(part: Part, plan: Plan) -> Weights:
@@ -207,9 +207,9 @@ class FusedCopies(Copies):
             self.stored.setdefault(WORDS[parameter.word], ChunkTable(self.device)),
         )
         for chunk in stored.chunks or (Chunk(Box(0, stored.rows, 0, stored.columns)),):  # none: zeros
-            box, place = chunk.box, Place(index, chunk.row * columns + chunk.column // per_word, columns)
+            box, position = chunk.box, Position(index, chunk.row * columns + chunk.column // per_word, columns)
             factors = position_weights(box.top, box.left // per_word, parameter.split_columns)
-            table.add((box.rows, box.columns // per_word), place, place, Weights(*factors, 1, index))
+            table.add((box.rows, box.columns // per_word), position, position, Weights(*factors, 1, index))
 
     def push(self, stored: Sequence[torch.Tensor]) -> "Push":
         return _FusedPush(self, stored)

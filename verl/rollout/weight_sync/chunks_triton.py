@@ -7,8 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.rollout.weight_sync.chunk_table import TILE, Pointers
-
 _TARGETS = {torch.float32: (tl.float32, tl.int32, 32), torch.bfloat16: (tl.bfloat16, tl.int16, 16)}
 _TARGETS[torch.float16] = (tl.float16, tl.int16, 16)
 _WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16}
@@ -59,14 +57,14 @@ def _kernel(tiles, chunks, sources, targets, sums, TARGET: tl.constexpr, BITS: t
     else:
         bits = _read(address, at, inside, BITS, ALIGNED)
     if SUM:
-        # a word of several elements is their sum, each shifted to its place: all but the last one are not negative
+        # a word of several elements is their sum, each shifted to its position: all but the last one are not negative
         per_word = tl.load(chunk + 11).to(tl.int32)
-        place = c % per_word
+        element = c % per_word
         words = bits.to(tl.int64)
         if WRITE:
             full = tl.full((COLUMNS,), -1, tl.int64)
-            low = tl.where(place < per_word - 1, tl.full((COLUMNS,), (1 << WIDTH) - 1, tl.int64), full)
-            words = (words & low[None, :]) << (place * WIDTH).to(tl.int64)[None, :]
+            low = tl.where(element < per_word - 1, tl.full((COLUMNS,), (1 << WIDTH) - 1, tl.int64), full)
+            words = (words & low[None, :]) << (element * WIDTH).to(tl.int64)[None, :]
         of_row = tl.load(chunk + 8) + tl.load(chunk + 9) * (first_row + r).to(tl.int64)
         total = tl.sum(tl.sum(words, 1) * of_row, 0)
         of_column = tl.load(chunk + 10)
@@ -78,15 +76,16 @@ def _kernel(tiles, chunks, sources, targets, sums, TARGET: tl.constexpr, BITS: t
 def run(
     tiles: torch.Tensor,
     chunks: torch.Tensor,
-    sources: Pointers,
-    targets: Pointers | None,
+    sources: torch.Tensor,
+    targets: torch.Tensor | None,
     dtype: torch.dtype,
     sums: torch.Tensor | None,
     aligned: bool,
+    tile: tuple[int, int],
 ) -> None:
-    """As `ChunkTable.run`, for one table."""
+    """As `ChunkTable.run`, for one of its tables. sources, targets: `Pointers.table`."""
     target, bits, width = _TARGETS[dtype] if targets is not None else (None, _WORDS[dtype], 64)
     _kernel[(len(tiles),)](
-        tiles, chunks, sources.table, targets and targets.table, sums, TARGET=target, BITS=bits, WIDTH=width,
-        WRITE=targets is not None, SUM=sums is not None, ALIGNED=aligned, ROWS=TILE[0], COLUMNS=TILE[1], num_warps=8,
+        tiles, chunks, sources, targets, sums, TARGET=target, BITS=bits, WIDTH=width,
+        WRITE=targets is not None, SUM=sums is not None, ALIGNED=aligned, ROWS=tile[0], COLUMNS=tile[1], num_warps=8,
     )  # fmt: skip
