@@ -128,6 +128,13 @@ def test_an_option_out_of_range_is_an_error_of_usage(given):
     assert status_of(*given)[0] == 2
 
 
+def test_an_empty_chat_template_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "empty.jinja").write_text("\n")
+    status, text = status_of("serve", str(tmp_path), "--port", "0", "--chat-template", str(tmp_path / "empty.jinja"))
+    assert status == 1 and "empty.jinja: expected a Jinja chat template, found an empty file" in text.replace("\n", "")
+
+
 def test_paths_of_users(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "loop").symlink_to("loop")

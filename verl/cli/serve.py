@@ -172,6 +172,8 @@ def load(
     template = model_settings.pop("template")
     if template is not None:
         model_settings["custom_chat_template"] = read_text(expanded(template))
+        if not model_settings["custom_chat_template"].strip():
+            raise ValueError(f"--chat-template {template}: expected a Jinja chat template, found an empty file")
     model = schema.ModelConfig(**model_settings)
     tokenizer, limits = load_tokenizer(model), ModelLimits.of(model)
     max_model_len, max_tokens = lengths
