@@ -1,7 +1,6 @@
 """Chunks of `reshard` that one kernel copies, casts and sums.
 
-Of a chunk on the device of the weights, every element is then read once and written once: a push of a large model takes
-as long as the memory of the device needs.
+Each element is read and written once, so a push is limited by memory bandwidth.
 """
 
 import math
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl.rollout.weight_sync.copies import Copies, Key, Own, Part, Push, RankBucket, cell_of
+from verl.rollout.weight_sync.copies import BufferedChunk, Copies, Key, LocalLayout, Push, RankBucket, sum_index
 from verl.rollout.weight_sync.plan import Parameter, Plan, Stored
 from verl.rollout.weight_sync.position_sums import WORDS, position_weights
 from verl.utils.shards import Box, Chunk
@@ -21,7 +20,7 @@ TILE = (16, 512)
 #: dtypes that the kernel reads and writes -> their numbers
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-_ALIGNED = 4  # elements; with it, a thread reads 8 to 32 bytes at a time
+_ALIGNED = 4  # elements: a thread reads 8 or 16 bytes at a time
 
 
 class Position(NamedTuple):
@@ -38,7 +37,7 @@ class Position(NamedTuple):
     stride: int
 
 
-class Weights(NamedTuple):
+class SumFactors(NamedTuple):
     """Word (i, j) of a chunk counts a + b i + c j times in its sum.
 
     Attributes:
@@ -58,7 +57,7 @@ class _Chunk(NamedTuple):
     columns: int
     source: Position
     target: Position
-    weights: Weights
+    weights: SumFactors
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -84,12 +83,12 @@ class ChunkTable:
         self.chunks: list[_Chunk] = []
         self._tables: list[tuple[bool, torch.Tensor, torch.Tensor]] | None = None
 
-    def add(self, shape: tuple[int, int], source: Position, target: Position, weights: Weights) -> None:
+    def add(self, shape: tuple[int, int], source: Position, target: Position, weights: SumFactors) -> None:
         """Add a chunk of so many rows and columns."""
         rows, columns = shape
         if columns == source.stride == target.stride == weights.per_word == 1:  # a vector: one row
             rows, columns, weights = 1, rows, weights._replace(b=0, c=weights.b)
-            source, target = source._replace(stride=rows), target._replace(stride=rows)
+            source, target = source._replace(stride=columns), target._replace(stride=columns)
         if rows and columns:
             self.chunks.append(_Chunk(rows, columns, source, target, weights))
 
@@ -146,7 +145,7 @@ class Pointers:
         self.table = numbers.to(device, non_blocking=True)
 
 
-def fits(device: torch.device, plan: Plan) -> bool:
+def is_supported(device: torch.device, plan: Plan) -> bool:
     """Whether the kernel runs on the device and writes the dtypes of the plan."""
     return device.type == "cuda" and all(parameter.dtype in DTYPES for parameter in plan.parameters)
 
@@ -154,46 +153,47 @@ def fits(device: torch.device, plan: Plan) -> bool:
 class _FusedBucket:
     """The chunks of a bucket that are sent, kept and received."""
 
-    def __init__(self, bucket: RankBucket, own: Own, device: torch.device):
+    def __init__(self, bucket: RankBucket, own: LocalLayout, device: torch.device):
         self.dtype, size = bucket.dtype, bucket.dtype.itemsize
         self.sent = sum(bucket.sent)
         self.bytes = self.sent + sum(bucket.received)
-        self.keys = list(dict.fromkeys(part.key for part in (*bucket.sends, *bucket.keeps)))
+        self.keys = bucket.keys
+        self._numbers = {key: number for number, key in enumerate(self.keys)}
         self.sends, self.keeps, self.receives = (ChunkTable(device) for _ in range(3))
         for part in bucket.sends:
             target = Position(0, part.start // size, part.move.box.columns)
-            self.sends.add(_shape(part), self._source(part, own), target, _weights(part, own.plan))
+            self.sends.add(_shape(part), self._source(part, own), target, _factors(part, own.plan))
         for part in bucket.keeps:
-            self.keeps.add(_shape(part), self._source(part, own), _target(part, own), _weights(part, own.plan))
+            self.keeps.add(_shape(part), self._source(part, own), _target(part, own), _factors(part, own.plan))
         for part in bucket.receives:
             source = Position(0, (self.sent + part.start) // size, part.move.box.columns)
-            self.receives.add(_shape(part), source, _target(part, own), Weights(0, 0, 0, 1, 0))
+            self.receives.add(_shape(part), source, _target(part, own), SumFactors(0, 0, 0, 1, 0))
 
-    def _source(self, part: Part, own: Own) -> Position:
+    def _source(self, part: BufferedChunk, own: LocalLayout) -> Position:
         (row, column), columns = part.move.at, own.shards[part.key].box.columns
-        return Position(self.keys.index(part.key), row * columns + column, columns)
+        return Position(self._numbers[part.key], row * columns + column, columns)
 
 
-def _shape(part: Part) -> tuple[int, int]:
+def _shape(part: BufferedChunk) -> tuple[int, int]:
     return part.move.box.rows, part.move.box.columns
 
 
-def _target(part: Part, own: Own) -> Position:
+def _target(part: BufferedChunk, own: LocalLayout) -> Position:
     (row, column), columns = part.move.to, own.stored[part.index].columns
     return Position(part.index, row * columns + column, columns)
 
 
-def _weights(part: Part, plan: Plan) -> Weights:
+def _factors(part: BufferedChunk, plan: Plan) -> SumFactors:
     parameter, box = plan.parameters[part.index], part.move.box
     per_word = parameter.word // parameter.dtype.itemsize
     factors = position_weights(box.top, box.left // per_word, parameter.split_columns)
-    return Weights(*factors, per_word, cell_of(part, plan))
+    return SumFactors(*factors, per_word, sum_index(part, plan))
 
 
 class FusedCopies(Copies):
     """With one kernel per step, which sums what it copies. What a rank keeps is written where it is stored."""
 
-    def __init__(self, buckets: Sequence[RankBucket], own: Own, device: torch.device):
+    def __init__(self, buckets: Sequence[RankBucket], own: LocalLayout, device: torch.device):
         self.buckets = [_FusedBucket(bucket, own, device) for bucket in buckets]
         super().__init__(own.plan, [bucket.bytes for bucket in self.buckets], device)
         self.stored: dict[torch.dtype, ChunkTable] = {}  # by the dtype of the words of the sums
@@ -209,7 +209,7 @@ class FusedCopies(Copies):
         for chunk in stored.chunks or (Chunk(Box(0, stored.rows, 0, stored.columns)),):  # none: zeros
             box, position = chunk.box, Position(index, chunk.row * columns + chunk.column // per_word, columns)
             factors = position_weights(box.top, box.left // per_word, parameter.split_columns)
-            table.add((box.rows, box.columns // per_word), position, position, Weights(*factors, 1, index))
+            table.add((box.rows, box.columns // per_word), position, position, SumFactors(*factors, 1, index))
 
     def push(self, stored: Sequence[torch.Tensor]) -> "Push":
         return _FusedPush(self, stored)
@@ -226,13 +226,18 @@ class _FusedPush(Push):
 
     def pack(self, number: int, shards: Mapping[Key, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         bucket, slot = self._copies.buckets[number], self._slots[number % 2]
-        self._read = Pointers([_readable(shards[key], bucket.dtype) for key in bucket.keys], self._copies.device)
+        self._read = Pointers([self._readable(shards[key], bucket.dtype) for key in bucket.keys], self._copies.device)
         bucket.sends.run(self._read, self._in_slot[number % 2, bucket.dtype], bucket.dtype, self.sums)
         return slot[: bucket.sent], slot[bucket.sent : bucket.bytes]
+
+    def _readable(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor on the device, in the dtype of the target if the kernel cannot read its own."""
+        return tensor.to(self._copies.device, tensor.dtype if tensor.dtype in DTYPES else dtype)
 
     def keep(self, number: int) -> None:
         bucket = self._copies.buckets[number]
         bucket.keeps.run(self._read, self._stored, bucket.dtype, self.sums)
+        self._read = None  # the memory of shards that are copies
 
     def store(self, number: int) -> None:
         bucket = self._copies.buckets[number]
@@ -243,8 +248,3 @@ class _FusedPush(Push):
         for word, table in self._copies.stored.items():
             table.run(self._stored, None, word, total)
         return total
-
-
-def _readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor, or a copy in the dtype of the target if the kernel cannot read its own."""
-    return tensor if tensor.dtype in DTYPES else tensor.to(dtype)

@@ -15,7 +15,7 @@ from verl.utils.shards import Box, Shard
 Key = tuple[int, int]
 
 
-class Own:
+class LocalLayout:
     """What this rank has in training and stores, by the numbers of the parameters in the plan."""
 
     def __init__(self, rank: int, layout: RankLayout, plan: Plan):
@@ -31,7 +31,7 @@ class Own:
             count[index] += 1
 
 
-class Part(NamedTuple):
+class BufferedChunk(NamedTuple):
     """A move of a bucket, and where its chunk is in a buffer.
 
     Attributes:
@@ -53,16 +53,17 @@ class RankBucket:
 
     Attributes:
         sends, receives: chunks for and from other ranks, by rank. They are in a buffer each.
-        keeps: chunks that this rank has and stores. They would follow in the buffer of what is sent.
+        keeps: chunks that this rank has and stores. `TorchCopies` puts them after those that it sends.
+        keys: of the shards that are read.
         sent, received: bytes to and from each rank.
         kept: bytes of what is kept.
     """
 
-    def __init__(self, bucket: Bucket, own: Own):
+    def __init__(self, bucket: Bucket, own: LocalLayout):
         self.dtype, rank, ranks = bucket.dtype, own.rank, own.plan.ranks
-        self.sends: list[Part] = []
-        self.keeps: list[Part] = []
-        self.receives: list[Part] = []
+        self.sends: list[BufferedChunk] = []
+        self.keeps: list[BufferedChunk] = []
+        self.receives: list[BufferedChunk] = []
         self.sent, self.received = [0] * ranks, [0] * ranks
         outgoing: list[list[tuple[int, Move]]] = [[] for _ in range(ranks)]
         incoming: list[list[tuple[int, Move]]] = [[] for _ in range(ranks)]
@@ -77,21 +78,22 @@ class RankBucket:
             self.sent[other] = self._add(self.sends, outgoing[other], at)
             at += self.sent[other]
         self.kept = self._add(self.keeps, outgoing[rank], at)
+        self.keys: list[Key] = list(dict.fromkeys(part.key for part in (*self.sends, *self.keeps)))
         at = 0
         for other in others:
             self.received[other] = self._add(self.receives, incoming[other], at)
             at += self.received[other]
 
-    def _add(self, parts: list[Part], moves: Sequence[tuple[int, Move]], start: int) -> int:
+    def _add(self, parts: list[BufferedChunk], moves: Sequence[tuple[int, Move]], start: int) -> int:
         """Add moves whose chunks begin at this byte. Returns their bytes."""
         at = start
         for index, move in moves:
-            parts.append(Part(index, move, at))
+            parts.append(BufferedChunk(index, move, at))
             at += room(move, self.dtype)
         return at - start
 
 
-def cell_of(part: Part, plan: Plan) -> int:
+def sum_index(part: BufferedChunk, plan: Plan) -> int:
     """Where the sums of what is sent are added: by target, whether it is the first that needs the chunk, parameter."""
     return (2 * part.move.target + part.move.first) * len(plan.parameters) + part.index
 
@@ -119,7 +121,7 @@ class Push(ABC):
     Two buckets are in memory: a slot is a buffer of (bytes,) uint8, first what is sent, last what is received.
 
     Attributes:
-        sums: of what is sent and kept, (2 * ranks * parameters,) int64; see `cell_of`.
+        sums: of what is sent and kept, (2 * ranks * parameters,) int64; see `sum_index`.
     """
 
     def __init__(self, copies: Copies):
@@ -185,7 +187,7 @@ def _copy_of(key: Key, box: Box, at: tuple[int, int], columns: int, start: int) 
 class _TorchBucket:
     """The copies of a bucket, and the sums of what is sent and kept, which are in one buffer."""
 
-    def __init__(self, bucket: RankBucket, own: Own, device: torch.device):
+    def __init__(self, bucket: RankBucket, own: LocalLayout, device: torch.device):
         self.dtype, plan, size = bucket.dtype, own.plan, bucket.dtype.itemsize
         self.reads = [
             _copy_of(part.key, part.move.box, part.move.at, own.shards[part.key].box.columns, part.start // size)
@@ -205,8 +207,8 @@ class _TorchBucket:
         for part in (*bucket.sends, *bucket.keeps):
             self._add_sums(part, plan)
 
-    def _add_sums(self, part: Part, plan: Plan) -> None:
-        parameter, box, cell = plan.parameters[part.index], part.move.box, cell_of(part, plan)
+    def _add_sums(self, part: BufferedChunk, plan: Plan) -> None:
+        parameter, box, cell = plan.parameters[part.index], part.move.box, sum_index(part, plan)
         per_word = parameter.word // self.dtype.itemsize
         columns = box.columns // per_word
         self.sums.add(Summed(0, part.start, box.rows, columns, parameter.word, 1), [(box.top, box.rows, cell)])
@@ -218,7 +220,7 @@ class _TorchBucket:
 class TorchCopies(Copies):
     """With operators of torch, on any device. What a rank keeps goes through the buffer in which it is summed."""
 
-    def __init__(self, buckets: Sequence[RankBucket], own: Own, device: torch.device):
+    def __init__(self, buckets: Sequence[RankBucket], own: LocalLayout, device: torch.device):
         self.buckets = [_TorchBucket(bucket, own, device) for bucket in buckets]
         super().__init__(own.plan, [bucket.bytes for bucket in self.buckets], device)
         self.stored_sums = _sums_of_stored(own, device)
@@ -259,7 +261,7 @@ class _TorchPush(Push):
         _copy([copy.of(self._stored[copy.key[0]]) for copy in copies], chunks)
 
 
-def _sums_of_stored(own: Own, device: torch.device) -> PositionSums:
+def _sums_of_stored(own: LocalLayout, device: torch.device) -> PositionSums:
     """The sums of what this rank stores of every parameter."""
     sums = PositionSums(len(own.stored), device)
     for index, (parameter, stored) in enumerate(zip(own.plan.parameters, own.stored)):

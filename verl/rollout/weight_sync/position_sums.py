@@ -3,7 +3,8 @@
 The words of row i are summed and multiplied by an odd factor of i; where boxes have some of the columns, those of
 column j as well, by an even factor of j. i and j count in the full parameter, so the sums of disjoint boxes add up,
 modulo 2^64, to the sum of the parameter. A changed word always changes it, because it counts by an odd factor in all;
-a chunk at a wrong place gets other factors. One call sums the rows of many parameters.
+a chunk at a wrong position gets other factors. Words that are exchanged within a row are found only where boxes have
+some of the columns. One call sums the rows of many parameters.
 """
 
 from collections.abc import Sequence

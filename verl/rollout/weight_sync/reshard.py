@@ -21,10 +21,10 @@ import torch.distributed as dist
 from verl.rollout.base import RolloutEngine
 from verl.rollout.weight_sync.base import ShardSource, SlicedWeights, SyncReport, WeightSource, WeightSync
 from verl.rollout.weight_sync.checksums import combine
-from verl.rollout.weight_sync.chunk_table import FusedCopies, fits
-from verl.rollout.weight_sync.copies import Copies, Key, Own, Push, RankBucket, TorchCopies
+from verl.rollout.weight_sync.chunk_table import FusedCopies, is_supported
+from verl.rollout.weight_sync.copies import Copies, Key, LocalLayout, Push, RankBucket, TorchCopies
 from verl.rollout.weight_sync.grouping import HybridGroups
-from verl.rollout.weight_sync.plan import Plan, RankLayout, make_plan
+from verl.rollout.weight_sync.plan import Plan, RankLayout, Stored, make_plan
 
 logger = logging.getLogger("verl.rollout")
 
@@ -86,12 +86,11 @@ class _RankPlan:
     """The plan of this rank, with what is computed once: copies, sizes and factors of sums."""
 
     def __init__(self, plan: Plan, rank: int, layout: RankLayout, device: torch.device):
-        self.plan, self.own = plan, Own(rank, layout, plan)
+        self.plan, self.own = plan, LocalLayout(rank, layout, plan)
         self.buckets = [RankBucket(bucket, self.own) for bucket in plan.buckets]
-        kind = FusedCopies if fits(device, plan) else TorchCopies
+        kind = FusedCopies if is_supported(device, plan) else TorchCopies
         self.copies: Copies = kind(self.buckets, self.own, device)
-        self.reads = [list(dict.fromkeys(p.key for p in (*b.sends, *b.keeps))) for b in self.buckets]
-        self.last_use = {key: number for number, keys in enumerate(self.reads) for key in keys}
+        self.last_use = {key: number for number, bucket in enumerate(self.buckets) for key in bucket.keys}
         self.zeros = [index for index, stored in enumerate(self.own.stored) if not stored.chunks]
 
 
@@ -107,7 +106,7 @@ class _Shards:
     def of(self, number: int) -> dict[Key, torch.Tensor]:
         """The shards that a bucket reads. Buckets are read in order."""
         found = {}
-        for key in self.plan.reads[number]:
+        for key in self.plan.buckets[number].keys:
             while key not in self._read:
                 self._next()
             found[key] = self._read[key]
@@ -177,8 +176,8 @@ class ReshardSync(WeightSync):
         with torch.no_grad():
             stored = receiver.open_slices()
             own = [stored[name] for name in plan.own.names]
-            if scattered := [name for name, tensor in zip(plan.own.names, own) if not tensor.is_contiguous()]:
-                raise ValueError(f"weight sync: expected contiguous parameters in the rollout, found {scattered[:3]}")
+            for name, tensor, layout in zip(plan.own.names, own, plan.own.stored):
+                _check_stored(name, tensor, layout)
             sums, stored_sums = self._transfer(plan, _Shards(engine.shards(), plan), own)
             checksum = self._verify(plan, stored_sums, sums, version)
         receiver.close_slices()
@@ -242,6 +241,20 @@ class ReshardSync(WeightSync):
                 f"{', '.join(found)}"
             )
         return combine([every[-1]])
+
+
+def _check_stored(name: str, tensor: torch.Tensor, layout: Stored) -> None:
+    """Check that a tensor is what the layout says: chunks are written by their positions in it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    size = layout.rows * layout.columns
+    if not tensor.is_contiguous() or tensor.dtype != layout.dtype or tensor.numel() != size:
+        found = f"{'' if tensor.is_contiguous() else 'not contiguous, '}{tensor.numel()} elements of {tensor.dtype}"
+        raise ValueError(
+            f"weight sync: {name}: expected {size} contiguous elements of {layout.dtype} in the rollout, found {found}"
+        )
 
 
 def _describe(plan: Plan, grouping: HybridGroups | None) -> str:
