@@ -27,7 +27,7 @@ class Position(NamedTuple):
     """Where a chunk begins in a tensor.
 
     Attributes:
-        tensor: index in the tensors that `ChunkTable.pointers` got.
+        tensor: index in the sources or targets of `ChunkTable.run`.
         start: first element.
         stride: elements from a row to the next one.
     """
@@ -57,7 +57,7 @@ class _Chunk(NamedTuple):
     columns: int
     source: Position
     target: Position
-    weights: SumFactors
+    factors: SumFactors
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -83,18 +83,18 @@ class ChunkTable:
         self.chunks: list[_Chunk] = []
         self._tables: list[tuple[bool, torch.Tensor, torch.Tensor]] | None = None
 
-    def add(self, shape: tuple[int, int], source: Position, target: Position, weights: SumFactors) -> None:
+    def add(self, shape: tuple[int, int], source: Position, target: Position, factors: SumFactors) -> None:
         """Add a chunk of so many rows and columns."""
         rows, columns = shape
-        if columns == source.stride == target.stride == weights.per_word == 1:  # a vector: one row
-            rows, columns, weights = 1, rows, weights._replace(b=0, c=weights.b)
+        if columns == source.stride == target.stride == factors.per_word == 1:  # a vector: one row
+            rows, columns, factors = 1, rows, factors._replace(b=0, c=factors.b)
             source, target = source._replace(stride=columns), target._replace(stride=columns)
         if rows and columns:
-            self.chunks.append(_Chunk(rows, columns, source, target, weights))
+            self.chunks.append(_Chunk(rows, columns, source, target, factors))
 
     def tables(self) -> list[tuple[bool, torch.Tensor, torch.Tensor]]:
         """Of aligned chunks and of others: whether aligned, (tiles,) int32, the chunk of each tile, and (chunks, 15)
-        int64: rows, columns, source, target, weights, number of the first tile, tiles next to each other."""
+        int64: rows, columns, source, target, factors, number of the first tile, tiles next to each other."""
         if self._tables is None:
             self._tables = []
             for aligned in (True, False):
@@ -104,7 +104,7 @@ class ChunkTable:
                 counts = [chunk.tiles[0] for chunk in chunks]
                 firsts = [0, *accumulate(counts)]
                 rows = [
-                    (*chunk[:2], *chunk.source, *chunk.target, *chunk.weights, first, chunk.tiles[1])
+                    (*chunk[:2], *chunk.source, *chunk.target, *chunk.factors, first, chunk.tiles[1])
                     for chunk, first in zip(chunks, firsts)
                 ]
                 tiles = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
@@ -185,9 +185,8 @@ def _target(part: BufferedChunk, own: LocalLayout) -> Position:
 
 def _factors(part: BufferedChunk, plan: Plan) -> SumFactors:
     parameter, box = plan.parameters[part.index], part.move.box
-    per_word = parameter.word // parameter.dtype.itemsize
-    factors = position_weights(box.top, box.left // per_word, parameter.split_columns)
-    return SumFactors(*factors, per_word, sum_index(part, plan))
+    factors = position_weights(box.top, box.left // parameter.per_word, parameter.split_columns)
+    return SumFactors(*factors, parameter.per_word, sum_index(part, plan))
 
 
 class FusedCopies(Copies):
@@ -201,11 +200,8 @@ class FusedCopies(Copies):
             self._add_stored(index, parameter, stored)
 
     def _add_stored(self, index: int, parameter: Parameter, stored: Stored) -> None:
-        per_word = parameter.word // parameter.dtype.itemsize
-        columns, table = (
-            stored.columns // per_word,
-            self.stored.setdefault(WORDS[parameter.word], ChunkTable(self.device)),
-        )
+        per_word, columns = parameter.per_word, stored.columns // parameter.per_word
+        table = self.stored.setdefault(WORDS[parameter.word], ChunkTable(self.device))
         for chunk in stored.chunks or (Chunk(Box(0, stored.rows, 0, stored.columns)),):  # none: zeros
             box, position = chunk.box, Position(index, chunk.row * columns + chunk.column // per_word, columns)
             factors = position_weights(box.top, box.left // per_word, parameter.split_columns)
@@ -217,8 +213,7 @@ class FusedCopies(Copies):
 
 class _FusedPush(Push):
     def __init__(self, copies: FusedCopies, stored: Sequence[torch.Tensor]):
-        super().__init__(copies)
-        self._copies, self._tensors = copies, stored
+        super().__init__(copies, stored)
         self._stored = Pointers(stored, copies.device)
         kinds = {(number % 2, bucket.dtype) for number, bucket in enumerate(copies.buckets)}
         self._in_slot = {(i, dtype): Pointers([self._slots[i].view(dtype)], copies.device) for i, dtype in kinds}

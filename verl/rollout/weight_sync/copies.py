@@ -124,8 +124,9 @@ class Push(ABC):
         sums: of what is sent and kept, (2 * ranks * parameters,) int64; see `sum_index`.
     """
 
-    def __init__(self, copies: Copies):
+    def __init__(self, copies: Copies, stored: Sequence[torch.Tensor]):
         plan, device = copies.plan, copies.device
+        self._copies, self._tensors = copies, stored
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in copies.sizes]
         self.sums = torch.zeros(2 * plan.ranks * len(plan.parameters), dtype=torch.int64, device=device)
 
@@ -209,12 +210,11 @@ class _TorchBucket:
 
     def _add_sums(self, part: BufferedChunk, plan: Plan) -> None:
         parameter, box, cell = plan.parameters[part.index], part.move.box, sum_index(part, plan)
-        per_word = parameter.word // self.dtype.itemsize
-        columns = box.columns // per_word
+        columns = box.columns // parameter.per_word
         self.sums.add(Summed(0, part.start, box.rows, columns, parameter.word, 1), [(box.top, box.rows, cell)])
         if parameter.split_columns:
             of_columns = Summed(0, part.start, box.rows, columns, parameter.word, 0)
-            self.sums.add(of_columns, [(box.left // per_word, columns, cell)])
+            self.sums.add(of_columns, [(box.left // parameter.per_word, columns, cell)])
 
 
 class TorchCopies(Copies):
@@ -230,10 +230,6 @@ class TorchCopies(Copies):
 
 
 class _TorchPush(Push):
-    def __init__(self, copies: TorchCopies, stored: Sequence[torch.Tensor]):
-        super().__init__(copies)
-        self._copies, self._stored = copies, stored
-
     def _buffers(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What is sent and kept, and what is received."""
         bucket, slot = self._copies.buckets[number], self._slots[number % 2]
@@ -254,19 +250,18 @@ class _TorchPush(Push):
         self._write(self._copies.buckets[number].stores, self._buffers(number)[1])
 
     def stored_sums(self) -> torch.Tensor:
-        return self._copies.stored_sums.of(self._stored)
+        return self._copies.stored_sums.of(self._tensors)
 
     def _write(self, copies: list[_Copy], buffer: torch.Tensor) -> None:
         chunks = [copy.in_buffer(buffer) for copy in copies]
-        _copy([copy.of(self._stored[copy.key[0]]) for copy in copies], chunks)
+        _copy([copy.of(self._tensors[copy.key[0]]) for copy in copies], chunks)
 
 
 def _sums_of_stored(own: LocalLayout, device: torch.device) -> PositionSums:
     """The sums of what this rank stores of every parameter."""
     sums = PositionSums(len(own.stored), device)
     for index, (parameter, stored) in enumerate(zip(own.plan.parameters, own.stored)):
-        per_word = parameter.word // parameter.dtype.itemsize
-        columns = stored.columns // per_word
+        per_word, columns = parameter.per_word, stored.columns // parameter.per_word
         boxes = [chunk.box for chunk in sorted(stored.chunks, key=lambda chunk: (chunk.row, chunk.column))]
         ranges = {dim: [(0, size, index)] for dim, size in ((1, stored.rows), (0, columns))}  # of zeros
         if boxes:

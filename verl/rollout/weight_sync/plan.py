@@ -96,6 +96,11 @@ class Parameter:
     word: int
     split_columns: bool
 
+    @property
+    def per_word(self) -> int:
+        """Elements of a word."""
+        return self.word // self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Bucket:
