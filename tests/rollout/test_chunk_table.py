@@ -23,8 +23,8 @@ def loop(table: ChunkTable, sources: Pointers, targets: Pointers | None, dtype: 
         for number, row in enumerate(chunks.tolist()):
             rows, columns, source, start, stride, target, to, out, *factors, first, across = row
             assert not aligned or not any(n % 4 for n in (columns, start, stride, to, out))
-            assert (first, across) == (len(expected), math.ceil(columns / 512))
-            expected += [number] * (math.ceil(rows / 16) * across)
+            assert (first, across) == (len(expected), math.ceil(columns / 1024))
+            expected += [number] * (math.ceil(rows / 8) * across)
             tensor = sources.tensors[source].view(-1)
             tensor = tensor if targets is not None else tensor.view(dtype)
             chunk = tensor.as_strided((rows, columns), (stride, 1), tensor.storage_offset() + start)
@@ -115,7 +115,7 @@ def random_table(generator: random.Random, device: torch.device, words: torch.dt
     size = 0
     for number in range(6):
         step = generator.choice([1, 4])
-        rows, columns = generator.randint(1, 40), generator.choice([1, 8, 600, 1040, generator.randint(1, 300) * step])
+        rows, columns = generator.randint(1, 40), generator.choice([1, 8, 600, 2060, generator.randint(1, 300) * step])
         dtype = words or generator.choice(list(chunk_table.DTYPES))
         stride, start = columns + step * generator.randint(0, 3), step * generator.randint(0, 3)
         if words is None:

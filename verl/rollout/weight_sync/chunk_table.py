@@ -16,7 +16,7 @@ from verl.rollout.weight_sync.position_sums import WORDS, position_weights
 from verl.utils.shards import Box, Chunk
 
 #: rows and columns that a program of the kernel handles
-TILE = (16, 512)
+TILE = (8, 1024)
 #: dtypes that the kernel reads and writes -> their numbers
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

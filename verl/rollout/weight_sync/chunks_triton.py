@@ -57,20 +57,24 @@ def _kernel(tiles, chunks, sources, targets, sums, TARGET: tl.constexpr, BITS: t
     else:
         bits = _read(address, at, inside, BITS, ALIGNED)
     if SUM:
-        # a word of several elements is their sum, each shifted to its position: all but the last one are not negative
+        # The word of several elements is their sum, each shifted to its position: the last one has the sign. Sums of a
+        # column over the rows of a tile fit in 32 bits if elements have 16.
         per_word = tl.load(chunk + 11).to(tl.int32)
-        element = c % per_word
-        words = bits.to(tl.int64)
-        if WRITE:
-            full = tl.full((COLUMNS,), -1, tl.int64)
-            low = tl.where(element < per_word - 1, tl.full((COLUMNS,), (1 << WIDTH) - 1, tl.int64), full)
-            words = (words & low[None, :]) << (element * WIDTH).to(tl.int64)[None, :]
-        of_row = tl.load(chunk + 8) + tl.load(chunk + 9) * (first_row + r).to(tl.int64)
-        total = tl.sum(tl.sum(words, 1) * of_row, 0)
-        of_column = tl.load(chunk + 10)
-        if of_column != 0:
-            total += tl.sum(tl.sum(words, 0) * ((first_column + c) // per_word).to(tl.int64), 0) * of_column
-        tl.atomic_add(sums + tl.load(chunk + 12), total, sem="relaxed")
+        element, word = c % per_word, (first_column + c) // per_word
+        if WIDTH == 16:
+            low = tl.where(element < per_word - 1, tl.full((COLUMNS,), 0xFFFF, tl.int32), -1)
+            values = bits.to(tl.int32) & low[None, :]
+        elif WIDTH == 32:
+            low = tl.where(element < per_word - 1, tl.full((COLUMNS,), 0xFFFFFFFF, tl.int64), -1)
+            values = bits.to(tl.int64) & low[None, :]
+        else:
+            values = bits.to(tl.int64)
+        of_column = tl.sum(values, 0).to(tl.int64)
+        by_row = tl.sum(values * r[:, None], 0).to(tl.int64)
+        a, b, of_word = tl.load(chunk + 8), tl.load(chunk + 9), tl.load(chunk + 10)
+        total = (a + b * first_row + of_word * word) * of_column + b * by_row
+        total = total << (element * WIDTH % 64).to(tl.int64)
+        tl.atomic_add(sums + tl.load(chunk + 12), tl.sum(total, 0), sem="relaxed")
 
 
 def run(
@@ -87,5 +91,5 @@ def run(
     target, bits, width = _TARGETS[dtype] if targets is not None else (None, _WORDS[dtype], 64)
     _kernel[(len(tiles),)](
         tiles, chunks, sources, targets, sums, TARGET=target, BITS=bits, WIDTH=width,
-        WRITE=targets is not None, SUM=sums is not None, ALIGNED=aligned, ROWS=tile[0], COLUMNS=tile[1], num_warps=8,
+        WRITE=targets is not None, SUM=sums is not None, ALIGNED=aligned, ROWS=tile[0], COLUMNS=tile[1], num_warps=4,
     )  # fmt: skip
