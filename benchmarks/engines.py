@@ -2,7 +2,7 @@
 
     python benchmarks/engines.py                                       # two GPUs: 0.5B, native and vllm
     python benchmarks/engines.py --suite gpu-7b --engines native,vllm  # 7B, FSDP2 over both GPUs
-    python benchmarks/engines.py --suite gpu-moe --engines vllm --strategies fsdp2,megatron  # training engines
+    python benchmarks/engines.py --suite gpu-moe --engines native --strategies fsdp2,megatron  # training engines
     python benchmarks/engines.py --suite gpu-vl --devices 1 --placements colocated  # Qwen2.5-VL-3B, an image each
     python benchmarks/engines.py --suite cpu --engines native,hf       # any machine
 
@@ -43,12 +43,15 @@ COLUMNS = {
     "push_s": "weight_sync/seconds",
     "tokens_s": "rollout/tokens_per_second",
     "mismatch": "rollout/logprob_gap_mean",
+    "routing_mismatch": "moe/routing_mismatch",
     "memory_gib": "perf/max_memory_allocated_gb",
 }
 
 
-def overrides(args: argparse.Namespace, folder: Path, strategy: str, engine: str, placement: str) -> list[str]:
-    """The command line of one run. strategy: the training engine."""
+def overrides(
+    args: argparse.Namespace, folder: Path, strategy: str, engine: str, placement: str, replay: str = "disabled"
+) -> list[str]:
+    """The command line of one run. strategy: the training engine. replay: mode of router replay."""
     work, devices = ALL_SUITES[args.suite], args.devices
     settings = {
         "algorithm.name": "grpo",
@@ -73,7 +76,7 @@ def overrides(args: argparse.Namespace, folder: Path, strategy: str, engine: str
         "trainer.save_at_end": False,
         "trainer.resume_mode": "disable",
         "trainer.logger": "[jsonl]",
-        "trainer.default_local_dir": folder / f"{strategy}_{engine}_{placement}",
+        "trainer.default_local_dir": folder / f"{strategy}_{engine}_{placement}_{replay}",
     }
     if placement == "split":
         half = devices // 2
@@ -83,15 +86,19 @@ def overrides(args: argparse.Namespace, folder: Path, strategy: str, engine: str
         settings["actor_rollout_ref.rollout.tensor_model_parallel_size"] = args.tensor_parallel
     if strategy == "megatron" and placement == "colocated":
         settings["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] = args.tensor_parallel
+    if replay != "disabled":
+        settings["actor_rollout_ref.actor.router_replay.mode"] = replay
+        settings["actor_rollout_ref.rollout.enable_rollout_routing_replay"] = "true"
     further = work.settings if isinstance(work, VisionWork) else ()
     return [f"{key}={value}" for key, value in settings.items()] + [*further, *args.set]
 
 
-def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, placement: str) -> dict:
+def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, placement: str, replay: str) -> dict:
     """Run one configuration. Returns its line of the record."""
-    name, start = f"{strategy}_{engine}_{placement}", time.perf_counter()
+    start, settings = time.perf_counter(), overrides(args, folder, strategy, engine, placement, replay)
+    name = next(text.rpartition("/")[2] for text in settings if text.startswith("trainer.default_local_dir="))
     out = folder / f"{name}.log"
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, folder, strategy, engine, placement)]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     with out.open("w", encoding="utf-8") as log:
         try:
@@ -101,6 +108,7 @@ def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, plac
         except subprocess.TimeoutExpired:
             code = f"no end within {args.limit:g} s"
     line = {"strategy": strategy, "engine": engine, "placement": placement}
+    line |= {"router_replay": replay} if replay != "disabled" else {}
     line["total_s"] = round(time.perf_counter() - start, 1)
     if code != 0:
         print(out.read_text(encoding="utf-8")[-3000:], file=sys.stderr)
@@ -122,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--engines", default="native,vllm", help="names of rollout engines")
     parser.add_argument("--strategies", default="fsdp2", help="training engines: fsdp2, megatron")
     parser.add_argument("--skip", default="", help="pairs to skip, such as megatron/vllm")
+    parser.add_argument("--router-replay", default="disabled", help="modes of router replay: disabled, R3")
     parser.add_argument("--placements", default="colocated,split")
     parser.add_argument("--devices", type=int, default=2, help="devices of a run")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of the colocated rollout")
@@ -146,11 +155,11 @@ def main() -> None:
         folder = Path(name)
         make = make_vision_inputs if isinstance(work, VisionWork) else make_inputs
         make(work, folder, work.prompts * args.steps)
-        choices = (args.placements.split(","), args.strategies.split(","), args.engines.split(","))
-        for placement, strategy, engine in itertools.product(*choices):
+        choices = (args.placements, args.strategies, args.engines, args.router_replay)
+        for placement, strategy, engine, replay in itertools.product(*(choice.split(",") for choice in choices)):
             if f"{strategy}/{engine}" in args.skip.split(","):
                 continue
-            record["lines"].append(run(args, folder, strategy, engine, placement))
+            record["lines"].append(run(args, folder, strategy, engine, placement, replay))
             print(json.dumps(record["lines"][-1]), flush=True)
             if args.out:
                 args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

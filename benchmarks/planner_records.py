@@ -140,7 +140,8 @@ def _engines() -> Iterator[Run]:
         args = engines.parser().parse_args(shlex.split(line["command"])[2:])
         args.set += ["trainer.device=cuda"]
         strategy, engine = line.get("strategy", "fsdp2"), line["engine"]
-        config = load_config(overrides=engines.overrides(args, Path(), strategy, engine, line["placement"]))
+        replay = line.get("router_replay", "disabled")
+        config = load_config(overrides=engines.overrides(args, Path(), strategy, engine, line["placement"], replay))
         names = roles_of(config)
         job = job_of(config, dict.fromkeys(names, _shape_of(line["suite"])), names, on_gpu=True)
         words = [line["suite"], {"megatron": "Megatron"}.get(strategy, "FSDP2"), {"vllm": "vLLM"}.get(engine, engine)]
