@@ -1,5 +1,5 @@
 # Sourced by the scripts beside it, from the root of the project: `part`, and the exit status of each in `codes`.
-# $1: the folder for results, which becomes $out.
+# $1: the folder for results, which becomes $out. ONLY: names of the parts to run (default: all).
 set -u
 out=${1:?folder for the results}
 mkdir -p "$out"
@@ -9,6 +9,7 @@ codes=()
 part() { # seconds at most, name, command: its output is shown and kept in $out/name.log
     local limit=$1 name=$2 start=$SECONDS
     shift 2
+    [[ " ${ONLY:-$name} " == *" $name "* ]] || return 0
     echo "=== $name"
     timeout -k 5 "$limit" "$@" 2>&1 | tee "$out/$name.log"
     codes+=("$name: exit ${PIPESTATUS[0]}, $((SECONDS - start)) s")
