@@ -10,7 +10,7 @@ Every second run is held out: no constant of the planner comes from it. Exceptio
 import json
 import shlex
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from vision_inputs import VISION_SUITES, vision_model_config
 from verl.planner.devices import GIB, Device
 from verl.planner.memory import total
 from verl.planner.placement import plan_groups
-from verl.planner.settings import job_of
+from verl.planner.settings import groups_of, job_of
 from verl.planner.shapes import ModelShape, built_in
 from verl.planner.workload import Job, Role
 
@@ -40,6 +40,7 @@ class Run:
         seconds: operator, or "step" -> measured seconds.
         gib: peak of the memory of a GPU, as torch counts it; None: not known.
         whole: the peak is that of the device, with the context and what the allocator keeps.
+        groups: roles and GPUs of each group; empty: all share the GPUs.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Run:
     seconds: dict[str, float]
     gib: float | None = None
     whole: bool = False
+    groups: tuple[tuple[Sequence[str], int], ...] = ()
 
 
 def compared(seconds: float, measured: float, memory: float, peak: float | None, unit: str) -> dict[str, Any]:
@@ -63,11 +65,12 @@ def recorded_lines(device: Device) -> list[dict[str, Any]]:
     """One line per operator of each run. device: the profile of an H200."""
     lines: list[dict[str, Any]] = []
     for number, run in enumerate(runs()):
-        plan = plan_groups(run.job, device, [(run.job.names, run.devices)])
+        plan = plan_groups(run.job, device, run.groups or [(run.job.names, run.devices)])
+        operators = {name: pair for group in plan.groups for name, pair in group.seconds.items()}
         peak = max(map(total, plan.groups[0].memory.values())) - (0.0 if run.whole else device.reserved)
         gib = run.gib
         for operator, seconds in run.seconds.items():
-            predicted = plan.seconds if operator == "step" else plan.groups[0].seconds[operator][1]
+            predicted = plan.seconds if operator == "step" else operators[operator][1]
             lines.append({"name": run.name, "operator": operator, "devices": run.devices, "held_out": number % 2 == 1})
             lines[-1] |= compared(predicted, seconds, peak / GIB, gib, "gib")
             gib = None
@@ -147,11 +150,13 @@ def _engines() -> Iterator[Run]:
         words = [line["suite"], {"megatron": "Megatron"}.get(strategy, "FSDP2"), {"vllm": "vLLM"}.get(engine, engine)]
         words += [f"TP {line['tensor_parallel']}"] if line.get("tensor_parallel", 1) > 1 else []
         words += [line["router_replay"]] if "router_replay" in line else []
+        words += ["split"] if line["placement"] == "split" else []
         seconds = {"step": line["step_s"], "gen": line["gen_s"], "update_actor": line["update_s"]}
         seconds |= {"old_log_prob": line["old_log_prob_s"]} if line.get("old_log_prob_s") else {}
         # torch counts the memory that vLLM has freed
         gib = None if engine == "vllm" else line["memory_gib"]
-        yield Run(f"engines_h200.json: {', '.join(words)}", job, line["devices"], seconds, gib)
+        groups = groups_of(config.placement.model_dump(exclude={"auto"}), names, line["devices"])
+        yield Run(f"engines_h200.json: {', '.join(words)}", job, line["devices"], seconds, gib, groups=tuple(groups))
 
 
 def _vllm_steps() -> Iterator[Run]:

@@ -36,6 +36,7 @@ class Device:
         decode_seconds: fixed seconds of one layer in a decoding step of the engine native.
         decode_row_seconds: seconds of the host per row and decoding step.
         step_seconds: fixed seconds of a step outside of the models.
+        update_seconds: fixed seconds of an update: checks of the weights, choice of the micro-batches.
         push_seconds: fixed seconds of a weight push to another process or engine.
         forward, backward, decode: corrections of the time of a pass, from a calibration.
         sharded: factor of the time of a pass with FSDP2 over several devices, whose weights are neither cast once nor
@@ -68,6 +69,7 @@ class Device:
     decode: float = 1.0
     sharded: float = 1.0
     sharded_layer_seconds: float = 0.0
+    update_seconds: float = 0.0
     reserved: float = 0.0
     peak: float = 0.0
     process_limit: float = 0.0
@@ -102,12 +104,13 @@ _H200 = Device(
     link=240e9,
     node_link=320e9,
     latency=20e-6,
-    layer_seconds=120e-6,
+    layer_seconds=0.6e-3,
     decode_seconds=42e-6,
     decode_row_seconds=0.0,
     step_seconds=0.1,
     push_seconds=0.1,
     sharded_layer_seconds=1.5e-3,
+    update_seconds=0.025,
     reserved=1.5 * GIB,
     peak=989e12,
     source="measured on an H200, benchmarks/results",

@@ -38,8 +38,9 @@ HOST_LINK = 40e9
 #: layers with adapters have the forward pass of transformers, not the fused one (benchmarks/results/planner_cpu.json)
 ADAPTER_FACTOR = 1.6
 #: seconds of a pass of a mixture of experts on a GPU, relative to dense layers with as many FLOPs: permutations and
-#: grouped matmuls of small experts (benchmarks/results/engines_h200.json); of Megatron without Transformer Engine
-EXPERTS_FACTOR, MEGATRON_EXPERTS_FACTOR = 1.9, 3.3
+#: grouped matmuls of small experts (benchmarks/results/engines_h200.json); of Megatron without Transformer Engine, on
+#: one rank and with tensor parallelism
+EXPERTS_FACTOR, MEGATRON_EXPERTS_FACTOR, MEGATRON_TENSOR_EXPERTS_FACTOR = 1.9, 1.85, 3.3
 #: seconds of a layer with experts in a decoding step of the engine native on a GPU, beside those of a dense layer
 EXPERTS_DECODE_SECONDS = 0.18e-3
 #: bytes that the layers of a vision tower, which are those of transformers, read and write in a forward pass of a patch
@@ -52,6 +53,9 @@ IMAGE_RATE = 225e6
 PIXEL_RATE = 1.6e9
 #: seconds of the host to place one sample with an image: the axes of mRoPE
 MROPE_SECONDS = 0.25e-3
+#: seconds of the host to launch a layer in a training pass on a GPU, forward or backward, relative to a forward pass
+#: without gradients (of a profile at 0.5B)
+TRAINING_LAUNCHES = 3.0
 #: a matmul in float32 on a GPU, relative to 16 bits
 FLOAT32_FACTOR = 1 / 12
 
@@ -66,18 +70,20 @@ class Pass:
     fixed: float
     images: float = 0.0
 
-    def seconds(self, device: Device) -> float:
+    def seconds(self, device: Device, training: bool = False) -> float:
         """On a GPU, kernels are launched while others run; on a CPU, all of it adds up.
 
         images: seconds of the host before the first kernel.
         """
         busy = self.matmul + self.attention + self.elementwise
-        return (max(busy, self.fixed) if device.kind == "cuda" else busy + self.fixed) * device.forward + self.images
+        launches = self.fixed * (TRAINING_LAUNCHES if training else 1)
+        return (max(busy, launches) if device.kind == "cuda" else busy + self.fixed) * device.forward + self.images
 
     def backward_seconds(self, device: Device, adapters: bool) -> float:
         """The backward pass: gradients of inputs and, without adapters, of weights."""
         busy = (1 if adapters else 2) * self.matmul + ATTENTION_BACKWARD * self.attention + 2 * self.elementwise
-        return (max(busy, 2 * self.fixed) if device.kind == "cuda" else busy + 2 * self.fixed) * device.backward
+        launches = self.fixed * TRAINING_LAUNCHES
+        return (max(busy, launches) if device.kind == "cuda" else busy + 2 * self.fixed) * device.backward
 
 
 def matmul_rate(role: Role, device: Device) -> float:
@@ -179,7 +185,8 @@ def _engine_factor(job: Job, role: Role, device: Device) -> float:
     """What FSDP2 over several devices, layers with adapters and experts multiply the computation with."""
     factor = device.sharded if _is_fsdp(job, role) else 1.0
     if role.shape.experts and device.kind == "cuda":
-        factor *= MEGATRON_EXPERTS_FACTOR if job.kind == "megatron" else EXPERTS_FACTOR
+        megatron = MEGATRON_TENSOR_EXPERTS_FACTOR if role.layout.tensor > 1 else MEGATRON_EXPERTS_FACTOR
+        factor *= megatron if job.kind == "megatron" else EXPERTS_FACTOR
     return factor * (ADAPTER_FACTOR if role.lora_rank else 1.0)
 
 
@@ -214,7 +221,7 @@ def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> 
     size, checkpoints = update_choice(job, role, device, taken)
     count = max(1.0, math.ceil(tokens.total / size))
     passed = forward_pass(role, tokens, job, device, count)
-    compute = passed.seconds(device) * (2 if checkpoints else 1)
+    compute = passed.seconds(device, training=True) * (2 if checkpoints else 1)
     compute += passed.backward_seconds(device, role.lora_rank > 0)
     passes = 2 * (1.5 if checkpoints else 1)
     compute = compute * _engine_factor(job, role, device) + _hook_seconds(job, role, device, count * passes)
@@ -227,6 +234,7 @@ def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> 
     once += role.trained / role.layout.shards * ADAM_BYTES / device.bandwidth
     if role.optimizer_offload or role.param_offload:
         once += 2 * role.weight_bytes * 3 * role.parameters / role.layout.shards / HOST_LINK
+    once += device.update_seconds
     return role.updates * role.epochs * (busy + once)
 
 
