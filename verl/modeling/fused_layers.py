@@ -121,6 +121,7 @@ def _attention(
     cache: WeightCache,
     window: Callable[[nn.Module], int | None],
     head_norms: bool,
+    /,  # layers may pass an argument named "cache"
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     packing: Packing | None = None,
