@@ -109,7 +109,7 @@ class ContinuousBatch:
         if not loop.is_closed():
             for waiting in pending:
                 loop.call_soon_threadsafe(waiting.future.cancel)
-        self._task = self._loop = self._scheduler = None
+        self._task = self._loop = self._scheduler = self._decoder = None
         self._is_serving = False
 
     def _drop(self, chosen: list[_Pending]) -> None:
@@ -143,7 +143,7 @@ class ContinuousBatch:
         finally:
             self.engine.stats.seconds = time.perf_counter() - start
             with self.engine.lock:
-                self._task = self._loop = self._scheduler = None
+                self._task = self._loop = self._scheduler = self._decoder = None
                 self._is_serving = False
 
     async def _serve_batch(self) -> None:
@@ -177,7 +177,7 @@ class ContinuousBatch:
                     break  # before the coroutines resume: they may update the weights, or call generate() or sleep()
                 await asyncio.sleep(0)
                 self._extend(params)
-        self._scheduler = None
+        self._scheduler = self._decoder = None  # the engine frees its memory when it sleeps
 
     def _report(self, scheduler: "SlotScheduler | PagedScheduler") -> None:
         """Pass new tokens to the requests that have `on_tokens`."""
