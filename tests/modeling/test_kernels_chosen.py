@@ -11,7 +11,7 @@ from verl.config import ConfigError, load_config
 from verl.config.schema.model import EngineConfig, ModelConfig
 from verl.engines.loading import choose_kernels
 from verl.modeling import attention
-from verl.modeling.layers import LLAMA_LIKE, use_kernels
+from verl.modeling.layers import LLAMA_LIKE, MIXTURES, use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.packing import Packing
 
@@ -42,7 +42,7 @@ def test_liger_and_compilation_are_not_for_the_same_layers():
         load_config(overrides=[liger, "actor_rollout_ref.actor.use_torch_compile=true"])
 
 
-@pytest.mark.parametrize("kind", LLAMA_LIKE)
+@pytest.mark.parametrize("kind", (*LLAMA_LIKE, *MIXTURES))
 def test_every_layer_of_a_known_family_is_fused(kind):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     for activation, fused in (("silu", True), ("gelu", False)):
@@ -55,7 +55,8 @@ def test_every_layer_of_a_known_family_is_fused(kind):
         norms = [name for name, child in module.named_modules() if type(child).__name__.endswith("RMSNorm")]
         assert len(norms) >= 5
         expected = {*norms, "lm_head", "model.embed_tokens", *(f"model.layers.{i}.self_attn" for i in range(2))}
-        assert set(children) == expected | ({f"model.layers.{i}.mlp" for i in range(2)} if fused else set())
+        mlps = {f"model.layers.{i}.mlp{'.experts' if kind in MIXTURES else ''}" for i in range(2)}
+        assert set(children) == expected | (mlps if fused else set())
         for found in module.base_model.layers:
             assert type(found).__bases__ == (layer,)
             assert type(found).__name__ == layer.__name__  # by which layers are found that are to be sharded

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from verl.modeling.expert_parallel import ExpertRanks
 from verl.modeling.huggingface import experts_of
-from verl.modeling.moe import exchange_tokens, expert_modules, routing_of
+from verl.modeling.moe import expert_modules, routing_of, set_experts_function
 
 KEY = "expert_parallel_size"
 #: the dimension of the mesh over which experts are distributed
@@ -70,4 +70,4 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
             layer.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
         fully_shard(layer, mesh=mesh[mesh.mesh_dim_names[:-1]], **options)
     group: dist.ProcessGroup = mesh.get_group(EXPERT)
-    exchange_tokens(module, ExpertRanks(group, size))
+    set_experts_function(module, ExpertRanks(group, size))

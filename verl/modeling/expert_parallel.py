@@ -34,7 +34,7 @@ class _AllToAll(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks that share the experts of a model; see `moe.Exchange`.
+    """The ranks that share the experts of a model; see `moe.ExpertsFunction`.
 
     Attributes:
         group: their process group. Rank i of it holds the experts i e to (i + 1) e - 1.

@@ -8,16 +8,16 @@ transformers with those fused functions that apply.
 
 from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from verl.modeling import layers_cpu
 from verl.modeling.attention import packed_attention
-from verl.modeling.linear import Embedding, FusedLinear, WeightCache, compute_dtype
+from verl.modeling.fused_experts import fused_experts
+from verl.modeling.linear import Embedding, FusedLinear, WeightCache, compute_dtype, layer_functions
+from verl.modeling.moe import expert_modules, set_experts_function
 from verl.modeling.packing import Packing
 from verl.modeling.vision import language_model_of
 
@@ -32,15 +32,18 @@ _WINDOWS: dict[str, Callable[[nn.Module], int | None]] = {
     "qwen2_vl_text": lambda attention: attention.sliding_window,
     "qwen2_5_vl_text": lambda attention: attention.sliding_window,
     "qwen3_vl_text": lambda attention: None,
+    "mixtral": lambda attention: attention.config.sliding_window,
+    "qwen3_moe": lambda attention: attention.sliding_window,
 }
-_HEAD_NORMS = ("qwen3", "qwen3_vl_text")
+_HEAD_NORMS = ("qwen3", "qwen3_vl_text", "qwen3_moe")
 
 
 def fuse(module: nn.Module, cache: WeightCache) -> None:
     """Use fused functions in the layers of a Llama-like model, in place.
 
     Args:
-        module: a HuggingFace model whose type is in `layers.LLAMA_LIKE`, or with a language model in `VISION_LIKE`.
+        module: a HuggingFace model whose type is in `layers.LLAMA_LIKE` or `layers.MIXTURES`, or with a language model
+            in `layers.VISION_LIKE`.
         cache: knows when the weights do not change.
     """
     trunk = language_model_of(module)
@@ -54,7 +57,9 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if head_norms else []
         attention.forward = partial(_attention, attention, cache, _WINDOWS[kind], head_norms)
-        if silu:
+        if silu and expert_modules(layer.mlp):
+            set_experts_function(layer.mlp, partial(fused_experts, cache=cache))
+        elif silu:
             layer.mlp.forward = partial(_mlp, layer.mlp, cache)
         # a subclass rather than an instance attribute: checkpointing wraps the forward of the class
         own, one = type(layer), i < added
@@ -70,15 +75,6 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
         head.forward = partial(_head, head, cache)
 
 
-def _functions(x: torch.Tensor) -> ModuleType:
-    """The functions between GEMMs for tensors like x: Triton kernels on a GPU, otherwise plain torch."""
-    if x.is_cuda:
-        from verl.modeling import layers_triton  # triton comes only with torch for GPUs
-
-        return layers_triton
-    return layers_cpu
-
-
 def _deepstack_layers(module: nn.Module) -> int:
     """Number of layers after which features of images are added to the states (Qwen3-VL)."""
     vision = module.config.to_dict().get("vision_config") or {}
@@ -90,7 +86,7 @@ def _layer(self: nn.Module, own: type, one: bool, hidden_states: States, **other
 
     Packed sequences pass (stream, branch) between layers; with `one`, the layer returns their sum.
     """
-    sharded = isinstance(self.mlp.down_proj.weight, DTensor)  # then a branch may be a pending reduction over ranks
+    sharded = isinstance(self.self_attn.o_proj.weight, DTensor)  # then a branch may be a pending reduction over ranks
     if "packing" not in others or sharded:
         return own.forward(self, hidden_states, **others)
     if isinstance(hidden_states, tuple):
@@ -104,7 +100,7 @@ def _layer(self: nn.Module, own: type, one: bool, hidden_states: States, **other
 
 
 def _add_norm(norm: nn.Module, stream: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    weight, add_norm = norm.weight, _functions(stream).AddRMSNorm.apply
+    weight, add_norm = norm.weight, layer_functions(stream).AddRMSNorm.apply
     return add_norm(stream, branch, weight, norm.variance_epsilon, compute_dtype(stream, weight))
 
 
@@ -113,7 +109,7 @@ def _norm(module: nn.Module, x: States) -> torch.Tensor:
         return _add_norm(module, *x)[1]
     if isinstance(x, DTensor):  # a norm of single heads under tensor parallelism
         return type(module).forward(module, x)
-    return _functions(x).RMSNorm.apply(x, module.weight, module.variance_epsilon, compute_dtype(x, module.weight))
+    return layer_functions(x).RMSNorm.apply(x, module.weight, module.variance_epsilon, compute_dtype(x, module.weight))
 
 
 def _attention(
@@ -142,7 +138,7 @@ def _attention(
         qkv = _fused_linear(layers, cache, hidden_states)
     else:
         qkv = torch.cat([layer(hidden_states) for layer in layers], -1)
-    heads_qkv = _functions(hidden_states).RotaryQKV.apply(
+    heads_qkv = layer_functions(hidden_states).RotaryQKV.apply(
         qkv.squeeze(0),  # the gradient of indexing would be a copy
         cos[0],
         sin[0],
@@ -156,7 +152,7 @@ def _attention(
 
 
 def _mlp(module: nn.Module, cache: WeightCache, x: torch.Tensor) -> torch.Tensor:
-    swiglu = _functions(x).SwiGLU.apply
+    swiglu = layer_functions(x).SwiGLU.apply
     layers = (module.gate_proj, module.up_proj)
     if x.is_cuda and _can_fuse(layers, cache):
         return _linear(module.down_proj, cache, swiglu(_fused_linear(layers, cache, x)))

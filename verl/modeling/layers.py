@@ -23,7 +23,9 @@ Kernels = Literal["plain", "fused", "liger", "compiled", "batch_invariant"]
 
 #: model types with the norm, MLP and rotary embedding of Llama
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-#: the same for the language models of vision-language models
+#: the same with a mixture of experts instead of some MLPs
+MIXTURES = ("qwen3_moe", "mixtral")
+#: the same as LLAMA_LIKE for the language models of vision-language models
 VISION_LIKE = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
 
 
@@ -39,7 +41,7 @@ def use_kernels(module: nn.Module, kernels: Kernels, cache: WeightCache) -> None
         ValueError: Liger is selected but not installed, or does not support the model.
     """
     if kernels == "fused":
-        if language_model_of(module).config.model_type not in (*LLAMA_LIKE, *VISION_LIKE):
+        if language_model_of(module).config.model_type not in (*LLAMA_LIKE, *MIXTURES, *VISION_LIKE):
             logger.info("%s: fused kernels are not supported, layers run as in transformers", module.config.model_type)
             return
         fuse(module, cache)

@@ -130,6 +130,37 @@ class SwiGLU(torch.autograd.Function):
         return gradients
 
 
+def scaled_swiglu(gate_up: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """scale * silu(gate) * up, (S, D), of joint gate and up (S, 2 D) and a factor per row (S,)."""
+    gate, up = gate_up.chunk(2, -1)
+    y = gate.new_empty(gate.shape)
+    for rows in _blocks(y):
+        torch.ops.aten.silu.out(gate[rows], out=y[rows]).mul_(up[rows]).mul_(scale[rows, None])
+    return y
+
+
+def scaled_swiglu_gradient(
+    gy: torch.Tensor, gate_up: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The backward pass of `scaled_swiglu`: its output (S, D), and the gradients (S, 2 D) and (S,)."""
+    y, g_gate_up, g_scale = torch.empty_like(gy), torch.empty_like(gate_up), gy.new_empty(len(gy))
+    (gate, up), (g_gate, g_up) = gate_up.chunk(2, -1), g_gate_up.chunk(2, -1)
+    for rows in _blocks(gy):
+        factor, active, g = scale[rows, None], silu(gate[rows]), gy[rows]
+        torch.mul(active, up[rows], out=y[rows])
+        g_scale[rows] = torch.linalg.vecdot(g, y[rows])
+        g = g * factor
+        torch.mul(active, g, out=g_up[rows])
+        torch.ops.aten.silu_backward.grad_input(g * up[rows], gate[rows], grad_input=g_gate[rows])
+        y[rows].mul_(factor)
+    return y, g_gate_up, g_scale
+
+
+def sum_of_uses(x: torch.Tensor, uses: torch.Tensor, k: int) -> torch.Tensor:
+    """y[i] = x[uses[i k]] + ... + x[uses[i k + k - 1]]: x (S, D), uses (N k,) -> (N, D)."""
+    return x[uses].view(-1, k, x.shape[-1]).sum(1)
+
+
 def _halves(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """Gate and up, (N, D)."""
     flat = [x.flatten(0, -2) for x in inputs]

@@ -83,6 +83,40 @@ def _swiglu_gradient_kernel(gy, gate, up, g_gate, g_up, stride, D: tl.constexpr,
 
 
 @triton.jit
+def _scaled_swiglu_kernel(gate_up, scale, y, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < D
+    at = gate_up + row * 2 * D + column
+    g = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(at + D, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(scale + row).to(tl.float32)
+    tl.store(y + row * D + column, (factor * g * tl.sigmoid(g) * u).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled_swiglu_gradient_kernel(gy, gate_up, scale, y, g_gate_up, g_scale, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(scale + row).to(tl.float32)
+    along = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, D, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < D
+        at = row * 2 * D + column
+        gradient = tl.load(gy + row * D + column, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(gate_up + at + D, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(g)
+        unscaled = g * s * u
+        along += gradient * unscaled
+        tl.store(y + row * D + column, (factor * unscaled).to(y.dtype.element_ty), mask=inside)
+        gradient *= factor
+        tl.store(g_gate_up + at, (gradient * u * s * (1 + g * (1 - s))).to(g_gate_up.dtype.element_ty), mask=inside)
+        tl.store(g_gate_up + at + D, (gradient * g * s).to(g_gate_up.dtype.element_ty), mask=inside)
+    tl.store(g_scale + row, tl.sum(along, 0))
+
+
+@triton.jit
 def _angles(table, token, d, HALF: tl.constexpr):
     """The entries of a token in a table (N, 2 HALF): for the first half of a head and for the second."""
     at = table + token * 2 * HALF + d
@@ -297,6 +331,41 @@ class SwiGLU(torch.autograd.Function):
             gy.contiguous(), gate, up, *_halves(gradients), _row_stride(inputs), gate.shape[-1], BLOCK
         )
         return tuple(gradients)
+
+
+def scaled_swiglu(gate_up: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """scale * silu(gate) * up, (S, D), of joint gate and up (S, 2 D) and a factor per row (S,)."""
+    rows, width = len(gate_up), gate_up.shape[1] // 2
+    y = gate_up.new_empty((rows, width))
+    if rows:
+        grid = rows, triton.cdiv(width, BLOCK)
+        _scaled_swiglu_kernel[grid](gate_up.contiguous(), scale.contiguous(), y, width, BLOCK)
+    return y
+
+
+def scaled_swiglu_gradient(
+    gy: torch.Tensor, gate_up: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The backward pass of `scaled_swiglu`: its output (S, D), and the gradients (S, 2 D) and (S,) float32."""
+    rows, width = gy.shape
+    y, g_gate_up = torch.empty_like(gy), torch.empty_like(gate_up)
+    g_scale = gy.new_empty(rows, dtype=torch.float32)
+    if rows:
+        block = min(BLOCK, triton.next_power_of_2(width))
+        _scaled_swiglu_gradient_kernel[(rows,)](
+            gy.contiguous(), gate_up, scale.contiguous(), y, g_gate_up, g_scale, width, block
+        )
+    return y, g_gate_up, g_scale
+
+
+def sum_of_uses(x: torch.Tensor, uses: torch.Tensor, k: int) -> torch.Tensor:
+    """y[i] = x[uses[i k]] + ... + x[uses[i k + k - 1]]: x (S, D), uses (N k,) -> (N, D). Sums are float32."""
+    rows, width = len(uses) // k, x.shape[1]
+    y = x.new_empty((rows, width))
+    if rows:
+        offsets = torch.arange(0, len(uses) + 1, k, device=x.device)
+        _sum_uses_kernel[(rows,)](x.contiguous(), offsets, uses, y, width, triton.next_power_of_2(width))
+    return y
 
 
 def _halves(inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,9 +10,12 @@ N: tokens; I: input features; O: output features of all fused layers.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 from torch import nn
+
+from verl.modeling import layers_cpu
 
 
 class WeightCache:
@@ -69,10 +72,10 @@ class WeightCache:
             torch.ops.aten.addmm.dtype_out(old, g.t(), x, old.dtype, out=old)
 
     def accumulate(self, parameters: Sequence[nn.Parameter], gradient: torch.Tensor) -> None:
-        """Add a gradient (O,) to those of biases."""
+        """Add a gradient (O, ...) to those of parameters."""
         old = self._gradient(parameters)
         if old is None:
-            self._keep_gradient(parameters, gradient)
+            self._keep_gradient(parameters, gradient.to(parameters[0].dtype))
         else:
             old.add_(gradient)
 
@@ -84,6 +87,15 @@ class WeightCache:
         self._gradients[tuple(map(id, parameters))] = gradient
         for chunk, parameter in zip(gradient.split([p.shape[0] for p in parameters]), parameters):
             parameter.grad = chunk
+
+
+def layer_functions(x: torch.Tensor) -> ModuleType:
+    """The functions between GEMMs for tensors like x: Triton kernels on a GPU, otherwise plain torch."""
+    if x.is_cuda:
+        from verl.modeling import layers_triton  # triton comes only with torch for GPUs
+
+        return layers_triton
+    return layers_cpu
 
 
 def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

@@ -35,8 +35,11 @@ _EXPERTS = ("Qwen3MoeExperts", "Qwen2MoeExperts", "OlmoeExperts", "MixtralExpert
 NOT_RECORDED = -1
 
 
-class Exchange(Protocol):
-    """Sends tokens to the ranks of their experts and back (`expert_parallel.ExpertRanks`)."""
+class ExpertsFunction(Protocol):
+    """Computes the weighted sum of the chosen experts: `expert_parallel.ExpertRanks`, `fused_experts.fused_experts`.
+
+    x (N, H), chosen and weights (N, k) -> (N, H).
+    """
 
     def __call__(
         self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
@@ -139,10 +142,10 @@ def expert_modules(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.modules() if any(base.__name__ in _EXPERTS for base in type(child).__mro__)]
 
 
-def exchange_tokens(module: nn.Module, exchange: Exchange) -> None:
-    """Let the experts of a model be computed by the ranks that hold them."""
+def set_experts_function(module: nn.Module, function: ExpertsFunction) -> None:
+    """Let `function` compute all experts in a module, in place."""
     for experts in expert_modules(module):
-        experts.forward = partial(_experts, experts, exchange)
+        experts.forward = partial(_experts, experts, function)
 
 
 # ---- routers --------------------------------------------------------------------------------------------------------
@@ -189,14 +192,14 @@ def gate_weights(probabilities: torch.Tensor, chosen: torch.Tensor, normalized: 
 
 def _experts(
     module: nn.Module,
-    exchange: Exchange | None,
+    function: ExpertsFunction | None,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """(N, H) -> (N, H): the weighted sum of the chosen experts."""
-    if exchange is not None:
-        return exchange(module, hidden_states, top_k_index, top_k_weights)
+    if function is not None:
+        return function(module, hidden_states, top_k_index, top_k_weights)
     order, counts = by_expert(top_k_index, module.num_experts)
     k = top_k_index.shape[1]
     outputs = expert_outputs(module, hidden_states[order // k], counts)

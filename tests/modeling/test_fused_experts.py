@@ -1,0 +1,158 @@
+"""Experts as one function over grouped matmuls, against a loop over tokens in float64, and in a training engine."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+from tests.engines.ranks import (
+    OPTIMIZER,
+    SIZES,
+    UNEVEN,
+    assert_same,
+    engine_alone,
+    engine_on_rank,
+    make_batch,
+    make_engine,
+    run_on_ranks,
+    save_model,
+    train,
+)
+from verl.modeling.fused_experts import fused_experts
+from verl.modeling.linear import WeightCache
+
+HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 5, 2
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+class Experts(nn.Module):
+    """The parameters of a layer with experts."""
+
+    def __init__(self, device: str, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_experts = EXPERTS
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, HIDDEN).to(device, dtype) / 4)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH).to(device, dtype) / 5)
+        self.act_fn = nn.functional.silu
+
+
+def inputs(tokens: int, device: str, seed: int) -> list[torch.Tensor]:
+    """x, weights, chosen: no token goes to expert 3."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, EXPERTS, generator=generator)
+    scores[:, 3] = -1
+    found = torch.randn(tokens, HIDDEN, generator=generator), torch.rand(tokens, TOP_K, generator=generator)
+    return [*(x.to(device).requires_grad_() for x in found), scores.topk(TOP_K).indices.to(device)]
+
+
+def loop(module: Experts, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Token by token and expert by expert."""
+    rows = []
+    for token, factors, experts in zip(x, weights, chosen.tolist()):
+        row = 0
+        for factor, expert in zip(factors, experts):
+            gate, up = (module.gate_up_proj[expert] @ token).chunk(2)
+            row = row + factor * (module.down_proj[expert] @ (gate / (1 + (-gate).exp()) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def check_passes(device: str, cache: WeightCache, bf16: bool, tolerance: float) -> None:
+    """Three passes, whose gradients add up, against the loop in float64."""
+    ours, exact, pairs = Experts(device), Experts(device).double(), []
+    for seed, tokens in enumerate((6, 1, 11)):
+        given, wide = inputs(tokens, device, seed), inputs(tokens, device, seed)
+        wide[:2] = [x.detach().double().requires_grad_() for x in wide[:2]]
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            y = fused_experts(ours, given[0], given[2], given[1], cache)
+        assert y.dtype == torch.float32
+        expected = loop(exact, *wide)
+        g = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape)
+        y.backward(g)
+        expected.backward(g.double())
+        pairs += [(y, expected), *((a.grad, b.grad) for a, b in zip(given[:2], wide[:2]))]
+    pairs += [(ours.gate_up_proj.grad, exact.gate_up_proj.grad), (ours.down_proj.grad, exact.down_proj.grad)]
+    for found, right in pairs:
+        assert float((found.detach().double() - right.detach()).norm() / right.detach().norm()) < tolerance
+    assert ours.down_proj.grad.dtype == torch.float32
+    assert ours.down_proj.grad[3].abs().max() == ours.gate_up_proj.grad[3].abs().max() == 0
+
+
+@DEVICES
+# in 16 bits, about six roundings of up to 2**-8, one after another
+@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 2e-6), (True, 0.016)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("add", [False, True])
+def test_outputs_and_gradients_over_several_passes(device, bf16, tolerance, add):
+    cache = WeightCache()
+    check_passes(device, cache, bf16, tolerance)
+    with cache.fixed_weights(keep=add, accumulate_gradients=add):
+        check_passes(device, cache, bf16, tolerance)
+
+
+def test_float64_is_computed_too():
+    module, given = Experts("cpu", torch.float64), inputs(7, "cpu", 0)
+    x, weights = (t.detach().double() for t in given[:2])
+    found = fused_experts(module, x, given[2], weights, WeightCache())
+    assert torch.allclose(found, loop(module, x, weights, given[2]), rtol=1e-12)
+
+
+def test_frozen_experts_pass_gradients_on_and_get_none():
+    module, cache = Experts("cpu").requires_grad_(False), WeightCache()
+    x, weights, chosen = inputs(4, "cpu", 0)
+    with cache.fixed_weights(keep=True, accumulate_gradients=True):
+        fused_experts(module, x, chosen, weights, cache).sum().backward()
+    assert x.grad.abs().min() > 0 and weights.grad.abs().min() > 0
+    assert module.gate_up_proj.grad is None and module.down_proj.grad is None
+
+
+def test_only_one_matmul_per_pair_of_token_and_expert_is_kept():
+    x, weights, chosen = inputs(50, "cpu", 0)
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        y = fused_experts(Experts("cpu"), x, chosen, weights, WeightCache())
+    # x, gate and up of each pair, its weight and two int64 indices, and the ends of the experts
+    pairs = 50 * TOP_K
+    assert sum(kept.values()) == 4 * 50 * HIDDEN + pairs * (4 * 2 * WIDTH + 4 + 8 + 8) + 4 * EXPERTS
+    assert y.requires_grad
+
+
+LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],  # an MLP without experts
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
+def test_training_with_fused_layers_is_that_of_plain_layers(kind, lora, tmp_path):
+    path, found = save_model(CONFIGS[kind], tmp_path), []
+    for kernels in ("plain", "fused"):
+        torch.manual_seed(0)
+        engine, batch = make_engine(path, OPTIMIZER, kernels=kernels, **lora), make_batch()
+        train(engine, batch, UNEVEN)
+        found.append(engine.infer(batch, ("log_probs",), UNEVEN)["log_probs"])
+    assert torch.allclose(*found, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [{}, {"expert_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2}], ids=str)
+def test_fused_layers_with_experts_over_ranks(sharding, tmp_path):
+    path = save_model(CONFIGS["qwen3_moe"], tmp_path)
+    ranks = run_on_ranks(2, engine_on_rank, path, UNEVEN, kernels="fused", **sharding)
+    assert_same(ranks, engine_alone(path), atol=1e-3)

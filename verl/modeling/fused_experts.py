@@ -1,0 +1,103 @@
+"""The experts of a layer as one differentiable function over grouped matmuls.
+
+Only the input, the weights of the tokens and the output of the first matmul are kept for the backward pass. Rows are
+gathered and the activation is computed again there, which costs memory bandwidth but saves the N k rows of every
+matmul. The weight of a token is multiplied into the activation, before the second matmul and its rounding, so that its
+gradient does not need the output of every expert.
+
+N tokens, E experts, k per token, S = N k pairs of a token and an expert, H hidden size, I width of an expert.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from verl.modeling.linear import WeightCache, compute_dtype, layer_functions
+from verl.modeling.moe import by_expert, expert_outputs, weighted_sum
+
+
+def fused_experts(
+    module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, cache: WeightCache
+) -> torch.Tensor:
+    """The weighted sum of the chosen experts, for the activation SiLU; see `moe.ExpertsFunction`.
+
+    Args:
+        module: experts with the parameters gate_up_proj (E, 2 I, H) and down_proj (E, H, I).
+        x: (N, H).
+        chosen, weights: (N, k), experts of each token and their weights.
+        cache: knows when the weights do not change.
+
+    Returns:
+        (N, H), with the dtype of x.
+    """
+    gate_up, down = module.gate_up_proj, module.down_proj
+    dtype = compute_dtype(x, gate_up)
+    if dtype == torch.float64:  # not supported by grouped matmuls
+        order, counts = by_expert(chosen, module.num_experts)
+        outputs = expert_outputs(module, x[order // chosen.shape[1]], counts)
+        return weighted_sum(outputs, order, weights, x.dtype)
+    return FusedExperts.apply(x, weights, chosen, dtype, cache, gate_up, down)
+
+
+class FusedExperts(torch.autograd.Function):
+    """See `fused_experts`."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        dtype: torch.dtype,
+        cache: WeightCache,
+        gate_up: nn.Parameter,
+        down: nn.Parameter,
+    ) -> torch.Tensor:
+        functions, k = layer_functions(x), chosen.shape[1]
+        order, counts = by_expert(chosen, len(gate_up))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        ctx.cache, ctx.parameters, ctx.dtypes, ctx.k = cache, (gate_up, down), (x.dtype, weights.dtype), k
+        x, scale = x.to(dtype), weights.flatten()[order]
+        hidden = _grouped(x[order // k], cache.concatenated([gate_up], dtype), ends)
+        outputs = _grouped(functions.scaled_swiglu(hidden, scale), cache.concatenated([down], dtype), ends)
+        ctx.save_for_backward(x, scale, order, back, ends, hidden)
+        return functions.sum_of_uses(outputs, back, k).to(ctx.dtypes[0])
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scale, order, back, ends, hidden = ctx.saved_tensors
+        (gate_up, down), k = ctx.parameters, ctx.k
+        functions, tokens = layer_functions(x), order // k
+        g = g.to(x.dtype)[tokens]
+        g_activation = F.grouped_mm(g, ctx.cache.concatenated([down], x.dtype), offs=ends)
+        activation, g_hidden, g_scale = functions.scaled_swiglu_gradient(g_activation, hidden, scale)
+        g_down = _weight_gradient(ctx.cache, down, g, activation, ends, ctx.needs_input_grad[6])
+        del g, activation, g_activation
+        g_gate_up = _weight_gradient(ctx.cache, gate_up, g_hidden, x[tokens], ends, ctx.needs_input_grad[5])
+        gx = F.grouped_mm(g_hidden, ctx.cache.concatenated([gate_up], x.dtype), offs=ends)
+        gx = functions.sum_of_uses(gx, back, k).to(ctx.dtypes[0])
+        g_weights = g_scale[back].view(-1, k).to(ctx.dtypes[1])
+        return gx, g_weights, None, None, None, g_gate_up, g_down
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows sorted by expert (S, A) times the transposed weight of their expert (E, B, A): (S, B)."""
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+
+def _weight_gradient(
+    cache: WeightCache, weight: nn.Parameter, g: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, is_needed: bool
+) -> torch.Tensor | None:
+    """The gradient of a weight (E, B, A) from those of its outputs (S, B) and its inputs (S, A).
+
+    Returns None if it is not needed, or if the cache accumulates it.
+    """
+    if not is_needed:
+        return None
+    found = F.grouped_mm(g.t(), rows, offs=ends)
+    if not cache.accumulates_gradients:
+        return found.to(weight.dtype)
+    cache.accumulate([weight], found)
+    return None
