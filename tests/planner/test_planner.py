@@ -162,9 +162,12 @@ def test_activations_by_hand():
     assert activation_bytes(halved).plain == 2 * (norms + (layer - norms) / 2)
     assert activation_bytes(halved, sequence_parallel=True).plain == layer
     assert activation_bytes(halved).checkpointed == 2 * 8 * 2 + norms + (layer - norms) / 2
-    # an expert's input and output are copies, and the mean of both layers counts
-    experts = 2 * (3 * (16 + (2 * 12 + 6)) + 2 * 2 * 8)
-    assert activation_bytes(replace(role, shape=SPARSE)).plain == found.plain - 2 * 3 * 2 * 16 + experts
+    # of each of a token's two experts, gate and up, a float32 weight and two int64 indices; the mean of both layers
+    sparse, dense = replace(role, shape=SPARSE), found.plain - 2 * 3 * 2 * 16
+    shared = 2 * 3 * (16 + 6)
+    assert activation_bytes(sparse).plain == dense + shared + 2 * (2 * 2 * 12 + 4 + 2 * 8)
+    # Megatron also keeps their products, inputs and outputs
+    assert activation_bytes(sparse, megatron=True).plain == dense + shared + 2 * 2 * (3 * 12 + 2 * 8)
 
 
 # ---- monotonicity ---------------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ from verl.planner.workload import Job, Role, rows_per_rank, tokens_of
 #: tokens of a prefill of the engines
 PREFILL_TOKENS = 8192
 
+#: bytes of the weight and the two indices of a token and one of its experts
+_PAIR_BYTES = 20
+
 Items = dict[str, float]
 """What -> bytes per device."""
 
@@ -41,27 +44,35 @@ PHASES = {
 }
 
 
-def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationBytes:
+def activation_bytes(role: Role, sequence_parallel: bool = False, megatron: bool = False) -> ActivationBytes:
     """Bytes per token that the layers keep for the backward pass, without and with checkpointing.
-
-    Of a mixture of experts, each expert of a token keeps a copy of its input and of its output.
 
     Args:
         role: the role, with its layout.
         sequence_parallel: tensor-parallel ranks also split what is between the matrices.
+        megatron: the engine is Megatron.
     """
     s, c = role.shape, role.compute_bytes
     stream = c if role.layout.devices > 1 else max(c, role.weight_bytes)  # FSDP2 casts the embedding
     norms = 2 * (stream + c) * s.hidden + 2 * stream
     attention = c * (s.q_size + 2 * s.kv_size) + c * s.q_size + 4 * s.heads
     attention += c * (s.q_size + 2 * s.kv_size) * s.head_norms
-    mlp = c * (3 * s.mlp_width + 2 * s.active_experts * s.hidden * s.sparse_layers / s.layers)
+    mlp = c * 3 * s.mlp_width + _expert_bytes(role, megatron)
     adapters = c * (2 * s.hidden + s.q_size + s.mlp_width) if role.lora_rank else 0
     layer = (attention + mlp + adapters) / role.layout.tensor
     layer += norms / (role.layout.tensor if sequence_parallel else 1)
     plain = s.layers / role.layout.pipeline * layer
     inputs = s.layers / role.layout.pipeline * s.hidden * (stream + (c if stream > c else 0))
     return ActivationBytes(plain, inputs / (role.layout.tensor if sequence_parallel else 1) + layer)
+
+
+def _expert_bytes(role: Role, megatron: bool) -> float:
+    """Bytes per token and layer that experts keep more than an MLP of their total width."""
+    s, c = role.shape, role.compute_bytes
+    pairs = s.active_experts * s.sparse_layers / s.layers
+    if megatron:  # inputs and outputs of every expert of a token
+        return pairs * c * 2 * s.hidden
+    return pairs * (_PAIR_BYTES - c * s.expert_mlp)  # activations are computed again (`modeling/fused_experts.py`)
 
 
 def tower_bytes(role: Role) -> ActivationBytes:
@@ -165,7 +176,7 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     if device.kind == "cpu":
         tokens = role.update_tokens if role.update_tokens is not None else max(CACHED_TOKENS, longest)
         return tokens, role.checkpointing is True
-    used = activation_bytes(role, _splits_sequences(job, role))
+    used = _activation_bytes(job, role)
     layers, pipeline = role.shape.layers, role.layout.pipeline
     layer = WORKING_LAYERS * used.plain * pipeline / layers
     planned = used.plus(ActivationBytes(layer, layer)).plus(tower_bytes(role))
@@ -177,8 +188,9 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     return choose_micro_batching(role.update_tokens, longest, budget, role.checkpointing)
 
 
-def _splits_sequences(job: Job, role: Role) -> bool:
-    return job.kind == "megatron" and role.sequence_parallel
+def _activation_bytes(job: Job, role: Role) -> ActivationBytes:
+    megatron = job.kind == "megatron"
+    return activation_bytes(role, megatron and role.sequence_parallel, megatron)
 
 
 def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
@@ -189,7 +201,7 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     tokens, checkpoints = update_choice(job, role, device, taken + sum(items.values()))
     largest = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, device.kind == "cuda").total
     tokens = min(tokens, max(largest, job.length / role.layout.sequence))
-    used = activation_bytes(role, _splits_sequences(job, role))
+    used = _activation_bytes(job, role)
     in_flight = min(role.layout.pipeline, max(1.0, largest / tokens))
     layer = used.plain * role.layout.pipeline / role.shape.layers
     items["activations"] = tokens * in_flight * (used.checkpointed if checkpoints else used.plain)

@@ -40,7 +40,7 @@ ADAPTER_FACTOR = 1.6
 #: seconds of a pass of a mixture of experts on a GPU, relative to dense layers with as many FLOPs: permutations and
 #: grouped matmuls of small experts (benchmarks/results/engines_h200.json); of Megatron without Transformer Engine, on
 #: one rank and with tensor parallelism
-EXPERTS_FACTOR, MEGATRON_EXPERTS_FACTOR, MEGATRON_TENSOR_EXPERTS_FACTOR = 1.9, 1.85, 3.3
+EXPERTS_FACTOR, MEGATRON_EXPERTS_FACTOR, MEGATRON_TENSOR_EXPERTS_FACTOR = 1.1, 1.85, 3.3
 #: seconds of a layer with experts in a decoding step of the engine native on a GPU, beside those of a dense layer
 EXPERTS_DECODE_SECONDS = 0.18e-3
 #: bytes that the layers of a vision tower, which are those of transformers, read and write in a forward pass of a patch
