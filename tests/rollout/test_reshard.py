@@ -1,6 +1,7 @@
 """Every rank receives the slices of the parameters that it stores, no others, and faults are named."""
 
 import threading
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -277,11 +278,8 @@ class Columns(SlicedWeights):
     def slice_layout(self):
         return self._layout
 
-    def open_slices(self):
-        return {"a": self.stored}
-
-    def close_slices(self):
-        pass
+    def open_slices(self, version):
+        return nullcontext({"a": self.stored})
 
 
 def push_columns(receivers: list[Columns]) -> list:
@@ -327,7 +325,13 @@ def test_a_stale_slice_is_named():
                 parameter.mul_(1.5)
         else:
             opened = receivers[1].open_slices
-            receivers[1].open_slices = lambda: {n: t.clone() if n == name else t for n, t in opened().items()}
+
+            @contextmanager
+            def open_a_copy(version):
+                with opened(version) as stored:
+                    yield {n: t.clone() if n == name else t for n, t in stored.items()}
+
+            receivers[1].open_slices = open_a_copy
             verify = sync._verify
             sync._verify = lambda plan, sums_of_stored, sums, version: verify(
                 plan, plan.copies.push([receivers[1].stored(n) for n in plan.own.names]).stored_sums(), sums, version
@@ -438,11 +442,8 @@ class Grid(SlicedWeights):
     def slice_layout(self):
         return self._layout
 
-    def open_slices(self):
-        return self.tensors
-
-    def close_slices(self):
-        pass
+    def open_slices(self, version):
+        return nullcontext(self.tensors)
 
 
 class Trained(Source):
