@@ -68,8 +68,8 @@ class Bench:
         self.buckets = [RankBucket(bucket, own) for bucket in self.plan.buckets]
         kind = FusedCopies if is_supported(device, self.plan) else TorchCopies
         self.copies = kind(self.buckets, own, device)
-        stored = receiver.open_slices()
-        self.stored = [stored[name] for name in own.names]
+        with receiver.open_slices(0) as stored:
+            self.stored = [stored[name] for name in own.names]
         self.shards = {key: torch.randn(shard.box.numel, device=device) for key, shard in own.shards.items()}
 
     def push(self, steps: str) -> None:

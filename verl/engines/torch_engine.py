@@ -351,8 +351,6 @@ class TorchEngine(TrainEngine):
 
     @cached_property
     def _shard_layout(self) -> Sequence[Shard] | None:
-        if self.sharding.is_unsharded:
-            return None
         named = self.adapters.base() if self.adapters is not None else self.module.named_parameters()
         found = [shard_of(name, tensor) for name, tensor in named]
         return None if None in found else found

@@ -121,7 +121,7 @@ class Slices:
 class SliceReceiver(ModuleReceiver):
     """Receives parameters into a module that has slices of them: full ones one by one, or the slices."""
 
-    is_sliced = True
+    prefers_slices = True
 
     def __init__(self, module: nn.Module, slices: Slices, shapes: Mapping[str, torch.Size]):
         """shapes: those of the full parameters."""

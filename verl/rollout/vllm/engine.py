@@ -15,6 +15,7 @@ from verl.rollout.checks import check_request, unexpanded_prompt
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
 from verl.rollout.vllm.capabilities import Capabilities
+from verl.rollout.vllm.slices import VllmSliceReceiver
 from verl.rollout.vllm.stepping import Channel, Job, Stepper
 from verl.rollout.vllm.weights import VllmReceiver
 from verl.utils.rng import fork_seed
@@ -89,7 +90,7 @@ class VllmRollout(RolloutEngine):
             None if adapted_layers is None else lora_request(),
         )
         self._receiver = (
-            VllmReceiver(self, shapes, filled=has_weights)
+            VllmSliceReceiver(self, shapes, filled=has_weights)
             if adapted_layers is None
             else VllmAdapterReceiver(self, shapes, adapted_layers)
         )

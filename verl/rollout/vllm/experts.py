@@ -35,6 +35,11 @@ def _kernels_of(layer: nn.Module) -> str:
     return getattr(getattr(method, "unquantized_backend", None), "name", type(method).__name__)
 
 
+def packed_layers(layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of `expert_layers` whose kernels compute with packed weights."""
+    return {name: layer for name, layer in layers.items() if _kernels_of(layer) == _PACKED}
+
+
 @contextmanager
 def unpacked(layers: dict[str, nn.Module], version: int) -> Iterator[None]:
     """Context in which the weights of experts have the layout in which they are loaded. Its end packs them again.
@@ -44,7 +49,7 @@ def unpacked(layers: dict[str, nn.Module], version: int) -> Iterator[None]:
     Raises:
         ValueError: at the end, if a layer does not compute with the weights that were loaded.
     """
-    packed = {name: layer for name, layer in layers.items() if _kernels_of(layer) == _PACKED}
+    packed = packed_layers(layers)
     for layer in packed.values():
         experts, hidden = len(layer.w13_weight), layer.hidden_size
         width = layer.moe_config.intermediate_size_per_partition

@@ -3,6 +3,7 @@
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -101,20 +102,22 @@ class StoredWeights(ABC):
 class SlicedWeights(ABC):
     """A receiver with a layout of what it stores of each parameter, into which a sync writes."""
 
-    #: whether these are slices, so that few bytes are needed
-    is_sliced: bool = False
+    #: whether a sync writes them by default: few bytes are needed, or `receive` is slower
+    prefers_slices: bool = False
+
+    def obstacle(self) -> str:
+        """Why they cannot be written, with the parameter; empty: they can be. Called before the first push, on all
+        ranks, which return the same."""
+        return ""
 
     @abstractmethod
     def slice_layout(self) -> Mapping[str, Stored]:
         """HuggingFace name -> what this rank stores of the parameter; the same object in every call."""
 
     @abstractmethod
-    def open_slices(self) -> Mapping[str, torch.Tensor]:
-        """Name -> the contiguous tensor to write into. The engine has no weights until `close_slices`."""
-
-    @abstractmethod
-    def close_slices(self) -> None:
-        """All parameters have been written."""
+    def open_slices(self, version: int) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Context of a push: name -> the contiguous tensor to write into. The engine has no weights until its end, nor
+        after an error."""
 
 
 class AdapterReceiver(ABC):

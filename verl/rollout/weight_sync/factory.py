@@ -1,5 +1,6 @@
 """Selects the method of the weight sync (`rollout.weight_sync`), and measures the bandwidth of a copy."""
 
+import logging
 import time
 
 import torch
@@ -12,6 +13,8 @@ from verl.rollout.weight_sync.in_process import InProcessSync
 from verl.rollout.weight_sync.ipc import IpcSync
 from verl.rollout.weight_sync.replica import ReplicaSync
 from verl.rollout.weight_sync.reshard import ReshardSync
+
+logger = logging.getLogger("verl.rollout")
 
 _COPIED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}  # of the measured copy
 
@@ -49,30 +52,41 @@ def local_sync(
     receiver = engine.receiver()
     takes = isinstance(receiver, AdapterReceiver)
     applies = takes and receiver.applies_adapters
-    if receiver is None:
-        methods = ["in_process"]
-    elif isinstance(receiver, RemoteReceiver):
-        methods = ["ipc"]
-    else:
-        methods = ["replica"]
-        if isinstance(receiver, SlicedWeights) and has_shards:
-            methods.insert(0 if receiver.is_sliced or prefers_shards else 1, "reshard")
+    sliced = setting in ("auto", "reshard") and has_shards and isinstance(receiver, SlicedWeights)
+    obstacle = receiver.obstacle() if sliced else ""
+    methods = _methods(receiver, sliced and not obstacle, prefers_shards)
     if setting not in ("auto", *methods):
         raise ValueError(
             f"rollout.weight_sync={setting}: {type(engine).__name__} on the devices of the trainer is synchronized "
-            f"by {' or '.join(map(repr, methods))}: use auto or {methods[0]}"
+            f"by {' or '.join(map(repr, methods))}{obstacle and f', because {obstacle}'}: use auto or {methods[0]}"
         )
     method = methods[0] if setting == "auto" else setting
+    if obstacle:
+        logger.warning("rollout.weight_sync=auto: %s instead of reshard: %s", method, obstacle)
     if method == "in_process":
         return InProcessSync(engine)
     adapters = sends_adapters(lora_sync, has_adapters, takes, method == "ipc" or applies)
     if method == "reshard" and not adapters:
-        return ReshardSync(engine, device, bucket_bytes, grouping=grouping)
+        sync = ReshardSync(engine, device, bucket_bytes, grouping=grouping)
+        if sync.peers.size == 1:
+            sync.bandwidth = copy_bandwidth(device)
+        return sync
     if setting == "reshard":
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
     if method == "ipc":
         return IpcSync(engine, device, dtype, bucket_bytes, adapters, copy_bandwidth(device))
     return ReplicaSync(engine, adapters, copy_bandwidth(device))
+
+
+def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[str]:
+    """The methods for a receiver, the one that `auto` chooses first. has_slices: whether its slices can be written."""
+    if receiver is None:
+        return ["in_process"]
+    if isinstance(receiver, RemoteReceiver):
+        return ["ipc"]
+    if not has_slices:
+        return ["replica"]
+    return ["reshard", "replica"] if receiver.prefers_slices or prefers_shards else ["replica", "reshard"]
 
 
 def copy_bandwidth(device: torch.device) -> float:

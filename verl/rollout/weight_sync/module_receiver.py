@@ -1,6 +1,7 @@
 """The receiver of an engine that generates with a `torch.nn.Module` in this process."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -72,13 +73,11 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         shape = tuple(self.shapes[name])
         return Stored(shape, *matrix_shape(shape), (Chunk(whole(shape)),), parameter.dtype)
 
-    def open_slices(self) -> Mapping[str, torch.Tensor]:
+    @contextmanager
+    def open_slices(self, version: int) -> Iterator[Mapping[str, torch.Tensor]]:
         """See `SlicedWeights.open_slices`."""
         self._allocate()
-        return dict(self._sent())
-
-    def close_slices(self) -> None:
-        """See `SlicedWeights.close_slices`."""
+        yield dict(self._sent())
         self.filled = self._has_base = True
 
     @property

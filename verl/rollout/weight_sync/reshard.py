@@ -36,14 +36,14 @@ class Peers:
     """The ranks of a reshard.
 
     Args:
-        group: their process group; None: all ranks.
+        group: their process group; None: all ranks, or this process if torch.distributed is not initialized.
         device: of the weights.
     """
 
     def __init__(self, group: Any, device: torch.device):
-        self.group = dist.group.WORLD if group is None else group
+        self.group = dist.group.WORLD if group is None and dist.is_initialized() else group
         self.device = device
-        self.rank, self.size = self.group.rank(), self.group.size()
+        self.rank, self.size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
 
     def start_exchange(self, received: torch.Tensor, sent: torch.Tensor, counts: list[int], sizes: list[int]) -> Any:
         """Start an all-to-all of bytes: sizes[i] to rank i, and counts[i] from it."""
@@ -51,10 +51,14 @@ class Peers:
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sum over the ranks, in place."""
+        if self.size == 1:
+            return
         self.group.allreduce([tensor]).wait()
 
     def gather(self, value: object) -> list[Any]:
         """The objects of all ranks, through host memory."""
+        if self.size == 1:
+            return [value]
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         self.group.allgather([sizes], [torch.tensor([len(content)])]).wait()
@@ -173,18 +177,18 @@ class ReshardSync(WeightSync):
             self.bandwidth = self.peers.bandwidth()
         start = time.perf_counter()
         plan = self._plan_of(engine, receiver)
-        with torch.no_grad():
-            stored = receiver.open_slices()
+        with torch.no_grad(), receiver.open_slices(version) as stored:
             own = [stored[name] for name in plan.own.names]
             for name, tensor, layout in zip(plan.own.names, own, plan.own.stored):
                 _check_stored(name, tensor, layout)
             sums, stored_sums = self._transfer(plan, _Shards(engine.shards(), plan), own)
             checksum = self._verify(plan, stored_sums, sums, version)
-        receiver.close_slices()
         self.rollout.weight_version = version
-        total, rank = plan.plan, self.peers.rank
-        seconds = time.perf_counter() - start
-        return SyncReport(version, total.received[rank], seconds, checksum, self.bandwidth, total.kept[rank])
+        seconds, rank = time.perf_counter() - start, self.peers.rank
+        received, kept = plan.plan.received[rank], plan.plan.kept[rank]
+        if self.peers.size == 1:  # copied on the device, as by `replica`
+            received, kept = kept, 0
+        return SyncReport(version, received, seconds, checksum, self.bandwidth, kept)
 
     def _plan_of(self, engine: ShardSource, receiver: SlicedWeights) -> _RankPlan:
         """The plan, which is made again if a layout has been replaced. Collective."""

@@ -1,0 +1,303 @@
+"""Which slice of each parameter vLLM stores, read off vLLM's own loaders: a push writes there and gathers nothing.
+
+vLLM's layers have many layouts: q, k and v in one matrix, heads that several ranks have, a padded vocabulary, experts
+of a rank. Their loaders know them. Before the first push they load parameters whose rows are numbered, so that what
+vLLM stores says where each row goes, and then random ones, whose bits must be where the numbers say. Nothing depends on
+layer classes or versions of vLLM. A model that is not stored as rows and columns in this way is `NotSliced`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.rollout.vllm.experts import expert_layers, packed_layers
+from verl.rollout.vllm.weights import ParameterNames, VllmReceiver, check_layers
+from verl.rollout.weight_sync.base import SlicedWeights
+from verl.rollout.weight_sync.plan import Stored
+from verl.utils.shards import Box, Chunk, matrix_shape
+
+#: dtype -> integers of its size
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+#: a row's number has two digits; as the bits of a number of any of these dtypes, each is finite
+_BASE = 2**14
+
+
+class NotSliced(ValueError):
+    """The slices of a model cannot be written. The message names the parameter."""
+
+
+class _Run(NamedTuple):
+    """Rows of a parameter of HuggingFace in one of vLLM.
+
+    Attributes:
+        name: HuggingFace name; "" for padding.
+        row: the first row in the parameter of HuggingFace.
+        at: the first row in vLLM's.
+    """
+
+    name: str
+    row: int
+    at: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """What vLLM stores of a parameter of HuggingFace.
+
+    Attributes:
+        target: vLLM's parameter.
+        start: its first row, as a matrix of `stored.columns`.
+        stored: the chunks in the rows from there.
+    """
+
+    target: str
+    start: int
+    stored: Stored
+
+    def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The stored tensor, (rows, columns): a view of vLLM's parameter."""
+        matrix = parameters[self.target].view(-1, self.stored.columns)
+        return matrix[self.start : self.start + self.stored.rows]
+
+
+class Slices:
+    """The slices of a model.
+
+    Args:
+        model: vLLM's model.
+        slices: HuggingFace name -> what is stored of the parameter.
+        padding: rows of vLLM's parameters that are zero: name, first row, end, columns.
+    """
+
+    def __init__(self, model: nn.Module, slices: Mapping[str, _Slice], padding: list[tuple[str, int, int, int]]):
+        self.layout = {name: each.stored for name, each in slices.items()}
+        self._owners = {
+            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name in dict.fromkeys(each.target for each in slices.values())
+        }
+        self._addresses = self._current_addresses()
+        parameters = {name: module._parameters[kind].detach() for name, (module, kind) in self._owners.items()}
+        self._tensors = {name: each.of(parameters) for name, each in slices.items()}
+        self._padding = [parameters[name].view(-1, columns)[at:end] for name, at, end, columns in padding]
+
+    def _current_addresses(self) -> dict[str, int]:
+        return {name: module._parameters[kind].data_ptr() for name, (module, kind) in self._owners.items()}
+
+    def open(self) -> Mapping[str, torch.Tensor]:
+        """HuggingFace name -> the tensor to write into. Padding is set to zero.
+
+        Raises:
+            ValueError: vLLM has replaced the memory of a parameter.
+        """
+        found = self._current_addresses()
+        if moved := [name for name, address in self._addresses.items() if found[name] != address]:
+            raise ValueError(
+                f"weight sync: vLLM's parameter {moved[0]} has other memory than before the first push: set "
+                "rollout.weight_sync=replica"
+            )
+        for rows in self._padding:
+            rows.zero_()
+        return self._tensors
+
+
+def find_slices(model: nn.Module, shapes: Mapping[str, torch.Size]) -> Slices:
+    """Find what this rank stores of every parameter. The weights of the model are overwritten. Collective, if vLLM's
+    loaders are.
+
+    Args:
+        model: vLLM's model.
+        shapes: HuggingFace name of every parameter -> its shape.
+
+    Raises:
+        NotSliced: the first parameter that is not stored as rows and columns.
+    """
+    finder = _Finder(model, shapes)
+    with torch.no_grad():
+        runs = finder.find_rows()
+        slices = finder.slices_of(runs)
+        slices = finder.check(slices)
+    padding = [(target, run.at, run.at + run.rows, finder.columns[target])
+               for target, found in runs.items() for run in found if not run.name]  # fmt: skip
+    finder.check_zeros(padding)
+    return Slices(model, slices, padding)
+
+
+class _Finder:
+    def __init__(self, model: nn.Module, shapes: Mapping[str, torch.Size]):
+        if packed := packed_layers(expert_layers(model)):
+            raise NotSliced(f"vLLM computes the experts {next(iter(packed))} with packed weights")
+        self.model, self.shapes = model, shapes
+        self.names = ParameterNames(model)
+        self.parameters = {name: p.detach() for name, p in self.names.parameters.items()}
+        self.seeds = {name: number for number, name in enumerate(shapes)}
+        self.targets: dict[str, str] = {}
+        self.parts: dict[str, list[str]] = {name: [] for name in self.parameters}
+        for name in shapes:
+            target = self.names.target(name)
+            if target is None:
+                raise NotSliced(f"vLLM's model has no parameter for {name}")
+            self.targets[name] = target
+            self.parts[target].append(name)
+        self.columns = {target: self._columns_of(target) for target in self.parts}
+        self.first: dict[str, int] = {}  # number of the first row; 0: a row that is not loaded
+        for parts in self.parts.values():
+            number = 1
+            for name in parts:
+                self.first[name] = number
+                number += matrix_shape(shapes[name])[0]
+
+    def _columns_of(self, target: str) -> int:
+        """Columns of a parameter of vLLM, as a matrix."""
+        parameter, parts = self.parameters[target], self.parts[target]
+        if not parts:
+            raise NotSliced(f"no parameter of HuggingFace is loaded into vLLM's {target}")
+        if parameter.dtype not in _BITS or not parameter.is_contiguous():
+            layout = "contiguous" if parameter.is_contiguous() else "not contiguous"
+            raise NotSliced(f"vLLM's {target} is {parameter.dtype}, {layout}")
+        columns = matrix_shape(parameter.shape)[1]
+        full = {matrix_shape(self.shapes[name])[1] for name in parts}
+        if len(full) == 1 and len(parameter.shape) != len(self.shapes[parts[0]]):
+            (columns,) = full  # vLLM has it in another shape
+        if parameter.numel() % columns or any(each % columns for each in full):
+            shapes = tuple(parameter.shape), tuple(self.shapes[parts[0]])
+            raise NotSliced(f"vLLM's {target} has shape {shapes[0]}, and {parts[0]} has {shapes[1]}")
+        return columns
+
+    def _load(self, values: Callable[[str], torch.Tensor]) -> None:
+        """Load parameters by vLLM's loaders. values: HuggingFace name -> the parameter."""
+        unfused = self.names.experts.unfused
+        stream = (item for name in self.shapes for item in unfused(name, values(name)))
+        self.model.load_weights(stream)
+        for _ in stream:  # a loader may stop early
+            pass
+
+    def find_rows(self) -> dict[str, list[_Run]]:
+        """Parameter of vLLM -> its rows."""
+        numbers: dict[str, torch.Tensor] = {}
+        for factor in (1, _BASE):
+            for parameter in self.parameters.values():
+                parameter.zero_()
+            self._load(lambda name, factor=factor: self._numbered(name, factor))
+            for target, parameter in self.parameters.items():
+                digits = parameter.view(_BITS[parameter.dtype]).view(-1, self.columns[target])[:, 0].long() * factor
+                numbers[target] = numbers[target] + digits if target in numbers else digits
+        return {target: self._runs(target, rows.cpu()) for target, rows in numbers.items()}
+
+    def _numbered(self, name: str, factor: int) -> torch.Tensor:
+        """A parameter with a digit of the number of its row in each element."""
+        parameter, (rows, columns) = self.parameters[self.targets[name]], matrix_shape(self.shapes[name])
+        numbers = torch.arange(self.first[name], self.first[name] + rows, device=parameter.device)
+        digits = (numbers // factor % _BASE).to(_BITS[parameter.dtype])
+        return digits[:, None].repeat(1, columns).view(parameter.dtype).view(self.shapes[name])
+
+    def _runs(self, target: str, numbers: torch.Tensor) -> list[_Run]:
+        """Consecutive rows of a parameter of vLLM. numbers: of all its rows."""
+        parts = self.parts[target]
+        firsts = torch.tensor([self.first[name] for name in parts])
+        ends = int(firsts[-1]) + matrix_shape(self.shapes[parts[-1]])[0]
+        if len(numbers) and int(numbers.max()) >= ends:
+            raise NotSliced(f"vLLM's {target} has other rows than {parts[0]}")
+        part = torch.searchsorted(firsts, numbers, right=True) - 1  # -1: padding
+        cuts = (part[1:] != part[:-1]) | ((part[1:] >= 0) & (numbers[1:] != numbers[:-1] + 1))
+        starts = [0, *(cuts.nonzero().flatten() + 1).tolist(), len(numbers)] if len(numbers) else [0]
+        runs = []
+        for at, end in pairwise(starts):
+            index = int(part[at])
+            name = parts[index] if index >= 0 else ""
+            row = int(numbers[at]) - self.first[name] if name else 0
+            runs.append(_Run(name, row, at, end - at))
+        return runs
+
+    def slices_of(self, runs: Mapping[str, list[_Run]]) -> dict[str, _Slice]:
+        """HuggingFace name -> what is stored of the parameter, by its rows; columns begin with the first one."""
+        found = {}
+        for name, target in self.targets.items():
+            own = [run for run in runs[target] if run.name == name]
+            start, rows = own[0].at if own else 0, sum(run.rows for run in own)
+            if any(after.at != run.at + run.rows for run, after in pairwise(own)):
+                raise NotSliced(f"vLLM's {target} has the rows of {name} in several places")
+            columns, dtype = self.columns[target], self.parameters[target].dtype
+            chunks = tuple(Chunk(Box(run.row, run.row + run.rows, 0, columns), run.at - start) for run in own)
+            found[name] = _Slice(target, start, Stored(tuple(self.shapes[name]), rows, columns, chunks, dtype))
+        return found
+
+    def check(self, slices: Mapping[str, _Slice]) -> dict[str, _Slice]:
+        """Load random parameters, find the columns, and compare all bits. Returns the slices with their columns."""
+        for parameter in self.parameters.values():
+            parameter.fill_(1)  # padding must be set to zero by the loaders
+        self._load(self._random)
+        found = {}
+        for name, each in slices.items():
+            full = self._random(name).view(matrix_shape(self.shapes[name]))
+            stored = each.of(self.parameters)
+            found[name] = each = replace(each, stored=_with_columns(each.stored, full, stored))
+            for chunk in each.stored.chunks:
+                box = chunk.box
+                rows = stored[chunk.row : chunk.row + box.rows]
+                if not torch.equal(rows, full[box.top : box.bottom, box.left : box.right]):
+                    raise NotSliced(f"vLLM's {each.target} does not store {name} as rows and columns of it")
+        return found
+
+    def _random(self, name: str) -> torch.Tensor:
+        """Random values of a parameter, the same in every call."""
+        parameter = self.parameters[self.targets[name]]
+        generator = torch.Generator(parameter.device).manual_seed(self.seeds[name])
+        values = torch.empty(self.shapes[name], dtype=parameter.dtype, device=parameter.device)
+        return values.normal_(generator=generator)
+
+    def check_zeros(self, padding: list[tuple[str, int, int, int]]) -> None:
+        """Raise NotSliced unless vLLM's loaders have set the padding to zero."""
+        for target, at, end, columns in padding:
+            if self.parameters[target].view(-1, columns)[at:end].any():
+                raise NotSliced(f"vLLM's {target} has rows from {at} that are not loaded")
+
+
+def _with_columns(layout: Stored, full: torch.Tensor, stored: torch.Tensor) -> Stored:
+    """The layout with the columns whose values are stored in its first row."""
+    count = full.shape[1] // layout.columns
+    if count == 1 or not layout.chunks:
+        return layout
+    blocks = full[layout.chunks[0].box.top].view(count, -1)
+    index = int((blocks == stored[layout.chunks[0].row]).all(1).int().argmax())
+    left, right = index * layout.columns, (index + 1) * layout.columns
+    chunks = (replace(chunk, box=chunk.box._replace(left=left, right=right)) for chunk in layout.chunks)
+    return replace(layout, chunks=tuple(chunks))
+
+
+class VllmSliceReceiver(VllmReceiver, SlicedWeights):
+    """A `VllmReceiver` whose slices a sync can write, if vLLM stores all parameters as rows and columns."""
+
+    prefers_slices = True  # vLLM's loaders are slow: a call for every parameter
+    _slices: Slices | None = None
+
+    def obstacle(self) -> str:
+        """See `SlicedWeights.obstacle`. Collective over all rollout ranks. The model has no weights afterwards."""
+        own = ""
+        with self._updating(version=0, idle=True, is_last=False) as model:
+            try:
+                self._slices = find_slices(model, self.shapes)
+            except NotSliced as error:
+                own = str(error)
+        found: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        return next(filter(None, found), "")
+
+    def slice_layout(self) -> Mapping[str, Stored]:
+        """See `SlicedWeights.slice_layout`."""
+        assert self._slices is not None
+        return self._slices.layout
+
+    @contextmanager
+    def open_slices(self, version: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See `SlicedWeights.open_slices`. Requests of `generate_one` may be running, as in `receive`."""
+        assert self._slices is not None
+        with self._updating(version) as model:
+            yield self._slices.open()
+            check_layers(model, version)
