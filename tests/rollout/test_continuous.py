@@ -2,10 +2,8 @@
 
 import asyncio
 import concurrent.futures
-import gc
 import random
 import threading
-import weakref
 from collections.abc import Coroutine
 from dataclasses import replace
 
@@ -18,8 +16,6 @@ from verl.engines.loading import ModelSpec, TokenModel
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
-from verl.rollout.native import engine as native_engine
-from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.stop_strings import StopStrings
@@ -502,25 +498,3 @@ def test_an_engine_defines_one_of_the_two():
     assert len(run_coroutine(inside_a_loop())) == 2
     with pytest.raises(TypeError, match="neither generate"):
         type("Nothing", (RolloutEngine,), {})
-
-
-def test_sleep_frees_the_copy_of_the_weights(monkeypatch):
-    engine = make_engine("native", dtype=torch.bfloat16)  # another dtype than that of the parameters: a copy
-    copies = []
-
-    def read(*given, **options) -> Decoder:
-        copies.append(read_decoder(*given, **options))
-        return copies[-1]
-
-    monkeypatch.setattr(native_engine, "read_decoder", read)
-
-    async def generate() -> None:
-        await asyncio.gather(*map(engine.generate_one, mixed_requests(0, 3)))
-
-    asyncio.run(generate())
-    found = [weakref.ref(copy) for copy in copies]
-    copies.clear()
-    assert found
-    engine.sleep()
-    gc.collect()
-    assert [ref() for ref in found] == [None] * len(found)
