@@ -1,7 +1,7 @@
 """Every rank receives the slices of the parameters that it stores, no others, and faults are named."""
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from fractions import Fraction
 from types import SimpleNamespace
 
