@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -23,7 +24,9 @@ from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
 from verl.trainer.main_generation import GenerationRun, main
+from verl.utils.device import resolve_device
 from verl.utils.rng import fork_seed
+from verl.utils.threads import warn_if_oversubscribed
 from verl.workers.rollout.worker import RolloutWorker
 
 ROOT = Path(__file__).parents[2]
@@ -357,3 +360,18 @@ def test_dry_run_checks_everything_and_generates_nothing(keys, tmp_path, capsys)
     assert list(tmp_path.iterdir()) == []
     assert main([*keys, "--dry-run", "rollout.prompt_length=4"]) == 1
     assert "prompts are longer than 4 tokens" in capsys.readouterr().err
+
+
+def test_taken_cores_are_a_warning(keys, monkeypatch, caplog):
+    monkeypatch.setattr("os.getloadavg", lambda: (999.0, 999.0, 999.0))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr(generate, "LocalWorkerGroup", lambda *args, **kwargs: None)
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    for device, count in (("cpu", 1), ("cuda", 0)):
+        warn_if_oversubscribed.cache_clear()  # once per process
+        caplog.clear()
+        run = GenerationRun(overrides=[*keys, "trainer.device=cpu"])
+        monkeypatch.setattr(generate, "resolve_device", lambda setting, device=device: torch.device(device))
+        run.init_workers()
+        assert caplog.text.count("CPU oversubscription: load average ") == count
+        monkeypatch.setattr(generate, "resolve_device", resolve_device)

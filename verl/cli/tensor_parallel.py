@@ -23,6 +23,7 @@ from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import Future, WorkerError
 from verl.trainer.startup.command_line import print_error
 from verl.utils.device import resolve_device
+from verl.utils.threads import warn_if_oversubscribed
 
 _RANK_0_SECONDS = 10  # for the error of rank 0, if another rank has failed while they make the engine
 _CPU_RANKS = 8  # processes on a CPU with fewer cores
@@ -97,6 +98,8 @@ def served_engine(
     served = ServedEngine(config, model, device, pad_token_id, free_port())
     if served.size > 1:
         _check_devices(device, served.size)
+    if resolve_device(device).type == "cpu":
+        warn_if_oversubscribed()
     if served.size == 1 or config.name in _OWN_PROCESSES:
         yield served.make(0)
         return

@@ -36,6 +36,7 @@ from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
+from verl.utils.threads import warn_if_oversubscribed
 from verl.workers.rollout.worker import RolloutWorker
 
 logger = logging.getLogger("verl.trainer")
@@ -247,6 +248,8 @@ class GenerationRun:
     def init_workers(self) -> None:
         """Start the worker group that generates, which loads the model."""
         config = self.config
+        if resolve_device(config.trainer.device).type == "cpu":
+            warn_if_oversubscribed()
         spec = WorkerSpec(
             RolloutWorker,
             {
