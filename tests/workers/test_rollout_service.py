@@ -46,6 +46,7 @@ class VersionEngine(RolloutEngine):
 def service():
     engine = VersionEngine()
     service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"))
+    service.resume()
     yield service, engine
     service.close()
     assert not service._thread.is_alive()
@@ -134,6 +135,7 @@ def test_an_error_of_the_engine_is_raised_by_every_call(error):
         raise error
 
     service = GenerationService(engine, fails, SingleTurn().run, torch.device("cpu"))
+    service.resume()
     service.submit("a", prompts(2))
     calls = (lambda: service.collect(5.0), lambda: service.pause(True), service.resume)
     for call in (*calls, lambda: service.submit("b", prompts(1))):
@@ -150,6 +152,7 @@ def test_a_trajectory_that_is_cancelled_ends_the_run():
 
     engine = VersionEngine()
     service = GenerationService(engine, engine.generate_one, cancels, torch.device("cpu"))
+    service.resume()
     service.submit("a", prompts(2))
     with pytest.raises(RuntimeError, match="a trajectory of the group a was cancelled"):
         service.collect(5.0)
