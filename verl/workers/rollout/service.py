@@ -29,6 +29,7 @@ import torch
 from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
 from verl.rollout.base import Completion, Request, RolloutEngine
 from verl.rollout.routed_experts import extended
+from verl.utils.clock import GENERATION_CLOCK, PausableClock
 from verl.utils.coroutines import gather_coroutines
 from verl.utils.rng import fork_seed
 
@@ -61,6 +62,7 @@ class GenerationService:
         self._started = 0  # trajectories that have started and not ended
         self._in_engine = 0  # requests
         self._ended = asyncio.Event()  # set after every end of a trajectory or a request
+        self._clock = PausableClock()
         self._leading: AbstractContextManager[None] | None = None  # entered from `resume` to `pause`
         # shared with the thread of the calls
         self._finished: list[tuple[str, list[Trajectory]]] = []
@@ -176,6 +178,7 @@ class GenerationService:
     async def _run(self, prompt: Prompt) -> Trajectory:
         await self._trajectories_may_start.wait()
         self._started += 1
+        GENERATION_CLOCK.set(self._clock)
         try:
             return await self._run_trajectory(prompt, self._generate)
         finally:
@@ -186,6 +189,7 @@ class GenerationService:
         self._trajectories_may_start.clear()
         if partial:
             self._requests_may_start.clear()
+            self._clock.pause()  # otherwise the trajectories, and their limits of time, continue
             self._engine.abort()
         while (self._in_engine if partial else self._started) and self._error is None:
             self._ended.clear()
@@ -202,6 +206,7 @@ class GenerationService:
         if self._leading is None:
             self._leading = self._engine.leading()
             self._leading.__enter__()
+        self._clock.resume()
         self._requests_may_start.set()
         self._trajectories_may_start.set()
 
