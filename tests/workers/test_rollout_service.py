@@ -132,7 +132,7 @@ def test_the_clock_of_trajectories_stands_still_while_they_are_interrupted(parti
 
     service = GenerationService(engine, engine.generate_one, run, torch.device("cpu"))
     service.resume()
-    service.submit("a", prompts(1))
+    service.submit("a", prompts(1, 80))
     started(engine, 1)
     service.pause(partial)
     time.sleep(0.5)

@@ -31,7 +31,7 @@ class Linked(RolloutEngine):
     def __init__(self, env: RolloutEnv, links: list[queue.Queue]):
         self.env, self.link = env, links[env.tp_group]
         self.sessions: list[list[int]] = []  # of `follow`: the tokens
-        self.leads = self.aborted = False
+        self.leads = self.follows = self.aborted = False
         self.running = 0
 
     async def generate_one(self, request: Request) -> Completion:
@@ -62,11 +62,15 @@ class Linked(RolloutEngine):
             self.link.put(None)
 
     def follow(self) -> None:
+        assert not self.follows
+        self.follows = True
         self.sessions.append([])
         while (token := self.link.get(timeout=30)) is not None:
             if isinstance(token, BaseException):
                 raise token
             self.sessions[-1].append(token)
+        time.sleep(0.05)  # the last step of this rank
+        self.follows = False
 
 
 class Group:
@@ -150,7 +154,7 @@ def test_the_other_ranks_follow_until_the_pause_and_again_afterwards(group):
     group.pause_generation(True)
     for engine in group.engines:
         engine.weight_version = 1
-    assert [engine.leads for engine in group.engines] == [False] * 4
+    assert not any(engine.leads or engine.follows for engine in group.engines)
     # in the foreground, as for validation or the canary: nobody follows in the background
     prompts = batch_of("v", "w").copy()
     prompts.meta_info["sampling"] = "train"
@@ -158,6 +162,7 @@ def test_the_other_ranks_follow_until_the_pause_and_again_afterwards(group):
         worker.max_over_ranks = lambda values: [2.0, 40.0]
     assert group.generate_sequences(prompts).batch["responses"].tolist() == [[2] * 40] * 2
     group.resume_generation()
+    group.resume_generation()  # no effect
     for own in group.collect(2):
         (batch,) = own.values()
         ((_, old), (first, new)) = batch.non_tensor_batch["weight_versions"][0]
@@ -194,6 +199,13 @@ def test_the_first_prompts_of_a_rank_wait_for_the_end_of_a_pause(size):
     group.close()
 
 
+def test_the_first_prompts_of_a_rank_after_a_pause_start_at_once(group):
+    group.pause_generation(True)
+    group.resume_generation()
+    group.submit_prompts([batch_of("a"), batch_of("b")])
+    assert [set(own) for own in group.collect(2)] == [{"a"}, {"b"}]
+
+
 def test_an_error_of_a_following_rank_is_raised_by_every_call(group):
     group.submit_prompts([batch_of("a"), None])
     group.wait_until_running(1)
@@ -222,6 +234,7 @@ def test_the_other_ranks_do_not_follow_a_service_that_is_closed():
         worker._service.close()
     assert time.monotonic() - start < 2  # not until a timeout
     assert [len(engine.sessions) for engine in group.engines] == [0, 1, 0, 1]
+    assert not any(engine.follows for engine in group.engines)
     assert not [thread for thread in threading.enumerate() if thread.name == "rollout service"]
 
 
