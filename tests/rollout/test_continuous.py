@@ -195,21 +195,6 @@ def test_abort_all(kind):
     assert [c.finish_reason for c in run_coroutine(run())] == ["abort"] * 2
 
 
-def test_a_cancelled_coroutine_leaves_the_batch():
-    engine = make_engine("native")
-    requests = make_requests([[1], [2]], SamplingParams(40, (), ignore_eos=True))
-    expected = engine.generate(requests)
-
-    async def run() -> Completion:
-        first, second = (asyncio.ensure_future(engine.generate_one(request)) for request in requests)
-        for _ in range(8):
-            await asyncio.sleep(0)
-        first.cancel()
-        return await second
-
-    assert run_coroutine(run()).token_ids == expected[1].token_ids
-
-
 LONG = SamplingParams(12, ())
 BAD_REQUESTS = {
     "no prompt": (Request([], LONG, 0), "has no tokens"),

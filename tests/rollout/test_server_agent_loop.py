@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 
 import openai
+import psutil
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
@@ -61,7 +62,7 @@ class Plain:
     def __init__(self, act):
         self.act = act
 
-    def start(self, call, timeout):
+    def start(self, call):
         def use():
             with openai.OpenAI(base_url=call.base_url, api_key=call.api_key, max_retries=0) as client:
                 return self.act(client, call.sample)
@@ -405,13 +406,29 @@ def test_a_program_is_an_agent(tokenizer, tmp_path):
     assert trajectory.metrics["agent_timeouts"] == 1
 
 
+def test_a_program_that_is_stopped_ends(tmp_path):
+    note = tmp_path / "pid"
+    agent = CommandAgent(["sh", "-c", f"sleep 60 & echo $! > {note}.new; mv {note}.new {note}; wait"])
+    future = agent.start(AgentCall({}, "http://localhost", "key", "any"))
+    deadline = time.monotonic() + 20
+    while not note.exists():
+        assert time.monotonic() < deadline and not future.done()
+        time.sleep(0.01)
+    started = psutil.Process(int(note.read_text()))
+    assert started.is_running() and future.cancel()
+    with suppress(psutil.NoSuchProcess):
+        while started.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "a process that the program has started continues"
+            time.sleep(0.01)
+
+
 def test_the_largest_sample_of_a_program():
     """VERL_SAMPLE is JSON: {"a": ""} is 9 characters, and text in it."""
     agent = CommandAgent(["sh", "-c", "echo ${#VERL_SAMPLE}"])
     calls = [AgentCall({"a": "x" * (size - 9)}, "http://localhost", "key", "any") for size in (100_000, 100_001)]
-    assert agent.start(calls[0], 60).result() == 100_000
+    assert agent.start(calls[0]).result() == 100_000
     with pytest.raises(ValueError, match="VERL_SAMPLE has 100,001 characters"):
-        agent.start(calls[1], 60).result()
+        agent.start(calls[1]).result()
 
 
 @pytest.mark.parametrize("value", [float("nan"), "1", [1], {"score": "x"}])

@@ -1,4 +1,4 @@
-"""Runs with SGLang: weights over files and over a process group, and two tensor-parallel ranks.
+"""Runs with SGLang: weights over files and over a process group, two tensor-parallel ranks, asynchronous training.
 
 They need SGLang: VERL_CONTRACT_ENGINES=sglang, make test-sglang.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.rollout.asynchronous_runs import check_spans
 from tests.rollout.contract import CHOSEN
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -36,19 +37,25 @@ def tiny(tmp_path_factory) -> Path:
 
 
 def run(tiny: Path, folder: Path, *more: str) -> list:
-    """The reports of two steps, after each of which the engine must have the weights of training."""
+    """The reports of two steps."""
+    found = reports_of(tiny, folder, *more)
+    assert [report.batch.batch["weight_version"].unique().tolist() for report in found] == [[0], [1]]
+    assert all(report.metrics["rollout/logprob_gap_max"] < BOUND for report in found)
+    return found
+
+
+def reports_of(tiny: Path, folder: Path, *more: str, steps: int = 2) -> list:
+    """The reports of a run, after each step of which the engine must have the weights of training."""
     chosen = ["algorithm.name=grpo", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.check_every=1", "trainer.device=cpu"]
     chosen += [f"actor_rollout_ref.model.path={tiny / 'mini'}"]
     chosen += [f"{key}.dtype=float32" for key in (ROLLOUT, "actor_rollout_ref.actor.fsdp_config")]
     found: list = []
-    settings = [*run_settings(tiny, folder), *chosen, "trainer.total_training_steps=2", *more]
+    settings = [*run_settings(tiny, folder), *chosen, f"trainer.total_training_steps={steps}", *more]
     trainer = LocalPPOTrainer(overrides=settings)
     trainer.on_step.append(found.append)
     trainer.fit()
-    assert [report.batch.batch["weight_version"].unique().tolist() for report in found] == [[0], [1]]
     for report in found:
         assert report.metrics["weight_sync/canary_mismatch"] < BOUND and report.metrics["weight_sync/bytes"] > 0
-        assert report.metrics["rollout/logprob_gap_max"] < BOUND
     return found
 
 
@@ -78,3 +85,12 @@ def test_weights_over_a_process_group(lora, tiny, tmp_path):
 def test_two_tensor_parallel_ranks(size, more, tiny, tmp_path):
     ranks = ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]
     run(tiny, tmp_path / "run", *ranks, f"actor_rollout_ref.model.path={tiny / size}", *more)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_generation_overlaps_training(ranks, tiny, tmp_path):
+    more = [*OWN, "trainer.async.max_staleness=1", "data.max_response_length=24", "trainer.test_freq=2"]
+    if ranks == 2:
+        more += ["trainer.n_gpus_per_node=3", "placement.rollout_devices=[1,2]"]
+        more += [f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    check_spans(reports_of(tiny, tmp_path / "run", *more, steps=4), prompts=4)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.rollout.asynchronous_runs import check_spans
 from tests.trainer.conftest import make_tiny, run_settings
+from verl.single_controller.worker_group import WorkerError
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 pytestmark = [
@@ -19,6 +21,7 @@ pytestmark = [
 ]
 ROLLOUT = "actor_rollout_ref.rollout"
 OWN = ("trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]")
+PAIR = ["trainer.n_gpus_per_node=3", "placement.rollout_devices=[1,2]", f"{ROLLOUT}.tensor_model_parallel_size=2"]
 LORA = "actor_rollout_ref.model.lora_rank=4"
 BOUND = 2e-5  # of log-probs in float32 on a CPU
 
@@ -57,23 +60,17 @@ def test_weights_over_files(lora, tiny, tmp_path):
     assert kept == ["global_step_2", "global_step_3"]
 
 
+@pytest.mark.parametrize("placement", [pytest.param([], id="one rank"), pytest.param(PAIR, id="tensor parallel")])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("partial", [False, True])
-def test_generation_overlaps_training(partial, lora, tiny, tmp_path):
+def test_generation_overlaps_training(partial, lora, placement, tiny, tmp_path):
     more = [f"trainer.async.partial_rollout={json.dumps(partial)}", "trainer.async.max_staleness=1"]
     more += ["data.max_response_length=48", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     correction = "algorithm.rollout_correction.rollout_is=token"  # log-probs are computed again
     settings = run_settings(tiny, tmp_path / "run")
-    found = run(settings, *OWN, *more, correction, *([LORA] if lora else []), steps=5)
-    uids = [uid for report in found for uid in dict.fromkeys(report.batch.non_tensor_batch["uid"])]
-    assert len({*uids}) == 5 * 4  # no prompt is lost or repeated
-    for step, report in enumerate(found):
-        spans = report.batch.non_tensor_batch["weight_versions"]
-        for each, oldest in zip(spans, report.batch.batch["weight_version"].tolist(), strict=True):
-            versions = [version for _, version in each]
-            assert each[0][0] == 0 and versions == sorted({*versions}) and versions[0] == oldest
-            assert step - 1 <= oldest and versions[-1] <= step
-            assert partial or len(versions) == 1
+    more += ["trainer.test_freq=2"]
+    found = run(settings, *OWN, *placement, *more, correction, *([LORA] if lora else []), steps=5)
+    check_spans(found, prompts=4, partial=partial)
 
 
 AGENT = """
@@ -104,3 +101,30 @@ def test_an_agent_calls_it_over_http(tiny, tmp_path):
         mask = report.batch.batch["response_mask"]
         turns = (mask[:, 1:] > mask[:, :-1]).sum(1) + mask[:, 0]
         assert turns.tolist() == [3] * len(report.batch)  # one trajectory of three turns
+
+
+FAILS = """
+import os
+from verl.rollout.vllm.stepping import Stepper
+
+take, steps = Stepper._take, []
+
+
+def fails(self, new, removed):
+    steps.append(1)
+    if os.environ["RANK"] == "{rank}" and len(steps) > 60:
+        raise MemoryError("tried to allocate 2 GiB")
+    return take(self, new, removed)
+
+
+Stepper._take = fails
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_a_tensor_parallel_rank_ends_asynchronous_training(rank, tiny, tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS.format(rank=rank))
+    more = ["trainer.async.max_staleness=1", "data.max_response_length=48", f"imports=[{tmp_path / 'fails.py'}]"]
+    with pytest.raises(WorkerError, match="MemoryError: tried to allocate 2 GiB") as caught:  # and not WorkerTimeout
+        run(run_settings(tiny, tmp_path / "run"), *OWN, *PAIR, *more, steps=5)
+    assert (caught.value.role, caught.value.rank) == ("rollout", rank)

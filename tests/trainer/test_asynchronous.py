@@ -268,8 +268,6 @@ def test_an_error_of_the_update_ends_the_producer(settings):
         (["placement.rollout_devices=null"], "only on separate devices"),
         ([f"{ROLLOUT}.deterministic=true"], "generates with the weights that are trained"),
         (["algorithm.shuffle_rewards=true"], "permutes the rewards of a whole batch"),
-        ([f"{ROLLOUT}.mode=server"], "time limit of the agents of rollout.mode=server would include weight syncs"),
-        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "tensor_model_parallel_size must be 1"),
         (
             ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"]
             + ["algorithm.filter_groups.at_limit=fill"],

@@ -2,8 +2,10 @@
 
 import json
 import sys
+import time
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import check_supported, load_config
@@ -224,3 +226,70 @@ def test_an_agent_learns(chat_model, tmp_path):
     reports = train(settings(chat_model, tmp_path, LETTERS, *others))
     scores = [report.metrics["critic/score/mean"] for report in reports]
     assert sum(scores[:3]) / 3 < 0.2 and sum(scores[-3:]) / 3 > 0.4, scores
+
+
+TURNS = """
+import openai
+
+
+async def run(sample, base_url, api_key, model):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages, text = [{"role": "user", "content": "write"}], ""
+    for _ in range(3):
+        found = await client.chat.completions.create(model=model, messages=messages, max_tokens=40)
+        text += found.choices[0].message.content
+        messages += [found.choices[0].message, {"role": "user", "content": "more"}]
+    await client.close()
+    return text.count("e") / max(len(text), 1)
+"""
+PLACEMENTS = {
+    "one rank": ["trainer.n_gpus_per_node=2", "placement.rollout_devices=[1]"],
+    "tensor parallel": [
+        *("trainer.n_gpus_per_node=3", "placement.rollout_devices=[1,2]"),
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_agents_wait_for_weight_syncs_of_asynchronous_training(placement, chat_model, tmp_path):
+    """Two pushes take longer than the limit of an agent, which does not count them."""
+    model = AutoModelForCausalLM.from_pretrained(chat_model / "model")
+    model.resize_token_embeddings(544)  # two ranks have 272 tokens each
+    model.save_pretrained(tmp_path / "even")
+    AutoTokenizer.from_pretrained(chat_model / "model").save_pretrained(tmp_path / "even")
+    rollout = "actor_rollout_ref.rollout"
+    limit = 6.0
+    others = [
+        f"actor_rollout_ref.model.path={tmp_path / 'even'}",
+        *PLACEMENTS[placement],
+        "placement.actor_devices=[0]",
+        "trainer.async.max_staleness=1",
+        "trainer.total_training_steps=6",
+        "trainer.total_epochs=8",
+        "data.max_response_length=240",
+        f"{rollout}.server.timeout={limit}",
+        f"{rollout}.ignore_eos=true",
+        f"{rollout}.check_every=1",
+    ]
+    trainer, reports = LocalPPOTrainer(overrides=settings(chat_model, tmp_path, TURNS, *others)), []
+    trainer.on_step.append(reports.append)
+    push = trainer.rollout_weights.push
+
+    def slow_push(version: int) -> dict[str, float]:
+        if version in (2, 3):
+            time.sleep(limit + 1)
+        return push(version)
+
+    trainer.rollout_weights.push = slow_push
+    trainer.fit()
+    assert len(reports) == 6
+    for report in reports:
+        assert report.metrics["weight_sync/canary_mismatch"] < 1e-5
+        assert report.metrics["rollout/agent_timeouts"] == report.metrics["rollout/agent_errors"] == 0
+        mask = report.batch.batch["response_mask"]
+        turns = (mask[:, 1:] > mask[:, :-1]).sum(1) + mask[:, 0]
+        assert turns.tolist() == [3] * len(report.batch) and mask.sum(1).tolist() == [120] * len(report.batch)
+    spans = [each for report in reports for each in report.batch.non_tensor_batch["weight_versions"]]
+    assert {version for each in spans for _, version in each[1:]} & {2, 3}, "the pushes interrupted no agent"

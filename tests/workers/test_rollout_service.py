@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl.rollout.agent_loop import Prompt, SingleTurn
+from verl.rollout.agent_loop import Prompt, SingleTurn, Trajectory
 from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
 from verl.rollout.stop_strings import StopStrings
+from verl.utils.clock import GENERATION_CLOCK
 from verl.workers.rollout.service import GenerationService, continuation, extend
 
 PARAMS = SamplingParams(max_tokens=12, stop_token_ids=())
@@ -46,6 +47,7 @@ class VersionEngine(RolloutEngine):
 def service():
     engine = VersionEngine()
     service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"))
+    service.resume()
     yield service, engine
     service.close()
     assert not service._thread.is_alive()
@@ -116,6 +118,32 @@ def test_a_pause_may_wait_for_the_trajectories_that_run(service):
     assert collect(service, 1)["b"][0].weight_versions == [(0, 1)]
 
 
+@pytest.mark.parametrize("partial", [True, False])
+def test_the_clock_of_trajectories_stands_still_while_they_are_interrupted(partial):
+    """A pause that waits for trajectories needs their limits of time."""
+    engine, clocks = VersionEngine(), []
+
+    async def run(prompt: Prompt, generate) -> Trajectory:
+        clock = GENERATION_CLOCK.get()
+        first, start = clock(), time.monotonic()
+        trajectory = await SingleTurn().run(prompt, generate)
+        clocks.append((clock() - first, time.monotonic() - start))
+        return trajectory
+
+    service = GenerationService(engine, engine.generate_one, run, torch.device("cpu"))
+    service.resume()
+    service.submit("a", prompts(1, 80))
+    started(engine, 1)
+    service.pause(partial)
+    time.sleep(0.5)
+    service.resume()
+    collect(service, 1)
+    service.close()
+    ((counted, passed),) = clocks
+    assert passed - counted == pytest.approx(0.5 if partial else 0.0, abs=0.1)
+    assert GENERATION_CLOCK.get() is time.monotonic
+
+
 def test_what_is_submitted_during_a_pause_waits(service):
     service, engine = service
     service.pause(partial=True)
@@ -134,6 +162,7 @@ def test_an_error_of_the_engine_is_raised_by_every_call(error):
         raise error
 
     service = GenerationService(engine, fails, SingleTurn().run, torch.device("cpu"))
+    service.resume()
     service.submit("a", prompts(2))
     calls = (lambda: service.collect(5.0), lambda: service.pause(True), service.resume)
     for call in (*calls, lambda: service.submit("b", prompts(1))):
@@ -150,6 +179,7 @@ def test_a_trajectory_that_is_cancelled_ends_the_run():
 
     engine = VersionEngine()
     service = GenerationService(engine, engine.generate_one, cancels, torch.device("cpu"))
+    service.resume()
     service.submit("a", prompts(2))
     with pytest.raises(RuntimeError, match="a trajectory of the group a was cancelled"):
         service.collect(5.0)

@@ -171,5 +171,7 @@ def test_generation_without_training_is_checked_too():
 
 
 def test_what_fits_is_accepted():
-    for more in (["trainer.n_gpus_per_node=4"], ["trainer.n_gpus_per_node=2", "trainer.nnodes=2"]):
+    own = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0]", "placement.rollout_devices=[1,2]"]
+    asynchronous = [*own, "trainer.async.max_staleness=1"]
+    for more in (["trainer.n_gpus_per_node=4"], ["trainer.n_gpus_per_node=2", "trainer.nnodes=2"], asynchronous):
         assert load_config(overrides=[TP, *more]).actor_rollout_ref.rollout.tensor_model_parallel_size == 2

@@ -355,9 +355,6 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
         "generation overlaps training only on separate devices: set placement.rollout_devices and "
         "placement.actor_devices": not config.rollout_is_separate,
         "rollout.deterministic=true generates with the weights that are trained: turn it off": rollout.deterministic,
-        "the time limit of the agents of rollout.mode=server would include weight syncs and validation: use 0, or "
-        "another agent loop": rollout.mode == "server",
-        "rollout.tensor_model_parallel_size must be 1": rollout.tensor_model_parallel_size > 1,
         "algorithm.shuffle_rewards permutes the rewards of a whole batch: use false": config.algorithm.shuffle_rewards,
         "trainer.on_bad_steps=rollback would lose the prompts in the queue: use stop": config.trainer.on_bad_steps
         == "rollback",

@@ -159,7 +159,7 @@ class ContinuousBatch:
             with torch.inference_mode():
                 scheduler = self._scheduler = engine.start_continuous(params, rows)
             steps, reported_at, self._is_closed = 0, 0, False
-            while scheduler.is_busy or scheduler.has_results:
+            while (scheduler.is_busy or scheduler.has_results) and self._is_awaited():
                 with torch.inference_mode():
                     finished = scheduler.take_finished()  # of an abort
                     if scheduler.is_busy:
@@ -178,6 +178,12 @@ class ContinuousBatch:
                 await asyncio.sleep(0)
                 self._extend(params)
         self._scheduler = self._decoder = None  # the engine frees its memory when it sleeps
+        self.running.clear()  # requests that were cancelled
+
+    def _is_awaited(self) -> bool:
+        """Whether a request is not cancelled. The engine must be idle once all of them are: nobody knows that it
+        computes, and weights may be pushed."""
+        return bool(self.queue) or any(not pending.future.done() for pending in self.running.values())
 
     def _report(self, scheduler: "SlotScheduler | PagedScheduler") -> None:
         """Pass new tokens to the requests that have `on_tokens`."""

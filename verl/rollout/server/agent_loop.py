@@ -19,6 +19,7 @@ from verl.rollout.server.episodes import Episode, StepGenerator
 from verl.rollout.server.http import ServerThread
 from verl.rollout.server.protocol import ApiError
 from verl.rollout.server.service import ServedModel
+from verl.utils.clock import GENERATION_CLOCK, wait_within
 
 logger = logging.getLogger("verl.rollout.server")
 
@@ -112,10 +113,9 @@ class ServerAgentLoop:
         """
         call = AgentCall(dict(episode.prompt.columns), base_url, self.api_key, self.model.name)
         metrics = {"agent_errors": 0.0, "agent_timeouts": 0.0}
-        future = asyncio.wrap_future(self.agent.start(call, self.settings.timeout))
-        returned = False
+        future, returned = asyncio.wrap_future(self.agent.start(call)), False
         try:
-            found = await asyncio.wait_for(future, self.settings.timeout + 1)
+            found = await wait_within(future, self.settings.timeout, GENERATION_CLOCK.get())
             returned = True
             score, info = read_result(found)
             return {"agent_score": score, "agent_error": None, "agent_info": info}, metrics

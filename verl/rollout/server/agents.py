@@ -27,6 +27,7 @@ TRIAL_FACTS = {"agent_score": 0.0, "agent_error": None, "agent_info": {}, "num_t
 _ARGUMENTS = ("sample", "base_url", "api_key", "model")
 #: bytes of an environment variable that every system accepts
 _LARGEST_VARIABLE = 100_000
+_POLL = 0.2  # seconds until a program that is stopped ends
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class AgentCall:
 class Agent(Protocol):
     """Runs once per sample."""
 
-    def start(self, call: AgentCall, timeout: float) -> "Future[Any]":
-        """Start the agent without waiting for it. Cancelling the future, or the timeout in seconds, stops it."""
+    def start(self, call: AgentCall) -> "Future[Any]":
+        """Start the agent without waiting for it. Cancelling the future stops it."""
 
 
 def load_agent(config: schema.ServerAgentConfig) -> Agent:
@@ -84,24 +85,23 @@ class AsyncAgent:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
 
-    def start(self, call: AgentCall, timeout: float) -> "Future[Any]":
+    def start(self, call: AgentCall) -> "Future[Any]":
         """See `Agent.start`."""
 
         async def run() -> Any:
-            arguments = call.sample, call.base_url, call.api_key, call.model
-            return await asyncio.wait_for(self.function(*arguments), timeout)
+            return await self.function(call.sample, call.base_url, call.api_key, call.model)
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
 
 class FunctionAgent:
-    """A plain function, in a thread per call. At the timeout its thread is abandoned; its next call of the policy
+    """A plain function, in a thread per call. If it is stopped, its thread is abandoned; its next call of the policy
     fails."""
 
     def __init__(self, function: Callable):
         self.function = function
 
-    def start(self, call: AgentCall, timeout: float) -> "Future[Any]":
+    def start(self, call: AgentCall) -> "Future[Any]":
         """See `Agent.start`."""
         return in_thread(lambda: self.function(call.sample, call.base_url, call.api_key, call.model))
 
@@ -113,11 +113,14 @@ class CommandAgent:
     def __init__(self, command: Sequence[str]):
         self.command = list(command)
 
-    def start(self, call: AgentCall, timeout: float) -> "Future[Any]":
+    def start(self, call: AgentCall) -> "Future[Any]":
         """See `Agent.start`."""
-        return in_thread(lambda: self._run(call, timeout))
+        stopped = threading.Event()
+        future = in_thread(lambda: self._run(call, stopped))
+        future.add_done_callback(lambda _: stopped.set())
+        return future
 
-    def _run(self, call: AgentCall, timeout: float) -> Any:
+    def _run(self, call: AgentCall, stopped: threading.Event) -> Any:
         sample = json.dumps(call.sample, default=_plain)
         if len(sample) > _LARGEST_VARIABLE:
             raise ValueError(f"VERL_SAMPLE has {len(sample):,} characters, more than an environment variable can hold")
@@ -133,14 +136,17 @@ class CommandAgent:
             encoding="utf-8",
             errors="replace",
         )
+        output = None
         try:
-            output, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
+            while output is None and not stopped.is_set():
+                with suppress(subprocess.TimeoutExpired):
+                    output, errors = process.communicate(timeout=_POLL)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
                 process.communicate()
+        if output is None:
+            return None  # it was stopped: nobody waits for the result
         if process.returncode:
             raise RuntimeError(f"{self.command[0]} ended with status {process.returncode}: {errors.strip()[-500:]}")
         return _last_result(output)
@@ -151,7 +157,7 @@ def in_thread(function: Callable[[], Any]) -> "Future[Any]":
     future: Future[Any] = Future()
 
     def work() -> None:
-        with suppress(InvalidStateError):  # cancelled at the timeout
+        with suppress(InvalidStateError):  # cancelled
             try:
                 future.set_result(function())
             except InvalidStateError:

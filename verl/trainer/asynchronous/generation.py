@@ -67,8 +67,8 @@ class Generation:
         return HOLD
 
     def send(self) -> None:
-        """Send the prompts that are waiting, group by group to one rank after another."""
-        ranks = self.roles["rollout"].world_size
+        """Send the prompts that are waiting, group by group to one rank, or tensor-parallel group, after another."""
+        ranks = self.roles["rollout"].layout("rollout").dp_size
         batches, self.waiting = self.waiting, []
         for batch in batches:
             shares: list[list[int]] = [[] for _ in range(ranks)]

@@ -29,7 +29,7 @@ from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import SyncReport, WeightSync, local_sync
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.utils.rng import fork_seed
-from verl.workers.rollout.service import GenerationService
+from verl.workers.rollout.service import FollowingService, GenerationService
 
 #: columns that make up a prompt; the others are passed to the agent loop
 _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
@@ -261,9 +261,12 @@ class Rollout:
             self._agent_loops[name] = make_agent_loop(name, self.config, self.tokenizer)
         return self._agent_loops[name]
 
-    def serve(self) -> GenerationService:
-        """Generate in the background, with the sampling parameters of training."""
+    def serve(self) -> GenerationService | FollowingService:
+        """Generate in the background, with the sampling parameters of training, or follow rank 0 of the
+        tensor-parallel group. Paused until `resume`."""
         self.wake()
+        if self.env.tp_rank > 0:
+            return FollowingService(self.engine, self.device)
         return GenerationService(self.engine, self._generate_one, self._run_loop, self.device)
 
     async def _run_loop(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:

@@ -1,6 +1,7 @@
 """Generation in the background: the engine of a rollout worker generates while the worker serves short calls.
 
-    service = GenerationService(engine, run, device)
+    service = GenerationService(engine, complete, run, device)
+    service.resume()                          # a new service is paused
     service.submit("uid", prompts)            # returns at once: the trajectories of one group
     groups = service.collect(timeout=0.02)    # the groups that have ended, possibly none
     service.pause(partial=True)               # the engine is idle from here on: new weights can be loaded
@@ -9,6 +10,10 @@
 Every trajectory is a task of one event loop, which runs in a thread. A request that a pause interrupts is continued by
 another request, whose prompt is the prompt and all tokens so far: the engine recomputes their KV cache with the new
 weights. This works with every engine that supports `abort`; others finish the requests that they have started.
+
+Rank 0 of a tensor-parallel group leads from `resume` to `pause` (`RolloutEngine.leading`). The other ranks have a
+`FollowingService`, whose thread runs `RolloutEngine.follow` meanwhile. During a pause no rank leads or follows, so all
+of them can load weights, and generate in the foreground.
 """
 
 import asyncio
@@ -16,6 +21,7 @@ import atexit
 import dataclasses
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,6 +29,7 @@ import torch
 from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
 from verl.rollout.base import Completion, Request, RolloutEngine
 from verl.rollout.routed_experts import extended
+from verl.utils.clock import GENERATION_CLOCK, PausableClock
 from verl.utils.coroutines import gather_coroutines
 from verl.utils.rng import fork_seed
 
@@ -30,13 +37,14 @@ from verl.utils.rng import fork_seed
 RunTrajectory = Callable[[Prompt, GenerateFn], Awaitable[Trajectory]]
 
 _POLL = 0.1  # seconds between two checks that the thread is alive
+_JOIN_SECONDS = 3.0  # for `follow` to return when the process ends
 
 
 class GenerationService:
-    """Runs trajectories in an event loop in a separate thread.
+    """Runs trajectories in an event loop in a separate thread. Paused until the first `resume`.
 
     Args:
-        engine: has the weight version, and aborts requests.
+        engine: has the weight version, aborts requests, and leads the other ranks of its tensor-parallel group.
         complete: the engine's response to one request (`RolloutEngine.generate_one`).
         run: runs one trajectory.
         device: the engine's device.
@@ -54,6 +62,8 @@ class GenerationService:
         self._started = 0  # trajectories that have started and not ended
         self._in_engine = 0  # requests
         self._ended = asyncio.Event()  # set after every end of a trajectory or a request
+        self._clock = PausableClock()
+        self._leading: AbstractContextManager[None] | None = None  # entered from `resume` to `pause`
         # shared with the thread of the calls
         self._finished: list[tuple[str, list[Trajectory]]] = []
         self._error: BaseException | None = None
@@ -62,7 +72,6 @@ class GenerationService:
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-        self.resume()
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
@@ -131,9 +140,11 @@ class GenerationService:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
+            has_failed = self._error is not None  # before the tasks are cancelled
             for task in self._tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            self._stop_leading(has_failed)
             self._loop.close()
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the event loop
             self._fail(error)
@@ -167,6 +178,7 @@ class GenerationService:
     async def _run(self, prompt: Prompt) -> Trajectory:
         await self._trajectories_may_start.wait()
         self._started += 1
+        GENERATION_CLOCK.set(self._clock)
         try:
             return await self._run_trajectory(prompt, self._generate)
         finally:
@@ -177,12 +189,24 @@ class GenerationService:
         self._trajectories_may_start.clear()
         if partial:
             self._requests_may_start.clear()
+            self._clock.pause()  # otherwise the trajectories, and their limits of time, continue
             self._engine.abort()
         while (self._in_engine if partial else self._started) and self._error is None:
             self._ended.clear()
             await self._ended.wait()
+        self._stop_leading(self._error is not None)
+
+    def _stop_leading(self, has_failed: bool) -> None:
+        """Let the other ranks stop to follow. No request is in the engine. After a failure they may not answer."""
+        if self._leading is not None and not has_failed:
+            leading, self._leading = self._leading, None
+            leading.__exit__(None, None, None)
 
     async def _resume(self) -> None:
+        if self._leading is None:
+            self._leading = self._engine.leading()
+            self._leading.__enter__()
+        self._clock.resume()
         self._requests_may_start.set()
         self._trajectories_may_start.set()
 
@@ -204,6 +228,65 @@ class GenerationService:
             # the engine may abort a request itself: only those of a pause are continued
             if whole.finish_reason != "abort" or self._requests_may_start.is_set():
                 return whole
+
+
+class FollowingService:
+    """The service of the other ranks of a tensor-parallel group, with the calls of `GenerationService`.
+
+    A thread follows rank 0, which has the prompts and the trajectories, from `resume` to `pause`.
+
+    Args:
+        engine: of this rank.
+        device: the engine's device.
+    """
+
+    def __init__(self, engine: RolloutEngine, device: torch.device):
+        self._engine = engine
+        self._device = device
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        atexit.register(self.close)
+
+    def submit(self, uid: str, prompts: Sequence[Prompt]) -> None:
+        """Does nothing: rank 0 generates. Raises the error of an earlier call of `follow`."""
+        self._raise_error()
+
+    def collect(self, timeout: float) -> list[tuple[str, list[Trajectory]]]:
+        """Returns nothing, at once. Raises the error of `follow`."""
+        self._raise_error()
+        return []
+
+    def pause(self, partial: bool) -> None:
+        """Return when rank 0 has paused."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_error()
+
+    def resume(self) -> None:
+        """Follow rank 0 until it pauses."""
+        self._raise_error()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._follow, name="rollout service", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Wait until rank 0 has closed its service, or has failed."""
+        atexit.unregister(self.close)
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
+
+    def _follow(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            self._engine.follow()
+        except BaseException as error:  # raised by the next call
+            self._error = error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def continuation(request: Request, so_far: Completion) -> Request:

@@ -16,7 +16,7 @@ from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout
-from verl.workers.rollout.service import GenerationService
+from verl.workers.rollout.service import FollowingService, GenerationService
 
 
 class RolloutWorker(RolloutMethods):
@@ -61,7 +61,8 @@ class RolloutWorker(RolloutMethods):
         self.device, self.timeout = on, timeout
         self.rollout = Rollout(rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer)
         self._group: TransferGroup | None = None
-        self._service: GenerationService | None = None
+        self._service: GenerationService | FollowingService | None = None
+        self._is_paused = False
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
@@ -102,28 +103,31 @@ class RolloutWorker(RolloutMethods):
 
     # ---- generation during training -----------------------------------------------------------------------------
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, mesh="rollout")
     def submit_prompts(self, batch: DataProto | None) -> None:
         """Start to generate in the background: one trajectory per row, in groups of rows with one uid.
 
         Args:
-            batch: the columns of `generate_sequences`; None: nothing.
+            batch: the columns of `generate_sequences`, one batch per tensor-parallel group; None: nothing.
         """
         if batch is None:
             return
         if self._service is None:
             self._service = self.rollout.serve()
+            if not self._is_paused:
+                self._service.resume()
         groups: dict[str, list[Prompt]] = {}
         for uid, prompt in zip(batch.non_tensor_batch["uid"], self.rollout.prompts_of(batch, self.rollout.params)):
             groups.setdefault(uid, []).append(prompt)
         for uid, prompts in groups.items():
             self._service.submit(uid, prompts)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_GROUPS, mesh="rollout")
     def collect_finished(self, timeout: float) -> list[DataProto]:
         """Return the groups that have ended, one batch per group, its rows in the order of `submit_prompts`.
 
-        Each has the columns of `generate_sequences`, uid, and weight_versions: spans (first token, version).
+        Each has the columns of `generate_sequences`, uid, and weight_versions: spans (first token, version). Only
+        rank 0 of a tensor-parallel group returns any.
         """
         finished = [] if self._service is None else self._service.collect(timeout)
         batches = []
@@ -137,12 +141,14 @@ class RolloutWorker(RolloutMethods):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pause_generation(self, partial: bool) -> None:
         """Interrupt the generation in the background; see `GenerationService.pause`."""
+        self._is_paused = True
         if self._service is not None:
             self._service.pause(partial)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def resume_generation(self) -> None:
         """Continue the generation in the background."""
+        self._is_paused = False
         if self._service is not None:
             self._service.resume()
 

@@ -1,0 +1,24 @@
+"""What every run of asynchronous training with max_staleness=1 must show, whatever the engine."""
+
+from collections.abc import Sequence
+
+from verl.trainer.base import StepReport
+
+
+def check_spans(reports: Sequence[StepReport], prompts: int, partial: bool = True) -> None:
+    """Every prompt is trained once, and versions are those of the last two pushes before the step.
+
+    Args:
+        reports: of all steps.
+        prompts: number of prompts per step.
+        partial: whether pushes interrupt responses.
+    """
+    uids = [uid for report in reports for uid in dict.fromkeys(report.batch.non_tensor_batch["uid"])]
+    assert len({*uids}) == len(uids) == len(reports) * prompts
+    for step, report in enumerate(reports):
+        spans = report.batch.non_tensor_batch["weight_versions"]
+        for each, oldest in zip(spans, report.batch.batch["weight_version"].tolist(), strict=True):
+            versions = [version for _, version in each]
+            assert each[0][0] == 0 and versions == sorted({*versions}) and versions[0] == oldest
+            assert step - 1 <= oldest and versions[-1] <= step
+            assert partial or len(versions) == 1

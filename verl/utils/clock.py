@@ -1,0 +1,62 @@
+"""A clock that stands still during pauses, for limits of time that do not count them."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_POLL = 0.1  # seconds between two looks at a clock that stands still
+
+
+class PausableClock:
+    """Seconds since an unknown time, without those from `pause` to `resume`."""
+
+    def __init__(self) -> None:
+        self._paused_at: float | None = None
+        self._paused = 0.0  # seconds, of the pauses that have ended
+
+    def __call__(self) -> float:
+        now = time.monotonic() if self._paused_at is None else self._paused_at
+        return now - self._paused
+
+    def pause(self) -> None:
+        """Stand still until `resume`."""
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+
+    def resume(self) -> None:
+        """Continue."""
+        if self._paused_at is not None:
+            self._paused += time.monotonic() - self._paused_at
+            self._paused_at = None
+
+
+#: the clock of the generation that an agent loop runs in: it stands still while a weight sync or a validation has
+#: interrupted the requests
+GENERATION_CLOCK: ContextVar[Callable[[], float]] = ContextVar("generation clock", default=time.monotonic)
+
+
+async def wait_within(future: "asyncio.Future[T]", seconds: float, clock: Callable[[], float]) -> T:
+    """The result of a future, which is cancelled if it takes longer, or if the caller is cancelled.
+
+    Args:
+        future: to wait for.
+        seconds: the limit.
+        clock: measures it.
+
+    Raises:
+        TimeoutError: the limit was exceeded.
+    """
+    end = clock() + seconds
+    try:
+        while not future.done():
+            left = end - clock()
+            if left <= 0:
+                raise TimeoutError
+            await asyncio.wait([future], timeout=max(left, _POLL))
+        return future.result()
+    finally:
+        future.cancel()
