@@ -367,6 +367,25 @@ def test_layouts_that_do_not_fit_are_refused():
         plan([[Shard("a", shape, whole(shape))]], {"a": half})
 
 
+def test_chunks_that_overlap_partly_are_cut():
+    """A fused matrix of q (2 rows per rank), and one head of k and v (1 row each) that both ranks have."""
+    shape, dtype = (6, 4), torch.float32
+    q_and_k_v = (Chunk(Box(0, 2, 0, 4)), Chunk(Box(4, 6, 0, 4), row=2)), (Chunk(Box(2, 6, 0, 4)),)
+    layouts = [
+        RankLayout((Shard("a", shape, Box(3 * rank, 3 * rank + 3, 0, 4)),), {"a": Stored(shape, 4, 4, chunks, dtype)})
+        for rank, chunks in enumerate(q_and_k_v)
+    ]
+    moves = [move for bucket in make_plan(layouts, 2**20).buckets for _, move in bucket.moves]
+    found = sorted((m.target, m.box.top, m.box.bottom, m.source, m.to, m.first) for m in moves)
+    assert found == [
+        (0, 0, 2, 0, (0, 0), True),
+        (0, 4, 6, 1, (2, 0), True),
+        (1, 2, 3, 0, (0, 0), True),
+        (1, 3, 4, 1, (1, 0), True),
+        (1, 4, 6, 1, (2, 0), False),
+    ]
+
+
 def test_replicas_do_not_send_to_each_other():
     """HSDP: ranks 0 and 1 have the two halves, and so have 2 and 3. Every rank needs the whole parameter."""
     shape = (4, 6)

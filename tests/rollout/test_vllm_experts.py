@@ -20,6 +20,7 @@ from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.routed_experts import layers_with_experts
 from verl.rollout.vllm import capabilities, settings
 from verl.rollout.vllm.experts import expert_layers
+from verl.rollout.weight_sync import ReplicaSync, local_sync
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
@@ -121,6 +122,16 @@ def test_a_push_of_experts_is_what_is_computed(mixture):
     assert found.log_probs[0] != pytest.approx(before.log_probs[0], abs=1e-2)
     rollout.receiver().receive(module.named_parameters(), 3)
     assert rollout.generate([Request([1, 2, 3], params, 0)]) == [before]
+
+
+@real
+def test_packed_experts_are_pushed_through_the_loaders(mixture, caplog):
+    rollout, module = mixture
+    with pytest.raises(ValueError, match=r"because vLLM computes the experts model\.layers\.0\..* with packed weights"):
+        local_sync("reshard", rollout, ENV.device, bucket_bytes=1, has_shards=True)
+    sync = local_sync("auto", rollout, ENV.device, bucket_bytes=1, has_shards=True)
+    assert type(sync) is ReplicaSync and "replica instead of reshard: vLLM computes the experts" in caplog.text
+    rollout.receiver().receive(module.named_parameters(), 3)
 
 
 @real

@@ -119,17 +119,33 @@ def find_slices(model: nn.Module, shapes: Mapping[str, torch.Size]) -> Slices:
         NotSliced: the first parameter that is not stored as rows and columns.
     """
     finder = _Finder(model, shapes)
+    buffers = {name: _bits(buffer).clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
         runs = finder.find_rows()
-        slices = finder.slices_of(runs)
-        slices = finder.check(slices)
+        slices = finder.check(finder.slices_of(runs))
+    for name, buffer in model.named_buffers():
+        if name not in buffers or not torch.equal(_bits(buffer), buffers[name]):
+            raise NotSliced(f"vLLM's loaders compute the buffer {name}")
     padding = [(target, run.at, run.at + run.rows, finder.columns[target])
                for target, found in runs.items() for run in found if not run.name]  # fmt: skip
     finder.check_zeros(padding)
     return Slices(model, slices, padding)
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
 class _Finder:
+    """Loads parameters with known values, and reads where they are stored.
+
+    Attributes:
+        targets: HuggingFace name -> vLLM's parameter.
+        parts: the reverse, in the order in which their rows are numbered.
+        columns: vLLM's parameter -> its columns, as a matrix.
+        first: HuggingFace name -> the number of its first row. 0: a row that is not loaded.
+    """
+
     def __init__(self, model: nn.Module, shapes: Mapping[str, torch.Size]):
         if packed := packed_layers(expert_layers(model)):
             raise NotSliced(f"vLLM computes the experts {next(iter(packed))} with packed weights")
@@ -146,7 +162,7 @@ class _Finder:
             self.targets[name] = target
             self.parts[target].append(name)
         self.columns = {target: self._columns_of(target) for target in self.parts}
-        self.first: dict[str, int] = {}  # number of the first row; 0: a row that is not loaded
+        self.first: dict[str, int] = {}
         for parts in self.parts.values():
             number = 1
             for name in parts:

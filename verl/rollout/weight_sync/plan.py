@@ -5,7 +5,8 @@ A chunk that a rank has already is only copied. Of several ranks with the same c
 replica of the weights, so that replicas do not send to each other; if there are several, they take turns.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -157,7 +158,7 @@ def make_plan(layouts: Sequence[RankLayout], bucket_bytes: int) -> Plan:
 
     Raises:
         ValueError: the rollout needs a parameter that training does not have, or the reverse; the shards do not
-            cover a parameter exactly once; or the stored chunks of one rank or another overlap partly.
+            cover a parameter exactly once; or the stored chunks do not, or overlap by some of their columns.
     """
     sources = _sources(layouts)
     _check_names(sources, layouts)
@@ -245,8 +246,8 @@ def _moves(
 ) -> tuple[Move, ...]:
     """The moves of one parameter."""
     moves, seen = [], set()
-    for target, tensor in enumerate(stored):
-        for chunk in tensor.chunks:
+    for target, chunks in enumerate(_chunks_of(stored)):
+        for chunk in chunks:
             first = chunk.box not in seen
             seen.add(chunk.box)
             for box, owners in sources.items():
@@ -259,6 +260,21 @@ def _moves(
                 moves.append(Move(source, target, shard, common, at, to, first))
     _check_coverage(f"the stored chunks of {name}", shape, seen)
     return tuple(moves)
+
+
+def _chunks_of(stored: Sequence[Stored]) -> list[list[Chunk]]:
+    """The chunks of each rank, cut where those of other ranks begin or end: two then have the same rows or none in
+    common. With fewer key/value heads than ranks, a fused matrix may have q, k of one rank where another has q only."""
+    edges = sorted({edge for tensor in stored for chunk in tensor.chunks for edge in (chunk.box.top, chunk.box.bottom)})
+    return [[cut for chunk in tensor.chunks for cut in _cut(chunk, edges)] for tensor in stored]
+
+
+def _cut(chunk: Chunk, edges: Sequence[int]) -> Iterator[Chunk]:
+    """The chunk, cut at these rows of the full parameter, which are in order."""
+    box = chunk.box
+    inner = edges[bisect_right(edges, box.top) : bisect_left(edges, box.bottom)]
+    for top, bottom in pairwise([box.top, *inner, box.bottom]):
+        yield Chunk(box._replace(top=top, bottom=bottom), chunk.row + top - box.top, chunk.column)
 
 
 def _parameter(name: str, shape: tuple[int, ...], moves: Sequence[Move], stored: Sequence[Stored]) -> Parameter:
