@@ -1,22 +1,115 @@
-"""Pushes into the slices that vLLM stores: what they are, with stand-ins for vLLM's layers, and with vLLM the pushes.
+"""Pushes into the slices that vLLM stores: what they are, with a stand-in for vLLM's model, and with vLLM the pushes.
 
 Tests of `real` need vLLM: make test-vllm.
 """
 
 import importlib.util
+from collections.abc import Iterable
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from tests.engines.ranks import OPTIMIZER, make_batch, make_engine, run_on_ranks, save_model, share_of, train
 from verl.config import schema
 from verl.engines.base import MicroBatching
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.vllm.slices import NotSliced, find_slices
 from verl.rollout.weight_sync import ReplicaSync, ReshardSync, local_sync
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 CPU = torch.device("cpu")
+
+
+# ---- without vLLM ---------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "embed.weight": torch.Size((10, 8)),
+    "layer.q_proj.weight": torch.Size((8, 8)),
+    "layer.k_proj.weight": torch.Size((4, 8)),
+    "layer.v_proj.weight": torch.Size((4, 8)),
+    "layer.down_proj.weight": torch.Size((8, 12)),
+    "norm.weight": torch.Size((8,)),
+}
+
+
+class Stored(nn.Module):
+    """Has slices of SHAPES as vLLM has them: of a padded vocabulary, of q, k and v in one matrix, and of columns."""
+
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def __init__(self, rank: int, dtype: torch.dtype = torch.float32, fault: str = ""):
+        super().__init__()
+        self.rank, self.fault = rank, fault
+        shapes = {"embed": (6, 8), "layer.qkv_proj": (8, 8), "layer.down_proj": (8, 6), "norm": (8,)}
+        shapes |= {"scale": (2,)} if fault == "another parameter" else {}
+        self.layer = nn.Module()
+        for name, shape in shapes.items():
+            path, _, kind = name.rpartition(".")
+            child = nn.Module()
+            child.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+            self.get_submodule(path).add_module(kind, child)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            kind, r = name.split(".")[-2], self.rank
+            if kind == "embed":
+                rows = tensor[6 * r : 6 * r + 6]
+                self.embed.weight[: len(rows)] = rows
+                if self.fault != "padding is kept":
+                    self.embed.weight[len(rows) :] = 0
+            elif kind == "down_proj":
+                own = tensor[:, 6 * r : 6 * r + 6]
+                self.layer.down_proj.weight.copy_(own.flip(1) if self.fault == "columns in another order" else own)
+            elif kind == "norm":
+                self.norm.weight.copy_(tensor + 1 if self.fault == "a sum" else tensor)
+            else:
+                start, rows = {"q_proj": (0, 4), "k_proj": (4, 2), "v_proj": (6, 2)}[kind]
+                own = tensor[rows * r : rows * r + rows]
+                if self.fault == "rows in another order":
+                    own = own.flip(0)
+                self.layer.qkv_proj.weight[start : start + rows] = own
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fault", ["", "rows in another order"])
+def test_what_is_written_into_slices_is_what_the_loaders_store(fault, dtype, rank):
+    full = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+    loaded, written = Stored(rank, dtype, fault), Stored(rank, dtype, fault)
+    loaded.load_weights(full.items())
+    slices = find_slices(written, SHAPES)
+    for parameter in written.parameters():
+        parameter.fill_(7)
+    for name, tensor in slices.open().items():
+        for chunk in slices.layout[name].chunks:
+            box, matrix = chunk.box, full[name].view(len(full[name]), -1)
+            tensor[chunk.row : chunk.row + box.rows] = matrix[box.top : box.bottom, box.left : box.right]
+    for (name, found), expected in zip(written.named_parameters(), loaded.parameters()):
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("another parameter", "no parameter of HuggingFace is loaded into vLLM's scale.weight"),
+        ("columns in another order", "vLLM's layer.down_proj.weight does not store layer.down_proj.weight as rows"),
+        ("padding is kept", "vLLM's embed.weight has rows from 4 that are not loaded"),
+        ("a sum", "vLLM's norm.weight"),
+    ],
+)
+def test_models_that_are_not_stored_as_rows_and_columns_are_named(fault, message):
+    with pytest.raises(NotSliced, match=message):
+        find_slices(Stored(1, fault=fault), SHAPES)
+
+
+def test_a_parameter_with_other_memory_is_an_error():
+    model = Stored(0)
+    slices = find_slices(model, SHAPES)
+    model.norm.weight = nn.Parameter(torch.zeros(8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"vLLM's parameter norm\.weight has other memory than before"):
+        slices.open()
 
 
 # ---- with vLLM ------------------------------------------------------------------------------------------------------
