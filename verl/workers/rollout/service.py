@@ -187,7 +187,7 @@ class GenerationService:
         self._trajectories_may_start.clear()
         if partial:
             self._requests_may_start.clear()
-            self._clock.pause()  # otherwise the trajectories, and their limits of time, continue
+            self._clock.pause()  # without partial rollouts, the trajectories and their time limits continue
             self._engine.abort()
         # a trajectory may end before a request that it has cancelled or does not wait for
         while (self._in_engine or (self._started and not partial)) and self._error is None:
@@ -197,7 +197,7 @@ class GenerationService:
         self._stop_leading(self._error is not None)
 
     def _stop_leading(self, has_failed: bool) -> None:
-        """Let the other ranks stop to follow. No request is in the engine. After a failure they may not answer."""
+        """End `follow` on the other ranks. No request is in the engine. After a failure they may not answer."""
         if self._leading is not None and not has_failed:
             leading, self._leading = self._leading, None
             leading.__exit__(None, None, None)
