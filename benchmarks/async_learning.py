@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further override")
     parser.add_argument("--out", type=Path, help="write the record to this file")
     args = parser.parse_args()
     facts = {name: metadata.version(name) for name in ("torch", "transformers")}
@@ -70,7 +71,7 @@ def main() -> None:
             data = write_task(args.task, folder / f"data{seed}", rows=64 * args.steps, seed=seed)
             for name in args.runs:
                 settings = overrides(args.task, model, data, folder / name / str(seed), args.steps, seed=seed)
-                line = {"run": name, "task": args.task, "seed": seed, **curve([*settings, *RUNS[name]])}
+                line = {"run": name, "task": args.task, "seed": seed, **curve([*settings, *RUNS[name], *args.set])}
                 record["runs"].append(line)
                 print(json.dumps({key: value for key, value in line.items() if key != "reward"}), flush=True)
     if args.out:

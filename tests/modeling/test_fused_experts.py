@@ -29,12 +29,12 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 class Experts(nn.Module):
     """The parameters of a layer with experts."""
 
-    def __init__(self, device: str, dtype: torch.dtype = torch.float32):
+    def __init__(self, device: str, dtype: torch.dtype = torch.float32, width: int = WIDTH):
         super().__init__()
         torch.manual_seed(0)
         self.num_experts = EXPERTS
-        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, HIDDEN).to(device, dtype) / 4)
-        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH).to(device, dtype) / 5)
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * width, HIDDEN).to(device, dtype) / 4)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, width).to(device, dtype) / 5)
         self.act_fn = nn.functional.silu
 
 
@@ -91,11 +91,13 @@ def test_outputs_and_gradients_over_several_passes(device, bf16, tolerance, add)
         check_passes(device, cache, bf16, tolerance)
 
 
-def test_float64_is_computed_too():
-    module, given = Experts("cpu", torch.float64), inputs(7, "cpu", 0)
-    x, weights = (t.detach().double() for t in given[:2])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float64, WIDTH), (torch.float32, 6)])
+def test_what_grouped_matmuls_do_not_support_is_computed_too(dtype, width):
+    """float64, and rows of 24 bytes."""
+    module, given = Experts("cpu", dtype, width), inputs(7, "cpu", 0)
+    x, weights = (t.detach().to(dtype) for t in given[:2])
     found = fused_experts(module, x, given[2], weights, WeightCache())
-    assert torch.allclose(found, loop(module, x, weights, given[2]), rtol=1e-12)
+    torch.testing.assert_close(found, loop(module, x, weights, given[2]))
 
 
 def test_frozen_experts_pass_gradients_on_and_get_none():

@@ -166,8 +166,10 @@ def test_activations_by_hand():
     sparse, dense = replace(role, shape=SPARSE), found.plain - 2 * 3 * 2 * 16
     shared = 2 * 3 * (16 + 6)
     assert activation_bytes(sparse).plain == dense + shared + 2 * (2 * 2 * 12 + 4 + 2 * 8)
-    # Megatron also keeps their products, inputs and outputs
-    assert activation_bytes(sparse, megatron=True).plain == dense + shared + 2 * 2 * (3 * 12 + 2 * 8)
+    # Megatron and expert parallelism also keep the activation, input and output of each
+    all_rows = dense + shared + 2 * 2 * (3 * 12 + 2 * 8)
+    assert activation_bytes(sparse, megatron=True).plain == all_rows
+    assert activation_bytes(replace(sparse, fuses_experts=False)).plain == all_rows
 
 
 # ---- monotonicity ---------------------------------------------------------------------------------------------------

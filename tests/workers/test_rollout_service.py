@@ -118,6 +118,49 @@ def test_a_pause_may_wait_for_the_trajectories_that_run(service):
     assert collect(service, 1)["b"][0].weight_versions == [(0, 1)]
 
 
+def test_a_pause_waits_for_requests_whose_trajectories_have_ended():
+    """Nor does one start during the pause, such as the next one of a task that nobody waits for."""
+    engine, tasks = VersionEngine(), []
+
+    async def run(prompt: Prompt, generate) -> Trajectory:
+        async def two_requests() -> None:
+            await generate(Request([3], prompt.params, 9))
+            await asyncio.sleep(0.05)
+            await generate(Request([4], prompt.params, 9))
+
+        tasks.append(asyncio.ensure_future(two_requests()))
+        while not engine.running:
+            await asyncio.sleep(0)
+        return Trajectory(prompt)
+
+    service = GenerationService(engine, engine.generate_one, run, torch.device("cpu"))
+    service.resume()
+    service.submit("a", prompts(1, 20))
+    collect(service, 1)
+    assert engine.running == 1
+    service.pause(partial=False)
+    assert engine.running == 0
+    time.sleep(0.2)
+    assert len(engine.requests) == 1
+    service.resume()
+    started(engine, 1)
+    assert len(engine.requests) == 2
+    service.close()
+
+
+def test_a_time_limit_of_the_engine_is_an_error():
+    engine = VersionEngine()
+
+    def fails():
+        raise TimeoutError("the other ranks do not answer")
+
+    engine.leading = fails
+    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"))
+    with pytest.raises(TimeoutError, match="do not answer"):
+        service.resume()
+    service.close()
+
+
 @pytest.mark.parametrize("partial", [True, False])
 def test_the_clock_of_trajectories_stands_still_while_they_are_interrupted(partial):
     """A pause that waits for trajectories needs their limits of time."""

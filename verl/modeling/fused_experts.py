@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from verl.modeling.linear import WeightCache, compute_dtype, layer_functions
-from verl.modeling.moe import by_expert, expert_outputs, weighted_sum
+from verl.modeling.moe import by_expert, expert_outputs, fits_grouped_matmul, weighted_sum
 
 
 def fused_experts(
@@ -32,7 +32,7 @@ def fused_experts(
     """
     gate_up, down = module.gate_up_proj, module.down_proj
     dtype = compute_dtype(x, gate_up)
-    if dtype == torch.float64:  # not supported by grouped matmuls
+    if not fits_grouped_matmul(module, dtype):
         order, counts = by_expert(chosen, module.num_experts)
         outputs = expert_outputs(module, x[order // chosen.shape[1]], counts)
         return weighted_sum(outputs, order, weights, x.dtype)

@@ -67,10 +67,10 @@ def activation_bytes(role: Role, sequence_parallel: bool = False, megatron: bool
 
 
 def _expert_bytes(role: Role, megatron: bool) -> float:
-    """Bytes per token and layer that experts keep more than an MLP of their total width."""
+    """Bytes per token and layer that experts keep beyond those of an MLP of their total width; may be negative."""
     s, c = role.shape, role.compute_bytes
     pairs = s.active_experts * s.sparse_layers / s.layers
-    if megatron:  # inputs and outputs of every expert of a token
+    if megatron or not role.fuses_experts:  # inputs and outputs of every expert of a token
         return pairs * c * 2 * s.hidden
     return pairs * (_PAIR_BYTES - c * s.expert_mlp)  # activations are computed again (`modeling/fused_experts.py`)
 

@@ -107,6 +107,7 @@ def _sharded(section: schema.EngineConfig, on_gpu: bool) -> dict[str, Any]:
     return {
         "weight_bytes": _bytes(section.model_dtype, 4),
         "compute_bytes": _bytes(section.dtype, 2 if on_gpu else 4),
+        "fuses_experts": section.expert_parallel_size == 1,
         "param_offload": section.param_offload,
         "optimizer_offload": section.optimizer_offload,
         "layout": Layout(

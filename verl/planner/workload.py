@@ -65,6 +65,7 @@ class Role:
         update_tokens, infer_tokens: tokens of a micro-batch of one rank; None: chosen by the engine.
         sequence_parallel: Megatron's tensor-parallel ranks also split the activations between the matrices.
         sharded_optimizer: Megatron's distributed optimizer.
+        fuses_experts: FSDP keeps the activations of `modeling/fused_experts.py` only; not with expert parallelism.
         updates: optimizer steps per pass over the batch. epochs: passes.
         layout: sizes of model parallelism; `devices` is set by the placement.
     """
@@ -84,6 +85,7 @@ class Role:
     optimizer_offload: bool = False
     sequence_parallel: bool = True
     sharded_optimizer: bool = True
+    fuses_experts: bool = True
     updates: int = 1
     epochs: int = 1
     layout: Layout = Layout(1)

@@ -1,4 +1,4 @@
-"""A clock that stands still during pauses, for limits of time that do not count them."""
+"""A clock that can be paused, for time limits that do not count pauses."""
 
 import asyncio
 import time
@@ -8,11 +8,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_POLL = 0.1  # seconds between two looks at a clock that stands still
+_POLL = 0.1  # seconds between two checks of a paused clock
 
 
 class PausableClock:
-    """Seconds since an unknown time, without those from `pause` to `resume`."""
+    """Seconds since an arbitrary time, without those from `pause` to `resume`."""
 
     def __init__(self) -> None:
         self._paused_at: float | None = None
@@ -23,19 +23,19 @@ class PausableClock:
         return now - self._paused
 
     def pause(self) -> None:
-        """Stand still until `resume`."""
+        """Stop the clock until `resume`. No effect if it is paused."""
         if self._paused_at is None:
             self._paused_at = time.monotonic()
 
     def resume(self) -> None:
-        """Continue."""
+        """Let the clock continue. No effect if it is not paused."""
         if self._paused_at is not None:
             self._paused += time.monotonic() - self._paused_at
             self._paused_at = None
 
 
-#: the clock of the generation that an agent loop runs in: it stands still while a weight sync or a validation has
-#: interrupted the requests
+#: the clock of the generation that an agent loop runs in, paused while a weight sync or a validation has interrupted
+#: the requests
 GENERATION_CLOCK: ContextVar[Callable[[], float]] = ContextVar("generation clock", default=time.monotonic)
 
 
@@ -45,7 +45,7 @@ async def wait_within(future: "asyncio.Future[T]", seconds: float, clock: Callab
     Args:
         future: to wait for.
         seconds: the limit.
-        clock: measures it.
+        clock: returns seconds; the limit is measured by it.
 
     Raises:
         TimeoutError: the limit was exceeded.

@@ -154,36 +154,37 @@ class _Finder:
         self.parameters = {name: p.detach() for name, p in self.names.parameters.items()}
         self.seeds = {name: number for number, name in enumerate(shapes)}
         self.targets: dict[str, str] = {}
-        self.parts: dict[str, list[str]] = {name: [] for name in self.parameters}
+        #: parameter of vLLM -> the parameters of HuggingFace that are loaded into it
+        self.sources: dict[str, list[str]] = {name: [] for name in self.parameters}
         for name in shapes:
             target = self.names.target(name)
             if target is None:
                 raise NotSliced(f"vLLM's model has no parameter for {name}")
             self.targets[name] = target
-            self.parts[target].append(name)
-        self.columns = {target: self._columns_of(target) for target in self.parts}
-        self.first: dict[str, int] = {}
-        for parts in self.parts.values():
+            self.sources[target].append(name)
+        self.columns = {target: self._columns_of(target) for target in self.sources}
+        self.first: dict[str, int] = {}  # number of the first row; 0: a row that is not loaded
+        for sources in self.sources.values():
             number = 1
-            for name in parts:
+            for name in sources:
                 self.first[name] = number
                 number += matrix_shape(shapes[name])[0]
 
     def _columns_of(self, target: str) -> int:
         """Columns of a parameter of vLLM, as a matrix."""
-        parameter, parts = self.parameters[target], self.parts[target]
-        if not parts:
+        parameter, sources = self.parameters[target], self.sources[target]
+        if not sources:
             raise NotSliced(f"no parameter of HuggingFace is loaded into vLLM's {target}")
         if parameter.dtype not in _BITS or not parameter.is_contiguous():
             layout = "contiguous" if parameter.is_contiguous() else "not contiguous"
             raise NotSliced(f"vLLM's {target} is {parameter.dtype}, {layout}")
         columns = matrix_shape(parameter.shape)[1]
-        full = {matrix_shape(self.shapes[name])[1] for name in parts}
-        if len(full) == 1 and len(parameter.shape) != len(self.shapes[parts[0]]):
+        full = {matrix_shape(self.shapes[name])[1] for name in sources}
+        if len(full) == 1 and len(parameter.shape) != len(self.shapes[sources[0]]):
             (columns,) = full  # vLLM has it in another shape
         if parameter.numel() % columns or any(each % columns for each in full):
-            shapes = tuple(parameter.shape), tuple(self.shapes[parts[0]])
-            raise NotSliced(f"vLLM's {target} has shape {shapes[0]}, and {parts[0]} has {shapes[1]}")
+            shapes = tuple(parameter.shape), tuple(self.shapes[sources[0]])
+            raise NotSliced(f"vLLM's {target} has shape {shapes[0]}, and {sources[0]} has {shapes[1]}")
         return columns
 
     def _load(self, values: Callable[[str], torch.Tensor]) -> None:
@@ -215,18 +216,18 @@ class _Finder:
 
     def _runs(self, target: str, numbers: torch.Tensor) -> list[_Run]:
         """Consecutive rows of a parameter of vLLM. numbers: of all its rows."""
-        parts = self.parts[target]
-        firsts = torch.tensor([self.first[name] for name in parts])
-        ends = int(firsts[-1]) + matrix_shape(self.shapes[parts[-1]])[0]
+        sources = self.sources[target]
+        firsts = torch.tensor([self.first[name] for name in sources])
+        ends = int(firsts[-1]) + matrix_shape(self.shapes[sources[-1]])[0]
         if len(numbers) and int(numbers.max()) >= ends:
-            raise NotSliced(f"vLLM's {target} has other rows than {parts[0]}")
-        part = torch.searchsorted(firsts, numbers, right=True) - 1  # -1: padding
-        cuts = (part[1:] != part[:-1]) | ((part[1:] >= 0) & (numbers[1:] != numbers[:-1] + 1))
+            raise NotSliced(f"vLLM's {target} has other rows than {sources[0]}")
+        source = torch.searchsorted(firsts, numbers, right=True) - 1  # -1: padding
+        cuts = (source[1:] != source[:-1]) | ((source[1:] >= 0) & (numbers[1:] != numbers[:-1] + 1))
         starts = [0, *(cuts.nonzero().flatten() + 1).tolist(), len(numbers)] if len(numbers) else [0]
         runs = []
         for at, end in pairwise(starts):
-            index = int(part[at])
-            name = parts[index] if index >= 0 else ""
+            index = int(source[at])
+            name = sources[index] if index >= 0 else ""
             row = int(numbers[at]) - self.first[name] if name else 0
             runs.append(_Run(name, row, at, end - at))
         return runs

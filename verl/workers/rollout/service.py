@@ -18,6 +18,7 @@ of them can load weights, and generate in the foreground.
 
 import asyncio
 import atexit
+import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -119,13 +120,10 @@ class GenerationService:
         """Run a coroutine function in the event loop and wait for it."""
         self._raise_error()
         future = asyncio.run_coroutine_threadsafe(function(*args), self._loop)
-        while True:
-            try:
-                future.result(_POLL)
-                break
-            except TimeoutError:
-                if not self._thread.is_alive():
-                    break
+        while not future.done() and self._thread.is_alive():
+            concurrent.futures.wait([future], _POLL)
+        if future.done():
+            future.result()
         self._raise_error()
 
     def _raise_error(self) -> None:
@@ -189,23 +187,26 @@ class GenerationService:
         self._trajectories_may_start.clear()
         if partial:
             self._requests_may_start.clear()
-            self._clock.pause()  # otherwise the trajectories, and their limits of time, continue
+            self._clock.pause()  # without partial rollouts, the trajectories and their time limits continue
             self._engine.abort()
-        while (self._in_engine if partial else self._started) and self._error is None:
+        # a trajectory may end before a request that it has cancelled or does not wait for
+        while (self._in_engine or (self._started and not partial)) and self._error is None:
             self._ended.clear()
             await self._ended.wait()
+        self._requests_may_start.clear()
         self._stop_leading(self._error is not None)
 
     def _stop_leading(self, has_failed: bool) -> None:
-        """Let the other ranks stop to follow. No request is in the engine. After a failure they may not answer."""
+        """End `follow` on the other ranks. No request is in the engine. After a failure they may not answer."""
         if self._leading is not None and not has_failed:
             leading, self._leading = self._leading, None
             leading.__exit__(None, None, None)
 
     async def _resume(self) -> None:
         if self._leading is None:
-            self._leading = self._engine.leading()
-            self._leading.__enter__()
+            leading = self._engine.leading()
+            leading.__enter__()
+            self._leading = leading
         self._clock.resume()
         self._requests_may_start.set()
         self._trajectories_may_start.set()
