@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,8 +30,11 @@ from verl.rollout.base import (
     make_rollout_engine,
 )
 from verl.rollout.sampling import draw, uniform
-from verl.rollout.weight_sync import ModuleReceiver
+from verl.rollout.weight_sync import ModuleReceiver, ReshardSync, SyncReport
+from verl.trainer.ppo.canary import Canary
+from verl.trainer.ppo.weights import RolloutWeights
 from verl.utils.device import resolve_device, resolve_dtype
+from verl.workers.rollout import role
 
 DEVICE = os.environ.get("VERL_CONTRACT_DEVICE", "cpu")
 DTYPE = resolve_dtype(os.environ.get("VERL_CONTRACT_DTYPE", "fp32"), torch.device("cpu"))
@@ -161,12 +164,14 @@ class Setup:
         self.source = Sharded(self.trainer.module)
         self.module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
         self.bound = rounding(self.module)
-        model = schema.ModelConfig(path=folder)
+        self.model = model = schema.ModelConfig(path=folder)
         limits = dict(max_num_seqs=128, gpu_memory_utilization=0.2, enforce_eager=True)
         kwargs = schema.EngineKwargs(**{name: KWARGS}) if name in PACKAGES else schema.EngineKwargs()
-        config = schema.RolloutConfig(name=name, prompt_length=64, response_length=448, engine_kwargs=kwargs, **limits)
-        env = RolloutEnv(0, 1, 0, resolve_device(DEVICE), 0, DTYPE)
-        self.make = partial(make_rollout_engine, name, config, model, env)
+        self.config = schema.RolloutConfig(
+            name=name, prompt_length=64, response_length=448, engine_kwargs=kwargs, **limits
+        )
+        self.env = RolloutEnv(0, 1, 0, resolve_device(DEVICE), 0, DTYPE)
+        self.make = partial(make_rollout_engine, name, self.config, model, self.env)
         self.engine = Naive(copy.deepcopy(self.module).to(DTYPE)) if name == "fake" else self.make(self.source)
         with pytest.raises(ValueError, match="has no weights: push them first"):
             self.engine.generate(make_requests(PROMPTS[:1], SamplingParams(2, ())))
@@ -206,17 +211,18 @@ class Setup:
         return [row[: len(a.token_ids)].tolist() for row, a in zip(found["log_probs"], answers)]
 
     @contextmanager
-    def scaled(self) -> Iterator[float]:
-        """The trainer has the weights of `push(SCALE)`. Yields the bound of their log-probs."""
-        module = self.trainer.module
+    def scaled(self, scale: float = SCALE) -> Iterator[float]:
+        """The trainer has the weights of `push(scale)`. Yields the bound of their log-probs."""
+        trained = list(self.trainer.module.parameters())
+        before = [p.detach().clone() for p in trained]
         with torch.no_grad():
-            for p in module.parameters():
-                p.mul_(SCALE)
+            for p in trained:
+                p.mul_(scale)
             try:
-                yield rounding(self.module, SCALE)
+                yield rounding(self.module, scale)
             finally:
-                for p in module.parameters():
-                    p.div_(SCALE)
+                for p, value in zip(trained, before):
+                    p.copy_(value)
 
     @torch.no_grad()
     def logits(self, prompt: list[int], answer: Completion) -> torch.Tensor:
@@ -252,6 +258,86 @@ class Setup:
         exact = float64_logits(self.module, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
         found, exact = ((each / temperature).log_softmax(-1) for each in (self.logits(prompt, answer), exact))
         return (2 * (found - exact).abs().amax(-1)).clamp_min(self.bound).tolist()
+
+
+class Run:
+    """The pushes of a run that trains and generates in this process: its weight sync, and a canary after each push.
+
+    weights: pushes the trainer's weights to the engine.
+    """
+
+    def __init__(self, made: Setup, engine: RolloutEngine, weight_sync: str = "auto"):
+        self.made, self.trainer = made, made.trainer
+        config = made.config.model_copy(update={"weight_sync": weight_sync})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(role, "make_rollout_engine", lambda *args: engine)
+            self.rollout = role.Rollout(config, made.model, made.env, stop_token_ids=(), train_engine=self.trainer)
+        workers, vocab = {"actor": self, "rollout": self}, made.module.config.vocab_size
+        canary = Canary(workers, 1, vocab_size=vocab, prompt_length=64, response_length=448)
+        self.weights = RolloutWeights(workers, separate=False, canary=canary)
+
+    # the methods of the workers
+
+    def push_weights(self, version: int) -> list[SyncReport]:
+        return [self.rollout.sync_weights(version)]
+
+    def canary_response(self, prompt: list[int], max_tokens: int) -> list[Completion | None]:
+        return [self.rollout.canary_response(prompt, max_tokens)]
+
+    def canary_log_probs(self, batch: DataProto) -> list[tuple[torch.Tensor, bool]]:
+        return [(self.trainer.infer(batch, ("log_probs",), MicroBatching())["log_probs"], not IS_FLOAT32)]
+
+    # a fault
+
+    def lose_a_parameter(self, patch: pytest.MonkeyPatch) -> str:
+        """From now on, the engine keeps the values of a parameter. Returns the error of a push, after its version."""
+        name, sync = "model.layers.1.self_attn.q_proj.weight", self.rollout._sync
+        if isinstance(sync, ReshardSync):
+            patch.setattr(sync._plan.copies, "push", _keeping(sync._plan.own.names.index(name), sync._plan.copies.push))
+            return f"were not loaded: 1 slices differ from the training shards: {name} on rank 0"
+        engine, receiver = self.rollout.engine, self.rollout.engine.receiver()
+        if self.made.name == "vllm":
+            from verl.rollout.vllm.weights import engine_model
+
+            fused = name.replace("q_proj", "qkv_proj")
+            parameter = dict(engine_model(engine.llm).named_parameters())[fused]
+            patch.setattr(parameter, "weight_loader", lambda *args: None, raising=False)
+            return f"vLLM's parameter {fused} does not have the weights that were sent"
+        if self.made.name == "sglang":
+            patch.setattr(receiver, "_send", _skipping(name, self.made.module.get_parameter(name), receiver._send))
+            return "in SGLang the parameters of model.layers.1 do not have the bits that were sent"
+        parameter = receiver.module.get_parameter(name)
+        patch.setattr(parameter, "copy_", lambda sent: parameter)
+        return rf"were not loaded: .* 1 of \d+ parameters differ from what was sent, first \['{name}'\]"
+
+
+def _keeping(index: int, begin: Callable) -> Callable:
+    """`Copies.push` where a stored tensor has the values of before when the sums of what is stored are computed."""
+
+    def push(stored):
+        found, old = begin(stored), stored[index].clone()
+        sums = found.stored_sums
+
+        def keep():
+            stored[index].copy_(old)
+            return sums()
+
+        found.stored_sums = keep
+        return found
+
+    return push
+
+
+def _skipping(name: str, other: torch.Tensor, send: Callable) -> Callable:
+    """`SglangReceiver._send` as if SGLang's loader skipped a parameter: it gets other values, and no fault of the
+    transfer is found."""
+    from verl.rollout.sglang.loader import sums_of_bits
+
+    def skip(tensors, sums, *args, **keys):
+        received = [(n, (other * 2).to(t.device, t.dtype) if n == name else t) for n, t in tensors]
+        return send(received, sums_of_bits(received), *args, **keys)
+
+    return skip
 
 
 def save_model(family: str, folder) -> str:

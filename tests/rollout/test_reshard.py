@@ -183,13 +183,13 @@ def test_every_rank_gets_its_slices_and_only_what_it_lacks(ranks, tp, boxes, cas
         assert report.checksum == reports[0].checksum
 
 
-def position_sum(full: torch.Tensor, word: int, split_columns: bool) -> int:
+def position_sum(full: torch.Tensor, word: int, counts_columns: bool) -> int:
     """The sum of a full parameter, for comparison with the total of its chunks."""
     words = full.detach().contiguous().view(full.shape[0] if full.ndim else 1, -1)
     words = words.view(WORDS[word]).to(torch.int64)
     rows = words.sum(1).tolist()
     total = sum((2 * i + 1) * 0x9E3779B97F4A7C15 * value for i, value in enumerate(rows))
-    if split_columns:
+    if counts_columns:
         total += sum((2 * j + 2) * 0xC2B2AE3D27D4EB4F * value for j, value in enumerate(words.sum(0).tolist()))
     return wrap(total)
 
@@ -202,7 +202,7 @@ def test_the_checksum_is_that_of_the_full_parameters():
         shards = [Source(trained, boxes, rank, ranks).shard_layout() for rank in range(ranks)]
         layouts = [RankLayout(tuple(s), r.slice_layout()) for s, r in zip(shards, receivers)]
         parameters = make_plan(layouts, 2**20).parameters
-        full = [position_sum(trained.get_parameter(p.name), p.word, p.split_columns) for p in parameters]
+        full = [position_sum(trained.get_parameter(p.name), p.word, p.counts_columns) for p in parameters]
         assert reports[0].checksum == combine([torch.tensor(full)])
         sums.append(reports[0].checksum)
     assert sums[0] == sums[1]
@@ -253,7 +253,15 @@ def swapped(targets, sources):
     return None
 
 
-@pytest.mark.parametrize("fault", [missing, wrong, doubled, swapped])
+def exchanged(targets, sources):
+    """Two words of a row of the largest chunk in each other's place."""
+    row = max(sources, key=torch.numel).view(-1)
+    words = 8 // row.element_size()
+    row[: 2 * words] = row[: 2 * words].roll(words)
+    return targets, sources
+
+
+@pytest.mark.parametrize("fault", [missing, wrong, doubled, swapped, exchanged])
 def test_a_fault_is_named_on_every_rank(fault, monkeypatch):
     monkeypatch.setattr(copies, "_copy", copying(fault))
     boxes = staged if fault is swapped else row_sharded

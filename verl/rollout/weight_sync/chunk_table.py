@@ -185,7 +185,7 @@ def _target(part: BufferedChunk, own: LocalLayout) -> Position:
 
 def _factors(part: BufferedChunk, plan: Plan) -> SumFactors:
     parameter, box = plan.parameters[part.index], part.move.box
-    factors = position_weights(box.top, box.left // parameter.per_word, parameter.split_columns)
+    factors = position_weights(box.top, box.left // parameter.per_word, parameter.counts_columns)
     return SumFactors(*factors, parameter.per_word, sum_index(part, plan))
 
 
@@ -204,7 +204,7 @@ class FusedCopies(Copies):
         table = self.stored.setdefault(WORDS[parameter.word], ChunkTable(self.device))
         for chunk in stored.chunks or (Chunk(Box(0, stored.rows, 0, stored.columns)),):  # none: zeros
             box, position = chunk.box, Position(index, chunk.row * columns + chunk.column // per_word, columns)
-            factors = position_weights(box.top, box.left // per_word, parameter.split_columns)
+            factors = position_weights(box.top, box.left // per_word, parameter.counts_columns)
             table.add((box.rows, box.columns // per_word), position, position, SumFactors(*factors, 1, index))
 
     def push(self, stored: Sequence[torch.Tensor]) -> "Push":

@@ -212,7 +212,7 @@ class _TorchBucket:
         parameter, box, cell = plan.parameters[part.index], part.move.box, sum_index(part, plan)
         columns = box.columns // parameter.per_word
         self.sums.add(Summed(0, part.start, box.rows, columns, parameter.word, 1), [(box.top, box.rows, cell)])
-        if parameter.split_columns:
+        if parameter.counts_columns:
             of_columns = Summed(0, part.start, box.rows, columns, parameter.word, 0)
             self.sums.add(of_columns, [(box.left // parameter.per_word, columns, cell)])
 
@@ -273,7 +273,7 @@ def _sums_of_stored(own: LocalLayout, device: torch.device) -> PositionSums:
                 ranges[1] = ranges[1][:1]
             else:
                 raise ValueError(f"weight sync: {parameter.name}: expected chunks of the same rows or columns: {boxes}")
-        for dim in (1, 0) if parameter.split_columns else (1,):
+        for dim in (1, 0) if parameter.counts_columns else (1,):
             sums.add(Summed(index, 0, stored.rows, columns, parameter.word, dim), ranges[dim])
     return sums
 

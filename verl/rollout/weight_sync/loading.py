@@ -34,7 +34,7 @@ class Loading:
             The checksum of its tensors.
 
         Raises:
-            ValueError: the receiver cannot load it, did not read all of it, or stores other values.
+            ValueError: the receiver cannot load it, did not read all of it, or stores other values, which are released.
         """
         if part.config is None:
             self.receiver.receive(self._read(part.tensors), self.version)
@@ -77,6 +77,7 @@ class Loading:
                 found.add(name, tensor, like=tensor)
         found.finish()
         if wrong := self._expected.differing(found):
+            self.receiver.release()  # so that nothing is generated with them
             raise ValueError(
                 f"weights of version {self.version} were not loaded: after {type(self.receiver).__name__}.receive, "
                 f"{len(wrong)} of {len(self._names)} parameters differ from what was sent, first {wrong[:3]}"

@@ -88,14 +88,14 @@ class Parameter:
 
     Attributes:
         word: bytes of the words of its checksums: the most that divide every box.
-        split_columns: whether some box has some of the columns only.
+        counts_columns: whether rows have several words, so that the checksums count columns as well.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     word: int
-    split_columns: bool
+    counts_columns: bool
 
     @property
     def per_word(self) -> int:
@@ -289,7 +289,7 @@ def _parameter(name: str, shape: tuple[int, ...], moves: Sequence[Move], stored:
     word = max(_ALIGNMENT, dtype.itemsize)
     while any(edge * dtype.itemsize % word for edge in edges):
         word //= 2
-    return Parameter(name, shape, dtype, word, any(move.box.columns != columns for move in moves))
+    return Parameter(name, shape, dtype, word, columns * dtype.itemsize > word)
 
 
 def room(move: Move, dtype: torch.dtype) -> int:
@@ -345,6 +345,6 @@ def _ordered(moves: Sequence[tuple[int, Move]], parameters: Sequence[Parameter])
 
     def width(entry: tuple[int, Move]) -> tuple:
         parameter, move = parameters[entry[0]], entry[1]
-        return parameter.split_columns, -parameter.word, move.box.columns, entry[0]
+        return parameter.counts_columns, -parameter.word, move.box.columns, entry[0]
 
     return Bucket(parameters[moves[0][0]].dtype, tuple(sorted(moves, key=width)))

@@ -1,10 +1,9 @@
 """Checksums of chunks of a parameter that add up to those of the parameter, whatever the chunks are.
 
-The words of row i are summed and multiplied by an odd factor of i; where boxes have some of the columns, those of
-column j as well, by an even factor of j. i and j count in the full parameter, so the sums of disjoint boxes add up,
-modulo 2^64, to the sum of the parameter. A changed word always changes it, because it counts by an odd factor in all;
-a chunk at a wrong position gets other factors. Words that are exchanged within a row are found only where boxes have
-some of the columns. One call sums the rows of many parameters.
+The words of row i are summed and multiplied by an odd factor of i; where rows have several words, those of column j as
+well, by an even factor of j. i and j count in the full parameter, so the sums of disjoint boxes add up, modulo 2^64, to
+the sum of the parameter. A changed word always changes it, because it counts by an odd factor in all; a chunk at a
+wrong position gets other factors, and so do two words that are exchanged. One call sums the rows of many parameters.
 """
 
 from collections.abc import Sequence
@@ -21,10 +20,10 @@ _COLUMN = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def position_weights(top: int, left: int, split_columns: bool) -> tuple[int, int, int]:
+def position_weights(top: int, left: int, counts_columns: bool) -> tuple[int, int, int]:
     """a, b, c: a word i rows below and j words right of position (top, left) of a parameter counts a + b i + c j."""
     row = (2 * top + 1) * _ROW
-    if not split_columns:
+    if not counts_columns:
         return wrap(row), wrap(2 * _ROW), 0
     return wrap(row + (2 * left + 2) * _COLUMN), wrap(2 * _ROW), wrap(2 * _COLUMN)
 
