@@ -174,7 +174,6 @@ def test_conversions_are_inverse(name, size):
         ({"t": 2}, "does not divide the 1 ranks"),
         ({"p": 4}, "4 pipeline chunks do not divide the 2 layers"),
         ({"lora_rank": 2}, "does not support LoRA"),
-        ({"use_remove_padding": False}, "does not support model.use_remove_padding=false"),
         (
             {"override_transformer_config": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}},
             "expected some of .'core_attn', 'mlp', 'moe'., found .'moe_act'.",
