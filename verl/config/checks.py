@@ -377,8 +377,8 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
         yield Problem("actor_rollout_ref.hybrid_engine", what)
     if rollout.nnodes and devices is None:
         what = (
-            "the hosts of training and rollout must have the same number of processes: use trainer.n_gpus_per_node, or "
-            "on one host placement.actor_devices and placement.rollout_devices"
+            "the hosts of training and rollout must have the same number of processes, unless every host runs both: "
+            "use trainer.n_gpus_per_node, or nnodes=trainer.nnodes"
         )
         yield Problem(f"{_ROLLOUT}n_gpus_per_node", f"{rollout.n_gpus_per_node}, but {what}")
     elif rollout.nnodes and rollout.n_gpus_per_node and len(devices) != rollout.nnodes * rollout.n_gpus_per_node:
