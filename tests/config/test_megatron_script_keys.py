@@ -57,6 +57,9 @@ SETS = {
     f"+{MODEL}override_config.model_config.max_position_embeddings=10240": {
         f"{MODEL}override_config": {"max_position_embeddings": 10240}
     },
+    f"""+{MODEL}override_config.chat_template='"{{{{ messages }}}}"'""": {
+        f"{MODEL}custom_chat_template": "{{ messages }}"
+    },
     f"+{ACTOR}model_engine=megatron": {f"{ACTOR}strategy": "megatron", f"{REF}strategy": "megatron"},
     # names of older releases
     f"+{ACTOR}use_gpg_loss=True": {f"{ACTOR}policy_loss.loss_mode": "gpg"},

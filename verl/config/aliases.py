@@ -104,6 +104,7 @@ _DEPRECATED = {
     _ARR + "ref.rollout_n": _ARR + "rollout.n",
     "critic.rollout_n": _ARR + "rollout.n",
     _ARR + "model.external_lib": "imports",
+    _ARR + "model.override_config.chat_template": _ARR + "model.custom_chat_template",
     "critic.model.external_lib": "imports",
     "data.tokenizer": _ARR + "model.tokenizer_path",
     "data.trust_remote_code": _ARR + "model.trust_remote_code",
