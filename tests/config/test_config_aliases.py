@@ -413,6 +413,10 @@ def test_prompts_of_an_asynchronous_run_that_are_no_step():
         ("trainer.n_gpus_per_node=2 rollout.nnodes=1 rollout.n_gpus_per_node=1", (1, 3), [0, 1], [2]),
         ("trainer.nnodes=1 trainer.n_gpus_per_node=2 rollout.nnodes=2", (3, 2), [0, 1], [2, 3, 4, 5]),
         ("trainer.n_gpus_per_node=2 rollout.nnodes=0 rollout.n_gpus_per_node=8", (1, 2), None, None),
+        (  # every host has both
+            "trainer.nnodes=2 trainer.n_gpus_per_node=2 rollout.nnodes=2 rollout.n_gpus_per_node=1",
+            *((2, 3), [0, 1, 3, 4], [2, 5]),
+        ),
     ],
 )
 def test_hosts_of_the_rollout_are_placed_after_those_of_training(overrides, size, actor, rollout, tmp_path):

@@ -65,7 +65,7 @@ def test_configurations_of_upstream_are_the_defaults(name):
 
 def test_the_megatron_configuration_of_upstream_selects_the_engine():
     path, overrides, _ = split_arguments(["--config-path=config", "--config-name=ppo_megatron_trainer", "data.seed=1"])
-    assert (path, overrides) == (None, ["actor_rollout_ref.actor.strategy=megatron", "data.seed=1"])
+    assert (path, overrides) == (None, ["@=ppo_megatron_trainer", "data.seed=1"])
 
 
 def test_a_configuration_that_is_not_there_or_not_supported(folder):

@@ -76,9 +76,9 @@ VALUES = {
     # not supported
     "data.audio_key=sounds": "audio is not supported",
     f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",
-    f"{ARR}model.lora.rank=8": "use lora_rank, lora_alpha and target_modules of the model section",
+    f"{ARR}model.lora.rank=8": "use strategy=fsdp with lora_rank, lora_alpha and target_modules of",
     "trainer.default_hdfs_dir=hdfs://x": "use trainer.default_local_dir",
-    "trainer.v1.trainer_mode=colocate_async": "use sync or separate_async",
+    "trainer.v1.trainer_mode=colocate_async": "use sync, separate_async or fully_async",
     "trainer.v1.trainer_mode=separate_async": "only on separate devices",
     "async_training.staleness_threshold=-1": "found -1, expected a number of at least 0",
     "async_training.require_batches=3": "set data.train_batch_size=768 (found 1024)",
@@ -93,12 +93,7 @@ VALUES = {
     f"{ACTOR}megatron.tensor_model_paralel_size=2": "did you mean",
     f"{ROLLOUT}mtp.enable=true": "remove the key",
     f"{ROLLOUT}over_sample_rate=0.5": "0.5 is not supported: a rollout waits for every response; remove the key",
-    "reward.reward_model.rollout.prompt_length=16": "16 is not supported: the reward model reads the whole prompt and",
-    "reward.reward_model.rollout.response_length=16": "(accepted: 2048)",
-    "reward.reward_model.rollout.max_model_len=16": "the reward model reads the whole prompt and response",
     "reward.reward_model.rollout.dtype=float16": "'float16' (str) is not supported: use reward.reward_model.fsdp.dtype",
-    "reward_model.rollout.prompt_length=16": "(accepted: null, 2048)",
-    "reward_model.rollout.max_model_len=16": "the reward model reads the whole prompt and response",
 }
 
 COMBINATIONS = [

@@ -102,7 +102,7 @@ def test_suggestions_of_sft():
 
 
 def test_the_keys_that_change_between_verl_and_here():
-    for theirs, ours, note in rows(VERL, "Keys that change"):
+    for theirs, ours, note in rows(VERL, "Keys that change") + rows(VERL, "Scripts for Megatron"):
         settings = codes(ours)
         ranks = ["trainer.n_gpus_per_node=2"] if "parallel_size" in ours else []
         for setting in settings:
@@ -114,6 +114,9 @@ def test_the_keys_that_change_between_verl_and_here():
             if "the old name works" in note:
                 key, _, value = settings[0].partition("=")
                 assert str(to_flat_dict(config)[key]).strip("[]'") == value.strip("[]"), given
+        if note.startswith("an error"):
+            with pytest.raises(ConfigError, match="not support"):
+                load_config(overrides=["model_engine=megatron", codes(theirs)[0]])
 
 
 def test_what_the_page_calls_not_supported_is_refused():

@@ -38,6 +38,15 @@ def test_five_steps_are_those_of_the_fsdp_engine(name, tmp_path):
     assert torch.allclose(*after, atol=1e-5)
 
 
+def test_padding_is_not_computed_and_has_the_same_results(tmp_path):
+    path, batch = save_model(MODELS["qwen3"], tmp_path), make_batch()
+    engines = [megatron_engine(path, use_remove_padding=False), make_engine(path, OPTIMIZER, use_remove_padding=False)]
+    found, expected = (train(each, batch, MicroBatching(rows=3), 1) for each in engines)
+    assert all(found[key] == pytest.approx(value, rel=1e-5, abs=1e-5) for key, value in expected.items())
+    outputs = [each.infer(batch, OUTPUTS, MicroBatching(rows=3)) for each in engines]
+    assert all(torch.allclose(outputs[0][key], value, atol=1e-5) for key, value in outputs[1].items())
+
+
 def test_a_sampled_padding_token_gets_the_gradient_of_transformers(tmp_path):
     """transformers gives the embedding row of the padding token no gradient."""
     config = MODELS["llama"].__class__.from_dict(MODELS["llama"].to_dict() | {"pad_token_id": 13})
@@ -174,7 +183,6 @@ def test_conversions_are_inverse(name, size):
         ({"t": 2}, "does not divide the 1 ranks"),
         ({"p": 4}, "4 pipeline chunks do not divide the 2 layers"),
         ({"lora_rank": 2}, "does not support LoRA"),
-        ({"use_remove_padding": False}, "does not support model.use_remove_padding=false"),
         (
             {"override_transformer_config": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}},
             "expected some of .'core_attn', 'mlp', 'moe'., found .'moe_act'.",

@@ -11,6 +11,7 @@ from typing import Any
 from verl.config.fields import Aliases, Lookup
 
 _ARR = "actor_rollout_ref."
+_OPTIM = (_ARR + "actor.optim.", "critic.optim.", "optim.")
 
 # --------------------------------------------------------------------------------------------------------- short names
 _SHORT = {
@@ -25,6 +26,15 @@ _SHORT = {
     _ARR + "actor.megatron.router_replay.mode": _ARR + "actor.router_replay.mode",
     "engine.num_gpus": "trainer.n_gpus_per_node",
     "async_training.partial_rollout": "trainer.async.partial_rollout",
+    **{
+        f"{role}.megatron.override_transformer_config.{key}": f"{role}.megatron.{key}"
+        for role in (_ARR + "actor", _ARR + "ref", "critic")
+        for key in ("context_parallel_size", "sequence_parallel", "use_distributed_optimizer")
+    },
+    **{
+        f"{model}.override_config.model_config.*": f"{model}.override_config.*"
+        for model in (_ARR + "model", "critic.model")
+    },
     "rollout.nnodes": _ARR + "rollout.nnodes",
     "rollout.n_gpus_per_node": _ARR + "rollout.n_gpus_per_node",
     "rollout.total_epochs": "trainer.total_epochs",
@@ -56,6 +66,8 @@ _DEPRECATED = {
     "reward_model.num_workers": "reward.num_workers",
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.model_path": "reward.reward_model.model_path",
+    "reward_model.sandbox_fusion_url": "reward.sandbox_fusion.url",
     "reward_model.model.trust_remote_code": "reward.reward_model.trust_remote_code",
     "reward_model.model.use_remove_padding": "reward.reward_model.use_remove_padding",
     "reward_model.model.fsdp_config.*": "reward.reward_model.fsdp.*",
@@ -92,6 +104,7 @@ _DEPRECATED = {
     _ARR + "ref.rollout_n": _ARR + "rollout.n",
     "critic.rollout_n": _ARR + "rollout.n",
     _ARR + "model.external_lib": "imports",
+    _ARR + "model.override_config.chat_template": _ARR + "model.custom_chat_template",
     "critic.model.external_lib": "imports",
     "data.tokenizer": _ARR + "model.tokenizer_path",
     "data.trust_remote_code": _ARR + "model.trust_remote_code",
@@ -158,9 +171,13 @@ def _backend(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 def _staleness(value: Any, lookup: Lookup) -> dict[str, Any]:
     """Samples generated ahead, as a fraction of those between two weight syncs -> staleness in updates."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"found {value!r}, expected a number of at least 0")
-    return {"trainer.async.max_staleness": math.ceil((1 + value) * _updates(lookup)) - 1}
+    return _ahead(value, _updates(lookup))
+
+
+def _ahead(fraction: Any, updates: int) -> dict[str, Any]:
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or fraction < 0:
+        raise ValueError(f"found {fraction!r}, expected a number of at least 0")
+    return {"trainer.async.max_staleness": math.ceil((1 + fraction) * updates) - 1}
 
 
 def _updates(lookup: Lookup) -> int:
@@ -190,7 +207,8 @@ def _prompts_of_update(lookup: Lookup) -> int:
 def _is_fully_async(lookup: Lookup) -> bool:
     keys = ("staleness_threshold", "trigger_parameter_sync_step", "require_batches", "partial_rollout")
     keys += ("compute_prox_log_prob",)
-    return any(lookup(f"async_training.{key}") is not None for key in keys)
+    by_key = any(lookup(f"async_training.{key}") is not None for key in keys)
+    return by_key or lookup("trainer.v1.trainer_mode") in ("separate_async", "fully_async")
 
 
 def _train_batch_size(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -232,10 +250,14 @@ def _old_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
 def _trainer_mode(value: Any, lookup: Lookup) -> dict[str, Any]:
     if value == "sync":
         return {}
+    if value == "fully_async":
+        section = "trainer.v1.fully_async."
+        fraction, updates = lookup(section + "staleness_threshold"), lookup(section + "parameter_sync_step")
+        return _ahead(0 if fraction is None else fraction, 1 if updates is None else _int(updates))
     if value != "separate_async":
         raise ValueError(
-            f"found {value!r}: use sync or separate_async (trainer.async.max_staleness); generation overlaps training "
-            "only on separate devices"
+            f"found {value!r}: use sync, separate_async or fully_async (trainer.async.max_staleness); generation "
+            "overlaps training only on separate devices"
         )
     ahead = lookup("trainer.v1.separate_async.num_warmup_batches")
     return {"trainer.async.max_staleness": 1 if ahead is None else _int(ahead)}
@@ -246,8 +268,70 @@ def _part(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {}
 
 
+def _decay_style(section: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+    """The schedule of Megatron's optimizer."""
+
+    def decay_style(value: Any, lookup: Lookup) -> dict[str, Any]:
+        if value not in ("constant", "cosine"):
+            raise ValueError(f"found {value!r}, expected one of constant, cosine")
+        return {section + "lr_scheduler_type": value}
+
+    return decay_style
+
+
+def _min_lr(section: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+    def min_lr(value: Any, lookup: Lookup) -> dict[str, Any]:
+        peak = lookup(section + "lr")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= peak:
+            raise ValueError(f"found {value!r}, expected a number from 0 to {section}lr={peak}")
+        return {section + "min_lr_ratio": value / peak if value else 0.0}
+
+    return min_lr
+
+
+def _same(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+    """Another name of a key, for which null means the default."""
+    return lambda value, lookup: {key: value}
+
+
+def _offloaded(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+    """Where a state is between phases: on the device, or in host memory."""
+
+    def offloaded(value: Any, lookup: Lookup) -> dict[str, Any]:
+        if value not in ("none", "cpu"):
+            raise ValueError(f"found {value!r}, expected none or cpu; offloading to disk is not supported")
+        return {key: value == "cpu"}
+
+    return offloaded
+
+
+def _gpg_loss(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise ValueError(f"found {value!r}, expected bool")
+    return {_ARR + "actor.policy_loss.loss_mode": "gpg"} if value else {}
+
+
+def _rollout_name(value: Any, lookup: Lookup) -> dict[str, Any]:
+    return {_ARR + "rollout.name": "sglang" if value == "sglang_async" else value}
+
+
+def _megatron_optimizer(section: str) -> dict[str, Callable[[Any, Lookup], dict[str, Any]]]:
+    """The keys of an `optim` section that only public verl's Megatron engine reads."""
+    return {
+        section + "lr_decay_style": _decay_style(section),
+        section + "lr_decay_steps": _same(section + "total_training_steps"),
+        section + "min_lr": _min_lr(section),
+    }
+
+
 _COMPUTED = {
     "placement": _placement,
+    "trainer.v1.fully_async.staleness_threshold": _part,
+    "trainer.v1.fully_async.parameter_sync_step": _part,
+    _ARR + "actor.model_engine": _same(_ARR + "actor.strategy"),
+    _ARR + "actor.use_rollout_log_probs": _old_log_probs,
+    _ARR + "actor.use_gpg_loss": _gpg_loss,
+    _ARR + "rollout.name": _rollout_name,
     "async_training.staleness_threshold": _staleness,
     "async_training.trigger_parameter_sync_step": _sync_step,
     "async_training.require_batches": _require_batches,
@@ -274,13 +358,19 @@ _COMPUTED = {
         "reward.reward_model.micro_batch_size",
     )
 }
+_COMPUTED |= {
+    f"{role}.megatron.offload.{state}.target": _offloaded(f"{role}.megatron.{state}_offload")
+    for role in (_ARR + "actor", _ARR + "ref", "critic")
+    for state in ("param", "grad", "optimizer")
+}
+_COMPUTED |= _megatron_optimizer(_ARR + "actor.optim.") | _megatron_optimizer("critic.optim.")
 
 #: keys that do not accept null, and that are null in the configuration of some release of public verl
 NULL_IS_DEFAULT = {
     "algorithm.filter_groups.metric",
-    _ARR + "actor.optim.min_lr_ratio",
-    "critic.optim.min_lr_ratio",
-    "optim.min_lr_ratio",
+    "algorithm.rollout_correction.rollout_is_threshold",
+    *(section + "min_lr_ratio" for section in _OPTIM),
+    *(section + "lr_warmup_steps" for section in _OPTIM),
 }
 
 RL = Aliases(_SHORT, _DEPRECATED, _COMPUTED)
@@ -333,6 +423,7 @@ SFT = Aliases(
         "data.multiturn.messages_key": lambda value, lookup: {},  # read by data.multiturn.enable
         "engine.cpu_offload": _cpu_offload,
         "engine.offload_params": lambda value, lookup: {},  # part of cpu_offload
+        **_megatron_optimizer("optim."),
         "data.micro_batch_size": lambda value, lookup: {
             "data.micro_batch_size_per_gpu": max(_int(value) // _world_size(lookup), 1)
         },

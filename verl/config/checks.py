@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from pathlib import PurePath
 
+from verl.config.checks_critic import may_have_critic
+from verl.config.checks_megatron import megatron, megatron_notes
 from verl.config.checks_moe import router_replay
 from verl.config.errors import Problem, format_value
 from verl.config.fields import Schema, flatten, to_flat_dict
@@ -36,7 +38,8 @@ def check_combinations(config: Schema) -> list[Problem]:
                 _kernels,
                 _deterministic,
                 _asynchronous,
-                _vision_tower,
+                _models,
+                megatron,
                 router_replay,
             )  # fmt: skip
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
@@ -46,14 +49,15 @@ def check_combinations(config: Schema) -> list[Problem]:
             problems += _tensor_parallel_rollout("rollout.", config.rollout, ranks)
         case SFTConfig():
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
-            problems += [*_custom_class(config.data), *_sft_ranks(config), *_vision_tower(config)]
+            problems += [*_custom_class(config.data), *_sft_ranks(config), *_models(config)]
+            problems += megatron(config)
     return problems
 
 
 def notes_of(config: Schema) -> list[str]:
     """Warnings about settings that are valid but may be surprising. Logged once."""
     if not isinstance(config, Config):
-        return []
+        return [*megatron_notes(config)] if isinstance(config, SFTConfig) else []
     notes, val = [], config.actor_rollout_ref.rollout.val_kwargs
     if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
         notes.append(
@@ -72,7 +76,7 @@ def notes_of(config: Schema) -> list[str]:
         notes.append(f"{_ROLLOUT}{key} has no effect where the rollout engine runs in the process of the trainer")
     if config.trainer.max_staleness and config.data.gen_batch_size not in (None, config.data.train_batch_size):
         notes.append("data.gen_batch_size has no effect with trainer.async.max_staleness > 0")
-    return notes + _tool_notes(config.actor_rollout_ref.rollout)
+    return notes + [*dict.fromkeys(megatron_notes(config))] + _tool_notes(config.actor_rollout_ref.rollout)
 
 
 def _tool_notes(rollout: RolloutConfig) -> list[str]:
@@ -89,7 +93,9 @@ def _tool_notes(rollout: RolloutConfig) -> list[str]:
 
 def _batches(config: Config) -> Iterator[Problem]:
     batch = config.data.train_batch_size
-    updates = {_ACTOR: config.actor_rollout_ref.actor, "critic.": config.critic}
+    updates = {_ACTOR: config.actor_rollout_ref.actor}
+    if may_have_critic(config):
+        updates["critic."] = config.critic
     seen = set()
     for prefix, update in updates.items():
         mini = update.ppo_mini_batch_size
@@ -125,6 +131,8 @@ def _ranks(config: Config) -> Iterator[Problem]:
         ("ref", "actor_rollout_ref.ref.", None, policy.ref.engine, _section(policy.ref, "fsdp_config")),
         ("critic", "critic.", config.critic.ppo_mini_batch_size, config.critic.engine, _section(config.critic, "fsdp")),
     ):
+        if role == "critic" and not may_have_critic(config):
+            continue
         devices = config.placement.model_dump()[f"{role}_devices"] or config.placement.actor_devices
         ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
         sizes = {key: engine[key] for key in _MODEL_PARALLEL_SIZES if key in engine}
@@ -332,8 +340,8 @@ def _kernels(config: Config) -> Iterator[Problem]:
             yield Problem(f"{section}.use_torch_compile", "true, but model.use_liger is true as well: use one of them")
 
 
-def _vision_tower(config: Config | SFTConfig) -> Iterator[Problem]:
-    """strategy=megatron has no models with images."""
+def _models(config: Config | SFTConfig) -> Iterator[Problem]:
+    """Adapters that train nothing; strategy=megatron has no models with images."""
     if isinstance(config, SFTConfig):
         models = {"model": (config.model, config.engine)}
     else:
@@ -343,6 +351,8 @@ def _vision_tower(config: Config | SFTConfig) -> Iterator[Problem]:
             "critic.model": (config.critic.model, config.critic),
         }
     for name, (model, engine) in models.items():
+        if model.lora_rank and not model.lora_alpha:
+            yield Problem(f"{name}.lora_alpha", f"found 0, expected float > 0 with lora_rank={model.lora_rank}")
         if model.freeze_vision_tower and engine.strategy == "megatron":
             what = "true, but strategy=megatron does not support vision-language models: use false, or strategy=fsdp"
             yield Problem(f"{name}.freeze_vision_tower", what)
@@ -366,7 +376,10 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
         what = "false, but placement.rollout_devices gives the rollout no separate devices: set it, or use true"
         yield Problem("actor_rollout_ref.hybrid_engine", what)
     if rollout.nnodes and devices is None:
-        what = "the hosts of training and rollout must have the same number of processes: use trainer.n_gpus_per_node"
+        what = (
+            "the hosts of training and rollout must have the same number of processes, unless every host runs both: "
+            "use trainer.n_gpus_per_node, or nnodes=trainer.nnodes"
+        )
         yield Problem(f"{_ROLLOUT}n_gpus_per_node", f"{rollout.n_gpus_per_node}, but {what}")
     elif rollout.nnodes and rollout.n_gpus_per_node and len(devices) != rollout.nnodes * rollout.n_gpus_per_node:
         what = f"placement.rollout_devices has {len(devices)} devices: set only one of them"
@@ -449,27 +462,6 @@ def _resume(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Problem]:
     key, mode = "trainer.resume_from_path", trainer.resume_mode
     if mode == "resume_path" and not trainer.resume_from_path:
         yield Problem(key, "null, but trainer.resume_mode=resume_path needs it: set it to a global_step_N folder")
-
-
-def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
-    """`critic.enable` must match the advantage estimator.
-
-    Args:
-        needed: whether the estimator reads values.
-    """
-    enable, estimator = config.critic.enable, config.algorithm.adv_estimator
-    if enable is False and needed:
-        yield Problem(
-            "critic.enable",
-            f"false, but algorithm.adv_estimator={estimator} reads values: use null, or an estimator "
-            "without a critic, such as algorithm.adv_estimator=grpo with actor_rollout_ref.rollout.n=8",
-        )
-    if enable is True and not needed:
-        yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} does not read values: use null")
-    warmup = config.trainer.critic_warmup
-    if warmup and not needed:
-        what = f"{warmup}, but algorithm.adv_estimator={estimator} has no critic, so nothing would be trained: use 0"
-        yield Problem("trainer.critic_warmup", what)
 
 
 def _templates(config: Schema) -> Iterator[Problem]:

@@ -20,6 +20,11 @@ from verl.utils.paths import expanded, resolved
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 _SELF = "_self_"
 
+#: the override that selects a configuration of public verl: the empty group
+CONFIGURATION = "@"
+#: the folder of public verl's configurations, beside its programs
+_BUILT_IN_FOLDER = Path("config")
+
 
 def find_config(name: str | None, directories: list[str]) -> Path | None:
     """The file of `--config-name`, from `--config-path` and `--config-dir`.
@@ -33,7 +38,9 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     wanted = name or "ppo_trainer"
     found = _find(wanted, [expanded(directory) for directory in directories])
     known = (*upstream_configs(), *upstream_selections()[""])
-    if found or (wanted.removesuffix(".yaml") in known and name):
+    of_public_verl = all(Path(folder) == _BUILT_IN_FOLDER for folder in directories) and not _BUILT_IN_FOLDER.exists()
+    built_in = name or of_public_verl
+    if found or (wanted.removesuffix(".yaml") in known and built_in):
         return found
     if name is None:
         what = "the folder has no ppo_trainer.yaml: set --config-name to the name of the file"
@@ -41,7 +48,8 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
         what = f"{wanted!r} selects the engine {engine}, which is not supported yet: use ppo_trainer"
     else:
         folders = " or ".join(str(resolved(directory)) for directory in directories)
-        what = f"there is no {wanted}.yaml in {folders or 'any --config-path'} (built in: {_words(upstream_configs())})"
+        file = wanted if wanted.endswith((".yaml", ".yml")) else f"{wanted}.yaml"
+        what = f"there is no {file} in {folders or 'any --config-path'} (built in: {_words([*known])})"
     raise ConfigError([Problem("--config-name" if name else "--config-path", what)])
 
 
@@ -94,6 +102,8 @@ def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer
         group, at, package = key.partition("@")
         known = group in upstream_groups() or any(os.path.isdir(folder / group) for folder in directories)
         if isinstance(given.value, str) and given.value != REMOVED and (at or (known and "." not in key)):
+            if key == CONFIGURATION:
+                given = replace(given, where=f"--config-name={given.value}")
             try:
                 layers += _selected(group, given.value, package, directories, given)
             except ConfigError as error:

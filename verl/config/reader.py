@@ -108,6 +108,7 @@ class Reader:
     def _without_empty(self, layer: Layer) -> Layer:
         """Drop empty sections, and OmegaConf's '???' for a value that is not set."""
         empty = sections_of(self.schema) | {name.rpartition(".")[0] for name in self.schema.aliases.names()}
+        empty -= fields_of(self.schema).keys()  # a free mapping
         return {
             key: given
             for key, given in layer.items()

@@ -21,7 +21,7 @@ class ModelConfig(Section):
     use_remove_padding: bool = field(True, "pack sequences instead of padding them")
     use_liger: bool = field(False, "use Liger kernels for norms, MLP and rotary embedding (GPU only)")
     lora_rank: int = field(0, "rank of the LoRA adapters; 0: train all weights", ge=0)
-    lora_alpha: float = field(16, "LoRA scaling: adapters are multiplied by lora_alpha / lora_rank", gt=0)
+    lora_alpha: float = field(16, "LoRA scaling: adapters are multiplied by lora_alpha / lora_rank", ge=0)
     target_modules: StrList = field(["all-linear"], "modules that get LoRA adapters")
     exclude_modules: StrList | None = field(
         None, "modules that do not get LoRA adapters; null: those outside the language model of a vision-language model"

@@ -84,7 +84,8 @@ class Config(Schema):
 def _with_rollout_hosts(given: dict[str, Any]) -> dict[str, Any]:
     """Set `placement` and the size of the run from `rollout.nnodes`, unless `placement.rollout_devices` is given.
 
-    With one host for training and one for the rollout, both run on the same host.
+    With one host for training and one for the rollout, both run on the same host. With as many hosts for the rollout as
+    for training and another number of processes, every host runs both.
     """
     rollout = "actor_rollout_ref.rollout."
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node", rollout + "nnodes", rollout + "n_gpus_per_node")
@@ -93,18 +94,15 @@ def _with_rollout_hosts(given: dict[str, Any]) -> dict[str, Any]:
         return given
     hosts, own, rollout_hosts, rollout_own = map(int, found)
     rollout_own = rollout_own or own
-    if hosts == rollout_hosts == 1:
-        size = {"trainer.n_gpus_per_node": own + rollout_own}
+    if hosts == rollout_hosts and (hosts == 1 or own != rollout_own):
+        per_host = own + rollout_own
+        size = {"trainer.n_gpus_per_node": per_host}
+        actor = [rank for rank in range(hosts * per_host) if rank % per_host < own]
+        generating = [rank for rank in range(hosts * per_host) if rank % per_host >= own]
     elif own == rollout_own:
         size = {"trainer.nnodes": hosts + rollout_hosts}
+        actor = list(range(hosts * own))
+        generating = list(range(hosts * own, (hosts + rollout_hosts) * own))
     else:
         return given  # rejected by the checks
-    first, last = hosts * own, hosts * own + rollout_hosts * rollout_own
-    return (
-        given
-        | size
-        | {
-            "placement.actor_devices": list(range(first)),
-            "placement.rollout_devices": list(range(first, last)),
-        }
-    )
+    return given | size | {"placement.actor_devices": actor, "placement.rollout_devices": generating}

@@ -6,12 +6,10 @@ import torch
 from torch.nn.functional import silu
 
 from verl.config import schema
+from verl.config.checks_megatron import RECOMPUTED_MODULES
 from verl.engines.megatron.layout import ARCHITECTURES, expert_size, head_size, sparse_layers
 from verl.engines.megatron.model import DecoderConfig
 from verl.engines.megatron.runtime import ParallelRanks
-
-#: modules that selective recomputation supports; others need Transformer Engine
-_RECOMPUTED = {"core_attn", "mlp", "moe"}
 
 
 def decoder_config(
@@ -110,10 +108,10 @@ def _recompute(section: schema.MegatronTransformerConfig, everything: bool) -> d
             return {}
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if section.recompute_granularity == "selective":
-        if unknown := set(section.recompute_modules) - _RECOMPUTED:
+        if unknown := set(section.recompute_modules) - RECOMPUTED_MODULES:
             raise ValueError(
-                f"megatron.override_transformer_config.recompute_modules: expected some of {sorted(_RECOMPUTED)}, "
-                f"found {sorted(unknown)}"
+                "megatron.override_transformer_config.recompute_modules: expected some of "
+                f"{sorted(RECOMPUTED_MODULES)}, found {sorted(unknown)}"
             )
         return {"recompute_granularity": "selective", "recompute_modules": list(section.recompute_modules)}
     return {

@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 
 from verl.checkpoints.boxes import Boxes, BoxSavePlanner
 from verl.config import schema
+from verl.config.checks_megatron import OPTIMIZER_PLACEMENT
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.checkpoint import LARGEST_WEIGHT, CheckpointWriter, load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module
@@ -452,7 +453,6 @@ def _check_settings(spec: EngineSpec) -> None:
     """Raise ValueError for settings that the engine does not support."""
     unsupported = {
         "LoRA adapters (model.lora_rank, model.lora_adapter_path)": spec.model.has_adapters,
-        "model.use_remove_padding=false": not spec.model.use_remove_padding,
         "model.use_liger": spec.model.use_liger,
         "rollout.deterministic": spec.deterministic,
         "a reward model": spec.kind == "reward",
@@ -464,24 +464,15 @@ def _check_settings(spec: EngineSpec) -> None:
             raise ValueError(f"strategy=megatron does not support {name}: remove it, or use strategy=fsdp")
 
 
-#: keys of public verl's scripts that say where the optimizer computes, which changes no result
-_OPTIMIZER_PLACEMENT = {
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
-}
-
-
 def _optimizer_keys(spec: EngineSpec) -> set[str]:
     """Keys of `optim.override_optimizer_config` that change results; the others are named in the log."""
     given = set(spec.optimizer.override_optimizer_config or ()) if spec.optimizer is not None else set()
-    if without_effect := sorted(given & _OPTIMIZER_PLACEMENT):
+    if without_effect := sorted(given & OPTIMIZER_PLACEMENT):
         logger.info(
             "optim.override_optimizer_config: %s: no effect with strategy=megatron (use megatron.optimizer_offload)",
             ", ".join(without_effect),
         )
-    return given - _OPTIMIZER_PLACEMENT
+    return given - OPTIMIZER_PLACEMENT
 
 
 def _pad_tokens(model_input: ModelInput, multiple: int) -> ModelInput:

@@ -70,8 +70,8 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
 
 def _hydra_config(options: dict[str, str]) -> tuple[str | None, list[str]]:
     """The file that Hydra's options name, and overrides; None for a configuration of public verl, whose values are the
-    defaults of the schema with these overrides."""
-    from verl.config.hydra import find_config
+    defaults of the schema, or an override that selects its keys."""
+    from verl.config.hydra import CONFIGURATION, find_config
     from verl.config.upstream import upstream_selections
 
     directories = [options[name] for name in ("--config-path", "--config-dir") if name in options]
@@ -79,7 +79,7 @@ def _hydra_config(options: dict[str, str]) -> tuple[str | None, list[str]]:
     found = find_config(options.get("--config-name"), directories)
     if found is not None:
         return str(found), []
-    return None, [f"{key}={value}" for key, value in upstream_selections()[""].get(name, {}).items()]
+    return None, [f"{CONFIGURATION}={name}"] if name in upstream_selections()[""] else []
 
 
 def usage(text: str, program: str) -> str:
