@@ -1,13 +1,16 @@
 """The engine of strategy=megatron over several gloo ranks gives the numbers of the fsdp engine on one device."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
 
-from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, megatron_on_rank, read_shards, save_and_resume
-from tests.engines.ranks import assert_same, make_batch, make_engine, results, run_on_ranks, save_model
-from verl.engines.base import MicroBatching
+from tests.engines.megatron_cpu.compare import assert_equal_runs, fsdp_runs, megatron_runs
+from tests.engines.megatron_cpu.ranks import MODELS, read_shards, save_and_resume
+from tests.engines.ranks import make_engine, run_on_ranks, save_model
 
 pytestmark = pytest.mark.slow
 
@@ -19,50 +22,67 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "kind", "world", "keys"),
-    [
-        ("llama", "causal_lm", 2, {"t": 2}),
-        ("qwen3", "causal_lm", 2, {"t": 2, "sequence_parallel": False}),
-        ("qwen3", "causal_lm", 2, {"p": 2}),
-        ("deep", "causal_lm", 2, {"p": 2, "v": 2}),
-        ("qwen2", "causal_lm", 2, {}),
-        ("mistral", "causal_lm", 2, {"c": 2}),
-        ("qwen2", "value", 2, {"t": 2}),
-        ("llama", "value", 2, {"p": 2}),
-        ("llama", "causal_lm", 2, {"t": 2, "use_distributed_optimizer": False}),
-        ("llama", "causal_lm", 2, {"t": 2, "enable_gradient_checkpointing": True}),
-        ("qwen3", "causal_lm", 4, {"t": 2}),
-        ("deep", "causal_lm", 4, {"t": 2, "p": 2}),
-        ("deep", "causal_lm", 4, {"t": 2, "p": 2, "v": 2}),
-        ("llama", "causal_lm", 4, {"t": 2, "c": 2}),
-        ("llama", "causal_lm", 4, {"p": 2, "c": 2}),
-        ("qwen2", "causal_lm", 4, {"p": 2}),
-        ("deep", "causal_lm", 2, {"p": 2, "override_transformer_config": {"num_layers_in_last_pipeline_stage": 1}}),
-        ("qwen3_moe", "causal_lm", 2, {"e": 2, "enable_gradient_checkpointing": True} | OFFLOAD),
-        ("qwen3_moe", "causal_lm", 4, {"t": 2, "p": 2, "e": 2, "et": 1, "override_transformer_config": RECOMPUTED}),
-        ("qwen3_moe", "causal_lm", 4, {"p": 2, "v": 2, "e": 2}),
-        ("qwen3_moe", "causal_lm", 2, {"e": 2}),
-        ("qwen3_moe", "causal_lm", 2, {"p": 2}),
-        ("mixtral", "causal_lm", 2, {"t": 2, "e": 2, "et": 1}),
-        ("qwen3_moe", "causal_lm", 4, {"p": 2, "e": 2}),
-        ("mixtral", "causal_lm", 4, {"t": 2, "e": 2}),
-        ("mixtral", "causal_lm", 4, {"c": 2, "e": 2}),
-        ("mixtral", "causal_lm", 4, {"e": 2}),
-        ("mixtral", "value", 4, {"t": 2, "e": 2, "use_distributed_optimizer": False}),
-        ("mixtral", "causal_lm", 4, {"t": 2, "c": 2, "e": 2}),
-        ("qwen3_moe", "causal_lm", 4, {"p": 2, "c": 2, "e": 2}),
-        ("deep", "causal_lm", 8, {"t": 2, "p": 2, "c": 2}),
-        ("qwen3_moe", "causal_lm", 8, {"t": 2, "p": 2, "c": 2, "e": 2}),
-        ("qwen3_moe", "causal_lm", 8, {"t": 2, "p": 2, "e": 2}),
-    ],
-)
-def test_five_steps_over_ranks_are_those_of_one_device(model, kind, world, keys, tmp_path):
+#: model, kind, ranks, keys
+CASES = [
+    ("llama", "causal_lm", 2, {"t": 2}),
+    ("qwen3", "causal_lm", 2, {"t": 2, "sequence_parallel": False}),
+    ("qwen3", "causal_lm", 2, {"p": 2}),
+    ("deep", "causal_lm", 2, {"p": 2, "v": 2}),
+    ("qwen2", "causal_lm", 2, {}),
+    ("mistral", "causal_lm", 2, {"c": 2}),
+    ("qwen2", "value", 2, {"t": 2}),
+    ("llama", "value", 2, {"p": 2}),
+    ("llama", "causal_lm", 2, {"t": 2, "use_distributed_optimizer": False}),
+    ("llama", "causal_lm", 2, {"t": 2, "enable_gradient_checkpointing": True}),
+    ("qwen3", "causal_lm", 4, {"t": 2}),
+    ("deep", "causal_lm", 4, {"t": 2, "p": 2}),
+    ("deep", "causal_lm", 4, {"t": 2, "p": 2, "v": 2}),
+    ("llama", "causal_lm", 4, {"t": 2, "c": 2}),
+    ("llama", "causal_lm", 4, {"p": 2, "c": 2}),
+    ("qwen2", "causal_lm", 4, {"p": 2}),
+    ("deep", "causal_lm", 2, {"p": 2, "override_transformer_config": {"num_layers_in_last_pipeline_stage": 1}}),
+    ("qwen3_moe", "causal_lm", 2, {"e": 2, "enable_gradient_checkpointing": True} | OFFLOAD),
+    ("qwen3_moe", "causal_lm", 4, {"t": 2, "p": 2, "e": 2, "et": 1, "override_transformer_config": RECOMPUTED}),
+    ("qwen3_moe", "causal_lm", 4, {"p": 2, "v": 2, "e": 2}),
+    ("qwen3_moe", "causal_lm", 2, {"e": 2}),
+    ("qwen3_moe", "causal_lm", 2, {"p": 2}),
+    ("mixtral", "causal_lm", 2, {"t": 2, "e": 2, "et": 1}),
+    ("qwen3_moe", "causal_lm", 4, {"p": 2, "e": 2}),
+    ("mixtral", "causal_lm", 4, {"t": 2, "e": 2}),
+    ("mixtral", "causal_lm", 4, {"c": 2, "e": 2}),
+    ("mixtral", "causal_lm", 4, {"e": 2}),
+    ("mixtral", "value", 4, {"t": 2, "e": 2, "use_distributed_optimizer": False}),
+    ("mixtral", "causal_lm", 4, {"t": 2, "c": 2, "e": 2}),
+    ("qwen3_moe", "causal_lm", 4, {"p": 2, "c": 2, "e": 2}),
+    ("deep", "causal_lm", 8, {"t": 2, "p": 2, "c": 2}),
+    ("qwen3_moe", "causal_lm", 8, {"t": 2, "p": 2, "c": 2, "e": 2}),
+    ("qwen3_moe", "causal_lm", 8, {"t": 2, "p": 2, "e": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory):
+    """(model, kind) -> its path, and the runs of the fsdp engine."""
+
+    @functools.cache
+    def found(model, kind):
+        path = save_model(MODELS[model], tmp_path_factory.mktemp(model), kind)
+        return path, fsdp_runs(path, kind)
+
+    return found
+
+
+def test_all_products_of_sizes_are_compared():
+    products = {tuple(keys.get(name, 1) for name in "tpce") for *_, keys in CASES}
+    assert products == set(itertools.product((1, 2), repeat=4))
+
+
+@pytest.mark.parametrize(("model", "kind", "world", "keys"), CASES)
+def test_five_steps_over_ranks_are_those_of_one_device(model, kind, world, keys, on_one_device):
     """The gradient is clipped, so a wrong norm changes the weights too."""
-    path = save_model(MODELS[model], tmp_path, kind)
-    expected = results(make_engine(path, OPTIMIZER, kind=kind), make_batch(), MicroBatching(), 5)
-    ranks = run_on_ranks(world, megatron_on_rank, path, kind=kind, **keys)
-    assert_same(ranks, expected, atol=1e-4)
+    path, expected = on_one_device(model, kind)
+    ranks = run_on_ranks(world, megatron_runs, path, kind=kind, **keys)
+    assert_equal_runs(ranks, expected)
     t, p, c = (keys.get(name, 1) for name in "tpc")
     # ranks: t varies fastest, then c, d, p
     places = [(rank["dp_rank"], rank["tp"], rank["pp"]) for rank in ranks]

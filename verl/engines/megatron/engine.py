@@ -216,7 +216,7 @@ class MegatronEngine(TrainEngine):
         def keep(given: Tensors, one: _MicroBatch) -> Callable:
             def store(_: Any, non_loss_data: bool) -> None:
                 for i, name in enumerate(wanted):
-                    found[i, one.rows] = given[name].float()
+                    found[i, one.rows] = given[name].to(found.dtype)
 
             return store
 
@@ -347,7 +347,7 @@ class MegatronEngine(TrainEngine):
         optimizers = self.optimizer.chained_optimizers  # experts that have ranks of their own have another one
         gradients = [p.grad for one in optimizers for p in one.get_parameters() if p.grad is not None]
         if gradients:
-            clip_gradients(gradients, torch.tensor(norm, device=self.device), self.spec.optimizer.clip_grad)
+            clip_gradients(gradients, gradients[0].new_tensor(norm), self.spec.optimizer.clip_grad)
         self.optimizer.step_with_ready_grads()
         return {"grad_norm": norm, "grad_skipped": 0.0}
 
