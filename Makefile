@@ -36,7 +36,8 @@ test-all: $(TEST)
 test-vllm: $(VENV_VLLM)/.ready-to-test
 	$(VENV_VLLM)/bin/python -m pytest tests/rollout/test_engine_contract.py tests/rollout/test_vllm.py \
 		tests/rollout/test_vllm_adapters.py tests/rollout/test_vllm_experts.py tests/rollout/test_vllm_runs.py \
-		tests/trainer/test_multi_turn_run.py tests/cli/test_tensor_parallel.py tests/surface/test_published_snippets.py \
+		tests/rollout/test_vllm_slices.py tests/trainer/test_multi_turn_run.py \
+		tests/cli/test_tensor_parallel.py tests/surface/test_published_snippets.py \
 		-k "vllm" $(ARGS)
 
 # The rollout engine SGLang, in a separate environment, on a CPU without SGLang's kernels.

@@ -258,5 +258,7 @@ PLACEMENTS = {
 def test_tensor_parallel_ranks_have_their_slices_of_the_adapters(placement, tiny, tmp_path):
     settings = (*PLACEMENTS[placement], f"{ROLLOUT}.tensor_model_parallel_size=2")
     sizes = pushed_bytes(run(tiny, tmp_path / "run", 2, *settings))
-    merged = pushed_bytes(run(tiny, tmp_path / "merged", 1, *settings, f"{ROLLOUT}.lora_sync=merged"))
-    assert len({*sizes}) == 1 and sizes[0] < 0.2 * merged[0]
+    merged = run(tiny, tmp_path / "merged", 1, *settings, f"{ROLLOUT}.lora_sync=merged")
+    # of slices, a rank has some already
+    stored = pushed_bytes(merged)[0] + merged[0].metrics.get("weight_sync/kept_bytes", 0)
+    assert len({*sizes}) == 1 and sizes[0] < 0.2 * stored

@@ -126,6 +126,41 @@ def test_rows_in_another_order_are_slices_too():
     assert stored.chunks == (Chunk(Box(6, 8, 0, 4)), Chunk(Box(4, 6, 0, 4), row=2))
 
 
+class Experts(torch.nn.Module):
+    """One of two ranks of a layer with 3 experts of width 4, as vLLM's Triton kernels read it: half of the width."""
+
+    NAMES = ("gate_proj", "up_proj", "down_proj")
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.rank, self.mlp = rank, torch.nn.Module()
+        self.mlp.experts = layer = torch.nn.Module()
+        layer.w13_weight = torch.nn.Parameter(torch.randn(3, 4, 6), requires_grad=False)
+        layer.w2_weight = torch.nn.Parameter(torch.randn(3, 6, 2), requires_grad=False)
+        layer.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="TRITON"))
+
+    def load_weights(self, weights) -> None:
+        own, layer = slice(2 * self.rank, 2 * self.rank + 2), self.mlp.experts
+        for name, full in weights:
+            _, _, expert, projection, _ = name.split(".")
+            if projection == "down_proj":
+                layer.w2_weight[int(expert)] = full[:, own]
+            else:
+                start = 2 * self.NAMES.index(projection)
+                layer.w13_weight[int(expert), start : start + 2] = full[own]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slices_of_experts(rank):
+    shapes = {"mlp.experts.gate_up_proj": torch.Size([3, 8, 6]), "mlp.experts.down_proj": torch.Size([3, 6, 4])}
+    found = find_slices(Experts(rank), shapes).layout
+    tops = [8 * expert + half + 2 * rank for expert in range(3) for half in (0, 4)]  # gate and up of each
+    assert found["mlp.experts.gate_up_proj"].chunks == tuple(
+        Chunk(Box(top, top + 2, 0, 6), row=2 * index) for index, top in enumerate(tops)
+    )
+    assert found["mlp.experts.down_proj"].chunks == (Chunk(Box(0, 18, 2 * rank, 2 * rank + 2)),)
+
+
 def on(name, change):
     """A `spoil` that changes one of vLLM's parameters after every load."""
     return lambda model, loaded: change(model.get_parameter(name))

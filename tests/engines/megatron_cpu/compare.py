@@ -2,14 +2,14 @@
 
 AdamW divides the first moment by the root of the second one plus eps (1e-8). Where a gradient is nearly 0, the order of
 float32 sums decides its size and so the update. After five float32 updates, losses, gradient norms and log-probs of
-both engines are within 2e-6 of a float64 run, but single weights of both are up to 5e-5 away from it: FSDP2 over 2 ranks
+both engines are within 2e-6 of a float64 run, but single weights of both are up to 5e-5 away from it: FSDP2 over ranks
 3e-5, Megatron 1e-5 to 5e-5, one device against itself with other micro-batches 3e-5. So there are three runs:
 
 | run | optimizer | compared | tolerance |
 |---|---|---|---|
 | float64 | AdamW | losses, gradient norms, weights | 1e-9; found: 1e-13 |
 | float32 | AdamW | losses, gradient norms, log-probs | 1e-5 |
-| conditioned: float32 | AdamW with eps=1e-5, a tenth of a typical gradient | the same, and the change of each weight | 1e-5 |
+| conditioned: float32 | AdamW, eps=1e-5: a tenth of a typical gradient | the same, and the change of each weight | 1e-5 |
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
     python -W ignore -m tests.engines.megatron_cpu.distances deep qwen3_moe
 
-After each of five updates: the largest relative distance of gradient norms, and the largest distance of losses and other
+After each of five updates: the largest relative distance of gradient norms, and the largest one of losses and other
 metrics (relative, but to 0.01 at least) and of log-probs. After the last: the largest distance of a weight, the largest
 one of a tensor relative to its change (norms), and the same over all weights. AdamW as in the tests, with eps 1e-8, and
 with eps 1e-5 (`conditioned`).

@@ -7,7 +7,7 @@ Six methods (`rollout.weight_sync`; "auto" chooses by placement and engine):
 
 - in_process: the rollout engine generates with the trainer's parameters; nothing is copied.
 - replica: the rollout engine in the same process has an unsharded copy, gathered from all ranks.
-- reshard: as `replica`, for an engine with slices of the parameters: each rank receives the chunks that it lacks.
+- reshard: as `replica`, for an engine that stores slices of the parameters: each rank receives the chunks it lacks.
 - ipc: the rollout engine runs in other processes that share the device; they read buckets where the trainer wrote them.
 - collective: rollout ranks have their own devices; training rank 0 broadcasts buckets over torch.distributed (gloo, or
   NCCL on GPUs).
