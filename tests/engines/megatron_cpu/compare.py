@@ -9,7 +9,7 @@ both engines are within 2e-6 of a float64 run, but single weights of both are up
 |---|---|---|---|
 | float64 | AdamW | losses, gradient norms, weights | 1e-9; found: 1e-13 |
 | float32 | AdamW | losses, gradient norms, log-probs | 1e-5 |
-| conditioned: float32 | AdamW, eps=1e-5: a tenth of a typical gradient | the same, and the change of each weight | 1e-5 |
+| conditioned: float32 | AdamW, eps=1e-5: a tenth of a typical gradient | the same, and changes of weights | 1e-5 |
 """
 
 from typing import Any
