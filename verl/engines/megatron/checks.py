@@ -1,6 +1,7 @@
 """Models and settings that `strategy=megatron` does not support. Needs no megatron-core, so a run is checked first."""
 
 import logging
+import math
 from typing import Any
 
 from verl.config import schema
@@ -9,7 +10,72 @@ from verl.engines.megatron.layout import ARCHITECTURES, expert_size, sparse_laye
 #: keys of a `megatron` section
 _OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
+#: modules that selective recomputation supports; others need Transformer Engine
+_RECOMPUTED = {"core_attn", "mlp", "moe"}
+#: keys of public verl's scripts that say where the optimizer computes, which changes no result
+OPTIMIZER_PLACEMENT = {
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+}
+
 logger = logging.getLogger("verl.engines")
+
+
+def check_settings(
+    model: schema.ModelConfig,
+    megatron: schema.MegatronConfig,
+    optimizer: schema.OptimConfig | None = None,
+    deterministic: bool = False,
+) -> None:
+    """Raise ValueError for settings of a model that are not supported.
+
+    Args:
+        model: its section.
+        megatron: its section of the engine.
+        optimizer: its section of the optimizer, if it is trained.
+        deterministic: batch-invariant mode (`rollout.deterministic`).
+    """
+    given = set(optimizer.override_optimizer_config or ()) if optimizer is not None else set()
+    unsupported = {
+        "LoRA adapters (model.lora_rank, model.lora_adapter_path)": model.has_adapters,
+        "model.use_remove_padding=false": not model.use_remove_padding,
+        "model.use_liger": model.use_liger,
+        "rollout.deterministic": deterministic,
+        "optim.override_optimizer_config": bool(given - OPTIMIZER_PLACEMENT),
+        f"megatron.dtype={megatron.dtype}": megatron.dtype in ("fp64", "float64", "fp16", "float16"),
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            raise ValueError(f"strategy=megatron does not support {name}: remove it, or use strategy=fsdp")
+    override = megatron.override_transformer_config
+    if override.recompute_granularity == "selective" and (unknown := set(override.recompute_modules) - _RECOMPUTED):
+        raise ValueError(
+            f"megatron.override_transformer_config.recompute_modules: expected some of {sorted(_RECOMPUTED)}, "
+            f"found {sorted(unknown)}"
+        )
+
+
+def parallel_sizes(megatron: schema.MegatronConfig, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Parallel sizes, and those of experts. Raises ValueError if they do not divide the ranks."""
+    sizes = {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "context_parallel_size": megatron.context_parallel_size,
+    }
+    experts = {
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size or sizes["tensor_model_parallel_size"],
+    }
+    of_experts = experts | {"pipeline_model_parallel_size": sizes["pipeline_model_parallel_size"]}
+    for named in (sizes, of_experts):
+        if ranks % math.prod(named.values()):
+            raise ValueError(
+                f"megatron: {' x '.join(f'{name} {size}' for name, size in named.items())} = "
+                f"{math.prod(named.values())} does not divide the {ranks} ranks"
+            )
+    return sizes, experts
 
 
 def check_architecture(hf: Any, path: str) -> None:

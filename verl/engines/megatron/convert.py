@@ -10,9 +10,6 @@ from verl.engines.megatron.layout import ARCHITECTURES, expert_size, head_size, 
 from verl.engines.megatron.model import DecoderConfig
 from verl.engines.megatron.runtime import ParallelRanks
 
-#: modules that selective recomputation supports; others need Transformer Engine
-_RECOMPUTED = {"core_attn", "mlp", "moe"}
-
 
 def decoder_config(
     hf: Any, megatron: schema.MegatronConfig, ranks: ParallelRanks, dtype: torch.dtype, recompute: bool
@@ -110,11 +107,6 @@ def _recompute(section: schema.MegatronTransformerConfig, everything: bool) -> d
             return {}
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if section.recompute_granularity == "selective":
-        if unknown := set(section.recompute_modules) - _RECOMPUTED:
-            raise ValueError(
-                f"megatron.override_transformer_config.recompute_modules: expected some of {sorted(_RECOMPUTED)}, "
-                f"found {sorted(unknown)}"
-            )
         return {"recompute_granularity": "selective", "recompute_modules": list(section.recompute_modules)}
     return {
         "recompute_granularity": "full",

@@ -33,7 +33,7 @@ from verl.engines.checkpoint import LARGEST_WEIGHT, CheckpointWriter, load_extra
 from verl.engines.loading import ModelSpec, empty_module
 from verl.engines.megatron import convert
 from verl.engines.megatron.checkpoint import EngineState
-from verl.engines.megatron.checks import check_architecture, check_sizes
+from verl.engines.megatron.checks import OPTIMIZER_PLACEMENT, check_architecture, check_settings, check_sizes
 from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.offload import Storages, optimizer_tensors
@@ -450,38 +450,15 @@ class MegatronEngine(TrainEngine):
 
 def _check_settings(spec: EngineSpec) -> None:
     """Raise ValueError for settings that the engine does not support."""
-    unsupported = {
-        "LoRA adapters (model.lora_rank, model.lora_adapter_path)": spec.model.has_adapters,
-        "model.use_remove_padding=false": not spec.model.use_remove_padding,
-        "model.use_liger": spec.model.use_liger,
-        "rollout.deterministic": spec.deterministic,
-        "a reward model": spec.kind == "reward",
-        "optim.override_optimizer_config": bool(_optimizer_keys(spec)),
-        f"megatron.dtype={spec.engine.dtype}": spec.engine.dtype in ("fp64", "float64", "fp16", "float16"),
-    }
-    for name, is_set in unsupported.items():
-        if is_set:
-            raise ValueError(f"strategy=megatron does not support {name}: remove it, or use strategy=fsdp")
-
-
-#: keys of public verl's scripts that say where the optimizer computes, which changes no result
-_OPTIMIZER_PLACEMENT = {
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
-}
-
-
-def _optimizer_keys(spec: EngineSpec) -> set[str]:
-    """Keys of `optim.override_optimizer_config` that change results; the others are named in the log."""
-    given = set(spec.optimizer.override_optimizer_config or ()) if spec.optimizer is not None else set()
-    if without_effect := sorted(given & _OPTIMIZER_PLACEMENT):
+    if spec.kind == "reward":
+        raise ValueError("strategy=megatron does not support a reward model: use strategy=fsdp")
+    check_settings(spec.model, spec.engine, spec.optimizer, spec.deterministic)
+    given = spec.optimizer.override_optimizer_config if spec.optimizer is not None else None
+    if without_effect := sorted(set(given or ()) & OPTIMIZER_PLACEMENT):
         logger.info(
             "optim.override_optimizer_config: %s: no effect with strategy=megatron (use megatron.optimizer_offload)",
             ", ".join(without_effect),
         )
-    return given - _OPTIMIZER_PLACEMENT
 
 
 def _pad_tokens(model_input: ModelInput, multiple: int) -> ModelInput:
