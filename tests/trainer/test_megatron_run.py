@@ -2,11 +2,14 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
+
+from transformers import OlmoeConfig, Qwen2MoeConfig
 
 from examples.quickstart.make_tiny_vl_model import tiny_vl_model
 from examples.quickstart.tiny_model import tiny_model
@@ -27,6 +30,14 @@ def steps(settings: list[str], folder: Path, *keys: str) -> list[dict]:
     LocalPPOTrainer(overrides=[*settings, *common, *keys]).fit()
     (file,) = folder.rglob("metrics.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    """As the fixture `tiny`, with a Mixtral of four experts."""
+    folder = make_tiny(tmp_path_factory.mktemp("mixture"))
+    tiny_model("mixtral", folder / "model")
+    return folder
 
 
 @pytest.mark.slow
@@ -69,7 +80,62 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(like, keys, me
     assert re.search(message, capsys.readouterr().err)
 
 
-ROLLOUT, MEGATRON = "actor_rollout_ref.rollout.", f"{ACTOR}megatron."
+ROLLOUT, MEGATRON, MODEL = "actor_rollout_ref.rollout.", f"{ACTOR}megatron.", "actor_rollout_ref.model."
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ([f"{MODEL}lora_rank=4"], "does not support LoRA adapters"),
+        (["critic.model.lora_rank=4"], "does not support LoRA adapters"),
+        ([f"{MODEL}use_liger=true"], "use_liger .*: true, but strategy=megatron does not support it"),
+        ([f"{ROLLOUT}deterministic=true"], "deterministic .*: true, but strategy=megatron does not support it"),
+        (
+            [f"{ACTOR}optim.override_optimizer_config={{eps: 1e-5}}"],
+            "override_optimizer_config.*eps.*are not supported",
+        ),
+        ([f"{REF}megatron.dtype=fp16", f"{ACTOR}use_kl_loss=true"], "megatron.dtype .*fp16.* is not supported"),
+        (
+            [
+                f"{MEGATRON}override_transformer_config.recompute_granularity=selective",
+                f"{MEGATRON}override_transformer_config.recompute_modules=[moe_act]",
+            ],
+            "'moe_act'. cannot be recomputed: use some of .'core_attn', 'mlp', 'moe'.",
+        ),
+        (
+            ["critic.megatron.tensor_model_parallel_size=2"],
+            "critic.megatron.tensor_model_parallel_size=2, but actor_rollout_ref.actor.megatron.* "
+            "set placement.critic_devices",
+        ),
+        (["placement.actor_devices=[0]", "placement.rollout_devices=[1]", f"{ROLLOUT}weight_sync=reshard"], "disk"),
+    ],
+)
+def test_settings_that_are_not_supported_are_refused_before_workers_start(keys, message, settings, capsys):
+    settings = [*settings, f"{ACTOR}strategy=megatron", f"imports=[{SHIM}]", "trainer.n_gpus_per_node=2"]
+    assert main_ppo.main([*settings, "trainer.device=cpu", *keys, "--dry-run"]) == 1
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+@pytest.mark.parametrize("config", [Qwen2MoeConfig, OlmoeConfig])
+def test_other_mixtures_are_refused_before_they_are_loaded(config, tiny, tmp_path, capsys):
+    """There are no weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config(**sizes, num_key_value_heads=2, num_experts=4, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    settings = [*run_settings(tiny, tmp_path / "run"), f"{MODEL}path={folder}", f"imports=[{SHIM}]"]
+    assert main_ppo.main([*settings, f"{ACTOR}strategy=megatron", "trainer.device=cpu", "--dry-run"]) == 1
+    assert re.search(f"expected a model of llama, .* found .{config.model_type}.", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_model_parallel_size": 2}, {}])
+def test_expert_parallel_sizes_must_divide_the_ranks(sizes, mixture, tmp_path, capsys):
+    """Experts are sharded over the tensor-parallel ranks too: 2 x 2 of 2 ranks."""
+    keys = [f"{MEGATRON}{name}={size}" for name, size in sizes.items()]
+    keys += [f"{MEGATRON}expert_model_parallel_size=2", f"{ACTOR}strategy=megatron", f"imports=[{SHIM}]"]
+    keys += ["trainer.n_gpus_per_node=2", "trainer.device=cpu", "--dry-run"]
+    assert main_ppo.main([*run_settings(mixture, tmp_path / "run"), *keys]) == len(sizes)
+    assert ("= 4 does not divide the 2 ranks" in capsys.readouterr().err) == bool(sizes)
 
 
 @pytest.mark.slow
@@ -88,14 +154,6 @@ def test_reshard_gives_the_run_of_gathered_weights(t_g, settings, tmp_path):
         sent, kept, full = ours["weight_sync/bytes"], ours["weight_sync/kept_bytes"], theirs["weight_sync/bytes"]
         assert sent == (full - kept if t_g == 1 else 0)
         assert full / 2 < kept < 0.51 * full  # a half of the matrices, and the norms
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> Path:
-    """As the fixture `tiny`, with a Mixtral of four experts."""
-    folder = make_tiny(tmp_path_factory.mktemp("mixture"))
-    tiny_model("mixtral", folder / "model")
-    return folder
 
 
 @pytest.mark.slow

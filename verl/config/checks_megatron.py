@@ -30,6 +30,10 @@ Role = tuple[str, Any, str, "MegatronConfig", str, Any]
 def megatron(config: "Config | SFTConfig") -> Iterator[Problem]:
     """Settings of the roles with strategy=megatron that it does not support."""
     reported: set[str] = set()
+    policy = getattr(config, "actor_rollout_ref", None)
+    if policy is not None and policy.actor.strategy == "megatron" and policy.rollout.deterministic:
+        what = f"true, but strategy=megatron does not support it: use false, or {_FSDP}"
+        yield Problem("actor_rollout_ref.rollout.deterministic", what)
     for role in _roles(config):
         for problem in _unsupported(*role):
             if problem.key not in reported:

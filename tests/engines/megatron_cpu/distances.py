@@ -2,10 +2,10 @@
 
     python -W ignore -m tests.engines.megatron_cpu.distances deep qwen3_moe
 
-After each of five updates: the largest relative distance of gradient norms, and the largest one of losses and other
-metrics (relative, but to 0.01 at least) and of log-probs. After the last: the largest distance of a weight, the largest
-one of a tensor relative to its change (norms), and the same over all weights. AdamW as in the tests, with eps 1e-8, and
-with eps 1e-5 (`conditioned`).
+After each of five updates: the largest relative distance of gradient norms, and the largest distance of losses and
+other metrics (relative, but to 0.01 at least) and of log-probs. After the last: the largest distance of a weight, the
+largest one of a tensor relative to its change (norms), and the same over all weights. AdamW has its default eps (1e-8).
+The float64 run is that of fsdp on one device; for megatron, a float64 run is compared with it too.
 """
 
 import itertools
@@ -13,22 +13,14 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.engines.megatron_cpu import compare
-from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, TWO_ROWS
-from tests.engines.ranks import make_batch, make_engine, run_on_ranks, save_model
-
-
-def fsdp_on_rank(path: str, **keys: Any) -> dict[str, Any]:
-    """For `run_on_ranks`: the float32 runs of FSDP2. keys: of `fsdp_config`."""
-    torch.set_num_threads(1)
-    engines = {run: make_engine(path, OPTIMIZER, sharded=True, **keys) for run in compare.RUNS[:2]}
-    return {run: compare.five_steps(engine, make_batch(), TWO_ROWS, run) for run, engine in engines.items()}
+from tests.engines.megatron_cpu.ranks import MODELS
+from tests.engines.ranks import run_on_ranks, save_model
 
 
 def distance(ranks: list[dict[str, Any]], expected: dict[str, Any], start: dict[str, Any]) -> dict[str, float]:
@@ -64,31 +56,26 @@ def layouts(is_sparse: bool) -> Iterator[tuple[int, dict[str, int]]]:
         yield t * p * max(c, e), dict(zip("tpce", sizes))
 
 
+def cases(path: str, exact: dict[str, Any], is_sparse: bool) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(name, the runs of its ranks)."""
+    yield "fsdp, one device", [exact]
+    for world, keys in ((2, {}), (4, {}), (2, {"ulysses_sequence_parallel_size": 2})):
+        name = f"fsdp, {world} ranks{''.join(f', {key}={size}' for key, size in keys.items())}"
+        yield name, run_on_ranks(world, compare.fsdp_on_rank, path, **keys)
+    for world, sizes in layouts(is_sparse):
+        name = "".join(f", {key}={size}" for key, size in sizes.items() if size > 1)
+        yield f"megatron, {world} ranks{name}", run_on_ranks(world, compare.megatron_runs, path, **sizes)
+
+
 def main(names: list[str]) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             path = save_model(MODELS[name], Path(folder))
             exact = compare.fsdp_runs(path)
-            is_sparse = "moe" in name or name == "mixtral"
-            cases: list[tuple[str, Any]] = [("fsdp, one device", lambda exact=exact: [exact])]
-            for world, keys in ((2, {}), (4, {}), (2, {"ulysses_sequence_parallel_size": 2})):
-                cases.append(
-                    (f"fsdp, {world} ranks {keys or ''}", partial(run_on_ranks, world, fsdp_on_rank, path, **keys))
-                )
-            for world, sizes in layouts(is_sparse):
-                which = ", ".join(f"{k}={v}" for k, v in sizes.items() if v > 1)
-                cases.append(
-                    (
-                        f"megatron, {which or 'one rank'}",
-                        partial(run_on_ranks, world, compare.megatron_runs, path, **sizes),
-                    )
-                )
-            for case, ranks in ((case, call()) for case, call in cases):
-                for run in compare.RUNS if case.startswith("megatron") else compare.RUNS[:2]:
-                    reference = exact["float64"] if run != "conditioned" else exact["conditioned float64"]
-                    line = {"model": name, "case": case, "run": run}
-                    line |= distance([rank[run] for rank in ranks], reference, exact["start"])
-                    print(json.dumps(line), flush=True)
+            for case, ranks in cases(path, exact, "moe" in name or name == "mixtral"):
+                for run in ("float32", "float64") if case.startswith("megatron") else ("float32",):
+                    found = distance([rank[run] for rank in ranks], exact["float64"], exact["start"])
+                    print(json.dumps({"model": name, "case": case, "run": run} | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Let a `MegatronEngine` compute in float64, for tests on a CPU.
 
-strategy=megatron supports float32 and bfloat16. In float64 rounding explains differences up to 1e-12, so what is left
-is a difference in what is computed. `install()` in every process before an engine with dtype fp64 is made; engines with
-other dtypes compute as before.
+strategy=megatron supports float32 and bfloat16. In float64 rounding explains differences of up to 1e-12, so what is
+left is a difference in what is computed. `install()` in every process before an engine with dtype fp64 is made; engines
+with other dtypes compute as before.
 """
 
 from collections.abc import Callable

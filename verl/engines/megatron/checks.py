@@ -1,6 +1,7 @@
 """Models and settings that `strategy=megatron` does not support. Needs no megatron-core, so a run is checked first."""
 
 import logging
+import math
 from typing import Any
 
 from verl.config import schema
@@ -9,7 +10,29 @@ from verl.engines.megatron.layout import ARCHITECTURES, expert_size, sparse_laye
 #: keys of a `megatron` section
 _OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
+
 logger = logging.getLogger("verl.engines")
+
+
+def parallel_sizes(megatron: schema.MegatronConfig, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Parallel sizes, and those of experts. Raises ValueError if they do not divide the ranks."""
+    sizes = {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "context_parallel_size": megatron.context_parallel_size,
+    }
+    experts = {
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size or sizes["tensor_model_parallel_size"],
+    }
+    of_experts = experts | {"pipeline_model_parallel_size": sizes["pipeline_model_parallel_size"]}
+    for named in (sizes, of_experts):
+        if ranks % math.prod(named.values()):
+            raise ValueError(
+                f"megatron: {' x '.join(f'{name} {size}' for name, size in named.items())} = "
+                f"{math.prod(named.values())} does not divide the {ranks} ranks"
+            )
+    return sizes, experts
 
 
 def check_architecture(hf: Any, path: str) -> None:

@@ -1,7 +1,6 @@
 """Availability of megatron-core, and its process groups."""
 
 import importlib.metadata
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from verl.config import schema
 from verl.config.supported import MEGATRON_INSTALL, MEGATRON_TESTED, missing_package
 from verl.engines.base import EngineSpec
+from verl.engines.megatron.checks import parallel_sizes
 from verl.engines.parallel import init_process_group, timeout_of
 
 #: device types that megatron-core runs on; tests on a CPU add theirs after replacing what needs CUDA
@@ -74,27 +74,6 @@ class ParallelRanks:
         return dist.get_process_group_ranks(self.groups.get_pipeline_model_parallel_group())[-1]
 
 
-def _sizes(spec: EngineSpec, megatron: schema.MegatronConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Parallel sizes, and those of experts. Raises ValueError if they do not divide the ranks."""
-    sizes = {
-        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
-        "context_parallel_size": megatron.context_parallel_size,
-    }
-    experts = {
-        "expert_model_parallel_size": megatron.expert_model_parallel_size,
-        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size or sizes["tensor_model_parallel_size"],
-    }
-    of_experts = experts | {"pipeline_model_parallel_size": sizes["pipeline_model_parallel_size"]}
-    for named in (sizes, of_experts):
-        if spec.world_size % math.prod(named.values()):
-            raise ValueError(
-                f"megatron: {' x '.join(f'{name} {size}' for name, size in named.items())} = "
-                f"{math.prod(named.values())} does not divide the {spec.world_size} ranks"
-            )
-    return sizes, experts
-
-
 def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRanks:
     """Create the process groups of megatron-core, or check that those of another engine have the same sizes.
 
@@ -103,7 +82,7 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    sizes, experts = _sizes(spec, megatron)
+    sizes, experts = parallel_sizes(megatron, spec.world_size)
     if spec.world_size == 1 and not dist.is_initialized():  # megatron-core needs a group of one rank, too
         backend = "cpu:gloo,cuda:nccl" if spec.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

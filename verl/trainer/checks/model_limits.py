@@ -9,7 +9,7 @@ from typing import Any
 from verl.config import schema
 from verl.data.tokenization import load_tokenizer
 from verl.engines.expert_parallel import check_experts
-from verl.engines.megatron.checks import check_architecture, check_keys
+from verl.engines.megatron.checks import check_architecture, check_keys, parallel_sizes
 from verl.engines.megatron.checks import check_sizes as check_megatron_sizes
 from verl.modeling.huggingface import experts_of, model_source, read_config
 from verl.rollout.native.model import family_of
@@ -160,18 +160,46 @@ def check_moe(config: schema.Config) -> None:
         )
 
 
-def check_megatron(roles: Mapping[str, tuple[schema.ModelConfig, schema.MegatronConfig]]) -> None:
+@dataclass(frozen=True)
+class MegatronRole:
+    """A model that is trained or computed with `strategy=megatron`.
+
+    Attributes:
+        model: its section.
+        section: its `megatron` section.
+        pool: name of the processes that host it.
+        ranks: their number.
+    """
+
+    model: schema.ModelConfig
+    section: schema.MegatronConfig
+    pool: str
+    ranks: int
+
+
+def check_megatron(roles: Mapping[str, MegatronRole]) -> None:
     """The models of `strategy=megatron` are supported, and its settings fit them.
 
     Args:
-        roles: name of the `megatron` section -> the model, and the section.
+        roles: name of the `megatron` section -> its role.
 
     Raises:
-        ValueError: another architecture, such as one with images; sizes that do not divide the model; or keys of
-            experts for a model without them.
+        ValueError: another architecture, such as one with images; sizes
+            that do not divide the model or the ranks, or differ between the models of a process; or keys of experts
+            for a model without them.
     """
-    for name, (model, section) in roles.items():
+    of_pool: dict[str, tuple[str, dict[str, int]]] = {}
+    for name, role in roles.items():
+        model, section = role.model, role.section
         found = read_config(model.path, model.override_config, model.trust_remote_code)
         check_architecture(found, model.path)
         check_megatron_sizes(found, section)
         check_keys(found, section, name)
+        dense, experts = parallel_sizes(section, role.ranks)
+        first, expected = of_pool.setdefault(role.pool, (name, dense | experts))
+        for key, size in (dense | experts).items():
+            if size != expected[key]:
+                raise ValueError(
+                    f"{name}.{key}={size}, but {first}.{key}={expected[key]}: all models of a process need the same "
+                    f"sizes, so remove {name}.{key}, or set placement.{name.split('.')[-2]}_devices"
+                )

@@ -56,7 +56,7 @@ from verl.trainer.checks import planning
 from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings
 from verl.trainer.checks.faults import check_faults
-from verl.trainer.checks.model_limits import check_megatron, check_moe, check_reads_tokens_of
+from verl.trainer.checks.model_limits import MegatronRole, check_megatron, check_moe, check_reads_tokens_of
 from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.ppo.flow import needs_critic
@@ -293,7 +293,9 @@ def model_configs(run: Run) -> None:
     if not isinstance(config, schema.Config):
         check_model(config.model, "causal_lm")
         if config.engine.strategy == "megatron":
-            check_megatron({"engine.megatron": (config.model, config.engine.megatron)})
+            ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+            role = MegatronRole(config.model, config.engine.megatron, "", ranks)
+            check_megatron({"engine.megatron": role})
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
     check_model(policy, "causal_lm")
@@ -306,18 +308,19 @@ def model_configs(run: Run) -> None:
         check_model(section, "reward")
 
 
-def _of_megatron(config: schema.Config) -> dict[str, tuple[schema.ModelConfig, schema.MegatronConfig]]:
-    """Model and section of the roles of a run with strategy=megatron."""
-    policy, roles = config.actor_rollout_ref, roles_of(config)
+def _of_megatron(config: schema.Config) -> dict[str, MegatronRole]:
+    """Name of the `megatron` section -> role, of a run with strategy=megatron."""
+    policy, critic, roles = config.actor_rollout_ref, config.critic, roles_of(config)
     sections = {
-        "actor_rollout_ref.actor": (policy.model, policy.actor),
-        "actor_rollout_ref.ref": (policy.model, policy.ref),
-        "critic": (config.critic.model, config.critic),
+        "actor": ("actor_rollout_ref.actor", policy.model, policy.actor),
+        "ref": ("actor_rollout_ref.ref", policy.model, policy.ref),
+        "critic": ("critic", critic.model, critic),
     }
+    pools = {role: pool for placed in pools_of(config, roles).values() for role, pool in placed}
     return {
-        f"{name}.megatron": (model, role.megatron)
-        for name, (model, role) in sections.items()
-        if role.strategy == "megatron" and name.rpartition(".")[2] in roles
+        f"{name}.megatron": MegatronRole(model, section.megatron, pools[role].name, pools[role].world_size)
+        for role, (name, model, section) in sections.items()
+        if section.strategy == "megatron" and role in roles
     }
 
 
