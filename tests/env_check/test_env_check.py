@@ -76,7 +76,9 @@ def test_broken_packages_are_named_with_cause_and_cure(broken_packages):
 
 def test_the_table_of_core_packages_is_that_of_the_project():
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = dict(re.match(r"([\w-]+)(?:\[.*\])?>=([\d.]+)$", line).groups() for line in wanted["dependencies"])
+    found = dict(
+        re.match(r"([\w-]+)(?:\[.*\])?>=([\d.]+)(?:,<[\d.]+)?$", line).groups() for line in wanted["dependencies"]
+    )
     assert dict(CORE.values()) == found
     extras = {line.split(">")[0].split("[")[0] for lines in wanted["optional-dependencies"].values() for line in lines}
     unused = needed_by(supported=False) - needed_by(supported=True)

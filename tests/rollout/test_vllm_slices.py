@@ -304,7 +304,7 @@ def test_a_parameter_with_other_memory_is_not_written_in_silence():
     with pytest.raises(
         ValueError, match=r"model\.norm\.weight has other memory than before the first push: set .*replica"
     ):
-        slices.open()
+        slices.writable()
 
 
 def test_a_layer_that_computes_with_a_stale_copy_is_found():
@@ -426,7 +426,7 @@ def pushes_on_rank(path: str, tp: int) -> dict:
         assert all(not torch.equal(tensor, before[name]) for name, tensor in expected.items() if before)
         before = expected
         train(engine, share_of(engine, make_batch()), MicroBatching(), steps=1)
-    stored = sum(tensor.numel() for tensor in rollout.receiver()._slices.open().values()) * 4
+    stored = sum(tensor.numel() for tensor in rollout.receiver()._slices.writable().values()) * 4
     assert all(report.bytes + report.kept == stored for report in reports)
     return {"checksums": [report.checksum for report in reports], "bytes": reports[1].bytes, "stored": stored}
 

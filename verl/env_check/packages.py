@@ -30,7 +30,7 @@ CORE = {
 TESTED_TOGETHER = {
     "Python": "3.11",
     "torch": "2.13.0",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "tensordict": "0.15.3",
     "ray": "2.60.0",
     "peft": "0.21.2",

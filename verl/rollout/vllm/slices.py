@@ -90,7 +90,7 @@ class Slices:
     def _current_addresses(self) -> dict[str, int]:
         return {name: module._parameters[kind].data_ptr() for name, (module, kind) in self._owners.items()}
 
-    def open(self) -> Mapping[str, torch.Tensor]:
+    def writable(self) -> Mapping[str, torch.Tensor]:
         """HuggingFace name -> the tensor to write into. Padding is set to zero.
 
         Raises:
@@ -316,5 +316,5 @@ class VllmSliceReceiver(VllmReceiver, SlicedWeights):
         """See `SlicedWeights.open_slices`. Requests of `generate_one` may be running, as in `receive`."""
         assert self._slices is not None
         with self._updating(version) as model:
-            yield self._slices.open()
+            yield self._slices.writable()
             check_layers(model, version)
