@@ -89,7 +89,7 @@ def run(
 ) -> None:
     """As `ChunkTable.run`, for one of its tables. sources, targets: `Pointers.table`."""
     target, bits, width = _TARGETS[dtype] if targets is not None else (None, _WORDS[dtype], 64)
-    with torch.cuda.device(tiles.device):  # Triton launches on the current device
+    with torch.cuda.device_of(tiles):  # Triton launches on the current device
         _kernel[(len(tiles),)](
             tiles, chunks, sources, targets, sums, TARGET=target, BITS=bits, WIDTH=width,
             WRITE=targets is not None, SUM=sums is not None, ALIGNED=aligned, ROWS=tile[0], COLUMNS=tile[1],
