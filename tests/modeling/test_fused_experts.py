@@ -152,6 +152,16 @@ def test_training_with_fused_layers_is_that_of_plain_layers(kind, lora, tmp_path
     assert torch.allclose(*found, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_no_layer_returns_a_view(kind, tmp_path):
+    """FSDP2 registers hooks on the outputs of a layer, and warns of views."""
+    engine, found = make_engine(save_model(CONFIGS[kind], tmp_path), kernels="fused"), []
+    for layer in engine.module.model.layers:
+        layer.register_forward_hook(lambda layer, given, outputs: found.extend(y._is_view() for y in outputs))
+    engine.infer(make_batch(), ("log_probs",), UNEVEN)
+    assert found and not any(found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", [{}, {"expert_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2}], ids=str)
 def test_fused_layers_with_experts_over_ranks(sharding, tmp_path):

@@ -55,7 +55,8 @@ def test_every_layer_of_a_known_family_is_fused(kind):
         norms = [name for name, child in module.named_modules() if type(child).__name__.endswith("RMSNorm")]
         assert len(norms) >= 5
         expected = {*norms, "lm_head", "model.embed_tokens", *(f"model.layers.{i}.self_attn" for i in range(2))}
-        mlps = {f"model.layers.{i}.mlp{'.experts' if kind in MIXTURES else ''}" for i in range(2)}
+        mlps = {f"model.layers.{i}.mlp" for i in range(2)}
+        mlps |= {f"{name}.experts" for name in mlps} if kind in MIXTURES else set()
         assert set(children) == expected | (mlps if fused else set())
         for found in module.base_model.layers:
             assert type(found).__bases__ == (layer,)

@@ -1,4 +1,4 @@
-"""What every run of asynchronous training with max_staleness=1 must show, whatever the engine."""
+"""What every run of asynchronous training with max_staleness=1 must show, whatever the engine, and an agent for it."""
 
 from collections.abc import Sequence
 
@@ -22,3 +22,25 @@ def check_spans(reports: Sequence[StepReport], prompts: int, partial: bool = Tru
             assert each[0][0] == 0 and versions == sorted({*versions}) and versions[0] == oldest
             assert step - 1 <= oldest and versions[-1] <= step
             assert partial or len(versions) == 1
+
+
+def turns_agent(max_tokens: int) -> str:
+    """The source of an agent of `rollout.mode=server` with three turns. Its score is the share of the letter e.
+
+    Args:
+        max_tokens: of each turn.
+    """
+    return f"""
+import openai
+
+
+async def run(sample, base_url, api_key, model):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages, text = [{{"role": "user", "content": "write"}}], ""
+    for _ in range(3):
+        found = await client.chat.completions.create(model=model, messages=messages, max_tokens={max_tokens})
+        text += found.choices[0].message.content
+        messages += [found.choices[0].message, {{"role": "user", "content": "more"}}]
+    await client.close()
+    return text.count("e") / max(len(text), 1)
+"""

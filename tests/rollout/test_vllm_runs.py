@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
-from tests.rollout.asynchronous_runs import check_spans
+from tests.rollout.asynchronous_runs import check_spans, turns_agent
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.single_controller.worker_group import WorkerError
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -73,23 +73,8 @@ def test_generation_overlaps_training(partial, lora, placement, tiny, tmp_path):
     check_spans(found, prompts=4, partial=partial)
 
 
-AGENT = """
-import openai
-
-
-async def run(sample, base_url, api_key, model):
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-    messages, text = [{"role": "user", "content": "write"}], ""
-    for _ in range(3):
-        found = await client.chat.completions.create(model=model, messages=messages, max_tokens=6)
-        text += found.choices[0].message.content
-        messages += [found.choices[0].message, {"role": "user", "content": "more"}]
-    return text.count("e") / max(len(text), 1)
-"""
-
-
 def test_an_agent_calls_it_over_http(tiny, tmp_path):
-    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "agent.py").write_text(turns_agent(6))
     row = {"prompt": [{"role": "user", "content": "Go."}], "data_source": "x", "answer": "1"}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 12)
     settings = [s for s in run_settings(tiny, tmp_path / "run") if "custom_reward_function" not in s]

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.rollout.asynchronous_runs import turns_agent
 from verl.config import check_supported, load_config
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.workers.rollout.role import Rollout
@@ -228,20 +229,6 @@ def test_an_agent_learns(chat_model, tmp_path):
     assert sum(scores[:3]) / 3 < 0.2 and sum(scores[-3:]) / 3 > 0.4, scores
 
 
-TURNS = """
-import openai
-
-
-async def run(sample, base_url, api_key, model):
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-    messages, text = [{"role": "user", "content": "write"}], ""
-    for _ in range(3):
-        found = await client.chat.completions.create(model=model, messages=messages, max_tokens=40)
-        text += found.choices[0].message.content
-        messages += [found.choices[0].message, {"role": "user", "content": "more"}]
-    await client.close()
-    return text.count("e") / max(len(text), 1)
-"""
 PLACEMENTS = {
     "one rank": ["trainer.n_gpus_per_node=2", "placement.rollout_devices=[1]"],
     "tensor parallel": [
@@ -273,7 +260,7 @@ def test_agents_wait_for_weight_syncs_of_asynchronous_training(placement, chat_m
         f"{rollout}.ignore_eos=true",
         f"{rollout}.check_every=1",
     ]
-    trainer, reports = LocalPPOTrainer(overrides=settings(chat_model, tmp_path, TURNS, *others)), []
+    trainer, reports = LocalPPOTrainer(overrides=settings(chat_model, tmp_path, turns_agent(40), *others)), []
     trainer.on_step.append(reports.append)
     push = trainer.rollout_weights.push
 

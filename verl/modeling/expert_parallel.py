@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from verl.modeling.linear import compute_dtype
-from verl.modeling.moe import by_expert, expert_outputs, weighted_sum
+from verl.modeling.moe import by_expert, expert_outputs, inverse, weighted_sum
 
 
 class _AllToAll(torch.autograd.Function):
@@ -45,22 +45,20 @@ class ExpertRanks:
     size: int
 
     def __call__(self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the chosen experts: x (N, H), chosen and weights (N, k) -> (N, H)."""
+        """The weighted sum of the chosen experts: x (..., H), chosen and weights (..., k) -> (..., H)."""
         order, counts = by_expert(chosen, module.num_experts)
         incoming = torch.empty_like(counts)
         dist.all_to_all_single(incoming, counts, group=self.group)
         incoming = incoming.view(self.size, -1)  # (rank, e)
         both = torch.stack([counts.view(self.size, -1).sum(1), incoming.sum(1)]).tolist()
         sent, received = both
-        rows = x.to(compute_dtype(x, module.gate_up_proj))[order // chosen.shape[1]]
+        rows = x.to(compute_dtype(x, module.gate_up_proj)).flatten(0, -2)[order // chosen.shape[-1]]
         rows = _AllToAll.apply(rows, sent, received, self.group)
         # received by rank and expert; the experts need them by expert
         held = incoming.shape[1]
         expert = torch.arange(held, device=x.device).repeat(self.size)
         sort = expert.repeat_interleave(incoming.flatten(), output_size=sum(received)).argsort(stable=True)
-        back = torch.empty_like(sort)
-        back[sort] = torch.arange(len(sort), device=x.device)
         # FSDP averages over the ranks with the same experts only, which are `size` times fewer than all ranks
         outputs = expert_outputs(module, rows[sort], incoming.sum(0), gradient_scale=1 / self.size)
-        outputs = _AllToAll.apply(outputs[back], received, sent, self.group)
+        outputs = _AllToAll.apply(outputs[inverse(sort)], received, sent, self.group)
         return weighted_sum(outputs, order, weights, x.dtype)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from verl.modeling.linear import WeightCache, compute_dtype, layer_functions
-from verl.modeling.moe import by_expert, expert_outputs, fits_grouped_matmul, weighted_sum
+from verl.modeling.moe import by_expert, fits_grouped_matmul, inverse, plain_experts
 
 
 def fused_experts(
@@ -23,19 +23,17 @@ def fused_experts(
 
     Args:
         module: experts with the parameters gate_up_proj (E, 2 I, H) and down_proj (E, H, I).
-        x: (N, H).
-        chosen, weights: (N, k), experts of each token and their weights.
+        x: (..., H).
+        chosen, weights: (..., k), experts of each token and their weights.
         cache: knows when the weights do not change.
 
     Returns:
-        (N, H), with the dtype of x.
+        (..., H), with the dtype of x.
     """
     gate_up, down = module.gate_up_proj, module.down_proj
     dtype = compute_dtype(x, gate_up)
     if not fits_grouped_matmul(module, dtype):
-        order, counts = by_expert(chosen, module.num_experts)
-        outputs = expert_outputs(module, x[order // chosen.shape[1]], counts)
-        return weighted_sum(outputs, order, weights, x.dtype)
+        return plain_experts(module, x, chosen, weights)
     return FusedExperts.apply(x, weights, chosen, dtype, cache, gate_up, down)
 
 
@@ -53,33 +51,35 @@ class FusedExperts(torch.autograd.Function):
         gate_up: nn.Parameter,
         down: nn.Parameter,
     ) -> torch.Tensor:
-        functions, k = layer_functions(x), chosen.shape[1]
+        functions = layer_functions(x)
         order, counts = by_expert(chosen, len(gate_up))
-        ends = counts.cumsum(0, dtype=torch.int32)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        ctx.cache, ctx.parameters, ctx.dtypes, ctx.k = cache, (gate_up, down), (x.dtype, weights.dtype), k
-        x, scale = x.to(dtype), weights.flatten()[order]
-        hidden = _grouped(x[order // k], cache.concatenated([gate_up], dtype), ends)
+        back, ends = inverse(order), counts.cumsum(0, dtype=torch.int32)
+        ctx.cache, ctx.parameters, ctx.dtypes, ctx.shape = (
+            cache,
+            (gate_up, down),
+            (x.dtype, weights.dtype),
+            chosen.shape,
+        )
+        x, scale = x.to(dtype).flatten(0, -2), weights.flatten()[order]
+        hidden = _grouped(x[order // chosen.shape[-1]], cache.concatenated([gate_up], dtype), ends)
         outputs = _grouped(functions.scaled_swiglu(hidden, scale), cache.concatenated([down], dtype), ends)
         ctx.save_for_backward(x, scale, order, back, ends, hidden)
-        return functions.sum_of_uses(outputs, back, k).to(ctx.dtypes[0])
+        return functions.sum_of_uses(outputs, back.view(chosen.shape)).to(ctx.dtypes[0])
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale, order, back, ends, hidden = ctx.saved_tensors
-        (gate_up, down), k = ctx.parameters, ctx.k
-        functions, tokens = layer_functions(x), order // k
-        g = g.to(x.dtype)[tokens]
+        (gate_up, down), back = ctx.parameters, back.view(ctx.shape)
+        functions, tokens = layer_functions(x), order // ctx.shape[-1]
+        g = g.to(x.dtype).flatten(0, -2)[tokens]
         g_activation = F.grouped_mm(g, ctx.cache.concatenated([down], x.dtype), offs=ends)
         activation, g_hidden, g_scale = functions.scaled_swiglu_gradient(g_activation, hidden, scale)
         g_down = _weight_gradient(ctx.cache, down, g, activation, ends, ctx.needs_input_grad[6])
         del g, activation, g_activation
         g_gate_up = _weight_gradient(ctx.cache, gate_up, g_hidden, x[tokens], ends, ctx.needs_input_grad[5])
         gx = F.grouped_mm(g_hidden, ctx.cache.concatenated([gate_up], x.dtype), offs=ends)
-        gx = functions.sum_of_uses(gx, back, k).to(ctx.dtypes[0])
-        g_weights = g_scale[back].view(-1, k).to(ctx.dtypes[1])
-        return gx, g_weights, None, None, None, g_gate_up, g_down
+        gx = functions.sum_of_uses(gx, back).to(ctx.dtypes[0])
+        return gx, g_scale[back].to(ctx.dtypes[1]), None, None, None, g_gate_up, g_down
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

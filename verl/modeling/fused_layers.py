@@ -48,6 +48,7 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
     """
     trunk = language_model_of(module)
     kind, silu = trunk.config.model_type, trunk.config.hidden_act in ("silu", "swish")
+    has_noise = bool(trunk.config.to_dict().get("router_jitter_noise"))
     head_norms = kind in _HEAD_NORMS
     added = _deepstack_layers(module)
     layer_classes: dict[tuple[type, bool], type] = {}
@@ -59,6 +60,8 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
         attention.forward = partial(_attention, attention, cache, _WINDOWS[kind], head_norms)
         if silu and expert_modules(layer.mlp):
             set_experts_function(layer.mlp, partial(fused_experts, cache=cache))
+            if not has_noise:  # which the forward pass of transformers adds
+                layer.mlp.forward = partial(_mixture, layer.mlp)
         elif silu:
             layer.mlp.forward = partial(_mlp, layer.mlp, cache)
         # a subclass rather than an instance attribute: checkpointing wraps the forward of the class
@@ -160,6 +163,13 @@ def _mlp(module: nn.Module, cache: WeightCache, x: torch.Tensor) -> torch.Tensor
     if isinstance(gate, DTensor):  # an MLP under tensor parallelism
         return module.down_proj(module.act_fn(gate) * up)
     return _linear(module.down_proj, cache, swiglu(gate, up))
+
+
+def _mixture(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Router and experts: x (..., H) -> (..., H). Not a view, which FSDP2 does not support as the output of a layer."""
+    _, weights, chosen = module.gate(x)
+    shape = (*x.shape[:-1], chosen.shape[-1])
+    return module.experts(x, chosen.view(shape), weights.view(shape))
 
 
 def _embedding(module: nn.Embedding, cache: WeightCache, ids: torch.Tensor) -> torch.Tensor:

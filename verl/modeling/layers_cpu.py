@@ -156,9 +156,9 @@ def scaled_swiglu_gradient(
     return y, g_gate_up, g_scale
 
 
-def sum_of_uses(x: torch.Tensor, uses: torch.Tensor, k: int) -> torch.Tensor:
-    """y[i] = x[uses[i k]] + ... + x[uses[i k + k - 1]]: x (S, D), uses (N k,) -> (N, D)."""
-    return x[uses].view(-1, k, x.shape[-1]).sum(1)
+def sum_of_uses(x: torch.Tensor, uses: torch.Tensor) -> torch.Tensor:
+    """y[..., :] = the sum of the rows x[uses[..., i]]: x (S, D), uses (..., k) -> (..., D)."""
+    return x[uses].sum(-2)
 
 
 def _halves(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

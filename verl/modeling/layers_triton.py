@@ -358,13 +358,14 @@ def scaled_swiglu_gradient(
     return y, g_gate_up, g_scale
 
 
-def sum_of_uses(x: torch.Tensor, uses: torch.Tensor, k: int) -> torch.Tensor:
-    """y[i] = x[uses[i k]] + ... + x[uses[i k + k - 1]]: x (S, D), uses (N k,) -> (N, D). Sums are float32."""
-    rows, width = len(uses) // k, x.shape[1]
-    y = x.new_empty((rows, width))
-    if rows:
-        offsets = torch.arange(0, len(uses) + 1, k, device=x.device)
-        _sum_uses_kernel[(rows,)](x.contiguous(), offsets, uses, y, width, triton.next_power_of_2(width))
+def sum_of_uses(x: torch.Tensor, uses: torch.Tensor) -> torch.Tensor:
+    """y[..., :] = the sum of the rows x[uses[..., i]]: x (S, D), uses (..., k) -> (..., D). Sums are float32."""
+    width, k = x.shape[1], uses.shape[-1]
+    y = x.new_empty((*uses.shape[:-1], width))
+    if uses.numel():
+        offsets = torch.arange(0, uses.numel() + 1, k, device=x.device)
+        grid = (uses.numel() // k,)
+        _sum_uses_kernel[grid](x.contiguous(), offsets, uses.contiguous(), y, width, triton.next_power_of_2(width))
     return y
 
 

@@ -36,9 +36,11 @@ NOT_RECORDED = -1
 
 
 class ExpertsFunction(Protocol):
-    """Computes the weighted sum of the chosen experts: `expert_parallel.ExpertRanks`, `fused_experts.fused_experts`.
+    """Computes the weighted sum of the chosen experts.
 
-    x (N, H), chosen and weights (N, k) -> (N, H).
+    There are `plain_experts`, `fused_experts.fused_experts` and `expert_parallel.ExpertRanks`.
+
+    x (..., H), chosen and weights (..., k) -> (..., H).
     """
 
     def __call__(
@@ -131,8 +133,7 @@ def routing_of(module: nn.Module) -> Routing | None:
     routing.start(None)
     for index, router in enumerate(routers):
         router.forward = partial(_route, router, routing, index)
-    for experts in expert_modules(module):
-        experts.forward = partial(_experts, experts, None)
+    set_experts_function(module, plain_experts)
     return routing
 
 
@@ -145,7 +146,7 @@ def expert_modules(module: nn.Module) -> list[nn.Module]:
 def set_experts_function(module: nn.Module, function: ExpertsFunction) -> None:
     """Let `function` compute all experts in a module, in place."""
     for experts in expert_modules(module):
-        experts.forward = partial(_experts, experts, function)
+        experts.forward = partial(function, experts)
 
 
 # ---- routers --------------------------------------------------------------------------------------------------------
@@ -190,20 +191,11 @@ def gate_weights(probabilities: torch.Tensor, chosen: torch.Tensor, normalized: 
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
-def _experts(
-    module: nn.Module,
-    function: ExpertsFunction | None,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    """(N, H) -> (N, H): the weighted sum of the chosen experts."""
-    if function is not None:
-        return function(module, hidden_states, top_k_index, top_k_weights)
-    order, counts = by_expert(top_k_index, module.num_experts)
-    k = top_k_index.shape[1]
-    outputs = expert_outputs(module, hidden_states[order // k], counts)
-    return weighted_sum(outputs, order, top_k_weights, hidden_states.dtype)
+def plain_experts(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of the chosen experts by operators of torch; see `ExpertsFunction`."""
+    order, counts = by_expert(chosen, module.num_experts)
+    outputs = expert_outputs(module, x.flatten(0, -2)[order // chosen.shape[-1]], counts)
+    return weighted_sum(outputs, order, weights, x.dtype)
 
 
 def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,6 +207,13 @@ def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.T
     """
     flat = chosen.reshape(-1)
     return flat.argsort(stable=True), count(flat, experts)
+
+
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes `order` (S,)."""
+    found = torch.empty_like(order)
+    found[order] = torch.arange(len(order), device=order.device)
+    return found
 
 
 def count(chosen: torch.Tensor, experts: int) -> torch.Tensor:
@@ -273,11 +272,9 @@ def expert_outputs(
 
 
 def weighted_sum(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sum the k outputs of each token. outputs: (N k, H), sorted as `by_expert`; weights: (N, k). Returns (N, H)."""
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    each = outputs[back].view(*weights.shape, -1)
-    return (each * weights[..., None]).sum(1).to(dtype)
+    """Sum the k outputs of each token: outputs (N k, H), sorted as `by_expert`, and weights (..., k) -> (..., H)."""
+    each = outputs[inverse(order)].view(*weights.shape, -1)
+    return (each * weights[..., None]).sum(-2).to(dtype)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------

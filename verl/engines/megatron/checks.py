@@ -10,7 +10,6 @@ from verl.engines.megatron.layout import ARCHITECTURES, expert_size, sparse_laye
 #: keys of a `megatron` section
 _OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
-
 logger = logging.getLogger("verl.engines")
 
 

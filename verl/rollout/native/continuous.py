@@ -181,8 +181,8 @@ class ContinuousBatch:
         self.running.clear()  # requests that were cancelled
 
     def _is_awaited(self) -> bool:
-        """Whether a request is not cancelled. The engine must be idle once all of them are: nobody knows that it
-        computes, and weights may be pushed."""
+        """Whether a request is not cancelled. The engine must be idle once all are: no caller waits for it, so weights
+        may be pushed at any time."""
         return bool(self.queue) or any(not pending.future.done() for pending in self.running.values())
 
     def _report(self, scheduler: "SlotScheduler | PagedScheduler") -> None:

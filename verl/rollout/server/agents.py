@@ -146,7 +146,7 @@ class CommandAgent:
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
                 process.communicate()
         if output is None:
-            return None  # it was stopped: nobody waits for the result
+            return None  # it was stopped: the result is not used
         if process.returncode:
             raise RuntimeError(f"{self.command[0]} ended with status {process.returncode}: {errors.strip()[-500:]}")
         return _last_result(output)
