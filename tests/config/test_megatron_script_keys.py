@@ -54,6 +54,9 @@ SETS = {
         f"{MEGATRON}use_distributed_optimizer": False,
     },
     f"trainer.n_gpus_per_node=2 {TRANSFORMER}context_parallel_size=2": {f"{MEGATRON}context_parallel_size": 2},
+    f"trainer.n_gpus_per_node=2 {TRANSFORMER}pipeline_model_parallel_size=2": {
+        f"{MEGATRON}pipeline_model_parallel_size": 2
+    },
     f"+{MODEL}override_config.model_config.max_position_embeddings=10240": {
         f"{MODEL}override_config": {"max_position_embeddings": 10240}
     },
@@ -65,7 +68,18 @@ SETS = {
     f"+{ACTOR}use_gpg_loss=True": {f"{ACTOR}policy_loss.loss_mode": "gpg"},
     f"{ROLLOUT}name=sglang_async": {f"{ROLLOUT}name": "sglang"},
     "reward_model.model_path=rm": {"reward.reward_model.model_path": "rm"},
-    f"+{ACTOR}use_rollout_log_probs=False": {f"{ACTOR}old_log_prob_pass": "always"},
+    # only asynchronous trainers compute no old log-probs with it
+    f"+{ACTOR}use_rollout_log_probs=False": {f"{ACTOR}old_log_prob_pass": "auto"},
+    f"+{ACTOR}use_rollout_log_probs=True": {f"{ACTOR}old_log_prob_pass": "auto"},
+    f"+{ACTOR}use_rollout_log_probs=False async_training.staleness_threshold=0": {
+        f"{ACTOR}old_log_prob_pass": "always"
+    },
+    f"+{ACTOR}use_rollout_log_probs=True async_training.staleness_threshold=0": {f"{ACTOR}old_log_prob_pass": "auto"},
+    f"+{ACTOR}tis_imp_ratio_cap=3": {
+        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_is_threshold": 3.0,
+    },
+    f"+{ACTOR}tis_imp_ratio_cap=-1": {"algorithm.rollout_correction.rollout_is": None},
     "algorithm.rollout_correction.rollout_is_threshold=null": {
         "algorithm.rollout_correction.rollout_is_threshold": 2.0
     },
@@ -89,7 +103,8 @@ WITHOUT_EFFECT = (
     *(f"{MEGATRON}{key}" for key in ("thd_format=True", "offload.disk.path=/d", "override_ddp_config.bucket_size=9")),
     *(f"{OPTIMIZER}{key}" for key in ("optimizer_cpu_offload=True", "optimizer_offload_fraction=1.0", "fp8_recipe=x")),
     *(f"{role}profile_ranks=[0]" for role in (ACTOR, REF, CRITIC, ROLLOUT)),
-    *(f"{ROLLOUT}{key}" for key in ("enable_expert_parallel=True", "moe_tensor_parallel_size=2")),
+    *(f"{ROLLOUT}{key}" for key in ("enable_expert_parallel=True", "moe_tensor_parallel_size=2", "moe_ep_size=4")),
+    f"{ROLLOUT}checkpoint_manager_class=recipe.Manager",
     *("reward.reward_model.rollout.prompt_length=8192", "reward_model.rollout.max_model_len=9"),
     *("reward_model.inference.response_length=1024", "reward_model.use_reward_loop=True"),
     *(f"{ACTOR}mindspeed.tensor_model_parallel_size=2", f"{MODEL}use_prefix_tree=True", "profile.options.level=1"),
@@ -110,6 +125,8 @@ REFUSED = {
     f"{ACTOR}optim.min_lr=1": r"expected a number from 0 to actor_rollout_ref\.actor\.optim\.lr=1e-06",
     f"{ACTOR}optim.lr_warmup_init=1e-7": "the warmup starts at 0",
     f"{MEGATRON}offload.param.target=disk": "expected none or cpu",
+    f"{TRANSFORMER}context_parallel_size=2 {MEGATRON}context_parallel_size=4": "set twice with different values",
+    f"{ACTOR}tis_imp_ratio_cap=True": "found True, expected a number",
     f"{TRANSFORMER}attention_dropout=0.1": "dropout is not supported",
     f"{TRANSFORMER}hidden_dropout=0.1": "dropout is not supported",
     f"{TRANSFORMER}normalization=LayerNorm": "use model.path",

@@ -61,6 +61,27 @@ SCRIPTS = {
         +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True""",
         ("use_dist_checkpointing", "dist_checkpointing_path", "override_transformer_config.* (6 keys)"),
     ),
+    "qwen3-235b moe grpo, the ends of the pipeline have a layer less": (
+        f"""algorithm.adv_estimator=grpo {KL_LOSS} trainer.nnodes=8 {ACTOR}tensor_model_parallel_size=4
+        {ACTOR}pipeline_model_parallel_size=8 {ACTOR}expert_model_parallel_size=4
+        {TRANSFORMER}account_for_loss_in_pipeline_split=True {TRANSFORMER}account_for_embedding_in_pipeline_split=True
+        actor_rollout_ref.actor.optim.lr_decay_style='constant' actor_rollout_ref.actor.optim.lr_warmup_steps=10
+        actor_rollout_ref.actor.optim.lr_decay_steps=51200 actor_rollout_ref.rollout.expert_parallel_size=64
+        +actor_rollout_ref.rollout.moe_tensor_parallel_size=2 {ACTOR}vanilla_mbridge=False
+        +actor_rollout_ref.model.override_config.model_config.max_position_embeddings=10240
+        actor_rollout_ref.nccl_timeout=7200 trainer.balance_batch=True""",
+        ("moe_tensor_parallel_size", "optim.total_training_steps: 51200 has no effect with"),
+    ),
+    "qwen3-235b long context, keys for the kernels of another device": (
+        f"""algorithm.adv_estimator=grpo {KL_LOSS} trainer.nnodes=16 {ACTOR}tensor_model_parallel_size=4
+        {ACTOR}pipeline_model_parallel_size=4 {ACTOR}context_parallel_size=8 {ACTOR}expert_model_parallel_size=8
+        {TRANSFORMER}context_parallel_size=8 {TRANSFORMER}sequence_parallel=True {TRANSFORMER}swiglu=True
+        {TRANSFORMER}use_distributed_optimizer=True {TRANSFORMER}normalization=RMSNorm {TRANSFORMER}use_flash_attn=True
+        {TRANSFORMER}use_fused_rmsnorm=True {TRANSFORMER}position_embedding_type=rope {ACTOR}thd_format=False
+        ++{REF}override_transformer_config.use_flash_attn=True ++{REF}override_transformer_config.sequence_parallel=True
+        actor_rollout_ref.actor.use_torch_compile=True actor_rollout_ref.model.use_remove_padding=False""",
+        ("override_transformer_config.use_flash_attn", "model.use_remove_padding: false has no effect with strategy"),
+    ),
 }
 
 
@@ -85,7 +106,7 @@ def test_a_public_script_loads(name, caplog):
         ("override_transformer_config.moe_router_load_balancing_type=seq_aux_loss", "use none or aux_loss"),
         ("override_transformer_config.moe_expert_capacity_factor=1.0", "not supported by strategy=megatron"),
         ("override_transformer_config.moe_router_topk=4", "use model.path"),
-        ("override_transformer_config.account_for_loss_in_pipeline_split=true", "num_layers_in_last_pipeline_stage"),
+        ("override_transformer_config.pipeline_model_parallel_layout=Et*2tL", "num_layers_in_last_pipeline_stage"),
         ("router_replay.mode=R3", "enable_rollout_routing_replay=true, or use R2"),
         ("use_megatron_fsdp=true", "use strategy=fsdp"),
     ],
@@ -96,7 +117,9 @@ def test_what_is_not_supported_is_refused_with_a_reason(override, message):
 
 
 def test_supervised_fine_tuning_has_the_keys_of_the_engine():
-    keys = """engine=megatron engine.tensor_model_parallel_size=2 engine.pipeline_model_parallel_size=2
+    keys = """engine=megatron optim=megatron engine.use_mbridge=True engine.vanilla_mbridge=False optim.min_lr=0
+        engine.override_transformer_config.context_parallel_size=1 optim.lr_decay_style=cosine
+        engine.tensor_model_parallel_size=2 engine.pipeline_model_parallel_size=2
         engine.param_offload=true engine.override_transformer_config.recompute_granularity=full model.path=x
         data.train_files=a.parquet data.train_batch_size=4 trainer.n_gpus_per_node=4"""
     path, overrides, _ = split_arguments(shlex.split(keys))
@@ -104,6 +127,10 @@ def test_supervised_fine_tuning_has_the_keys_of_the_engine():
     assert engine.selected is engine.megatron and engine.strategy == "megatron"
     assert engine.selected.ranks_with_same_rows == 4 and engine.selected.param_offload
     assert engine.selected.override_transformer_config.recompute_granularity == "full"
+    with pytest.raises(ConfigError, match=r"use_megatron_fsdp.*use strategy=fsdp"):
+        load_config(path, [*overrides, "engine.use_megatron_fsdp=true"], schema=SFTConfig)
+    with pytest.raises(ConfigError, match=r"engine\.qat\.enable.*not supported"):
+        load_config(path, [*overrides, "engine.qat.enable=true"], schema=SFTConfig)
     with pytest.raises(ConfigError, match="not divisible by the model-parallel size 4"):
         load_config(path, [*overrides, "trainer.n_gpus_per_node=2"], schema=SFTConfig)
 

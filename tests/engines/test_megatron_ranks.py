@@ -90,6 +90,13 @@ def test_five_steps_over_ranks_are_those_of_one_device(model, kind, world, keys,
     assert places == [(i // (t * c) % d, i % (t * c), i // (t * c * d)) for i in range(world)]
 
 
+def test_stages_of_one_two_and_one_layers(on_one_device):
+    path, expected = on_one_device("deep", "causal_lm")
+    ends = {f"account_for_{name}_in_pipeline_split": True for name in ("embedding", "loss")}
+    ranks = run_on_ranks(3, megatron_runs, path, kind="causal_lm", p=3, override_transformer_config=ends)
+    assert_equal_runs(ranks, expected)
+
+
 @pytest.mark.parametrize(
     ("model", "saved", "loaded"),
     [

@@ -2,6 +2,11 @@
 
 #: old module path -> new module path
 MOVED = {
+    "verl.experimental.fully_async_policy.fully_async_main": "verl.trainer.main_fully_async",
+    "verl.experimental.one_step_off_policy.main_ppo": "verl.trainer.main_one_step_off",
+    "verl.recipe.fully_async_policy.fully_async_main": "verl.trainer.main_fully_async",
+    "verl.recipe.one_step_off_policy.main_ppo": "verl.trainer.main_one_step_off",
+    "verl.trainer.main_ppo_sync": "verl.trainer.main_ppo",
     "verl.utils.checkpoint_store": "verl.checkpoints.store",
     "verl.utils.shard_files": "verl.checkpoints.shard_files",
     "verl.utils.atomic": "verl.checkpoints.atomic",

@@ -13,6 +13,18 @@ from verl.config.fields import Aliases, Lookup
 _ARR = "actor_rollout_ref."
 _OPTIM = (_ARR + "actor.optim.", "critic.optim.", "optim.")
 
+_PARALLEL = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+    "use_distributed_optimizer",
+)
+
+
+def _in_transformer_config(section: str) -> dict[str, str]:
+    """Keys of a `megatron` section that scripts repeat in its `override_transformer_config`."""
+    return {f"{section}.override_transformer_config.{key}": f"{section}.{key}" for key in _PARALLEL}
+
+
 # --------------------------------------------------------------------------------------------------------- short names
 _SHORT = {
     # algorithm: {...}, model: {...}, reward_function, data: {...}, engine: {...}
@@ -26,11 +38,9 @@ _SHORT = {
     _ARR + "actor.megatron.router_replay.mode": _ARR + "actor.router_replay.mode",
     "engine.num_gpus": "trainer.n_gpus_per_node",
     "async_training.partial_rollout": "trainer.async.partial_rollout",
-    **{
-        f"{role}.megatron.override_transformer_config.{key}": f"{role}.megatron.{key}"
-        for role in (_ARR + "actor", _ARR + "ref", "critic")
-        for key in ("context_parallel_size", "sequence_parallel", "use_distributed_optimizer")
-    },
+    **_in_transformer_config(_ARR + "actor.megatron"),
+    **_in_transformer_config(_ARR + "ref.megatron"),
+    **_in_transformer_config("critic.megatron"),
     **{
         f"{model}.override_config.model_config.*": f"{model}.override_config.*"
         for model in (_ARR + "model", "critic.model")
@@ -247,6 +257,20 @@ def _old_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {} if value else {_ARR + "actor.old_log_prob_pass": "always"}
 
 
+def _rollout_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """`actor.use_rollout_log_probs`: only the asynchronous trainers of public verl compute no old log-probs with it."""
+    sets = _old_log_probs(value, lookup)
+    return sets if _is_fully_async(lookup) else {}
+
+
+def _importance_cap(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """`actor.tis_imp_ratio_cap` of older releases: truncated importance weights per token; not positive: none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"found {value!r}, expected a number")
+    section = "algorithm.rollout_correction."
+    return {section + "rollout_is": "token", section + "rollout_is_threshold": value} if value > 0 else {}
+
+
 def _trainer_mode(value: Any, lookup: Lookup) -> dict[str, Any]:
     if value == "sync":
         return {}
@@ -329,7 +353,8 @@ _COMPUTED = {
     "trainer.v1.fully_async.staleness_threshold": _part,
     "trainer.v1.fully_async.parameter_sync_step": _part,
     _ARR + "actor.model_engine": _same(_ARR + "actor.strategy"),
-    _ARR + "actor.use_rollout_log_probs": _old_log_probs,
+    _ARR + "actor.use_rollout_log_probs": _rollout_log_probs,
+    _ARR + "actor.tis_imp_ratio_cap": _importance_cap,
     _ARR + "actor.use_gpg_loss": _gpg_loss,
     _ARR + "rollout.name": _rollout_name,
     "async_training.staleness_threshold": _staleness,
@@ -391,14 +416,15 @@ def _cpu_offload(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 #: keys of public verl's `engine=megatron`, which replaces the section `engine`
 _OF_MEGATRON_SFT = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
-    *("use_distributed_optimizer", "grad_offload", "seed", "override_transformer_config.*"),
+    *(*_PARALLEL, "grad_offload", "seed", "override_transformer_config.*", "offload.*", "qat.*"),
+    *("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path", "use_megatron_fsdp"),
+    *("override_ddp_config.*", "override_mcore_model_config.*", "dynamic_context_parallel"),
 )
 
 SFT = Aliases(
     short={
         **{f"engine.{key}": f"engine.megatron.{key}" for key in _OF_MEGATRON_SFT},
+        **_in_transformer_config("engine.megatron"),
         "data.num_workers": "data.dataloader_num_workers",
     },
     deprecated={

@@ -24,6 +24,7 @@ _OF_MEGATRON = (
     *(f"override_transformer_config.recompute_{name}" for name in ("granularity", "modules", "method", "num_layers")),
     *(f"override_transformer_config.moe_{name}" for name in ("router_dtype", "aux_loss_coeff", "z_loss_coeff")),
     *(f"override_transformer_config.num_layers_in_{name}_pipeline_stage" for name in ("first", "last")),
+    *(f"override_transformer_config.account_for_{name}_in_pipeline_split" for name in ("embedding", "loss")),
 )
 _OF_FSDP = (
     *("model_dtype", "dtype", "use_torch_compile", "param_offload", "optimizer_offload", "offload_policy"),
@@ -126,7 +127,14 @@ NO_EFFECT: dict[tuple, tuple[str, ...]] = {
     ),
     ("model.lora_rank", 0): (".lora_alpha",),
     (("model.lora_rank", 0), (".lora_adapter_path", None)): (".target_modules", ".exclude_modules"),
+    ("megatron.pipeline_model_parallel_size", 1): tuple(
+        f".override_transformer_config.account_for_{name}_in_pipeline_split" for name in ("embedding", "loss")
+    ),
     ("optim.lr_scheduler_type", "constant"): (".min_lr_ratio", ".num_cycles"),
+    **{
+        (("optim.lr_scheduler_type", "constant"), warmup): (".total_training_steps",)
+        for warmup in ((".lr_warmup_steps_ratio", 0), (".lr_warmup_steps", lambda steps: steps > 0))
+    },
     ("optim.lr_warmup_steps", lambda steps: steps > 0): (".lr_warmup_steps_ratio",),
 }
 """A condition -> the keys that have no effect if it holds.

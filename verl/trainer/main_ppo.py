@@ -5,6 +5,7 @@ written with or without a leading `--` or `+`.
 """
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from verl.compat.hook import published_names
@@ -79,6 +80,21 @@ def main(
         return dry_run(lambda: build(path, overrides), verbose)
 
     return command_line(arguments, usage(HELP, program), settings, start, check, _check_settings)
+
+
+def main_of(config_name: str) -> Callable[[list[str] | None], int]:
+    """`main` of another command of public verl.
+
+    Args:
+        config_name: the configuration of that command, unless its arguments select one.
+    """
+
+    def of_arguments(arguments: list[str] | None = None) -> int:
+        given = sys.argv[1:] if arguments is None else arguments
+        selects = any(argument.partition("=")[0] in ("--config-name", "-cn", "--config", "-c") for argument in given)
+        return main([*([] if selects else [f"--config-name={config_name}"]), *given])
+
+    return of_arguments
 
 
 def _check_settings(path: str | None, overrides: list[str]) -> None:

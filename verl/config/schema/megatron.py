@@ -25,6 +25,8 @@ class MegatronTransformerConfig(Section):
     num_layers_in_last_pipeline_stage: int | None = field(
         None, "layers of the last stage; null: as many as the others", ge=1
     )
+    account_for_embedding_in_pipeline_split: bool = field(False, "count the embedding as a layer of the first stage")
+    account_for_loss_in_pipeline_split: bool = field(False, "count the loss as a layer of the last stage")
 
 
 class MegatronConfig(Section):

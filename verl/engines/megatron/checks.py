@@ -68,9 +68,7 @@ def check_sizes(hf: Any, megatron: schema.MegatronConfig) -> None:
             f"megatron.context_parallel_size {c} does not divide the {hf.num_attention_heads // t} heads of a rank"
         )
     _check_experts(hf, megatron, any(sparse))
-    section = megatron.override_transformer_config
-    ends = [section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage]
-    given = [count for count in ends if count is not None]
+    given = [count for count in end_stages(hf.num_hidden_layers, megatron) if count is not None]
     virtual = megatron.virtual_pipeline_model_parallel_size or 1
     if given and (virtual > 1 or p <= len(given)):
         raise ValueError(
@@ -80,6 +78,39 @@ def check_sizes(hf: Any, megatron: schema.MegatronConfig) -> None:
     chunks, layers = (p - len(given)) * virtual, hf.num_hidden_layers - sum(given)
     if layers <= 0 or layers % chunks:
         raise ValueError(f"megatron: {chunks} pipeline chunks do not divide the {layers} layers")
+
+
+def end_stages(num_layers: int, megatron: schema.MegatronConfig) -> tuple[int | None, int | None]:
+    """Layers of the first and of the last pipeline stage; None: as many as the others.
+
+    With `account_for_embedding_in_pipeline_split` the first stage has one layer less than the others, and with
+    `account_for_loss_in_pipeline_split` the last one.
+
+    Raises:
+        ValueError: layers, embedding and loss do not divide over the stages, or a number of layers is set as well.
+    """
+    section, p = megatron.override_transformer_config, megatron.pipeline_model_parallel_size
+    first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
+    counted = {
+        "embedding": section.account_for_embedding_in_pipeline_split,
+        "loss": section.account_for_loss_in_pipeline_split,
+    }
+    names = " and ".join(name for name, is_counted in counted.items() if is_counted)
+    if not names or p == 1:
+        return first, last
+    numbers = "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+    if first is not None or last is not None:
+        raise ValueError(f"megatron: account_for_*_in_pipeline_split sets {numbers}: remove it, or these")
+    units = num_layers + sum(counted.values())
+    if units % p or megatron.virtual_pipeline_model_parallel_size:
+        raise ValueError(
+            f"megatron: account_for_*_in_pipeline_split: {num_layers} layers with {names} as layers are {units}, "
+            f"expected a multiple of the {p} pipeline stages and no virtual_pipeline_model_parallel_size: set "
+            f"{numbers} instead"
+        )
+    if p == sum(counted.values()):  # two equal stages
+        return None, None
+    return (units // p - 1 if counted["embedding"] else None), (units // p - 1 if counted["loss"] else None)
 
 
 def _check_experts(hf: Any, megatron: schema.MegatronConfig, is_sparse: bool) -> None:

@@ -7,6 +7,7 @@ from torch.nn.functional import silu
 
 from verl.config import schema
 from verl.config.checks_megatron import RECOMPUTED_MODULES
+from verl.engines.megatron.checks import end_stages
 from verl.engines.megatron.layout import ARCHITECTURES, expert_size, head_size, sparse_layers
 from verl.engines.megatron.model import DecoderConfig
 from verl.engines.megatron.runtime import ParallelRanks
@@ -25,6 +26,7 @@ def decoder_config(
         recompute: recompute all activations, if the section does not say how.
     """
     interleaved = megatron.virtual_pipeline_model_parallel_size is not None
+    first, last = end_stages(hf.num_hidden_layers, megatron)
     return DecoderConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -50,8 +52,8 @@ def decoder_config(
         virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
         context_parallel_size=ranks.c_size,
         sequence_parallel=megatron.sequence_parallel and ranks.t_size > 1,
-        num_layers_in_first_pipeline_stage=megatron.override_transformer_config.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=megatron.override_transformer_config.num_layers_in_last_pipeline_stage,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
         # weights are read from files
         perform_initialization=False,
         use_cpu_initialization=True,
