@@ -15,8 +15,8 @@ Received bytes are counted in the collectives of a push, in float32: `mean_bytes
 `share`, the mean relative to all weights; `formula` is that of the paper's table 2, for weights that all ranks divide
 evenly. Norms are on every rank of a stage. `seconds`: the median push of the slowest rank, with the checksums of
 `reshard` and none of `vanilla`. What is stored is compared with the weights bit by bit. `less_bytes` and
-`less_seconds`: relative to `vanilla` of the same layout. `vanilla` has one collective per parameter and stage, `reshard`
-one per bucket: `consecutive` shows what of the seconds is due to that.
+`less_seconds`: relative to `vanilla` of the same layout. `vanilla` has one collective per parameter and stage,
+`reshard` one per bucket: `consecutive` shows what of the seconds is due to that.
 """
 
 import argparse
