@@ -52,7 +52,7 @@ def test_ppo_gives_the_metrics_of_the_fsdp_engine(megatron, fsdp, settings, tmp_
     found = steps(settings, tmp_path / "megatron", *keys)
     for ours, theirs in zip(found, expected, strict=True):
         for name in COMPARED:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
         assert ours["rollout/logprob_gap_max"] < 1e-4
 
 
@@ -139,6 +139,32 @@ def test_expert_parallel_sizes_must_divide_the_ranks(sizes, mixture, tmp_path, c
 
 
 @pytest.mark.slow
+def test_grpo_resumes_in_another_layout_as_if_it_had_not_stopped(settings, tmp_path):
+    """Four steps with t=2, and two steps with t=2, then two with p=2: samples, losses and gradient norms."""
+    keys = [*settings, "algorithm.adv_estimator=grpo", f"{ACTOR}strategy=megatron", f"imports=[{SHIM}]"]
+    keys += ["trainer.n_gpus_per_node=2", "trainer.device=cpu", f"{ACTOR}use_kl_loss=true", "trainer.save_freq=2"]
+
+    def run(name: str, count: int, size: str) -> list[dict]:
+        own = [f"{MEGATRON}{size}", f"trainer.total_training_steps={count}"]
+        LocalPPOTrainer(overrides=[*keys, *own, f"trainer.default_local_dir={tmp_path / name}"]).fit()
+        (file,) = (tmp_path / name).rglob("metrics.jsonl")
+        return [json.loads(line) for line in file.read_text().splitlines() if "actor/pg_loss" in line]
+
+    expected = run("straight", 4, "tensor_model_parallel_size=2")
+    run("resumed", 2, "tensor_model_parallel_size=2")
+    found = run("resumed", 4, "pipeline_model_parallel_size=2")
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in (
+            "critic/rewards/mean",
+            "response_length/mean",
+            "actor/pg_loss",
+            "actor/kl_loss",
+            "actor/grad_norm",
+        ):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("t_g", [1, 2])
 def test_reshard_gives_the_run_of_gathered_weights(t_g, settings, tmp_path):
     """GRPO; auto selects reshard, which sends half of the weights to a full copy, and nothing to a half."""
@@ -148,7 +174,7 @@ def test_reshard_gives_the_run_of_gathered_weights(t_g, settings, tmp_path):
     expected = steps(settings, tmp_path / "replica", *keys, f"{ROLLOUT}weight_sync=replica")
     for ours, theirs in zip(found, expected, strict=True):
         for name, value in theirs.items():
-            if name.split("/")[0] in ("actor", "rewards", "rollout", "response_length") and "per_second" not in name:
+            if name.split("/")[0] in ("actor", "critic", "rollout", "response_length") and "per_second" not in name:
                 assert ours[name] == value, name
         assert ours["weight_sync/canary_mismatch"] < 1e-4
         sent, kept, full = ours["weight_sync/bytes"], ours["weight_sync/kept_bytes"], theirs["weight_sync/bytes"]
@@ -161,6 +187,7 @@ def test_reshard_gives_the_run_of_gathered_weights(t_g, settings, tmp_path):
     ("mode", "sizes", "t_g"),
     [
         ("R3", ("expert_model_parallel_size=2",), 2),
+        ("R3", ("tensor_model_parallel_size=2", "expert_model_parallel_size=2", "expert_tensor_parallel_size=1"), 1),
         ("R2", ("tensor_model_parallel_size=2", "expert_model_parallel_size=2", "expert_tensor_parallel_size=1"), 1),
     ],
 )
@@ -173,15 +200,14 @@ def test_a_mixture_replays_its_experts_as_the_fsdp_engine_does(mode, sizes, t_g,
     found = steps(settings, tmp_path / "megatron", *keys, *megatron)
     for ours, theirs in zip(found, expected, strict=True):
         for name in ("actor/grad_norm", "actor/pg_loss", *(name for name in theirs if name.startswith("moe/"))):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name  # losses are sums of terms of 1
         assert ours["rollout/logprob_gap_max"] < 1e-4 and ours["weight_sync/canary_mismatch"] < 1e-4
     assert {"moe/max_load", "moe/unused_experts", "moe/router_entropy", "moe/routing_mismatch"} <= found[0].keys()
 
 
 @pytest.mark.slow
 def test_sft_gives_the_losses_of_the_fsdp_engine_and_resumes(tiny, tmp_path):
-    """Three steps in one run, and two then one in another layout."""
-
+    """Five steps in one run, and two, then three in another layout."""
     lines = [json.loads(line) for line in (tiny / "train.jsonl").read_text().splitlines()]
     rows = [{"prompt": row["prompt"], "response": row["answer"]} for row in lines]
 
@@ -195,9 +221,10 @@ def test_sft_gives_the_losses_of_the_fsdp_engine_and_resumes(tiny, tmp_path):
         metrics = [json.loads(line) for line in file.read_text().splitlines()]
         return [each["train/nll"] for each in metrics if "train/nll" in each]
 
-    expected = losses("fsdp", 3)
+    expected = losses("fsdp", 5)
+    assert len(set(expected)) == len(expected) == 5
     megatron = {"engine.strategy": "megatron", "engine.param_offload": True, "engine.optimizer_offload": True}
-    assert losses("straight", 3, **megatron | {"engine.tensor_model_parallel_size": 2}) == pytest.approx(expected, 1e-4)
-    losses("resumed", 2, **megatron | {"engine.tensor_model_parallel_size": 2})
-    resumed = losses("resumed", 3, **megatron | {"engine.pipeline_model_parallel_size": 2})
-    assert resumed[-1] == pytest.approx(expected[-1], 1e-4)
+    assert losses("straight", 5, **megatron | {"engine.tensor_model_parallel_size": 2}) == pytest.approx(expected, 1e-5)
+    first = losses("resumed", 2, **megatron | {"engine.tensor_model_parallel_size": 2})
+    resumed = losses("resumed", 5, **megatron | {"engine.pipeline_model_parallel_size": 2})
+    assert len(first) == 2 and resumed == pytest.approx(expected, 1e-5)

@@ -19,7 +19,8 @@ from torch.nn.functional import rms_norm
 from tests.engines.megatron_cpu import float64
 from tests.engines.megatron_cpu.ranks import OPTIMIZER, TWO_ROWS, megatron_engine
 from tests.engines.ranks import FLOAT64, make_batch, make_engine, share_of, train
-from verl.engines.base import MicroBatching, TrainEngine
+from verl.engines.base import REPLAYS, MicroBatching, TrainEngine
+from verl.engines.routing import ROUTED_EXPERTS
 from verl.protocol import DataProto
 
 RUNS = ("float32", "conditioned", "float64")  # in this order: the last one replaces functions
@@ -83,6 +84,17 @@ def megatron_runs(
         engine = megatron_engine(path, **keys)
         found[run] = five_steps(engine, batch, micro, run)
     return found | {"tp": engine.model_parallel_rank, "pp": engine.pipeline_rank, "dp_rank": engine.dp_rank}
+
+
+def replay_on_rank(path: str, batch: DataProto, micro: MicroBatching = TWO_ROWS, **keys: Any) -> dict[str, Any]:
+    """For `run_on_ranks`: the choices that are recorded, and the runs that replay those of the batch."""
+    torch.set_num_threads(1)
+    engine = megatron_engine(path, **keys)
+    recorded = engine.infer(share_of(engine, make_batch()), (ROUTED_EXPERTS,), micro)[ROUTED_EXPERTS]
+    compared = share_of(engine, batch.replace())
+    compared.meta_info[REPLAYS] = False
+    mismatch = train(engine, compared, micro, steps=1)["moe/routing_mismatch"]
+    return megatron_runs(path, batch, micro, **keys) | {"recorded": recorded, "mismatch": mismatch}
 
 
 def assert_equal_runs(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:

@@ -22,9 +22,7 @@ from transformers import (
 from tests.engines.ranks import OPTIMIZER as COSINE
 from tests.engines.ranks import SIZES, make_batch, make_spec, qwen2, results, share_of, train
 from verl.config import schema
-from verl.engines.base import REPLAYS, MicroBatching, TrainEngine, make_engine
-from verl.engines.routing import ROUTED_EXPERTS
-from verl.protocol import DataProto
+from verl.engines.base import MicroBatching, TrainEngine, make_engine
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ReshardSync
@@ -84,28 +82,6 @@ def megatron_engine(
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     return make_engine("megatron", spec)
-
-
-def megatron_on_rank(path: str, micro: MicroBatching = TWO_ROWS, steps: int = 5, **keys: Any) -> dict[str, Any]:
-    """For `run_on_ranks`: results after some updates, and where the rank is. keys: as `megatron_engine`."""
-    torch.set_num_threads(1)
-    engine = megatron_engine(path, **keys)
-    found = results(engine, make_batch(), micro, steps)
-    place = {"tp": engine.model_parallel_rank, "pp": engine.pipeline_rank}
-    return found | {"weights": {k: v.clone() for k, v in found["weights"].items()}} | place
-
-
-def replay_on_rank(path: str, batch: DataProto, micro: MicroBatching = TWO_ROWS, **keys: Any) -> dict[str, Any]:
-    """For `run_on_ranks`: the choices that are recorded, and results after updates that replay those of the batch."""
-    torch.set_num_threads(1)
-    engine = megatron_engine(path, **keys)
-    recorded = engine.infer(share_of(engine, make_batch()), (ROUTED_EXPERTS,), micro)[ROUTED_EXPERTS]
-    compared = share_of(engine, batch.replace())
-    compared.meta_info[REPLAYS] = False
-    mismatch = train(engine, compared, micro, steps=1)["moe/routing_mismatch"]
-    found = results(engine, batch, micro)
-    found["weights"] = {name: tensor.clone() for name, tensor in found["weights"].items()}
-    return found | {"recorded": recorded, "mismatch": mismatch}
 
 
 def save_and_resume(path: str, folder: Path, resume: Path | None, steps: int = 1, **keys: Any) -> dict[str, Any]:

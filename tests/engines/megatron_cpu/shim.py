@@ -91,11 +91,14 @@ def install() -> None:
         setattr(torch, name, _without_cuda(getattr(torch, name)))
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
-    cuda.synchronize = cuda.empty_cache = cuda.set_device = lambda *_, **__: None
+    for name in ("synchronize", "empty_cache", "set_device"):  # a function each: torch.compile has rules by function
+        setattr(cuda, name, lambda *_, **__: None)
     cuda.Stream = cuda.Event = _Nothing
-    cuda.current_stream = cuda.default_stream = lambda *_, **__: _Nothing()
+    cuda.current_stream = lambda *_, **__: _Nothing()
+    cuda.default_stream = lambda *_, **__: _Nothing()
     cuda.stream = lambda *_, **__: nullcontext()
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     torch.Tensor.cuda = lambda self, *_, **__: self

