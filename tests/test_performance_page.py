@@ -82,7 +82,7 @@ def test_the_table_of_engines_has_the_recorded_numbers():
         for row in PAGE.split("## Engines side by side")[1].splitlines()
         if row.startswith("|") and ("`native`" in row or "`vllm`" in row)
     ]
-    assert len(rows) == 18
+    assert len(rows) == 20
     for row in rows:
         cells = [cell.strip() for cell in row[2:-1]]
         found = [
