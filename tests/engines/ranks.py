@@ -44,7 +44,7 @@ SIZES = {
 ROWS = 8
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2", "peft")
 LONGEST = 120.0  # seconds that ranks may take: a hang ends with their stacks, well before pytest's own limit
-UNEVEN = MicroBatching(tokens=18)  # gives the ranks different numbers of micro-batches
+UNEVEN = MicroBatching(tokens=14)  # gives the ranks different numbers of micro-batches
 OPTIMIZER = schema.OptimConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=9)
 SETTINGS = {
     "clip_ratio": 0.2,
@@ -111,11 +111,13 @@ def make_engine(
     return TorchEngine(spec, FSDP2(spec) if sharded else None, model=model, module=module)
 
 
-def make_batch(rows: int = ROWS) -> DataProto:
+def make_batch(rows: int = ROWS, samples: int = 1) -> DataProto:
+    """Rows of 1 to 8 prompt and response tokens. samples: rows with the same prompt."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 9, (rows, 2), generator=generator).tolist()
     ids = [[torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in pair] for pair in lengths]
-    columns = build_sequences([p for p, _ in ids], [r for _, r in ids], pad_token_id=0)
+    prompts = [ids[i - i % samples][0] for i in range(rows)]
+    columns = build_sequences(prompts, [response for _, response in ids], pad_token_id=0)
     shape = columns["responses"].shape
     names = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
     noise = {name: torch.randn(shape, generator=generator) for name in names}

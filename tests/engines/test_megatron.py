@@ -38,6 +38,41 @@ def test_five_steps_are_those_of_the_fsdp_engine(name, tmp_path):
     assert torch.allclose(*after, atol=1e-5)
 
 
+def computed_tokens(engine):
+    """A list that gets the number of tokens of each forward pass from now on."""
+    found = []
+    engine.chunks[0].register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].input_ids.shape[1]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3_moe"])
+def test_a_prompt_is_computed_once_for_its_responses(name, tmp_path):
+    path, batch = save_model(MODELS[name], tmp_path), make_batch(samples=4)
+    engines = megatron_engine(path), make_engine(path, OPTIMIZER)
+    engines[1]._shares_prefix = lambda lengths: False
+    tokens = computed_tokens(engines[0])
+    for _ in range(5):
+        found, expected = (train(each, batch, MicroBatching(tokens=60), steps=1) for each in engines)
+        for key in ("grad_norm", "pg_loss", "kl_loss", "entropy"):
+            if key in expected:
+                assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), key
+    after = [each.infer(batch, OUTPUTS, MicroBatching(tokens=60)) for each in engines]
+    assert all(torch.allclose(after[0][key], value, atol=1e-5) for key, value in after[1].items())
+    mask = batch.batch["attention_mask"]
+    width = batch.batch["responses"].shape[1]
+    prompts, responses = mask[:, :-width].sum(1), mask[:, -width:].sum(1)
+    assert sum(tokens) == 6 * int(prompts[::4].sum() + responses.sum())
+
+
+def test_routers_with_losses_see_the_prompt_of_every_row(tmp_path):
+    """The load-balancing loss is a mean over all tokens."""
+    path, batch = save_model(MODELS["qwen3_moe"], tmp_path), make_batch(samples=4)
+    engine = megatron_engine(path, override_transformer_config={"moe_aux_loss_coeff": 0.1})
+    tokens = computed_tokens(engine)
+    train(engine, batch, MicroBatching(), steps=1)
+    assert tokens == [int(batch.batch["attention_mask"].sum())]
+
+
 def test_padding_is_not_computed_and_has_the_same_results(tmp_path):
     path, batch = save_model(MODELS["qwen3"], tmp_path), make_batch()
     engines = [megatron_engine(path, use_remove_padding=False), make_engine(path, OPTIMIZER, use_remove_padding=False)]

@@ -8,9 +8,12 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
 
-from tests.engines.megatron_cpu.compare import assert_equal_runs, fsdp_runs, megatron_runs
+from tests.engines.megatron_cpu.compare import RUNS, assert_equal_runs, fsdp_runs, megatron_runs
 from tests.engines.megatron_cpu.ranks import MODELS, read_shards, save_and_resume
-from tests.engines.ranks import make_engine, run_on_ranks, save_model
+from tests.engines.ranks import make_batch, make_engine, run_on_ranks, save_model
+from verl.engines.base import MicroBatching
+from verl.engines.micro_batch import plan_micro_batches
+from verl.modeling.packing import row_lengths
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +73,35 @@ def on_one_device(tmp_path_factory):
         return path, fsdp_runs(path, kind)
 
     return found
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "keys"),
+    [
+        ("llama", 2, {"t": 2}),
+        ("deep", 2, {"p": 2}),
+        ("mixtral", 2, {"e": 2}),
+        ("qwen3_moe", 4, {"t": 2, "e": 2, "et": 1}),
+        ("qwen3_moe", 4, {"p": 2, "v": 2, "e": 2}),
+    ],
+)
+def test_shared_prompts_and_unequal_numbers_of_micro_batches(model, world, keys, on_one_device):
+    """Ranks whose rows take other numbers of micro-batches exchange tokens for experts in each of them."""
+    path, _ = on_one_device(model, "causal_lm")
+    batch = make_batch(samples=2)
+    micro = MicroBatching(tokens=16)
+    counts = [
+        len(plan_micro_batches(row_lengths(rows.batch["attention_mask"]), micro, rows.tensors))
+        for rows in batch.chunk(2)
+    ]
+    assert counts[0] != counts[1]
+    expected = fsdp_runs(path, batch=batch)
+    for run in RUNS:  # moe/* counts a prompt once for each micro-batch that it is in
+        expected[run]["metrics"] = [
+            {name: value for name, value in step.items() if not name.startswith("moe/")}
+            for step in expected[run]["metrics"]
+        ]
+    assert_equal_runs(run_on_ranks(world, megatron_runs, path, batch, micro, **keys), expected)
 
 
 def test_all_products_of_sizes_are_compared():

@@ -36,7 +36,7 @@ from verl.engines.routing import (
 )
 from verl.engines.sharding import Sharding, SingleDevice, make_sharding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
-from verl.modeling import attention
+from verl.modeling.attention import attends_in_one_call
 from verl.modeling.batch_invariant.model import BatchInvariantForward
 from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
@@ -215,9 +215,7 @@ class TorchEngine(TrainEngine):
         """Whether to compute a prompt once for all its rows: if attention processes all rows in one call."""
         if not self.packs or self.sharding.sp_size > 1:
             return False
-        narrow = self.model_spec.compute_dtype.itemsize == 2
-        one_call = narrow and sum(lengths) < attention.LONG_ROWS * len(lengths)
-        return self.device.type == "cpu" or one_call
+        return attends_in_one_call(lengths, self.model_spec.compute_dtype, self.device)
 
     def _choose_micro_batching(self, lengths: list[int], micro: MicroBatching, images: bool = False) -> MicroBatching:
         """Resolve tokens="auto" and activation checkpointing "auto" for an update, from the free memory."""

@@ -11,6 +11,7 @@ With sequence parallelism (`sequence_parallel`), ranks exchange tokens for heads
 
 import functools
 import inspect
+from collections.abc import Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -164,6 +165,11 @@ def _attend_varlen(
         window_size=seen,
         **_GQA,
     ).unsqueeze(0)
+
+
+def attends_in_one_call(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether rows of these lengths are attended to in one call, as keys that rows share need."""
+    return device.type == "cpu" or (dtype.itemsize == 2 and sum(lengths) < LONG_ROWS * len(lengths))
 
 
 def _one_call_per_row(packing: Packing, query: torch.Tensor) -> bool:

@@ -137,6 +137,19 @@ class ModelInput:
             vision=None if self.vision is None else self.vision.to(device),
         )
 
+    def padded_to(self, multiple: int) -> "ModelInput":
+        """A packed input with tokens appended until their number is divisible; they belong to no sequence."""
+        fill = -self.input_ids.shape[1] % multiple
+        if not fill:
+            return self
+        experts = self.routed_experts
+        return dataclasses.replace(
+            self,
+            input_ids=pad(self.input_ids, (0, fill)),
+            position_ids=pad(self.position_ids, (0, fill)),
+            routed_experts=None if experts is None else pad(experts, (0, 0, 0, 0, 0, fill), value=-1),
+        )
+
     def share_of(self, ranks: SequenceRanks) -> "ModelInput":
         """One rank's share of a packed input: a run of tokens (padded at the very end) and the states in it."""
         total = self.input_ids.shape[1]

@@ -8,7 +8,6 @@ An update:
 Every rank of a pipeline gets the same rows; the last stage computes the outputs, and broadcasts them to the others.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch.nn.functional import pad
 
 from verl.checkpoints.boxes import Boxes, BoxSavePlanner
 from verl.config import schema
@@ -44,13 +42,13 @@ from verl.engines.megatron.weight_files import WeightFiles
 from verl.engines.megatron.weights import WeightGatherer, WeightShards, global_names, load_weights, mark_shards
 from verl.engines.memory import OnDevice
 from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import plan_micro_batches, split_to
+from verl.engines.micro_batch import plan_micro_batches, split_to, take_rows
 from verl.engines.optimizer import clip_gradients, lr_multiplier
 from verl.engines.parallel import reduce_values
 from verl.engines.routing import ROUTED_EXPERTS, check_routing, set_replay
 from verl.engines.token_budget import megatron_checkpoints
+from verl.modeling.attention import attends_in_one_call
 from verl.modeling.huggingface import read_config
-from verl.modeling.moe import NOT_RECORDED
 from verl.modeling.packing import ModelInput, build_input, row_lengths, to_device
 from verl.modeling.sequence_parallel import SequenceRanks
 from verl.modeling.vision import refuse_images
@@ -207,8 +205,8 @@ class MegatronEngine(TrainEngine):
         refuse_images(batch.non_tensor_batch)
         names = (*_INPUTS, *set_replay(self._routing, batch))
         columns = {name: batch.column(name).cpu() for name in names}
-        micro_batches = self._micro_batches(columns, micro)
         records = ROUTED_EXPERTS in outputs
+        micro_batches = self._micro_batches(columns, micro, shares_prefix=not records)
         routing = check_routing(self._routing) if records else self._routing
         wanted = tuple(name for name in outputs if name != ROUTED_EXPERTS) or ("log_probs",)
         found = torch.zeros(len(wanted), *columns["responses"].shape, dtype=torch.float32, device=self.device)
@@ -239,7 +237,7 @@ class MegatronEngine(TrainEngine):
         refuse_images(batch.non_tensor_batch)
         set_replay(self._routing, batch)
         columns = {name: batch.column(name).cpu() for name in batch.tensors}
-        micro_batches = self._micro_batches(columns, micro)
+        micro_batches = self._micro_batches(columns, micro, shares_prefix=not self._has_router_losses)
         sums, routing = MetricSums(), self._routing
 
         def loss_of(given: Tensors, one: _MicroBatch) -> Callable:
@@ -294,14 +292,20 @@ class MegatronEngine(TrainEngine):
             collect_non_loss_data=forward_only,
         )
 
+    @property
+    def _has_router_losses(self) -> bool:
+        """Whether the loss has terms of the routers: means over all tokens, a prompt counts for each of its rows."""
+        section = self.section.override_transformer_config
+        return self.config.num_moe_experts is not None and bool(section.moe_aux_loss_coeff or section.moe_z_loss_coeff)
+
     def _set_router_losses(self, micro_batches: list[_MicroBatch]) -> None:
         """Set the coefficients of the experts' auxiliary losses, of which the mini-batch gets the mean over tokens.
 
         megatron-core multiplies the loss of a micro-batch by the tokens of a rank.
         """
-        section = self.section.override_transformer_config
-        if self.config.num_moe_experts is None or not (section.moe_aux_loss_coeff or section.moe_z_loss_coeff):
+        if not self._has_router_losses:
             return
+        section = self.section.override_transformer_config
         own = sum(one.model_input.input_ids.shape[1] for one in micro_batches)
         (total,) = self.sum_over_ranks([own])  # over data-parallel ranks, of the share of a context-parallel rank
         share = self.ranks.t_size / total
@@ -309,22 +313,34 @@ class MegatronEngine(TrainEngine):
         if section.moe_z_loss_coeff is not None:
             self.config.moe_z_loss_coeff = section.moe_z_loss_coeff * share
 
-    def _micro_batches(self, columns: Tensors, micro: MicroBatching) -> list[_MicroBatch]:
-        """Split rows into micro-batches; interleaved stages need a multiple of the number of stages."""
+    def _micro_batches(self, columns: Tensors, micro: MicroBatching, shares_prefix: bool) -> list[_MicroBatch]:
+        """Split rows into micro-batches. shares_prefix: a prompt may be computed once for all its rows."""
         lengths = row_lengths(columns["attention_mask"])
-        chunks = plan_micro_batches(lengths, micro, budget_factor=self.ranks.c_size)
-        if self.section.virtual_pipeline_model_parallel_size:
-            chunks = split_to(chunks, -(-len(chunks) // self.ranks.p_size) * self.ranks.p_size)
-        taken = [{name: values[rows] for name, values in columns.items()} for rows in chunks]
-        inputs = [build_input(each, remove_padding=True) for each in taken]
+        shares_prefix = (
+            shares_prefix
+            and ROUTED_EXPERTS not in columns  # of every row, also those of its prompt
+            and self.ranks.c_size == 1
+            and attends_in_one_call(lengths, self.dtype, self.device)
+        )
+        chunks = plan_micro_batches(lengths, micro, columns if shares_prefix else None, self.ranks.c_size)
+        chunks = split_to(chunks, self._number_of_micro_batches(len(chunks)))
+        taken = [take_rows(columns, rows) for rows in chunks]
+        inputs = [build_input(each, remove_padding=True, shared_prefix=shares_prefix) for each in taken]
         multiple = self.ranks.c_size * self.ranks.t_size
         if not self.config.variable_seq_lengths:
             longest = max(each.input_ids.shape[1] for each in inputs)
             multiple *= -(-longest // multiple)
-        inputs = [_pad_tokens(each, multiple) for each in inputs]
+        inputs = [each.padded_to(multiple) for each in inputs]
         if self._sequence_ranks is not None:
             inputs = [each.share_of(self._sequence_ranks) for each in inputs]
         return [_MicroBatch(*each) for each in zip(chunks, taken, (each.to(self.device) for each in inputs))]
+
+    def _number_of_micro_batches(self, least: int) -> int:
+        """`least` or more: a multiple of interleaved stages, the same on ranks that exchange tokens for experts."""
+        if self.config.num_moe_experts is not None:
+            least = int(self.max_over_ranks([float(least)])[0])
+        stages = self.ranks.p_size if self.section.virtual_pipeline_model_parallel_size else 1
+        return -(-least // stages) * stages
 
     def _shared_metrics(self, sums: MetricSums) -> dict[str, Any]:
         """The metrics of the last stage, on all stages."""
@@ -473,15 +489,3 @@ def _optimizer_keys(spec: EngineSpec) -> set[str]:
             ", ".join(without_effect),
         )
     return given - OPTIMIZER_PLACEMENT
-
-
-def _pad_tokens(model_input: ModelInput, multiple: int) -> ModelInput:
-    """Append tokens until their number is divisible; they belong to no sequence."""
-    fill = -model_input.input_ids.shape[1] % multiple
-    if not fill:
-        return model_input
-    ids, positions = (pad(x, (0, fill)) for x in (model_input.input_ids, model_input.position_ids))
-    experts = model_input.routed_experts
-    if experts is not None:
-        experts = pad(experts, (0, 0, 0, 0, 0, fill), value=NOT_RECORDED)
-    return dataclasses.replace(model_input, input_ids=ids, position_ids=positions, routed_experts=experts)
