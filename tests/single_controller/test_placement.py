@@ -2,7 +2,15 @@
 
 import pytest
 
-from verl.single_controller.placement import ResourcePool, place_roles, pools_by_name, smaller_sizes, visible_devices
+from verl.single_controller.placement import (
+    ResourcePool,
+    device_words,
+    idle_devices,
+    place_roles,
+    pools_by_name,
+    smaller_sizes,
+    visible_devices,
+)
 
 ROLES = ["actor", "ref", "critic", "reward"]
 
@@ -101,3 +109,24 @@ def test_devices_are_counted_among_the_visible_ones():
 def test_sizes_that_are_left(devices, sizes):
     assert smaller_sizes(devices, 2, 8)[: len(sizes)] == sizes
     assert all(nodes <= 2 and count <= 8 for nodes, count in smaller_sizes(devices, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ([2], "device 2"),
+        ([1, 0], "devices 0, 1"),
+        ([0, 1, 2, 3, 6], "devices 0-3, 6"),
+        (range(8, 512), "devices 8-511"),
+        ([0, 2, 3, 5, 6, 7], "devices 0, 2, 3, 5-7"),
+    ],
+)
+def test_devices_in_words(numbers, words):
+    assert device_words(numbers) == words
+
+
+def test_devices_that_no_pool_has():
+    pools = place_roles(ROLES, {"actor_devices": [0, 5], "critic_devices": [2]}, nnodes=2, devices_per_node=3).values()
+    assert idle_devices(pools, 2, 3) == [1, 3, 4]
+    assert idle_devices(place_roles(ROLES, {}, nnodes=2, devices_per_node=3).values(), 2, 3) == []
+    assert idle_devices([ResourcePool("actor", (2,))], 1, 3) == [2]  # without numbers: the first ones

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import PurePath
 
+from verl.config.checks_asynchronous import asynchronous, has_separate_rollout, placement_is_open
 from verl.config.checks_critic import may_have_critic
 from verl.config.checks_megatron import megatron, megatron_notes
 from verl.config.checks_moe import router_replay
@@ -34,10 +35,10 @@ def check_combinations(config: Schema) -> list[Problem]:
     match config:
         case Config():
             checks = (
+                asynchronous,  # first: others depend on its placement
                 _batches, _ranks, _rollout_ranks, _worker_env, _sampling, _weight_sync, _groups, _kl, _losses, _rewards,
                 _kernels,
                 _deterministic,
-                _asynchronous,
                 _models,
                 megatron,
                 router_replay,
@@ -72,7 +73,7 @@ def notes_of(config: Schema) -> list[str]:
     buckets = policy.rollout.checkpoint_engine
     if policy.rollout.lora_sync != "auto" and not policy.model.has_adapters:
         notes.append(f"{_ROLLOUT}lora_sync={policy.rollout.lora_sync} has no effect without LoRA")
-    if buckets != type(buckets)() and not config.rollout_is_separate:
+    if buckets != type(buckets)() and not has_separate_rollout(config):
         notes.append(f"{_ROLLOUT}{key} has no effect where the rollout engine runs in the process of the trainer")
     if config.trainer.max_staleness and config.data.gen_batch_size not in (None, config.data.train_batch_size):
         notes.append("data.gen_batch_size has no effect with trainer.async.max_staleness > 0")
@@ -124,6 +125,8 @@ def _section(role: ActorConfig | RefConfig | CriticConfig, fsdp: str) -> str:
 
 def _ranks(config: Config) -> Iterator[Problem]:
     """Every data-parallel rank must get the same number of samples of each mini-batch."""
+    if placement_is_open(config):
+        return
     reported: set[tuple[int, int]] = set()
     trainer, policy, n = config.trainer, config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     for role, prefix, mini, engine, section in (
@@ -158,11 +161,13 @@ def _rollout_ranks(config: Config) -> Iterator[Problem]:
     trainer, placed = config.trainer, config.placement
     devices = placed.rollout_devices if config.rollout_is_separate else placed.actor_devices
     ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
-    yield from _tensor_parallel_rollout(_ROLLOUT, config.actor_rollout_ref.rollout, ranks)
+    rollout = config.actor_rollout_ref.rollout
+    yield from _tensor_parallel_rollout(_ROLLOUT, rollout, None if placement_is_open(config) else ranks)
 
 
-def _tensor_parallel_rollout(prefix: str, rollout: RolloutEngineConfig, ranks: int) -> Iterator[Problem]:
-    """The tensor-parallel size divides the number of rollout ranks. A custom engine is checked when it is made."""
+def _tensor_parallel_rollout(prefix: str, rollout: RolloutEngineConfig, ranks: int | None) -> Iterator[Problem]:
+    """The tensor-parallel size divides the number of rollout ranks, if known. A custom engine is checked when it is
+    made."""
     key, size = f"{prefix}tensor_model_parallel_size", rollout.tensor_model_parallel_size
     if size > 1 and rollout.name in _WITHOUT_TENSOR_PARALLELISM:
         yield Problem(
@@ -170,7 +175,7 @@ def _tensor_parallel_rollout(prefix: str, rollout: RolloutEngineConfig, ranks: i
             f"{size} is not supported by {prefix}name={rollout.name}, which generates with the whole model on every "
             "device: use 1, or name=native",
         )
-    elif ranks % size:
+    elif ranks is not None and ranks % size:
         fitting = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         yield Problem(key, f"{size} does not divide the number of ranks that generate, {ranks}: use {fitting}")
 
@@ -251,7 +256,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
 
 
 def _weight_sync(config: Config) -> Iterator[Problem]:
-    rollout, separate = config.actor_rollout_ref.rollout, config.rollout_is_separate
+    rollout, separate = config.actor_rollout_ref.rollout, has_separate_rollout(config)
     key, found = _ROLLOUT + "weight_sync", rollout.weight_sync
     if separate and found not in ("auto", "collective", "disk"):
         yield Problem(key, f"found {found}, but the rollout has separate devices: use auto, collective or disk")
@@ -356,40 +361,6 @@ def _models(config: Config | SFTConfig) -> Iterator[Problem]:
         if model.freeze_vision_tower and engine.strategy == "megatron":
             what = "true, but strategy=megatron does not support vision-language models: use false, or strategy=fsdp"
             yield Problem(f"{name}.freeze_vision_tower", what)
-
-
-def _asynchronous(config: Config) -> Iterator[Problem]:
-    """What asynchronous training does not support, and the hosts of its rollout."""
-    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    found = {
-        "generation overlaps training only on separate devices: set placement.rollout_devices and "
-        "placement.actor_devices": not config.rollout_is_separate,
-        "rollout.deterministic=true generates with the weights that are trained: turn it off": rollout.deterministic,
-        "algorithm.shuffle_rewards permutes the rewards of a whole batch: use false": config.algorithm.shuffle_rewards,
-        "trainer.on_bad_steps=rollback would lose the prompts in the queue: use stop": config.trainer.on_bad_steps
-        == "rollback",
-        "algorithm.filter_groups.at_limit=fill fills one batch at a time: use error": groups.enable
-        and groups.at_limit == "fill",
-    }
-    devices = config.placement.rollout_devices
-    if not config.actor_rollout_ref.hybrid_engine and not config.rollout_is_separate:
-        what = "false, but placement.rollout_devices gives the rollout no separate devices: set it, or use true"
-        yield Problem("actor_rollout_ref.hybrid_engine", what)
-    if rollout.nnodes and devices is None:
-        what = (
-            "the hosts of training and rollout must have the same number of processes, unless every host runs both: "
-            "use trainer.n_gpus_per_node, or nnodes=trainer.nnodes"
-        )
-        yield Problem(f"{_ROLLOUT}n_gpus_per_node", f"{rollout.n_gpus_per_node}, but {what}")
-    elif rollout.nnodes and rollout.n_gpus_per_node and len(devices) != rollout.nnodes * rollout.n_gpus_per_node:
-        what = f"placement.rollout_devices has {len(devices)} devices: set only one of them"
-        yield Problem(f"{_ROLLOUT}nnodes", f"{rollout.nnodes} x {rollout.n_gpus_per_node} processes, but {what}")
-    if config.reward.on_error == "quarantine" and (config.trainer.max_staleness or groups.enable):
-        what = "quarantine, but prompts wait in a queue with algorithm.filter_groups or trainer.async.max_staleness"
-        yield Problem("reward.on_error", f"{what}: this is not supported, use count")
-    if k := config.trainer.max_staleness:
-        key = "trainer.async.max_staleness"
-        yield from (Problem(key, f"{k}, but {what}") for what, wrong in found.items() if wrong)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

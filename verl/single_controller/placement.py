@@ -81,6 +81,26 @@ def place_roles(
     return assigned
 
 
+def device_words(numbers: Iterable[int]) -> str:
+    """Such as "device 2", "devices 0, 1" and "devices 0-3, 6"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"device{'s' * (sum(map(len, runs)) > 1)} {', '.join(words)}"
+
+
+def idle_devices(pools: Iterable[ResourcePool], nnodes: int, devices_per_node: int) -> list[int]:
+    """The devices of a run that no pool has."""
+    used: set[int] = set()
+    for pool in pools:
+        used |= set(range(pool.world_size) if pool.devices is None else pool.devices)
+    return sorted(set(range(nnodes * devices_per_node)) - used)
+
+
 def _expected(total: int) -> str:
     return "only device 0, the only one there is" if total == 1 else f"distinct numbers from 0 to {total - 1}"
 

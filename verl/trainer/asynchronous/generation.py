@@ -353,20 +353,23 @@ def use_sampled_log_probs(flow: DataFlow, config: schema.Config) -> DataFlow:
         old = flow["old_log_prob"]
         others = set(old.writes) - {"old_log_probs"}
         if not any(others & set(op.reads) for op in flow):
+            k = config.trainer.max_staleness
             logger.info(
-                "trainer.async.max_staleness=%d without algorithm.rollout_correction: old_log_probs are the log-probs "
-                "of the policies that sampled, so the clipped ratio covers the staleness",
-                config.trainer.max_staleness,
+                "old_log_probs: copied from the rollout, not computed again, because samples may be %s old. The "
+                "importance ratio compares the trained policy with the one that sampled, and clipping limits their "
+                "difference (algorithm.rollout_correction.rollout_is=token computes and corrects them: docs/async.md)",
+                f"{k} update{'s' * (k > 1)}",
             )
             reads = ("rollout_log_probs", "response_mask")
             copy = Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",), CONTROLLER)
             return flow.replace("old_log_prob", copy)
         why = f"an operator reads {', '.join(sorted(others))}"
     logger.warning(
-        "trainer.async.max_staleness=%d: samples of older weights are trained without a correction, because %s and "
-        "algorithm.rollout_correction is not set: set algorithm.rollout_correction.rollout_is=token%s",
-        config.trainer.max_staleness,
+        "old_log_probs: computed with the weights before the update, because %s. Samples may be %d update%s older than "
+        "these weights, which nothing corrects: set algorithm.rollout_correction.rollout_is=token%s",
         why,
+        config.trainer.max_staleness,
+        "s" * (config.trainer.max_staleness > 1),
         fix,
     )
     return flow

@@ -63,7 +63,7 @@ from verl.trainer.ppo.flow import needs_critic
 from verl.trainer.ppo.rollout_correction import check_correction
 from verl.trainer.startup.inputs import Inputs, base_settings, dataset_class, try_rewards
 from verl.trainer.startup.launch import Recipe
-from verl.trainer.startup.roles import pools_of, roles_of
+from verl.trainer.startup.roles import idle_warning, pools_of, roles_of
 from verl.trainer.startup.torchrun import check_launcher
 from verl.utils.device import resolve_device
 from verl.utils.log import setup_logging
@@ -278,8 +278,9 @@ def worker_code(run: Run) -> None:
 
 
 def placement(run: Run) -> None:
-    """Roles are placed on existing devices, and share all devices with another role or none."""
-    pools_of(run.config, roles_of(run.config))
+    """Roles are placed on existing devices, and share all devices with another role or none. Warn of idle devices."""
+    if words := idle_warning(run.config):
+        logger.warning(words)
 
 
 def custom_dataset(run: Run) -> None:

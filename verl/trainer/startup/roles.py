@@ -7,7 +7,7 @@ from verl.config import schema
 from verl.engines.loading import adapter_config
 from verl.rollout.base import stop_strings
 from verl.single_controller import WorkerSpec
-from verl.single_controller.placement import ResourcePool, place_roles
+from verl.single_controller.placement import ResourcePool, device_words, idle_devices, place_roles
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker, RefWorker
@@ -85,12 +85,28 @@ def pools_of(config: schema.Config, roles: list[str]) -> dict[str, list[tuple[st
     return pools
 
 
+def idle_warning(config: schema.Config) -> str:
+    """A warning about devices that no role uses; empty if there are none."""
+    trainer, pools = config.trainer, pools_of(config, roles_of(config))
+    placed = [pool for of_pool in pools.values() for _, pool in of_pool]
+    idle = idle_devices(placed, trainer.nnodes, trainer.n_gpus_per_node)
+    if not idle:
+        return ""
+    total = trainer.nnodes * trainer.n_gpus_per_node
+    keys = [f"placement.{role}_devices" for of_pool in pools.values() for role, _ in of_pool[:1]]
+    fewer = f", or use trainer.n_gpus_per_node={total - len(idle)}"
+    last = trainer.nnodes == 1 and idle[0] == total - len(idle)  # the others keep their numbers
+    return (
+        f"placement: no role uses {device_words(idle)} of {total}, so {'it is' if len(idle) == 1 else 'they are'} "
+        f"idle: add {'it' if len(idle) == 1 else 'them'} to {' or '.join(keys)}{fewer if last else ''}"
+    )
+
+
 def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> str:
     """Description of the placement: "actor, ref on devices 0, 1; critic on device 2"."""
     words = []
     for placed in pools.values():
         pool = placed[0][1]
         numbers = pool.devices if pool.devices is not None else range(pool.world_size)
-        where = "device" if len(numbers) == 1 else "devices"
-        words.append(f"{', '.join(role for role, _ in placed)} on {where} {', '.join(map(str, numbers))}")
+        words.append(f"{', '.join(role for role, _ in placed)} on {device_words(numbers)}")
     return "; ".join(words)
