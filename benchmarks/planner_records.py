@@ -155,14 +155,27 @@ def _engines() -> Iterator[Run]:
         words += ["split"] if line["placement"] == "split" else []
         seconds = {"step": line["step_s"], "gen": line["gen_s"], "update_actor": line["update_s"]}
         seconds |= {"old_log_prob": line["old_log_prob_s"]} if line.get("old_log_prob_s") else {}
+        seconds |= {"sync_weights": line["push_s"]} if _is_current_push(line, job.roles[0]) else {}
         # torch counts the memory that vLLM has freed
         gib = None if engine == "vllm" else line["memory_gib"]
-        groups = groups_of(config.placement.model_dump(exclude={"auto"}), names, line["devices"])
-        yield Run(f"engines_h200.json: {', '.join(words)}", job, line["devices"], seconds, gib, groups=tuple(groups))
+        placed = groups_of(config.placement.model_dump(exclude={"auto"}), names, line["devices"])
+        groups = tuple((roles, len(numbers)) for roles, numbers in placed)
+        yield Run(f"engines_h200.json: {', '.join(words)}", job, line["devices"], seconds, gib, groups=groups)
+
+
+def _is_current_push(line: dict[str, Any], role: Role) -> bool:
+    """Whether a record has a push into vLLM as it is now: on the devices of training, by reshard."""
+    if line["engine"] != "vllm":
+        return False
+    sent = line["push_gib_s"] * line["push_s"] * GIB
+    return line["placement"] == "split" or sent < 0.9 * role.parameters * role.compute_bytes
 
 
 def _vllm_steps() -> Iterator[Run]:
-    """tests/gpu/run_vllm.py: 16 prompts of up to 64 tokens, 4 samples of 128 tokens, micro-batches chosen."""
+    """tests/gpu/run_vllm.py: 16 prompts of up to 64 tokens, 4 samples of 128 tokens, micro-batches chosen.
+
+    Its pushes are of a version that loaded every parameter by itself.
+    """
     for line in _read("vllm_h200.json")["results"]:
         if not line["variant"].startswith("steps"):
             continue
@@ -170,7 +183,6 @@ def _vllm_steps() -> Iterator[Run]:
         engine = {"engine": "vllm", "rollout_tensor": tensor, "memory_share": 0.4, "eager": "eager" in line["variant"]}
         job = _job("0.5B", (16, 4, 64, 128), **engine)
         seconds = {"step": line["step_s"], "gen": line["gen_s"], "update_actor": line["update_s"]}
-        seconds |= {"sync_weights": line["sync_s"]}
         yield Run(f"vllm_h200.json: {line['variant'].removeprefix('steps ')}", job, line["gpus"], seconds)
 
 

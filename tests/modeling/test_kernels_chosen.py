@@ -11,8 +11,9 @@ from verl.config import ConfigError, load_config
 from verl.config.schema.model import EngineConfig, ModelConfig
 from verl.engines.loading import choose_kernels
 from verl.modeling import attention
-from verl.modeling.layers import LLAMA_LIKE, MIXTURES, use_kernels
+from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
+from verl.modeling.model_types import LLAMA_LIKE, MIXTURES
 from verl.modeling.packing import Packing
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

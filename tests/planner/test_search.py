@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -19,10 +20,20 @@ class TableSearch(Search):
         separate_rollout: as in `Space`.
         values: possible seconds of a stage.
         missing: share of the groups that do not fit.
+        overlaps: of an asynchronous run.
     """
 
-    def __init__(self, seed: int, roles: tuple[str, ...], separate_rollout: bool, values: list[float], missing: float):
-        super().__init__(job_of(roles=roles, strict=False), H200, Space(separate_rollout=separate_rollout))
+    def __init__(
+        self,
+        seed: int,
+        roles: tuple[str, ...],
+        separate_rollout: bool,
+        values: list[float],
+        missing: float,
+        overlaps: bool = False,
+    ):
+        job = replace(job_of(roles=roles, strict=False), overlaps=overlaps)
+        super().__init__(job, H200, Space(separate_rollout=separate_rollout))
         self._random, self._values, self._missing = random.Random(seed), values, missing
 
     def _best_group(self, key: tuple[tuple[str, ...], bool, int]) -> Group | None:
@@ -44,7 +55,10 @@ def fastest(search: TableSearch, devices: int) -> list[float]:
         for sizes in itertools.product(range(1, devices + 1), repeat=len(partition)):
             groups = [search.group(names, split, size) for names, size in zip(partition, sizes)]
             if sum(sizes) <= devices and None not in groups:
-                stages = [max(group.stages[i] for group in groups) for i in range(3)]
+                stages = [max(group.stages[i] for group in groups) for i in range(4)]
+                if search.job.overlaps:
+                    generation, preparation, training, push = stages
+                    stages = [max(generation, preparation + training), push]
                 options.append(sum(stages) + H200.step_seconds)
         found += [min(options)] if options else []
     return sorted(found)
@@ -78,3 +92,17 @@ def test_search_equals_brute_force_on_random_costs_of_four_roles(devices):
         expected = fastest(search, devices)
         assert len(search.partitions()) == 15
         assert [plan.seconds for plan in search.plans(devices, 1)][:1] == pytest.approx(expected[:1])
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.5])
+def test_asynchronous_plans_equal_brute_force_and_have_a_separate_rollout(missing):
+    """A set partition of the other roles, and the rollout alone: 1, 2 and 5 ways for one, two and three roles."""
+    for seed, devices in itertools.product(range(3), range(1, 7)):
+        for roles, ways in ((("actor",), 1), (("actor", "ref"), 2), (("actor", "ref", "critic"), 5)):
+            search = TableSearch(seed, roles, False, [0.5, 1.0, 1.02, 3.0, 7.0], missing, overlaps=True)
+            assert len(search.partitions()) == ways
+            expected = fastest(search, devices)
+            plans = search.plans(devices, ways)
+            assert [plan.seconds for plan in plans] == pytest.approx(expected)
+            assert all([group.names for group in plan.groups].count(("rollout",)) == 1 for plan in plans)
+            assert devices > 1 or not plans

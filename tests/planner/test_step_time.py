@@ -15,7 +15,7 @@ from verl.planner.devices import GIB
 from verl.planner.placement import plan_groups, role_seconds
 from verl.planner.report import time_lines
 from verl.planner.settings import job_of as settings_job
-from verl.planner.shapes import ModelShape, VisionShape, built_in
+from verl.planner.shapes import VisionShape, built_in
 from verl.planner.step_time import (
     all_reduce_seconds,
     collective_seconds,
@@ -261,29 +261,56 @@ def test_a_short_update_takes_the_time_of_its_launches():
     assert infer_seconds(job, actor, host) == pytest.approx(24 * 0.1)
 
 
-def test_a_push_into_vllm_loads_and_sums_every_parameter():
-    """vllm_h200.json: 0.167 to 0.191 s with 0.5B, of which the fixed seconds of a push are 0.1."""
-    shape = built_in("0.5B")
-    # 24 layers of 7 matrices, 3 biases and 2 norms, the embedding, the last norm and the head
-    assert shape.tensors == 24 * 12 + 3
-    job = job_of(shape, engine="vllm")
-    for count, tensor, recorded in ((1, 1, 0.1674), (2, 2, 0.1907)):
-        actor = replace(job.role("actor"), layout=Layout(count))
-        found = push_seconds(replace(job, rollout_tensor=tensor), actor, H200, actor)
-        assert found == pytest.approx(recorded, rel=0.1)
-    # the parts: each parameter is loaded on its own, and its bits are read twice and copied
-    two = replace(job.role("actor"), layout=Layout(2))
+def test_a_push_into_vllm_sums_every_parameter_and_takes_the_recorded_time():
+    """engines_h200.json: 7B by reshard on two GPUs 0.176 s, to another GPU 0.184 s; 0.5B to another GPU 0.096 s."""
+    big, small = (job_of(built_in(name), engine="vllm") for name in ("7B", "0.5B"))
+    two = replace(big.role("actor"), layout=Layout(2))
+    assert push_seconds(replace(big, rollout_tensor=2), two, H200, two) == pytest.approx(0.176, rel=0.2)
+    for job, recorded in ((big, 0.1843), (small, 0.09581)):
+        actor = job.role("actor")
+        assert push_seconds(job, actor, H200, replace(actor, name="rollout")) == pytest.approx(recorded, rel=0.2)
+    # two sums and a copy in 16 bits read three times and write once
+    native = push_seconds(replace(big, engine="native"), two, ROUND, two)
+    assert push_seconds(big, two, ROUND, two) - native == pytest.approx(7615616512 * 2 * 4 / 1e12)
 
-    def loads(shape: ModelShape, device) -> float:
-        one = job_of(shape, engine="vllm")
-        role = replace(two, shape=shape)
-        return push_seconds(one, role, device, role) - push_seconds(replace(one, engine="native"), role, device, role)
 
-    endless = replace(ROUND, bandwidth=1e30)
-    per_tensor = loads(shape, endless) / shape.tensors
-    assert loads(built_in("7B"), endless) == pytest.approx((28 * 12 + 3) * per_tensor)
-    # in 16 bits: two sums and a copy read three times and write once
-    assert loads(shape, ROUND) - loads(shape, endless) == pytest.approx(494032768 * 2 * 4 / 1e12)
+def test_experts_whose_layers_are_not_fused_take_the_recorded_time(monkeypatch):
+    """engines_h200.json has updates of a mixture of experts with the layers of transformers, on three hosts."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import planner_records
+
+    read = planner_records._read
+    monkeypatch.setattr(planner_records, "_read", lambda name: {"lines": read(name)["layers_of_transformers"]["lines"]})
+    found = list(planner_records._engines())
+    assert len(found) == 6
+    for run in found:
+        plain, fused = (run.job.with_role("actor", fuses_layers=fuses) for fuses in (False, True))
+        ratio = _update(plain, run.devices) / run.seconds["update_actor"]
+        assert 0.8 < ratio < 1.1 and _update(fused, run.devices) < 0.75 * run.seconds["update_actor"]
+        # expert parallelism computes experts the same way, and so do model types whose layers are not fused
+        shape = replace(run.job.role("actor").shape, model_type="qwen2_moe")
+        for changes in ({"spreads_experts": True}, {"shape": shape}):
+            assert _update(run.job.with_role("actor", **changes), run.devices) == _update(plain, run.devices)
+
+
+def _update(job, devices: int) -> float:
+    return plan_groups(job, H200, [(job.names, devices)]).groups[0].seconds["update_actor"][1]
+
+
+def test_which_settings_fuse_experts():
+    """As `engines.loading.choose_kernels`: Liger and compiled layers are of GPUs. Expert parallelism: plain experts."""
+    shape = replace(TINY, experts=4, active_experts=2, expert_mlp=12, model_type="mixtral")
+    config = "actor_rollout_ref.actor.fsdp_config."
+
+    def fuses(*overrides: str, on_gpu: bool = True, kind: str = "mixtral") -> bool:
+        loaded = load_config(overrides=["algorithm.adv_estimator=grpo", *overrides])
+        job = settings_job(loaded, {"actor": replace(shape, model_type=kind)}, ["actor"], on_gpu)
+        return job.roles[0].fuses_experts
+
+    assert fuses() and fuses(kind="qwen3_moe") and not fuses(kind="qwen2_moe") and not fuses(kind="olmoe")
+    assert not fuses(f"{config}expert_parallel_size=2", "trainer.n_gpus_per_node=2")
+    for setting in (f"{config}use_torch_compile=true", "actor_rollout_ref.model.use_liger=true"):
+        assert not fuses(setting) and fuses(setting, on_gpu=False)
 
 
 @pytest.mark.slow
@@ -295,7 +322,7 @@ def test_predictions_agree_with_the_records_as_the_page_says(monkeypatch):
     lines = recorded_lines(H200)
     near = [line for line in lines if abs(line["time_ratio"] - 1) <= 0.25]
     sizes = [line for line in lines if "memory_ratio" in line]
-    fits = [line for line in sizes if abs(line["memory_ratio"] - 1) <= 0.1]
+    fits = [line for line in sizes if abs(line["memory_ratio"] - 1) <= 0.1 + 1e-9]  # ratios are rounded: 1.1 is within
     found = [len(near), len(lines), *(sum(line["held_out"] for line in some) for some in (near, lines))]
     found += [len(fits), len(sizes), *(sum(line["held_out"] for line in some) for some in (fits, sizes))]
     page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")

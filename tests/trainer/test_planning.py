@@ -154,6 +154,104 @@ def test_placement_auto_refuses_other_placements(settings, on_gpu):
         load_config(overrides=["placement=best"])
 
 
+ASYNC = ["algorithm.adv_estimator=grpo", "trainer.async.max_staleness=1", "actor_rollout_ref.actor.use_kl_loss=true"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_placement_auto_of_an_asynchronous_run_gives_the_rollout_its_own_devices(settings, on_gpu, caplog, count):
+    on_gpu()
+    caplog.set_level(logging.INFO, "verl.trainer")
+    run = [*settings, *ASYNC, f"trainer.n_gpus_per_node={count}", "placement=auto"]
+    trainer = PPOTrainer(overrides=run)
+    config = trainer.config
+    assert config.rollout_is_separate and not config.placement.auto and "rollout" in trainer.specs
+    used = {*config.placement.actor_devices, *config.placement.rollout_devices, *(config.placement.ref_devices or ())}
+    assert not set(config.placement.actor_devices) & set(config.placement.rollout_devices)
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("placement=auto: ")]
+    assert f"placement.rollout_devices={config.placement.rollout_devices}".replace(", ", ",") in line
+    assert ("no role uses" in caplog.text) == (used != set(range(count)))
+    assert trainer.plan().count("best *") == 2 or "preferred *" in trainer.plan() or "runner-up *" in trainer.plan()
+
+
+def test_placement_auto_of_an_asynchronous_run_says_why_there_is_none(settings, on_gpu):
+    on_gpu()
+    with pytest.raises(
+        ValueError, match=r"max_staleness=1 needs a rollout on separate devices, but there is one device"
+    ):
+        PPOTrainer(overrides=[*settings, *ASYNC, "placement=auto"])
+    # adapters fix the tensor-parallel size: two devices generate, and one trains
+    fixed = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    run = [*settings, *ASYNC[:2], "trainer.n_gpus_per_node=2", "placement=auto", *fixed]
+    with pytest.raises(
+        ValueError, match=r"no placement on 2 devices with a rollout on separate devices, .*: use 3 devices; "
+    ):
+        PPOTrainer(overrides=run)
+    on_gpu(memory=0.5 * GIB)
+    with pytest.raises(ValueError, match=r"fits; .*; or use trainer.async.max_staleness=0$"):
+        PPOTrainer(overrides=[*settings, *ASYNC, "trainer.n_gpus_per_node=2", "placement=auto"])
+
+
+def test_the_plan_of_an_asynchronous_run_has_only_placements_that_it_accepts(settings, on_gpu, capsys):
+    on_gpu()
+    own = ["trainer.n_gpus_per_node=4", "placement.actor_devices=[2,3]", "placement.rollout_devices=[0]"]
+    assert command.main([*settings, *ASYNC, *own]) == 0
+    printed = capsys.readouterr().out
+    table = printed[printed.index("placements on 4 devices") :]
+    assert table.count("rollout on device") == 3  # of the best one, the runner-up and the configured one
+    assert "configured *  actor, ref on devices 2, 3" in table and "rollout on device 0\n" in table
+    chosen = planning.estimate(load_config(overrides=[*settings, *ASYNC, *own]), ["actor", "rollout", "ref"])
+    for plan in planning._search(load_config(overrides=[*settings, *ASYNC, *own]), chosen).plans(4, 9):
+        keys = [f"{key}={value}" for key, value in planning.overrides_of(plan, 4).items()]
+        assert load_config(overrides=[*settings, *ASYNC, *own[:1], *keys]).rollout_is_separate
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        (
+            ["actor_devices=[0,1]", "rollout_devices=[2]"],
+            "device 3 of 4, so it is idle: add it to placement.actor_devices ",
+        ),
+        (
+            ["actor_devices=[0]", "rollout_devices=[1]"],
+            "devices 2, 3 of 4, so they are idle: add them to placement.actor",
+        ),
+        (["actor_devices=[1,2]", "rollout_devices=[3]"], "device 0 of 4, so it is idle: add it to"),
+        (["actor_devices=[0,1]", "rollout_devices=[2,3]"], ""),
+        ([], ""),
+    ],
+)
+def test_devices_without_a_role_are_named(settings, on_gpu, caplog, capsys, placement, words):
+    """In a dry run and at the start, which both make the trainer."""
+    on_gpu()
+    run = [
+        *settings,
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=4",
+        *(f"placement.{p}" for p in placement),
+    ]
+    PPOTrainer(overrides=run)
+    assert ("placement: no role uses " + words in caplog.text) if words else "no role uses" not in caplog.text
+    # devices are counted from 0, so fewer are a fix only if the others keep their numbers
+    used = {"3": 3, "2": 2}.get(words.partition(" of")[0].split(", ")[0][-1:])
+    assert (f"or use trainer.n_gpus_per_node={used}" in caplog.text) == (used is not None)
+    caplog.clear()
+    assert main(["--dry-run", *run]) == 0
+    assert ("no role uses" in caplog.text) == bool(words)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_trains_with_the_placement_of_auto(settings):
+    reports = []
+    more = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "placement=auto", "trainer.total_training_steps=3"]
+    trainer = PPOTrainer(overrides=[*settings, *ASYNC, *more])
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    assert (trainer.config.placement.actor_devices, trainer.config.placement.rollout_devices) == ([0], [1])
+    assert [report.step for report in reports] == [1, 2, 3]
+    assert all(report.metrics["async/staleness_max"] <= 1 for report in reports)
+
+
 def test_placement_auto_needs_a_model_that_is_modelled(settings, on_gpu, monkeypatch):
     on_gpu()
 

@@ -42,8 +42,8 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
     """Use fused functions in the layers of a Llama-like model, in place.
 
     Args:
-        module: a HuggingFace model whose type is in `layers.LLAMA_LIKE` or `layers.MIXTURES`, or with a language model
-            in `layers.VISION_LIKE`.
+        module: a HuggingFace model whose type is in `model_types.LLAMA_LIKE` or `MIXTURES`, or with a language model in
+            `VISION_LIKE`.
         cache: knows when the weights do not change.
     """
     trunk = language_model_of(module)

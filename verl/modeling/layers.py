@@ -15,18 +15,12 @@ from torch import nn
 from verl.modeling.batch_invariant.model import use_batch_invariant
 from verl.modeling.fused_layers import fuse
 from verl.modeling.linear import WeightCache
+from verl.modeling.model_types import LLAMA_LIKE, MIXTURES, VISION_LIKE
 from verl.modeling.vision import language_model_of
 
 logger = logging.getLogger("verl.modeling")
 
 Kernels = Literal["plain", "fused", "liger", "compiled", "batch_invariant"]
-
-#: model types with the norm, MLP and rotary embedding of Llama
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-#: the same with a mixture of experts instead of some MLPs
-MIXTURES = ("qwen3_moe", "mixtral")
-#: the same as LLAMA_LIKE for the language models of vision-language models
-VISION_LIKE = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
 
 
 def use_kernels(module: nn.Module, kernels: Kernels, cache: WeightCache) -> None:

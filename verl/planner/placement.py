@@ -1,7 +1,8 @@
 """The cost of a placement: memory of every group of devices, and seconds of the stages of a step.
 
 Inside a group of devices, latencies add up; across groups, the slowest counts; stages add up (HybridFlow, Sheng et al.
-2024, arXiv 2409.19256, section 6).
+2024, arXiv 2409.19256, section 6). In asynchronous training the rollout generates on separate devices during
+preparation and training, and a weight push interrupts it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ from verl.planner.workload import Job, Role
 
 #: roles that only run forward passes -> their operator
 _SCORES = {"ref": "ref", "reward": "rm", "cost": "cost"}
-STAGES = ("generation", "preparation", "training")
+#: a push is a stage of asynchronous steps only; otherwise it is a part of training
+STAGES = ("generation", "preparation", "training", "push")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class Plan:
     def devices(self) -> int:
         return sum(group.devices for group in self.groups)
 
+    @property
+    def overlaps_roles(self) -> bool:
+        """Whether groups have work for the same stage, which `trainer.overlap` lets them do at the same time."""
+        return sum(group.names != ("rollout",) for group in self.groups) > 1
+
     @cached_property
     def peak(self) -> float:
         """Bytes of the device that needs most."""
@@ -108,9 +115,9 @@ class Plan:
 
 def step_seconds(stages: Sequence[float], job: Job, device: Device) -> float:
     """Seconds of a step from those of its stages."""
-    generation, preparation, training = stages
+    generation, preparation, training, push = stages
     busy = max(generation, preparation + training) if job.overlaps else generation + preparation + training
-    busy += device.step_seconds
+    busy += push + device.step_seconds
     return max(busy, step_time.image_seconds(job, job.roles[0])) if job.reads_ahead else busy
 
 
@@ -144,7 +151,8 @@ def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Rol
             if job.old_log_probs:
                 found["old_log_prob"] = ("preparation", step_time.infer_seconds(job, role, device))
             found["update_actor"] = ("training", step_time.update_seconds(job, role, device, taken))
-            found["sync_weights"] = ("training", step_time.push_seconds(job, role, device, generator))
+            stage = "push" if job.overlaps else "training"
+            found["sync_weights"] = (stage, step_time.push_seconds(job, role, device, generator))
         elif role.name == "critic":
             found["values"] = ("preparation", step_time.infer_seconds(job, role, device))
             found["update_critic"] = ("training", step_time.update_seconds(job, role, device, taken))
@@ -160,10 +168,9 @@ def is_possible(job: Job, role: Role) -> bool:
         return False
     if role.name == job.generator and role.layout.devices % job.rollout_tensor:
         return False
-    if not job.strict:
+    if not job.strict or role.name == "rollout":  # prompts are spread over any number of engines
         return True
-    data = role.layout.devices // job.rollout_tensor if role.name == "rollout" else role.layout.data
-    return job.responses // role.updates % data == 0
+    return job.responses // role.updates % role.layout.data == 0
 
 
 def plan_groups(job: Job, device: Device, groups: Sequence[tuple[Sequence[str], int]], concurrent: bool = True) -> Plan:

@@ -1,12 +1,16 @@
 """A plan as text: memory per phase, seconds of a step, and the comparison of placements."""
 
+import math
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from verl.planner.devices import GIB
 from verl.planner.memory import PHASES, total
 from verl.planner.placement import STAGES, Group, Plan
 from verl.planner.search import NEAR, preferred
+from verl.planner.workload import Layout
+from verl.single_controller.placement import device_words
 
 #: columns of a terminal
 WIDTH = 80
@@ -73,32 +77,103 @@ def time_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _wrapped(text: str, indent: int = 2) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+def _wrapped(text: str, indent: int = 2, width: int = WIDTH) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def choice_lines(plans: Sequence[Plan], devices: int) -> list[str]:
-    """The best placement on this number of devices, the runner-up, and why.
+@dataclass(frozen=True)
+class Configured:
+    """The placement of a configuration.
+
+    Attributes:
+        plan: its cost.
+        numbers: the devices of each group of the plan.
+    """
+
+    plan: Plan
+    numbers: Sequence[Sequence[int]]
+
+    def is_like(self, plan: Plan) -> bool:
+        """Whether another plan has the same groups and sizes, maybe on other devices of the same number."""
+        return _sizes(plan) == _sizes(self.plan) and math.isclose(plan.seconds, self.plan.seconds)
+
+    def numbers_of(self, plan: Plan) -> list[Sequence[int]]:
+        """The configured devices of each group of a plan that is like this one."""
+        known = {frozenset(group.names): each for group, each in zip(self.plan.groups, self.numbers)}
+        return [known[frozenset(group.names)] for group in plan.groups]
+
+
+def _sizes(plan: Plan) -> tuple[int, dict[frozenset[str], dict[str, Layout]]]:
+    groups = {frozenset(group.names): {role.name: role.layout for role in group.roles} for group in plan.groups}
+    return plan.job.rollout_tensor, groups
+
+
+def choice_lines(plans: Sequence[Plan], devices: int, configured: Configured | None = None) -> list[str]:
+    """The best placement on this number of devices, the runner-up, that of the configuration, and why.
 
     Args:
-        plans: as `Search.plans` returns them.
+        plans: as `Search.plans` returns them; with a configured placement, the fastest of every partition of the roles.
         devices: that there are.
+        configured: the placement that is compared with them, if there is one.
     """
     if not plans:
-        return [f"no placement on {devices} device{'s' * (devices > 1)} fits"]
+        separate = " with a rollout on separate devices" if configured and configured.plan.job.overlaps else ""
+        return [f"no placement on {devices} device{'s' * (devices > 1)} fits{separate}"]
     labels = dict(zip(("best", "runner-up"), plans))
     simplest = preferred(plans)
     if simplest not in labels.values():
         labels["preferred"] = simplest
-    rows = [["", "s/step", *STAGES, "GiB"]]
+    ranked, own = list(plans), None
+    if configured is not None:
+        own = next((plan for plan in plans if configured.is_like(plan)), configured.plan)
+        if own is configured.plan and own.fits:
+            ranked = sorted([*plans, own], key=lambda plan: plan.seconds)
+        if own not in labels.values():
+            labels["configured"] = own
+    stages = STAGES if plans[0].job.overlaps else STAGES[:-1]
+    rows = [["", *([] if configured is None else ["rank"]), "s/step", *stages, "GiB"]]
     shown = []
     for label, plan in labels.items():
-        stages = [f"{seconds:.3g}" for seconds in plan.stages]
-        rows.append([label, f"{plan.seconds:.3g}", *stages, gib(plan.peak)])
-        lines = [line for group in plan.groups for line in _wrapped(_group_words(plan, group))]
-        shown += [f"{label if i == 0 else '':9}  {line}" for i, line in enumerate(lines)]
+        name = f"{label} *" if plan is own else label
+        rank = [] if configured is None else [str(ranked.index(plan) + 1) if plan in ranked else "-"]
+        seconds = [f"{seconds:.3g}" for seconds in (plan.seconds, *plan.stages[: len(stages)])]
+        rows.append([name, *rank, *seconds, gib(plan.peak)])
+        numbers = configured.numbers_of(plan) if configured is not None and plan is own else consecutive(plan)
+        lines = [line for each in zip(plan.groups, numbers) for line in _wrapped(_where(plan, *each), width=WIDTH - 14)]
+        shown += [f"{name if i == 0 else '':12}  {line}" for i, line in enumerate(lines)]
     reasons = _wrapped(reason(plans)) if len(plans) > 1 else []
-    return [f"placements on {devices} device{'s' * (devices > 1)}", *table(rows), *shown, *reasons]
+    head = f"placements on {devices} device{'s' * (devices > 1)}"
+    return [head, *table(rows), *shown, *_rank_lines(plans, configured, own), *reasons]
+
+
+def _rank_lines(plans: Sequence[Plan], configured: Configured | None, own: Plan | None) -> list[str]:
+    """What the ranks of a table count, and what is wrong with the configured placement."""
+    if configured is None or own is None:
+        return []
+    ways = f"{len(plans)} way{'s' * (len(plans) > 1)} to group the roles"
+    found = _wrapped(f"* is the configured placement; ranks are among the fastest one of {ways} that fit, and *")
+    if not own.fits:
+        found.append("* does not fit into memory, so it has no rank")
+    if not own.concurrent and own.overlaps_roles:
+        found += _wrapped("in *, devices wait for one another; trainer.overlap=true lets them work at the same time")
+    return found
+
+
+def consecutive(plan: Plan) -> list[range]:
+    """The devices of each group of a plan, from 0."""
+    found, first = [], 0
+    for group in plan.groups:
+        found.append(range(first, first + group.devices))
+        first += group.devices
+    return found
+
+
+def _where(plan: Plan, group: Group, numbers: Sequence[int]) -> str:
+    """Such as "actor, rollout, ref on devices 0-3 (rollout TP 2)"."""
+    names = list(group.names)
+    if plan.job.generator == "actor" and "actor" in names:
+        names.insert(1, "rollout")
+    return f"{', '.join(names)} on {device_words(numbers)}{_size_words(plan, group)}"
 
 
 def placement_words(plan: Plan) -> str:
@@ -107,13 +182,18 @@ def placement_words(plan: Plan) -> str:
 
 
 def _group_words(plan: Plan, group: Group) -> str:
+    return f"{', '.join(group.names)} on {group.devices}{_size_words(plan, group)}"
+
+
+def _size_words(plan: Plan, group: Group) -> str:
+    """Sizes of model parallelism that are not 1, such as " (TP 2, rollout TP 4)"."""
     found = dict.fromkeys(role.layout for role in group.roles if role.name != "rollout")
     sizes = [(("TP", x.tensor), ("PP", x.pipeline), ("CP", x.sequence), ("EP", x.expert)) for x in found]
     words = list(dict.fromkeys(" ".join(f"{name} {size}" for name, size in one if size > 1) for one in sizes))
     words = [word for word in words if word]
     if plan.job.generator in group.names and plan.job.rollout_tensor > 1:
         words.append(f"rollout TP {plan.job.rollout_tensor}")
-    return f"{', '.join(group.names)} on {group.devices}" + (f" ({', '.join(words)})" if words else "")
+    return f" ({', '.join(words)})" if words else ""
 
 
 def reason(plans: Sequence[Plan]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from verl.planner.devices import Device
-from verl.planner.placement import Group, Plan, cost_group, is_possible, role_seconds, step_seconds
+from verl.planner.placement import STAGES, Group, Plan, cost_group, is_possible, role_seconds, step_seconds
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Layout, Role
 
@@ -53,7 +53,7 @@ class Space:
     """What the search may change.
 
     Attributes:
-        separate_rollout: the rollout may have separate devices.
+        separate_rollout: the rollout may have separate devices; in asynchronous training it always has.
         rollout_sizes: tensor-parallel sizes of the rollout.
         model_sizes: (tensor, pipeline) sizes of training; None: those of the job.
         expert_sizes: devices that share the experts of a layer; None: that of the job.
@@ -85,11 +85,17 @@ class Search:
         self._jobs: dict[tuple[tuple[str, ...], bool, int], Job] = {}
 
     def partitions(self) -> list[Partition]:
-        """The partitions to try. A rollout is with the actor or alone: no other role frees its memory for it."""
-        names = [*self.job.names, "rollout"] if self.space.separate_rollout else list(self.job.names)
+        """The partitions to try. A rollout is with the actor or alone: no other role frees its memory for it.
+
+        In asynchronous training it is alone.
+        """
+        splits = self.space.separate_rollout or self.job.overlaps
+        found = list(partitions([*self.job.names, "rollout"] if splits else self.job.names))
+        if self.job.overlaps:
+            return [partition for partition in found if self.is_split(partition)]
         return [
             partition
-            for partition in partitions(names)
+            for partition in found
             if all("rollout" not in names or "actor" in names or len(names) == 1 for names in partition)
         ]
 
@@ -183,7 +189,7 @@ class Search:
         if not all(options):
             return None
         fewest = [min(group.devices for group in groups) for groups in options]
-        fastest = [tuple(min(group.stages[i] for group in groups) for i in range(3)) for groups in options]
+        fastest = [tuple(map(min, zip(*(group.stages for group in groups)))) for groups in options]
         best: list[tuple[float, list[Group]]] = [(limit, [])]
 
         def extend(chosen: list[Group], left: int, stages: tuple[float, ...]) -> None:
@@ -203,7 +209,7 @@ class Search:
                 if step_seconds(bound, self.job, self.device) < best[0][0]:
                     extend([*chosen, group], left - group.devices, now)
 
-        extend([], devices, (0.0, 0.0, 0.0))
+        extend([], devices, (0.0,) * len(STAGES))
         return self._plan(best[0][1], split) if best[0][1] else None
 
     def _plan(self, groups: list[Group], split: bool) -> Plan:

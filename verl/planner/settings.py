@@ -102,12 +102,13 @@ def _megatron(section: schema.MegatronConfig, checkpointing: bool | str, on_gpu:
     }
 
 
-def _sharded(section: schema.EngineConfig, on_gpu: bool) -> dict[str, Any]:
-    """The attributes of a role that a section of FSDP sets."""
+def _sharded(section: schema.EngineConfig, liger: bool, on_gpu: bool) -> dict[str, Any]:
+    """The attributes of a role that a section of FSDP sets. liger: `model.use_liger`."""
     return {
         "weight_bytes": _bytes(section.model_dtype, 4),
         "compute_bytes": _bytes(section.dtype, 2 if on_gpu else 4),
-        "fuses_experts": section.expert_parallel_size == 1,
+        "fuses_layers": not on_gpu or not (liger or section.use_torch_compile),
+        "spreads_experts": section.expert_parallel_size > 1,
         "param_offload": section.param_offload,
         "optimizer_offload": section.optimizer_offload,
         "layout": Layout(
@@ -142,7 +143,8 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
     if strategy == "megatron":
         role = replace(role, **_megatron(engine, checkpointing, on_gpu))
     else:
-        role = replace(role, **_sharded(engine, on_gpu), checkpointing=checkpointing)
+        liger = model is not None and model.use_liger
+        role = replace(role, **_sharded(engine, liger, on_gpu), checkpointing=checkpointing)
     if update is None:
         return role
     tokens = _tokens(
@@ -168,13 +170,13 @@ def _tokens(rows: int | None, dynamic: bool, tokens: int | None, length: int) ->
 
 def groups_of(
     placement: Mapping[str, Sequence[int] | None], names: Sequence[str], devices: int
-) -> list[tuple[tuple[str, ...], int]]:
-    """[(roles, number of devices)] of the `placement` section; a role without devices is with the actor."""
+) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """[(roles, their devices)] of the `placement` section; a role without devices is with the actor."""
     shared = placement.get("actor_devices") or range(devices)
     found: dict[frozenset[int], list[str]] = {}
     for name in names:
         found.setdefault(frozenset(placement.get(f"{name}_devices") or shared), []).append(name)
-    return [(tuple(members), len(numbers)) for numbers, members in found.items()]
+    return [(tuple(members), tuple(sorted(numbers))) for numbers, members in found.items()]
 
 
 def overrides_of(plan: Plan, devices: int) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def overrides_of(plan: Plan, devices: int) -> dict[str, Any]:
         numbers = list(range(first, first + group.devices))
         first += group.devices
         found |= {f"placement.{name}_devices": numbers for name in group.names}
-    if len(plan.groups) > 1:
+    if plan.overlaps_roles:
         found["trainer.overlap"] = True
     found["actor_rollout_ref.rollout.tensor_model_parallel_size"] = plan.job.rollout_tensor
     for role in (role for group in plan.groups for role in group.roles):

@@ -43,6 +43,7 @@ class ModelShape:
         shared_mlp: intermediate size of the expert that computes every token; 0: there is none.
         dense_layers: layers without experts, of a mixture of experts.
         vision: of a vision-language model; None for a text model.
+        model_type: that of its config.json; "": not known.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ModelShape:
     shared_mlp: int = 0
     dense_layers: int = 0
     vision: VisionShape | None = None
+    model_type: str = ""
 
     @property
     def q_size(self) -> int:
@@ -152,11 +154,6 @@ class ModelShape:
         """Bytes of the KV cache per token."""
         return 2 * self.layers * self.kv_size * itemsize
 
-    @property
-    def tensors(self) -> int:
-        """Number of parameter tensors, of a model without experts."""
-        return self.layers * (9 + 3 * self.qkv_bias + 2 * self.head_norms) + 3
-
     def largest_tensor(self) -> int:
         """Elements of the largest parameter. The experts of a layer are one parameter."""
         experts = 2 * self.experts * self.hidden * self.expert_mlp
@@ -190,6 +187,7 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings")),
             qkv_bias=kind in _BIASED or bool(config.get("attention_bias")),
             head_norms=kind in _HEAD_NORMS,
+            model_type=kind,
             **_experts(config, name, layers, mlp),
         )
 
@@ -220,16 +218,21 @@ def _experts(config: Mapping[str, Any], name: str, layers: int, mlp: int) -> dic
 
 def _qwen(name: str, layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int) -> ModelShape:
     tied = hidden <= 2048
-    return ModelShape(name, layers, hidden, mlp, heads, kv_heads, hidden // heads, vocabulary, tied=tied, qkv_bias=True)
+    shape = ModelShape(
+        name, layers, hidden, mlp, heads, kv_heads, hidden // heads, vocabulary, tied=tied, qkv_bias=True
+    )
+    return replace(shape, model_type="qwen2")
 
 
 def _llama(name: str, layers: int, hidden: int, mlp: int, heads: int, kv_heads: int) -> ModelShape:
-    return ModelShape(name, layers, hidden, mlp, heads, kv_heads, 128, 32000)
+    return ModelShape(name, layers, hidden, mlp, heads, kv_heads, 128, 32000, model_type="llama")
 
 
 def _qwen3(name: str, layers: int, hidden: int, mlp: int, heads: int, tied: bool = False, **more: int) -> ModelShape:
     kv_heads = more.pop("kv_heads", 8)
-    return ModelShape(name, layers, hidden, mlp, heads, kv_heads, 128, 151936, tied=tied, head_norms=True, **more)
+    kind = "qwen3_moe" if "experts" in more else "qwen3"
+    shape = ModelShape(name, layers, hidden, mlp, heads, kv_heads, 128, 151936, tied=tied, head_norms=True, **more)
+    return replace(shape, model_type=kind)
 
 
 #: name -> shape. 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B are Qwen2.5, 13B, 34B and 70B Llama 2 and Code Llama, 405B is
@@ -255,7 +258,10 @@ BUILT_IN: dict[str, ModelShape] = {
         replace(_llama("405B", 126, 16384, 53248, 128, 8), vocabulary=128256),
         _qwen3("30B-A3B", 48, 2048, 6144, 32, kv_heads=4, experts=128, active_experts=8, expert_mlp=768),
         _qwen3("235B-A22B", 94, 4096, 12288, 64, kv_heads=4, experts=128, active_experts=8, expert_mlp=1536),
-        ModelShape("Mixtral-8x7B", 32, 4096, 14336, 32, 8, 128, 32000, experts=8, active_experts=2, expert_mlp=14336),
+        replace(
+            _llama("Mixtral-8x7B", 32, 4096, 14336, 32, 8),
+            **{"model_type": "mixtral", "experts": 8, "active_experts": 2, "expert_mlp": 14336},
+        ),
     )
 }
 

@@ -24,11 +24,9 @@ SERVER_ROW_SECONDS = 24e-6
 #: bytes/s at which these engines map and clear their KV cache when they wake up (vllm_h200.json, engines_h200.json:
 #: generation takes 0.2 to 0.3 s longer than its steps)
 WAKE_RATE = 200 * GIB
-#: seconds of the host per parameter that a push loads into vLLM or SGLang: its loaders and checksums
-LOAD_SECONDS = 0.25e-3
 #: bytes read and written on the GPU per parameter and push into these engines: the sums of the bits that were sent and
 #: that arrived, and the copy
-LOAD_BYTES = 8
+SUMMED_BYTES = 8
 #: bytes read and written by the optimizer per trained parameter: AdamW, the gradient norm and clipping, in float32
 ADAM_BYTES = 44
 #: FLOPs of the backward pass of attention, as a multiple of the forward pass at the same rate
@@ -38,9 +36,10 @@ HOST_LINK = 40e9
 #: layers with adapters have the forward pass of transformers, not the fused one (benchmarks/results/planner_cpu.json)
 ADAPTER_FACTOR = 1.6
 #: seconds of a pass of a mixture of experts on a GPU, relative to dense layers with as many FLOPs: permutations and
-#: grouped matmuls of small experts (benchmarks/results/engines_h200.json); of Megatron without Transformer Engine, on
-#: one rank and with tensor parallelism
-EXPERTS_FACTOR, MEGATRON_EXPERTS_FACTOR, MEGATRON_TENSOR_EXPERTS_FACTOR = 1.1, 1.85, 3.3
+#: grouped matmuls of small experts (benchmarks/results/engines_h200.json); of layers that are not fused
+#: ("layers_of_transformers"), and of Megatron without Transformer Engine, on one rank and with tensor parallelism
+EXPERTS_FACTOR, PLAIN_EXPERTS_FACTOR = 1.1, 1.9
+MEGATRON_EXPERTS_FACTOR, MEGATRON_TENSOR_EXPERTS_FACTOR = 1.85, 3.3
 #: seconds of a layer with experts in a decoding step of the engine native on a GPU, beside those of a dense layer
 EXPERTS_DECODE_SECONDS = 0.18e-3
 #: bytes that the layers of a vision tower, which are those of transformers, read and write in a forward pass of a patch
@@ -186,7 +185,8 @@ def _engine_factor(job: Job, role: Role, device: Device) -> float:
     factor = device.sharded if _is_fsdp(job, role) else 1.0
     if role.shape.experts and device.kind == "cuda":
         megatron = MEGATRON_TENSOR_EXPERTS_FACTOR if role.layout.tensor > 1 else MEGATRON_EXPERTS_FACTOR
-        factor *= megatron if job.kind == "megatron" else EXPERTS_FACTOR
+        fsdp = EXPERTS_FACTOR if role.fuses_experts else PLAIN_EXPERTS_FACTOR
+        factor *= megatron if job.kind == "megatron" else fsdp
     return factor * (ADAPTER_FACTOR if role.lora_rank else 1.0)
 
 
@@ -310,7 +310,7 @@ def push_seconds(job: Job, role: Role, device: Device, generator: Role) -> float
     size = role.parameters * role.compute_bytes
     seconds = _sent_seconds(job, role, device, generator, size)
     if job.engine in ("vllm", "sglang") and device.kind == "cuda":
-        seconds += role.shape.tensors * LOAD_SECONDS + role.parameters * LOAD_BYTES / device.bandwidth
+        seconds += role.parameters * SUMMED_BYTES / device.bandwidth
     return seconds
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from verl.modeling.model_types import MIXTURES
 from verl.planner.shapes import ModelShape
 
 
@@ -65,7 +66,8 @@ class Role:
         update_tokens, infer_tokens: tokens of a micro-batch of one rank; None: chosen by the engine.
         sequence_parallel: Megatron's tensor-parallel ranks also split the activations between the matrices.
         sharded_optimizer: Megatron's distributed optimizer.
-        fuses_experts: FSDP keeps the activations of `modeling/fused_experts.py` only; not with expert parallelism.
+        fuses_layers: FSDP has the layers of `modeling/fused_layers.py`, if the model type is supported.
+        spreads_experts: FSDP spreads the experts over ranks (expert parallelism).
         updates: optimizer steps per pass over the batch. epochs: passes.
         layout: sizes of model parallelism; `devices` is set by the placement.
     """
@@ -85,10 +87,16 @@ class Role:
     optimizer_offload: bool = False
     sequence_parallel: bool = True
     sharded_optimizer: bool = True
-    fuses_experts: bool = True
+    fuses_layers: bool = True
+    spreads_experts: bool = False
     updates: int = 1
     epochs: int = 1
     layout: Layout = Layout(1)
+
+    @property
+    def fuses_experts(self) -> bool:
+        """Whether FSDP computes experts by `modeling/fused_experts.py`, which keeps fewer activations."""
+        return self.fuses_layers and not self.spreads_experts and self.shape.model_type in MIXTURES
 
     @property
     def parameters(self) -> int:

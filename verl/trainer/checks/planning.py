@@ -16,7 +16,7 @@ from verl.modeling.huggingface import read_config
 from verl.modeling.vision import is_vision_config, language_model_of, tower_of, tower_sizes
 from verl.planner import report
 from verl.planner.devices import Device
-from verl.planner.fixes import Change, describe, smallest_change
+from verl.planner.fixes import Change, describe, first_that_fits, smallest_change
 from verl.planner.host import host_profile
 from verl.planner.placement import Plan, plan_groups
 from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space, preferred
@@ -99,10 +99,14 @@ def estimate(config: schema.Config, names: Sequence[str]) -> Estimate:
     """
     device = host_profile(config.trainer.device)
     job = job_of(config, shapes_of(config, names), names, device.kind == "cuda")
-    total = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    groups = groups_of(config.placement.model_dump(exclude={"auto"}), names, total)
+    groups = [(roles, len(numbers)) for roles, numbers in _placed(config, names)]
     concurrent = config.trainer.overlap or len(groups) == 1
     return Estimate(job, device, groups, plan_groups(job, device, groups, concurrent))
+
+
+def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """[(roles, devices)] of the placement of a configuration."""
+    return groups_of(config.placement.model_dump(exclude={"auto"}), names, _devices(config))
 
 
 def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
@@ -115,14 +119,19 @@ def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
     if not found.plan.fits:
         lines.append(_fix(found))
     if sum(count for _, count in found.groups) > 1:
-        total = _devices(config)
-        lines += ["", *report.choice_lines(_search(config, found).plans(total), total)]
+        total, search = _devices(config), _search(config, found)
+        configured = report.Configured(found.plan, [numbers for _, numbers in _placed(config, names)])
+        plans = search.plans(total, len(search.partitions()))
+        lines += ["", *report.choice_lines(plans, total, configured)]
     return "\n".join(lines)
 
 
 def _fix(found: Estimate) -> str:
     """The smallest change that makes an estimate fit, as text."""
-    change = found.change()
+    return _change_words(found.change())
+
+
+def _change_words(change: tuple[Change, Plan] | None) -> str:
     if change is None:
         return "no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits"
     return f"smallest change that fits ({report.gib(change[1].peak)} GiB): {describe(*change)}"
@@ -169,13 +178,33 @@ def _search(config: schema.Config, found: Estimate) -> Search:
         job = replace(job, roles=roles)
     fixed = policy.model.has_adapters or rollout.name == "hf" or rollout.deterministic
     sizes = (rollout.tensor_model_parallel_size,) if fixed else ROLLOUT_SIZES
-    # a rollout with separate devices idles during training, unless training is asynchronous
     models = None
     if job.kind == "megatron":  # the sizes of the settings, and those of the search
         now = job.role("actor").layout
         free = () if policy.actor.megatron.virtual_pipeline_model_parallel_size else MEGATRON_SIZES
         models = tuple(dict.fromkeys(((now.tensor, now.pipeline), *free)))
+    # a rollout with separate devices idles during training, unless training is asynchronous
     return Search(job, found.device, Space(job.overlaps, sizes, models, expert_sizes=None, same_sizes=True))
+
+
+def _nothing_fits(config: schema.Config, found: Estimate) -> str:
+    """Why no placement is possible, and what to change."""
+    total, k = _devices(config), config.trainer.max_staleness
+    if k and total == 1:
+        return (
+            f"trainer.async.max_staleness={k} needs a rollout on separate devices, but there is one device: use "
+            "trainer.n_gpus_per_node=2 or more, or trainer.async.max_staleness=0"
+        )
+
+    def plan_of(change: Change) -> Plan | None:
+        changed = replace(found, job=change.apply(found.job))
+        plans = _search(config, changed).plans(total * change.factor, 1)
+        return plans[0] if plans else None
+
+    separate = f" with a rollout on separate devices, which trainer.async.max_staleness={k} needs," if k else ""
+    words = _change_words(first_that_fits(found.job, found.device, plan_of))
+    words += "; or use trainer.async.max_staleness=0" if k else ""
+    return f"no placement on {total} devices{separate} fits; {words}"
 
 
 def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
@@ -207,7 +236,8 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
     Of plans within 5 % of the best, the simplest is chosen. The choice is logged.
 
     Raises:
-        ValueError: devices are set too, a model is not modelled, or nothing fits.
+        ValueError: devices are set too, a model is not modelled, or nothing fits (in asynchronous training, with a
+            rollout on separate devices).
     """
     if not isinstance(config, schema.Config) or not config.placement.auto:
         return config
@@ -222,12 +252,12 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
         raise ValueError(f"placement=auto is not possible: {error}; set placement.*_devices, or remove it") from error
     plans = _search(config, found).plans(_devices(config))
     if not plans:
-        raise ValueError(f"placement=auto: no placement on {_devices(config)} devices fits; {_fix(found)}")
+        raise ValueError(f"placement=auto: {_nothing_fits(config, found)}")
     best = preferred(plans)
     chosen = overrides_of(best, _devices(config))
     why = report.reason(plans) if len(plans) > 1 else "no other placement fits"
     if best.devices < _devices(config):
-        why += f"; more of the {_devices(config)} devices are not faster"
+        why += f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
     logger.info(
         "placement=auto: %s, about %.3g s per step (%s; rates: %s); sets %s",
         report.placement_words(best),

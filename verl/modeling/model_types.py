@@ -1,0 +1,8 @@
+"""Model types whose layers are computed by the functions of `fused_layers`."""
+
+#: those with the norm, MLP and rotary embedding of Llama
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+#: the same with a mixture of experts instead of some MLPs
+MIXTURES = ("qwen3_moe", "mixtral")
+#: the same as LLAMA_LIKE for the language models of vision-language models
+VISION_LIKE = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
