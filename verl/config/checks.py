@@ -228,8 +228,8 @@ def _sampling(config: Config) -> Iterator[Problem]:
     if rollout.temperature < LOWEST_TEMPERATURE:
         yield Problem(
             _ROLLOUT + "temperature",
-            f"found {rollout.temperature}, expected float >= {LOWEST_TEMPERATURE:g}: greedy decoding gives every prompt "
-            f"{rollout.n} equal responses (for greedy validation use {_ROLLOUT}val_kwargs.do_sample=false)",
+            f"found {rollout.temperature}, expected float >= {LOWEST_TEMPERATURE:g}: greedy decoding gives every "
+            f"prompt {rollout.n} equal responses (for greedy validation use {_ROLLOUT}val_kwargs.do_sample=false)",
         )
     if val.do_sample and val.temperature < LOWEST_TEMPERATURE:
         yield Problem(
