@@ -81,6 +81,8 @@ VALUES = {
     "trainer.v1.trainer_mode=colocate_async": "use sync, separate_async or fully_async",
     "trainer.v1.trainer_mode=separate_async": "only on separate devices",
     "async_training.staleness_threshold=-1": "found -1, expected a number of at least 0",
+    "async_training.trigger_parameter_sync_step=0": "found 0 updates between two weight syncs, expected at least 1",
+    "trainer.async.max_staleness=1001": "found 1001, expected int >= 0 and <= 1000",  # one metric for each
     "async_training.require_batches=3": "set data.train_batch_size=768 (found 1024)",
     "async_training.staleness=1": "use the keys of trainer.async",
     "trainer.async.max_staleness=-1": "found -1, expected int >= 0",
