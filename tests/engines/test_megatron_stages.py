@@ -70,5 +70,7 @@ def test_layers_that_do_not_divide(keys, message):
     ("layers", "stages", "keys", "name"), [(2, 4, ("embedding", "loss"), "loss"), (1, 2, ("embedding",), "embedding")]
 )
 def test_a_stage_without_layers_is_refused(layers, stages, keys, name):
-    with pytest.raises(ValueError, match=f"of {layers} layers, the stage of the {name} would have none: use fewer than"):
+    with pytest.raises(
+        ValueError, match=f"of {layers} layers, the stage of the {name} would have none: use fewer than"
+    ):
         end_stages(layers, section(stages, *keys))
