@@ -64,3 +64,13 @@ def test_one_stage_has_all_layers():
 def test_layers_that_do_not_divide(keys, message):
     with pytest.raises(ValueError, match=message):
         end_stages(8, section(4, *keys))
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "keys", "name"), [(2, 4, ("embedding", "loss"), "loss"), (1, 2, ("embedding",), "embedding")]
+)
+def test_a_stage_without_layers_is_refused(layers, stages, keys, name):
+    with pytest.raises(
+        ValueError, match=f"of {layers} layers, the stage of the {name} would have none: use fewer than"
+    ):
+        end_stages(layers, section(stages, *keys))

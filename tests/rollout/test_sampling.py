@@ -152,12 +152,22 @@ def test_filters_keep_the_best_token_and_do_not_change_the_input():
     assert logits.tolist() == [[0.0, 5.0, 1.0]]
 
 
+@pytest.mark.parametrize("vocabulary", [8, 10_000])
+def test_the_smallest_values_leave_the_best_token(vocabulary):
+    """Also those that float32 rounds to 0."""
+    logits = torch.linspace(-9, 9, vocabulary)[None]
+    for given in ({"top_p": 1e-300}, {"top_p": 1e-300, "top_k": 3}, {"temperature": 1e-5, "min_p": 1e-300}):
+        tokens, log_probs = draw(logits, SamplingParams(1, (), **given), torch.tensor([7]), 0)
+        assert tokens.tolist() == [vocabulary - 1] and log_probs.tolist() == [0.0]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"top_k": 0}, r"top_k must be -1 \(off\) or at least 1, found 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, found 0"),
         ({"top_p": 1.5}, "top_p=1.5"),
+        ({"temperature": 1e-300}, "temperature=1e-300: expected 0 or at least 1e-05"),
     ],
 )
 def test_parameters_that_select_nothing_are_refused(given, message):

@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -20,7 +22,7 @@ from verl.rollout.server.app import make_app
 from verl.rollout.server.engine_loop import EngineLoop
 from verl.rollout.server.http import ServerThread, listen, serve_until_signal
 from verl.rollout.server.protocol import ApiError, read_call
-from verl.rollout.server.service import Running, SingleCall
+from verl.rollout.server.service import Running, ServedModel, SingleCall
 from verl.rollout.server.text import ResponseText, text_of, token_bytes
 
 KEY = "secret"
@@ -267,6 +269,8 @@ def test_too_long_prompts_other_models_and_images_are_refused(client):
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(openai.BadRequestError, match="found one of type 'image_url': the server reads no images"):
         client.chat.completions.create(model="tiny", messages=image)
+    with pytest.raises(openai.BadRequestError, match="temperature=1e-300: expected 0 or at least"):
+        client.chat.completions.create(**CHAT, temperature=1e-300)
     with pytest.raises(openai.BadRequestError, match="token ids from 0"):
         client.completions.create(model="tiny", prompt=[10**9])
     with pytest.raises(openai.BadRequestError, match="logprobs=0 returns"):
@@ -282,15 +286,6 @@ def test_sampling_parameters_that_the_engine_lacks_are_refused(served):
     for keys in (None, frozenset({"temperature", "min_p"})):
         params = replace(served[1], sampling_keys=keys).sampling(call, 3)
         assert (params.temperature, params.min_p) == (0.5, 0.25)
-
-
-def test_a_call_has_at_most_128_choices_and_128_prompts():
-    assert read_call(True, {**CHAT, "n": 128}).n == 128
-    assert len(read_call(False, {"model": "tiny", "prompt": ["a"] * 128}).prompts) == 128
-    with pytest.raises(ApiError, match=r"n: .* less than or equal to 128, found 129"):
-        read_call(True, {**CHAT, "n": 129})
-    with pytest.raises(ApiError, match="prompt: expected at most 128 prompts, found 129"):
-        read_call(False, {"model": "tiny", "prompt": ["a"] * 129})
 
 
 def test_authentication_and_bad_requests(served):
@@ -320,6 +315,41 @@ def test_authentication_and_bad_requests(served):
         assert large.status_code == 413 and large.json()["error"]["code"] == "request_too_large"
         assert http.get("/v1/nothing", headers=key).status_code == 404
         assert http.get("/v1/chat/completions", headers=key).status_code == 405
+
+
+def test_the_server_answers_while_a_long_prompt_is_tokenized(served, monkeypatch):
+    started, end, plain = threading.Event(), threading.Event(), ServedModel.encode_chat
+    key = {"Authorization": f"Bearer {KEY}"}
+
+    def encode(model: ServedModel, call) -> list[int]:
+        if call.messages[0]["content"] == "long":
+            started.set()
+            assert end.wait(60)
+        return plain(model, call)
+
+    monkeypatch.setattr(ServedModel, "encode_chat", encode)
+    with httpx.Client(base_url=served[3].url, headers=key, timeout=20) as http, ThreadPoolExecutor() as pool:
+        body = {**CHAT, "max_tokens": 1}
+        long = body | {"messages": [{"role": "user", "content": "long"}]}
+        waiting = pool.submit(httpx.post, f"{served[3].url}/v1/chat/completions", json=long, headers=key, timeout=90)
+        try:
+            assert started.wait(60)
+            assert http.post("/v1/chat/completions", json=body).status_code == 200
+        finally:
+            end.set()
+        assert waiting.result().status_code == 200
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(served, caplog):
+    caplog.set_level("INFO", "verl.rollout.server")
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 9\r\n\r\n{{"
+    with socket.create_connection((served[3].host, served[3].port)) as connection:
+        connection.sendall(head.encode())
+    deadline = time.monotonic() + 20
+    while "disconnected before its request was complete" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_an_error_of_the_engine_reaches_the_client(served, client, monkeypatch):

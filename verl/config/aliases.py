@@ -187,12 +187,15 @@ def _staleness(value: Any, lookup: Lookup) -> dict[str, Any]:
 def _ahead(fraction: Any, updates: int) -> dict[str, Any]:
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or fraction < 0:
         raise ValueError(f"found {fraction!r}, expected a number of at least 0")
+    if updates < 1:
+        raise ValueError(f"found {updates} updates between two weight syncs, expected at least 1")
     return {"trainer.async.max_staleness": math.ceil((1 + fraction) * updates) - 1}
 
 
 def _updates(lookup: Lookup) -> int:
     """Updates between two weight syncs of public verl's fully asynchronous trainer."""
-    return _int(lookup("async_training.trigger_parameter_sync_step") or 1)
+    updates = lookup("async_training.trigger_parameter_sync_step")
+    return 1 if updates is None else _int(updates)
 
 
 def _sync_step(value: Any, lookup: Lookup) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
-from verl.config.schema.rollout import RolloutConfig, RolloutEngineConfig
+from verl.config.schema.rollout import LOWEST_TEMPERATURE, RolloutConfig, RolloutEngineConfig
 from verl.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl.config.schema.trainer import RunConfig, TrainerConfig
 from verl.utils.redaction import not_saved
@@ -230,16 +230,17 @@ def _divisors_near(number: int, wanted: int) -> str:
 
 def _sampling(config: Config) -> Iterator[Problem]:
     rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    if rollout.temperature <= 0:
+    if rollout.temperature < LOWEST_TEMPERATURE:
         yield Problem(
             _ROLLOUT + "temperature",
-            f"found {rollout.temperature}, expected float > 0: greedy decoding gives every prompt {rollout.n} equal "
-            f"responses (for greedy validation use {_ROLLOUT}val_kwargs.do_sample=false)",
+            f"found {rollout.temperature}, expected float >= {LOWEST_TEMPERATURE:g}: greedy decoding gives every "
+            f"prompt {rollout.n} equal responses (for greedy validation use {_ROLLOUT}val_kwargs.do_sample=false)",
         )
-    if val.do_sample and val.temperature <= 0:
+    if val.do_sample and val.temperature < LOWEST_TEMPERATURE:
         yield Problem(
             _ROLLOUT + "val_kwargs.temperature",
-            f"found {val.temperature} with do_sample=true: use a temperature > 0, or do_sample=false",
+            f"found {val.temperature} with do_sample=true: use a temperature of at least {LOWEST_TEMPERATURE:g}, or "
+            "do_sample=false",
         )
     if "" in rollout.stop:
         yield Problem(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 import torch
 from pydantic import BaseModel, ValidationError
 
-from verl.config.schema.rollout import SamplingConfig
+from verl.config.schema.rollout import LOWEST_TEMPERATURE, SamplingConfig
 from verl.registry import Registry, load_object
 from verl.rollout.gathering import GatheredRequests
 from verl.rollout.routed_experts import check_records
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from verl.rollout.weight_sync.grouping import HybridGroups
 
 T = TypeVar("T")
-
 
 #: fields of `schema.SamplingConfig` that `SamplingParams` has in another form: max_tokens, and stop with its tokenizer
 _OTHER_FORM = ("response_length", "stop")
@@ -71,6 +70,8 @@ class SamplingParams(_SamplingFields):
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"sampling: max_tokens must be at least 1, found {self.max_tokens}")
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(f"sampling: temperature={self.temperature}: expected 0 or at least {LOWEST_TEMPERATURE:g}")
         if self.top_k == 0:
             raise ValueError("sampling: top_k must be -1 (off) or at least 1, found 0")
         try:

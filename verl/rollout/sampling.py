@@ -92,7 +92,9 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def _outside(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     """(B, K) probabilities in decreasing order -> True where the preceding tokens already reach top_p."""
-    return probs.cumsum(-1) - probs >= top_p
+    found = probs.cumsum(-1) - probs >= top_p
+    found[:, 0] = False  # also for a top_p that float32 rounds to 0
+    return found
 
 
 def choose(

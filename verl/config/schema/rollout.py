@@ -10,6 +10,9 @@ from verl.config.fields import FilePath, Precision, Section, StrList, field, sec
 
 _ACTOR = "${actor_rollout_ref.actor."
 
+#: except for 0; logits divided by a lower temperature may exceed float32
+LOWEST_TEMPERATURE = 1e-5
+
 
 class SamplingConfig(Section):
     """How a response is sampled. Engines receive these fields by name (`SamplingParams`)."""

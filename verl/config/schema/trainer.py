@@ -107,7 +107,7 @@ class AsyncConfig(Section):
     """`trainer.async`: generation of the next batches during training, with `placement.rollout_devices`."""
 
     max_staleness: int = field(
-        0, "maximum staleness of a sample, in updates; 0: generation and training alternate", ge=0
+        0, "maximum staleness of a sample, in updates; 0: generation and training alternate", ge=0, le=1000
     )
     partial_rollout: bool = field(
         True, "continue interrupted responses with new weights; false: a weight push waits for the running ones"

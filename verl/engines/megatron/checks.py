@@ -108,6 +108,11 @@ def end_stages(num_layers: int, megatron: schema.MegatronConfig) -> tuple[int | 
             f"expected a multiple of the {p} pipeline stages and no virtual_pipeline_model_parallel_size: set "
             f"{numbers} instead"
         )
+    if units == p:
+        raise ValueError(
+            f"megatron: account_for_*_in_pipeline_split: of {num_layers} layers, the stage of the {names.split()[-1]} "
+            f"would have none: use fewer than {p} pipeline stages"
+        )
     if p == sum(counted.values()):  # two equal stages
         return None, None
     return (units // p - 1 if counted["embedding"] else None), (units // p - 1 if counted["loss"] else None)

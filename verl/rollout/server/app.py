@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verl.rollout.server.protocol import ApiError, read_call
+from verl.rollout.server.protocol import ApiError, Call, read_call
 from verl.rollout.server.responses import chunks, full_body
 from verl.rollout.server.service import Conversation, Generator, Running, ServedModel, SingleCall
 
@@ -92,10 +92,12 @@ class _Routes:
         return await self._respond(request, False)
 
     async def _respond(self, request: Request, is_chat: bool) -> Response:
-        call = read_call(is_chat, await _read_json(request, self.max_body))
-        episode = request.path_params.get("episode")
-        conversation = SingleCall(self.model, self.generator) if episode is None else self.find_episode(episode)
-        running = Running.start(call, conversation, self.model)
+        try:
+            call = read_call(is_chat, await _read_json(request, self.max_body))
+            running = await self._start(call, request.path_params.get("episode"))
+        except ClientDisconnect:
+            logger.info("a client has disconnected before its request was complete")
+            return Response(status_code=499)
         if call.stream:
             return _EventStream(running)
         try:
@@ -107,6 +109,13 @@ class _Routes:
             return Response(status_code=499)
         except Exception as error:
             raise _engine_error(call.call_id, error) from error
+
+    async def _start(self, call: Call, episode: str | None) -> Running:
+        if episode is not None:
+            return Running.start(call, self.find_episode(episode), self.model)
+        # in a thread: to tokenize a body of several MiB takes seconds, for which other calls would wait
+        single = SingleCall(self.model, self.generator)
+        return await asyncio.to_thread(Running.start, call, single, self.model)
 
 
 async def _unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

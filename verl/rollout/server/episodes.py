@@ -261,7 +261,7 @@ def _parsed(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return arguments
 
 

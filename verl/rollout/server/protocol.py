@@ -290,7 +290,8 @@ def _message(message: _Message, where: str) -> dict[str, Any]:
 def _tool_call(call: _ToolCall) -> dict[str, Any]:
     arguments = call.function.arguments
     if isinstance(arguments, str):
-        with suppress(json.JSONDecodeError):  # a policy may write arguments that are not JSON
+        # a policy may write arguments that are not JSON, are nested too deeply, or have an integer that is too long
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
     named = {"id": call.id} if call.id else {}
     return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -101,7 +101,11 @@ class ServedModel:
                 raise ApiError(400, f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
         seed = secrets.randbits(63) if call.seed is None else call.seed
         limit = min(call.max_tokens or self.params.max_tokens, room)
-        return self.with_stops(call, replace(self.params, max_tokens=limit, seed=seed, **call.sampling))
+        try:
+            params = replace(self.params, max_tokens=limit, seed=seed, **call.sampling)
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_value") from None
+        return self.with_stops(call, params)
 
     def with_stops(self, call: Call, params: SamplingParams) -> SamplingParams:
         """Add the stop strings and tokens of a call. Raises ApiError for a token that does not exist."""
