@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.learning import overrides, start_model
 from examples.quickstart.tasks import write_task
-from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator
+from verl.dataflow import HOLD, DataFlow, Operator
 from verl.protocol import DataProto
 from verl.tracking.curves import WINDOW
+from verl.trainer.asynchronous.generation import use_sampled_log_probs
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.ppo.rollout_correction import sampled_log_probs
 
 SEPARATE = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
 CORRECTION = ["algorithm.rollout_correction.rollout_is=token"]
@@ -48,12 +48,7 @@ class Delayed(LocalPPOTrainer):
     def build_flow(self) -> DataFlow:
         self.older: list[DataProto] = []
         flow = super().build_flow().insert_after("reward", Operator("delay", self._delay))
-        if "rollout_correction" in flow:
-            return flow
-        reads = ("rollout_log_probs", "response_mask")  # as asynchronous training does without a correction
-        return flow.replace(
-            "old_log_prob", Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",), CONTROLLER)
-        )
+        return use_sampled_log_probs(flow, self.config)  # as in asynchronous training
 
     def _delay(self, batch: DataProto) -> object:
         self.older.append(batch)
