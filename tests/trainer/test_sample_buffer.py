@@ -123,17 +123,43 @@ def test_staleness_is_bounded_whatever_the_order_in_which_groups_finish(k, seed)
     assert set(seen) | set(run.buffer.groups) == {str(i) for i in range(len(seen) + len(run.buffer.groups))}
 
 
+@pytest.mark.parametrize("start", [0, 5])
+def test_the_batches_of_the_start_are_not_sorted_by_length(start):
+    """The later a prompt was admitted, the earlier its responses end: the order of admission decides, B per step."""
+    run = Run(max_staleness=2)
+    run.step = start
+    run.buffer.start_at(start, 1000)
+    assert run.admit() == 3 * B
+    run.finish(str(i) for i in reversed(range(1, 3 * B)))
+    assert not run.ready(), "the first step trains on the first prompts, and one of them is not finished"
+    run.finish(["0"])
+    for step in range(3):
+        assert set(uids_of(run.take())) == {str(step * B + i) for i in range(B)}
+        run.push()
+    assert run.admit() == 3 * B
+
+
 def test_a_long_response_is_waited_for_and_not_overtaken_for_ever():
-    run = Run(max_staleness=1)
-    assert run.admit() == 2 * B
-    run.finish(str(i) for i in range(1, 2 * B))  # all except the first
-    assert uids_of(run.take()) == ["1", "2", "3", "4"] and run.admit() == 0
+    run = Run(max_staleness=2)
+    assert run.admit() == 3 * B
+    run.finish(str(i) for i in range(B))
+    run.take()
+    run.push()
+    for uid in ("4", "5"):  # an operator filters them
+        del run.admitted[uid]
+        run.buffer.settle([uid])
+    assert run.admit() == B + 2  # 12 to 17, of version 1
+    run.finish(str(i) for i in (*range(6, 12), *range(13, 18)))  # all except the first
+    assert uids_of(run.take()) == ["6", "7", "8", "9"]
     run.push()
     assert run.admit() == B
-    run.finish([str(i) for i in range(2 * B, 3 * B)])
-    assert not run.ready(), "the group 0 has version 0: it is due in step 2"
-    run.finish(["0"])
-    assert uids_of(run.take()) == ["5", "6", "7", "0"]
+    assert uids_of(run.take()) == ["10", "11", "13", "14"], "the group 12 can be trained in step 4"
+    run.push()
+    assert run.admit() == B
+    run.finish(str(i) for i in range(18, 26))
+    assert not run.ready(), "the group 12 has version 1: it is due in step 4"
+    run.finish(["12"])
+    assert uids_of(run.take()) == ["15", "16", "17", "12"]
 
 
 def test_no_prompt_is_admitted_for_a_step_after_the_last():
@@ -192,7 +218,7 @@ def test_filtered_groups_make_room_and_are_counted():
     assert run.buffer.in_flight == 2 * B, "nothing is available to a step before settle()"
     run.buffer.settle(["0", "1", "2"])
     assert run.admit() == 1 and "8" in run.admitted
-    run.finish(["3", "8"])
+    run.finish(["3", "4"])
     assert run.take().meta_info["metrics"]["async/filtered"] == 1
 
 

@@ -16,7 +16,7 @@ class VersionEngine(RolloutEngine):
     """Samples responses of 1 to max_tokens tokens. Its log-probs are those of a uniform distribution of 8 tokens.
 
     One of 8 requests stops after two tokens until a push of weights interrupts it, for at most `hold` seconds; requests
-    that continue others do not.
+    that continue others do not, nor those of version 0: step 1 waits for all responses of the first prompts.
     """
 
     samples_policy = False
@@ -44,6 +44,7 @@ class VersionEngine(RolloutEngine):
         count = 1 + fork_seed(request.sample_id) % request.params.max_tokens
         self._longest = max(self._longest, request.params.max_tokens)
         held = request.params.max_tokens == self._longest and fork_seed("held", request.sample_id) % 8 == 0
+        held = held and self.weight_version > 0
         tokens, aborted = [], self._aborted
         self._running += 1
         try:

@@ -11,6 +11,9 @@ sampled one of its tokens. Two rules keep it at most k = `max_staleness`:
 - Order. A step takes the groups that finished first, as far as the others can still be trained in time: at most
   (v + k + 1 - s) * B groups that were admitted at version v or before may be left after step s. So a long response is
   waited for and trained, not overtaken until it is too old, and short responses are not preferred.
+- Start. With the first weights of a run, k + 1 batches are admitted at once. In the order in which they finish, they
+  would be sorted by length: the first step would train on the shortest responses, the last on the longest. So they are
+  trained in the order of admission, B per step.
 
 A sample whose engine reports an older version than it was given is the exception: its group is dropped, counted, and
 generated again. If this happens to a group again and again, the engine does not get the weights: the run stops.
@@ -98,7 +101,7 @@ class SampleBuffer:
         self.max_staleness = max_staleness
         self.total_steps = total_steps
         self.pad_token_id = pad_token_id
-        self.version = 0
+        self.version = self._first_version = 0
         self.lock = threading.Condition(threading.RLock())
         self.groups: dict[str, Group] = {}  # by uid, in the order of admission
         self._finished: list[str] = []  # uids, in the order of `put`
@@ -132,7 +135,7 @@ class SampleBuffer:
     def start_at(self, step: int, total_steps: int) -> None:
         """Begin after this many completed steps, with weights of that version."""
         with self.lock:
-            self.version = self._steps_taken = step
+            self.version = self._first_version = self._steps_taken = step
             self.total_steps = total_steps
 
     def set_version(self, version: int) -> None:
@@ -267,7 +270,10 @@ class SampleBuffer:
     def _choose(self, step: int) -> list[str] | None:
         """The uids of the groups of a step, in the order in which they finished; None if more must finish first."""
         self._drop_stale(step)
-        chosen: set[str] = set()
+        at_start = [uid for uid, group in self.groups.items() if group.version == self._first_version]
+        chosen = set(at_start[: self.batch_size])
+        if not chosen <= set(self._finished):
+            return None
         for version in range(step - 1 - self.max_staleness, step):
             admitted = sum(group.version <= version for group in self.groups.values())
             may_be_left = (version + self.max_staleness + 1 - step) * self.batch_size
