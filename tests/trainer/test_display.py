@@ -126,11 +126,11 @@ def test_the_next_commands_name_the_columns_that_were_detected(tiny, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     rows, chats = tmp_path / "pairs.jsonl", tmp_path / "chats.jsonl"
     rows.write_text('{"question": "1+1=", "answer": "2"}\n')
-    message = '{"role": "user", "content": "1+1="}'
-    chats.write_text('{"messages": [%s], "solution": "2"}\n' % message)
+    chats.write_text('{"messages": [{"role": "user", "content": "1+1="}], "solution": "2"}\n')
 
     def commands(config, dataset):
-        return offline_commands(config.with_overrides({"data.train_files": ["a"]}), Path("m"), RESPONSES, False, dataset)
+        config = config.with_overrides({"data.train_files": ["a"]})
+        return offline_commands(config, Path("m"), RESPONSES, dataset=dataset)
 
     (generate,) = commands(SFTConfig(), SFTDataset(rows, tokenizer))
     assert generate == (

@@ -77,7 +77,7 @@ def test_a_run_that_is_not_resumed_leaves_the_results_of_the_one_before(tmp_path
         with RunRecord(folder, {"experiment": name}) as record:
             logger.warning("of the %s", name)
             record.resume(0)
-            (folder / "metrics.jsonl").write_text('{"step": 0, "name": "%s"}\n' % name)
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "name": name}) + "\n")
             record.add_step(1, {"text": name}.copy, last=True)
     with pytest.raises(ValueError), RunRecord(folder, {"experiment": "fourth"}):
         raise ValueError("it did not start")  # moves nothing
@@ -93,7 +93,7 @@ def test_a_run_that_is_not_resumed_leaves_the_results_of_the_one_before(tmp_path
         assert [line["message"] for line in lines(folder / place / "warnings.jsonl")] == [f"of the {name}"]
     assert lines(folder / "metrics.jsonl") == [{"step": 0, "name": "third"}]
     assert [line["message"] for line in lines(folder / "warnings.jsonl")] == ["of the third"]
-    assert [path.name for path in run_folders(folder)][0] == "run"  # the newest first
+    assert run_folders(folder)[0] == folder  # the newest first
 
 
 def test_a_second_run_without_a_checkpoint_starts_its_metrics_anew(tiny, tmp_path, caplog):

@@ -20,7 +20,7 @@ _MOVED = (*_RESULTS, *(name.replace(".", ".dropped.") for name in _RESULTS), "cu
 
 
 class EarlierRun:
-    """What an earlier run has recorded in a folder. run.json and the warnings are read now, other files are moved later.
+    """What an earlier run has recorded in a folder. The state of run.json and of the warnings is that of now.
 
     Args:
         folder: `trainer.default_local_dir` of the new run.
