@@ -70,7 +70,6 @@ def serve(
             from verl.registry import import_module
             from verl.rollout.server.http import listen
             from verl.tools.parsers import TOOL_PARSERS
-            from verl.utils.log import announce_loading
 
             for address in imports or []:
                 import_module(address)
@@ -79,7 +78,6 @@ def serve(
                 raise ValueError(f"MODEL: there is no folder {model!r}")
             settings["engine_kwargs"] = _engine_kwargs(engine, engine_kwargs)
             sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
-            announce_loading()
             name = served_model_name or model
             made, served = stack.enter_context(load(settings, model_settings, device, lengths, name, imports or ()))
         print(f"serving {shown(name)} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
@@ -89,8 +87,11 @@ def serve(
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """End the command with one message for what a user can cause."""
+    """End the command with one message for what a user can cause. What takes seconds is imported in it."""
     from verl.trainer.startup.command_line import user_errors
+    from verl.utils.log import announce_loading
+
+    announce_loading()
 
     with user_errors():
         try:

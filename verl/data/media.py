@@ -50,9 +50,9 @@ class MediaPrompt:
 
     def describe(self) -> list[str]:
         """A line about the images, with the size and the file of each, and one about the videos; none without any."""
-        places = ("in the data file" if image.file is None else str(image.file) for image in self.images)
+        files = ("in the data file" if image.file is None else str(image.file) for image in self.images)
         sizes = (f"{width} x {height}" for width, height in (image.size() for image in self.images))
-        images = ", ".join(f"{size} ({place})" for size, place in zip(sizes, places))
+        images = ", ".join(f"{size} ({file})" for size, file in zip(sizes, files))
         lines = [f"images: {len(self.images)}, {images}"] if self.images else []
         return [*lines, f"videos: {len(self.videos)}"] if self.videos else lines
 
