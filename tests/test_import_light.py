@@ -84,3 +84,16 @@ for module in pkgutil.walk_packages(verl.__path__, "verl."):
             print(f"{module.name}: {type(error).__name__}: {error}")
 """
     assert python(program, json.dumps([sorted(OPTIONAL), sorted(ADAPTERS)])) == ""
+
+
+def test_a_command_says_what_it_loads_before_it_loads_it():
+    program = (
+        "import sys; from verl.trainer.startup.command_line import command_line;"
+        "run = lambda path, overrides: print('torch' in sys.modules) or 0;"
+        "command_line(['--help'], 'the help', None, run, check=print); print('rich' in sys.modules);"
+        "command_line(['a=1'], 'the help', None, run, check=lambda *given: None);"
+        "sys.modules['torch'] = sys; command_line(['a=1'], 'the help', None, run)"
+    )
+    lines = python(program).splitlines()
+    assert lines[:2] == ["the help", "False"] and lines[3:] == ["False", "True"]
+    assert lines[2].endswith(" loading torch and transformers")

@@ -36,5 +36,4 @@ exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
     trainer.logger='["console","jsonl"]' \
     trainer.total_training_steps=30 \
     trainer.test_freq=30 \
-    trainer.save_at_end=false \
     "$@"

@@ -5,9 +5,9 @@
     python examples/quickstart/run.py --shuffle-rewards    # control: shuffled rewards, no improvement expected
     python examples/quickstart/run.py --model smollm2      # a real model with 135M parameters: see showcase.py
 
-The script creates a model with 103k random parameters, warms it up with SFT (about 60 % correct), and then trains it
-with RL: 64 prompts x 8 responses per step, reward 1 if correct, otherwise 0. It uses the same trainers as real runs;
-only the model is small.
+The script creates a model with 103k random parameters, warms it up with SFT (about half of the sampled responses are
+correct), and then trains it with RL: 64 prompts x 8 responses per step, reward 1 if correct, otherwise 0. It uses the
+same trainers as real runs; only the model is small.
 """
 
 import argparse
@@ -23,6 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import examples.quickstart  # noqa: F401  found from anywhere, installed or not
 
 sys.path.pop(0)  # of an installed package it is the folder verl, whose modules would hide others
+
+from verl.utils.log import announce_loading, setup_logging
+
+if not {"-h", "--help"} & {*sys.argv}:
+    announce_loading()
 
 import torch
 from rich.console import Console
@@ -43,7 +48,6 @@ from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
 from verl.trainer.state.interruption import Stopped
 from verl.utils.alive import Alive
-from verl.utils.log import setup_logging
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")

@@ -92,7 +92,7 @@ def test_an_opening_assistant_message_and_a_trailing_question_are_not_trained(wr
 
 def test_truncation_by_hand(write, char_tokenizer):
     path = write("a.jsonl", [{"prompt": "abc=", "response": "cba"}])  # 4 + 3 + eos
-    with pytest.raises(ValueError, match=r"1 of 1 examples longer than 6 tokens.*line 1, with 8"):
+    with pytest.raises(ValueError, match=r"1 of 1 samples longer than 6 tokens.*line 1, with 8"):
         SFTDataset(path, char_tokenizer, {"max_length": 6})
     right = SFTDataset(path, char_tokenizer, {"max_length": 6, "truncation": "right"})[0]
     assert segments(char_tokenizer, right) == [(0, "abc="), (1, "cb")]
@@ -108,7 +108,7 @@ def test_rows_without_a_trained_token_left_are_counted(write, char_tokenizer, ca
     with caplog.at_level(logging.INFO, logger="verl.data"):
         dataset = SFTDataset(write("a.jsonl", rows), char_tokenizer, {"max_length": 5, "truncation": "right"})
     assert [dataset[i]["index"] for i in range(len(dataset))] == [1]
-    assert "truncated 1 of 2 examples longer than 5 tokens; dropped 1 of them" in caplog.text
+    assert "truncated 1 of 2 samples longer than 5 tokens; dropped 1 of them" in caplog.text
     with pytest.raises(ValueError, match="none of the 1 rows has a token in the loss within 5 tokens"):
         SFTDataset(write("b.jsonl", rows[:1]), char_tokenizer, {"max_length": 5, "truncation": "right"})
 
@@ -223,7 +223,7 @@ def test_a_short_run_tokenizes_the_rows_that_it_reads(write, char_tokenizer, cap
     whole = SFTDataset(path, char_tokenizer)
     with caplog.at_level(logging.INFO, "verl"):
         few = SFTDataset(path, char_tokenizer, needed=lambda count: {17, 3, count - 1})
-    assert "tokenized 3 examples" in caplog.text
+    assert "tokenized 3 samples" in caplog.text
     assert len(few) == len(whole) == 20  # so the order of the rows is the same in a longer run
     assert [few[i] for i in (19, 3, 17, 5, 3)] == [whole[i] for i in (19, 3, 17, 5, 3)]  # 5 was not announced
     with pytest.raises(IndexError):
@@ -236,5 +236,5 @@ def test_rows_that_a_short_run_reads_must_fit(write, char_tokenizer):
     path = write("a.parquet", [{"prompt": "1" * (5 + i), "response": "2"} for i in range(4)])
     config = {"max_length": 8}
     assert SFTDataset(path, char_tokenizer, config, needed=lambda count: {0, 1})[1]["index"] == 1
-    with pytest.raises(ValueError, match="1 of 2 examples longer than 8 tokens"):
+    with pytest.raises(ValueError, match="1 of 2 samples longer than 8 tokens"):
         SFTDataset(path, char_tokenizer, config, needed=lambda count: {0, 3})

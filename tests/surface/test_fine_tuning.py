@@ -62,7 +62,7 @@ def test_code_of_ones_own_is_used(command, tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.n_gpus_per_node=5"], "24 examples are not divisible by 5 ranks: use 20 or 25"),
+        (["trainer.n_gpus_per_node=5"], "24 samples are not divisible by 5 ranks: use 20 or 25"),
         (
             ["trainer.n_gpus_per_node=3", "engine.tensor_parallel_size=2"],
             "3 ranks are not divisible by the model-parallel size 2",
@@ -134,7 +134,7 @@ def test_a_column_that_would_change_the_chat_is_refused(column, value, tiny, tmp
 def test_long_examples_are_counted_before_training(command, tmp_path, capsys):
     assert main([*command, "data.max_length=5"]) == 1
     shown = capsys.readouterr().err
-    assert "examples longer than 5 tokens" in shown and "data.truncation to left or right" in shown
+    assert "samples longer than 5 tokens" in shown and "data.truncation to left or right" in shown
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -147,7 +147,7 @@ def test_a_short_run_is_the_start_of_a_long_one(command, tmp_path, caplog):
         with caplog.at_level("INFO", "verl"):
             further = ["data.train_batch_size=8", f"trainer.total_training_steps={steps}"]
             assert main([*command, *further, f"trainer.default_local_dir={folder}"]) == 0
-        assert f"tokenized {8 if steps == 1 else 24} examples" in caplog.text
+        assert f"tokenized {8 if steps == 1 else 24} samples" in caplog.text
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         losses[name] = [json.loads(line)["train/nll"] for line in lines]
     assert len(losses["long"]) == 3 and losses["short"] == losses["long"][:1]

@@ -66,9 +66,14 @@ def test_jsonl_resumed_holds_no_step_twice_and_loses_nothing(tmp_path):
     ]
     assert (tmp_path / "metrics.dropped.jsonl").read_text().count("\n") == 3
     with tracking(tmp_path, "jsonl") as run:  # from the beginning, in the same folder
+        run.log({"val-core/acc": 0}, 0)
         run.log({"loss": 0}, 1)
-    assert [x["step"] for x in lines(tmp_path)] == [1]
+    assert [x["step"] for x in lines(tmp_path)] == [0, 1]
     assert (tmp_path / "metrics.dropped.jsonl").read_text().count("\n") == 10
+    with tracking(tmp_path, "jsonl") as run:  # once more, with the validation before step 1
+        run.log({"val-core/acc": 0.5}, 0)
+    assert [(x["step"], x["val-core/acc"]) for x in lines(tmp_path)] == [(0, 0.5)]
+    assert (tmp_path / "metrics.dropped.jsonl").read_text().count("\n") == 12
 
 
 def test_images_of_samples(tmp_path):

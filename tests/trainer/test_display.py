@@ -6,10 +6,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from verl.config import Config, load_config
 from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.sft import SFTConfig
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -117,6 +120,28 @@ def test_the_next_commands_are_complete():
     chats = SFTConfig().with_overrides({"data.train_files": ["a.jsonl"]})
     assert offline_commands(chats, Path("m"), RESPONSES) == []
     assert next_lines(["verl report run"]) == ["next:    verl report run"]
+
+
+def test_the_next_commands_name_the_columns_that_were_detected(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    rows, chats = tmp_path / "pairs.jsonl", tmp_path / "chats.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    chats.write_text('{"messages": [{"role": "user", "content": "1+1="}], "solution": "2"}\n')
+
+    def commands(config, dataset):
+        config = config.with_overrides({"data.train_files": ["a"]})
+        return offline_commands(config, Path("m"), RESPONSES, dataset=dataset)
+
+    (generate,) = commands(SFTConfig(), SFTDataset(rows, tokenizer))
+    assert generate == (
+        "verl generate model.path=m data.path=a data.output_path=run/responses.parquet data.prompt_key=question"
+    )
+    given = Config().with_overrides({"reward.reward_function": "accuracy_reward"})
+    (generate,) = commands(given, RLHFDataset(chats, tokenizer, {"chat_template": "{{ messages[0].content }}"}))
+    assert "data.prompt_key=messages" in shlex.split(generate)  # and none of `verl eval`, which has no `solution`
+    nested = [{"question": {"text": "1+1="}, "answer": {"text": "2"}}]  # `verl generate` reads whole columns
+    dataset = SFTDataset(nested, tokenizer, {"prompt_dict_keys": ["text"], "response_dict_keys": ["text"]})
+    assert commands(SFTConfig(), dataset) == []
 
 
 def test_an_interrupted_run_has_a_summary_and_a_failed_one_has_not(settings, tmp_path, lines):

@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.tracking import run_record as module
 from verl.tracking.report import report_data, write_report
 from verl.tracking.run_record import RunRecord, collected
-from verl.tracking.runs import open_run
+from verl.tracking.runs import open_run, run_folders
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.recording import MAX_TOKENS, distribution, step_record
 
@@ -69,6 +69,45 @@ def test_the_file_of_steps_is_bounded_and_continues(tmp_path, monkeypatch):
         for step in range(41, 60):
             record.add_step(step, dict(text="y").copy, last=False)
     assert [line["step"] for line in lines(tmp_path / "steps.jsonl")] == [1, 9, 17, 25, 33, 41, 49, 57]
+
+
+def test_a_run_that_is_not_resumed_leaves_the_results_of_the_one_before(tmp_path):
+    folder = tmp_path / "run"
+    for name in ("first", "second", "third"):
+        with RunRecord(folder, {"experiment": name}) as record:
+            logger.warning("of the %s", name)
+            record.resume(0)
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "name": name}) + "\n")
+            record.add_step(1, {"text": name}.copy, last=True)
+    with pytest.raises(ValueError), RunRecord(folder, {"experiment": "fourth"}):
+        raise ValueError("it did not start")  # moves nothing
+    with RunRecord(folder, {"experiment": "third, resumed"}) as record:
+        record.resume(1)
+    with RunRecord(folder, {"experiment": "third, restarted"}, is_new=False) as record:
+        record.resume(0)  # a restart of the same run repeats its steps
+    assert sorted(path.name for path in (folder / "earlier_runs").iterdir()) == ["run_1", "run_2"]
+    for name, place in {"first": "earlier_runs/run_1", "second": "earlier_runs/run_2"}.items():
+        assert open_run(folder / place).about["experiment"] == name
+        assert lines(folder / place / "metrics.jsonl") == [{"step": 0, "name": name}]
+        assert [line["text"] for line in lines(folder / place / "steps.jsonl")] == [name]
+        assert [line["message"] for line in lines(folder / place / "warnings.jsonl")] == [f"of the {name}"]
+    assert lines(folder / "metrics.jsonl") == [{"step": 0, "name": "third"}]
+    assert [line["message"] for line in lines(folder / "warnings.jsonl")] == ["of the third"]
+    assert run_folders(folder)[0] == folder  # the newest first
+
+
+def test_a_second_run_without_a_checkpoint_starts_its_metrics_anew(tiny, tmp_path, caplog):
+    settings = [*run_settings(tiny, tmp_path / "run"), "trainer.total_training_steps=1", "trainer.test_freq=1"]
+    settings += ["trainer.save_at_end=false", "trainer.val_before_train=true", "trainer.logger=[jsonl]"]
+    with caplog.at_level(logging.INFO, "verl"):
+        for _ in range(2):
+            LocalPPOTrainer(overrides=settings).fit()
+    for folder in (tmp_path / "run", tmp_path / "run" / "earlier_runs" / "run_1"):
+        found = [(line["step"], "actor/lr" in line) for line in lines(folder / "metrics.jsonl")]
+        assert found == [(0, False), (1, True), (1, False)]  # validation, step, validation
+        assert open_run(folder).about["state"] == "finished"
+    assert not (tmp_path / "run" / "metrics.dropped.jsonl").exists()
+    assert any(f"moved to {tmp_path}/run/earlier_runs/run_1" in message for message in caplog.messages)
 
 
 def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageDraw
 
@@ -17,6 +19,7 @@ from tests.vl_models import save_llava, save_vl_model
 from verl import PPOTrainer, SFTTrainer
 from verl.evaluation.generate import GenerationRun
 from verl.tracking.report.report import write_report
+from verl.trainer.output.recording import step_record
 from verl.trainer.state.replay import replay
 
 COLORS = {"a": (220, 30, 30), "b": (30, 30, 220)}
@@ -88,6 +91,11 @@ def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     assert all(row["images"][0].startswith("data:image/png;base64,") for row in shown)
     page = write_report(tmp_path / "run").read_text()
     assert shown[0]["images"][0] in page
+    batch = trainer.batch
+    batch.batch["token_level_scores"].zero_()
+    record = step_record(batch, trainer.tokenizer, 1, seed=0)["groups"]
+    has_image = [bool(data) for data in batch.non_tensor_batch["multi_modal_data"]][::2]
+    assert [bool(example["images"]) for example in record["examples"]] == has_image[: len(record["examples"])]
     assert trainer.generate([[{"role": "user", "content": [{"type": "image", "image": str(vision / "0.png")}]}]])
 
 
@@ -211,7 +219,29 @@ def test_offline_generation_on_images(vision, tmp_path):
     settings |= {"rollout.name": "hf", "rollout.response_length": 3, "rollout.prompt_length": 64}
     GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()]).run()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [len(line["responses"]) for line in lines] == [1, 1, 1] and lines[0]["images"] == ["0.png"]
+    assert [len(line["responses"]) for line in lines] == [1, 1, 1]
+    for i, line in enumerate(lines):  # the output is a data file, whose paths start from its folder
+        (path,) = line["images"]
+        assert not Path(path).is_absolute() and (tmp_path / path).samefile(vision / f"{i}.png")
     settings["rollout.prompt_length"] = 4
     with pytest.raises(ValueError, match=r"longer than 4 tokens.*: raise the limit, reduce data.max_pixels, or remove"):
         GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()]).run()
+
+
+def test_generated_files_name_the_images_from_their_own_folder(vision, tmp_path):
+    def row(path):
+        parts = [{"type": "image", "image": path, "text": None}, {"type": "text", "image": None, "text": "1.png"}]
+        return {"prompt": [{"role": "user", "content": parts}], "name": "1.png"}
+
+    absolute = str(vision / "2.png")
+    (vision / "inline.jsonl").write_text(json.dumps(row("0.png")) + "\n" + json.dumps(row(absolute)) + "\n")
+    settings = {"data.path": vision / "inline.jsonl", "model.path": vision / "model", "rollout.name": "hf"}
+    settings |= {"rollout.response_length": 2, "rollout.prompt_length": 64}
+    for folder in (tmp_path / "sub", vision):
+        settings["data.output_path"] = folder / "inline.parquet"
+        GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()]).run()
+        first, second = pq.read_table(folder / "inline.parquet").to_pylist()
+        image, text = first["prompt"][0]["content"]
+        assert (folder / image["image"]).samefile(vision / "0.png") and text["text"] == first["name"] == "1.png"
+        assert (image["image"] == "0.png") == (folder == vision)
+        assert second["prompt"] == row(absolute)["prompt"]

@@ -87,8 +87,11 @@ def serve(
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """End the command with one message for what a user can cause."""
+    """End the command with one message for what a user can cause. What takes seconds is imported in it."""
     from verl.trainer.startup.command_line import user_errors
+    from verl.utils.log import announce_loading
+
+    announce_loading()
 
     with user_errors():
         try:

@@ -191,7 +191,7 @@ def _sft_ranks(config: SFTConfig) -> Iterator[Problem]:
         )
     elif batch % (ranks := ranks // engine.ranks_with_same_rows):
         fitting = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
-        yield Problem("data.train_batch_size", f"{batch} examples are not divisible by {ranks} ranks: use {fitting}")
+        yield Problem("data.train_batch_size", f"{batch} samples are not divisible by {ranks} ranks: use {fitting}")
 
 
 _SET_FOR_WORKERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -11,7 +11,7 @@ import re
 import threading
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ FEWER_IMAGE_TOKENS = "reduce data.max_pixels"
 _SOURCES = (
     "bytes, a path, a PIL image, a uint8 array (height, width[, channels]), or a dict with 'bytes', 'path' or 'image'"
 )
+_SOURCE_KEYS = ("bytes", "image", "path", "url", "image_url")
 _CHANNELS = ((), (1,), (2,), (3,), (4,))
 _ROTATED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
 _LOADING = threading.Lock()
@@ -77,6 +78,20 @@ class RowImage:
     def __init__(self, source: Any, where: str, folder: Path = Path(), limits: ImageLimits = NO_LIMITS):
         self._source, self.where, self._folder, self._limits = source, where, folder, limits
         self._is_given = False  # whether the source is a PIL image
+
+    @property
+    def file(self) -> Path | None:
+        """The file of the image; None if the row has the image itself, or a URL."""
+        source = self._source
+        if isinstance(source, Mapping):
+            named = (source[key] for key in _SOURCE_KEYS if source.get(key) is not None)
+            source = next(named, None)
+        if not isinstance(source, str | Path):
+            return None
+        with suppress(OSError, ValueError, RuntimeError):  # base64 text, as in `bytes_of_text`
+            path = self._folder / Path(str(source).removeprefix("file://")).expanduser()
+            return path if path.is_file() else None
+        return None
 
     def size(self) -> tuple[int, int]:
         """Width and height of the decoded image. Only the header is read.
@@ -190,7 +205,7 @@ class RowImage:
         ):
             return Image.fromarray(source.squeeze(-1) if source.shape[2:] == (1,) else source)
         if isinstance(source, Mapping):
-            for key in ("bytes", "image", "path", "url", "image_url"):
+            for key in _SOURCE_KEYS:
                 if source.get(key) is not None:
                     return self._found(source[key])
         raise self._error(f"expected {_SOURCES}, found {describe(source)}")

@@ -48,6 +48,14 @@ class MediaPrompt:
         for media in (*self.images, *self.videos):
             media.decode()
 
+    def describe(self) -> list[str]:
+        """A line about the images, with the size and the file of each, and one about the videos; none without any."""
+        files = ("in the data file" if image.file is None else str(image.file) for image in self.images)
+        sizes = (f"{width} x {height}" for width, height in (image.size() for image in self.images))
+        images = ", ".join(f"{size} ({file})" for size, file in zip(sizes, files))
+        lines = [f"images: {len(self.images)}, {images}"] if self.images else []
+        return [*lines, f"videos: {len(self.videos)}"] if self.videos else lines
+
     def texts(self) -> list[str]:
         """The texts of all messages."""
         return [text for message in self.messages for text in _texts(message["content"])]

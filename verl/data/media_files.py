@@ -1,6 +1,7 @@
 """Digest of the images and videos that rows name by a path: two runs on the same rows may find other files there."""
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl.data.files import Rows
+from verl.utils.paths import resolved
 
 #: at most this many evenly spaced rows are read
 _ROWS = 512
@@ -32,6 +34,30 @@ def media_digest(rows: Rows, columns: tuple[str, ...]) -> str | None:
                 found = True
                 digest.update(_contents(path))
     return digest.hexdigest() if found else None
+
+
+def relocated(value: Any, folder: Path, target: Path, is_source: bool = True) -> Any:
+    """A value of a row whose paths of images and videos start from another folder.
+
+    Args:
+        value: of a column with images, videos or chat messages.
+        folder: where its relative paths start.
+        target: where those of the result start. Paths that are absolute, and texts that are no file, are kept.
+        is_source: whether `value` itself may be a path; false for a column of prompts.
+    """
+    if isinstance(value, str):
+        is_relative = is_source and not value.startswith(("data:", "http://", "https://", "file://", "~"))
+        path = folder / value
+        is_moved = is_relative and not Path(value).is_absolute() and _is_file(path)
+        return os.path.relpath(resolved(folder) / value, resolved(target)) if is_moved else value
+    if isinstance(value, Mapping):
+        if value.get("bytes") is not None:
+            return value
+        new = {key: relocated(value[key], folder, target, key != "content") for key in _KEYS if key in value}
+        return {**value, **new}
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return [relocated(each, folder, target, is_source) for each in value]
+    return value
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -235,6 +235,15 @@ class RLHFDataset(Dataset):
         }
         return found if self.media is None else found | self.media.columns(prompt, found["prompt_ids"])
 
+    def describe(self, item: int) -> tuple[str, list[str]]:
+        """The text of a prompt as the model reads it, with special tokens, and lines about its images and videos."""
+        self._ensure_tokenized()
+        ids, rows = self._prompt_ids[item], self.dataframe
+        prompt = self._prompt(rows[item], rows.where(item), rows.folder(item))
+        if not isinstance(prompt, MediaPrompt):
+            return self.tokenizer.decode(ids), []
+        return self.tokenizer.decode(self.media.process(prompt).raw_prompt_ids), prompt.describe()
+
     def _data_source(self, row: Mapping[str, Any], rows: Rows, index: int) -> str:
         """The row's own source; otherwise the column that selects the reward; otherwise the name of its file."""
         for key in ("data_source", self.config.reward_fn_key):

@@ -1,4 +1,4 @@
-"""SFT examples: chats, or prompts with responses -> token ids with a loss mask."""
+"""SFT samples: chats, or prompts with responses -> token ids with a loss mask."""
 
 import logging
 import threading
@@ -62,7 +62,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns of an example: messages, or prompt and response, each with the path to a nested value."""
+    """The columns of a sample: messages, or prompt and response, each with the path to a nested value."""
 
     messages: str | None = None
     prompt: str = ""
@@ -75,7 +75,7 @@ _Example = list[Message] | MediaPrompt | _Pair
 
 
 class SFTDataset(Dataset):
-    """SFT examples of data files; one item per row.
+    """SFT samples of data files; one item per row.
 
     A row is a chat (column `messages_key`, by default "messages") or a prompt with a response (columns `prompt_key` and
     `response_key`, by default `prompt` or `question`, and `response` or `answer`). With a chat template, prompt and
@@ -138,7 +138,7 @@ class SFTDataset(Dataset):
         self._tokenize(rows)
         # row -> entry of the tables, if only some rows are tokenized
         self._entries = None if rows is None else {row: entry for entry, row in enumerate(self._kept)}
-        logger.info("tokenized %s examples in %.1f s", f"{len(self._kept):,}", time.perf_counter() - start)
+        logger.info("tokenized %s samples in %.1f s", f"{len(self._kept):,}", time.perf_counter() - start)
 
     def __len__(self) -> int:
         return len(self._kept) if self._entries is None else self._count
@@ -158,12 +158,17 @@ class SFTDataset(Dataset):
 
     @property
     def largest_token_id(self) -> int:
-        """The largest token id of the tokenized examples: the model's vocabulary must contain it."""
+        """The largest token id of the tokenized samples: the model's vocabulary must contain it."""
         return self._ids.largest
 
     @property
+    def prompt_column(self) -> str | None:
+        """The column of prompts, set or detected; None if the rows are chats, or the prompts are inside a column."""
+        return None if self._columns.messages or self._columns.prompt_path else self._columns.prompt
+
+    @property
     def longest_row(self) -> int:
-        """Length of the longest example in tokens, prompt and response together."""
+        """Length of the longest sample in tokens, prompt and response together."""
         return self._ids.longest
 
     def __getitem__(self, item: int) -> dict[str, Any]:
@@ -215,17 +220,17 @@ class SFTDataset(Dataset):
         self._report(overlong, self._count if rows is None else len(rows))
         if rows is not None and (missing := {*rows} - {*self._kept}):
             where = self.rows.where(min(missing))
-            raise ValueError(f"{where}: no token of the example is in the loss; remove the row")
+            raise ValueError(f"{where}: no token of the sample is in the loss; remove the row")
 
     def _keep(self, index: int, ids: list[int], mask: list[int]) -> None:
-        """Add an example, truncated to max_length; drop it if no token is left in the loss."""
+        """Add a sample, truncated to max_length; drop it if no token is left in the loss."""
         limit, truncation = self.config.max_length, self.config.truncation
         if len(ids) > limit:
             if truncation == "error":
                 return
             if self.media is not None and isinstance(self._example(self.rows[index], index), MediaPrompt):
                 raise ValueError(
-                    f"{self.rows.where(index)}: the example has {len(ids):,} tokens with those of its images, "
+                    f"{self.rows.where(index)}: the sample has {len(ids):,} tokens with those of its images, "
                     f"more than data.max_length={limit:,}, and truncation would cut an image: increase the limit, or "
                     f"{FEWER_IMAGE_TOKENS}"
                 )
@@ -334,7 +339,7 @@ class SFTDataset(Dataset):
 
     def _report(self, overlong: dict[int, int], count: int) -> None:
         limit = self.config.max_length
-        found = f"{len(overlong):,} of {count:,} examples longer than {limit:,} tokens"
+        found = f"{len(overlong):,} of {count:,} samples longer than {limit:,} tokens"
         if overlong and self.config.truncation == "error":
             raise ValueError(
                 f"data.max_length: {found}; {overlong_figures(overlong, self.rows)}. Increase the limit, or set "
@@ -357,7 +362,7 @@ def _find_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
         return _Columns(messages="messages")
     prompt = _named_or_common(rows, config.prompt_key, "prompt_key", _PROMPT_COLUMNS)
     response = _named_or_common(rows, config.response_key, "response_key", _RESPONSE_COLUMNS)
-    logger.info("examples: column %r is the prompt, column %r the response", prompt, response)
+    logger.info("%s: column %r is the prompt, column %r the response", rows.names, prompt, response)
     return _Columns(
         prompt=prompt,
         prompt_path=tuple(config.prompt_dict_keys or ()),

@@ -299,6 +299,7 @@ class GenerationRun:
         if done:
             logger.info("resuming: %s of %s prompts are finished", f"{done:,}", f"{total:,}")
         pipeline = self.build_flow(missing).compile()
+        pipeline.log_level = logging.DEBUG  # a line per shard is enough
         self.init_workers()
         start, before, tokens = time.monotonic(), done, 0
         try:

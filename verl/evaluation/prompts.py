@@ -17,6 +17,7 @@ from verl.config.schema.offline import GenerationConfig, GenerationDataConfig
 from verl.data.files import Rows, read_rows
 from verl.data.images import FEWER_IMAGE_TOKENS
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts
+from verl.data.media_files import relocated
 from verl.data.tokenization import (
     CHUNK,
     ROUND_TRIPS,
@@ -37,11 +38,17 @@ Prompt = str | list[dict[str, Any]] | MediaPrompt
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts to generate responses for: the first `len(prompt_ids)` rows of a dataset, tokenized."""
+    """The prompts to generate responses for: the first `len(prompt_ids)` rows of a dataset, tokenized.
+
+    Attributes:
+        prompt_key: the column of prompts.
+        media: reads images and videos; None for a text-only model.
+    """
 
     rows: Rows
     prompt_ids: TokenTable
     read: Callable[..., Prompt]
+    prompt_key: str
     media: MediaReader | None = None
 
     def __len__(self) -> int:
@@ -94,7 +101,8 @@ def read_prompts(config: GenerationConfig, tokenizer: Any, processor: Any = None
     media = None
     if processor is not None:
         media = MediaReader(processor, tokenizer, data, template_kwargs=data.apply_chat_template_kwargs)
-    prompts = PromptSet(rows, TokenTable(), _reader(rows, data, tokenizer.chat_template is not None, media), media)
+    reader = _reader(rows, data, tokenizer.chat_template is not None, media)
+    prompts = PromptSet(rows, TokenTable(), reader, data.prompt_key, media)
     numbered = itertools.islice(enumerate(rows), count)
     while chunk := list(itertools.islice(numbered, CHUNK)):
         for ids in _encode(chunk, prompts, count, config, tokenizer):
@@ -171,11 +179,11 @@ def check_output(prompts: PromptSet, path: Path) -> None:
     check_folder("data.output_path", path.parent)
     no_responses = [[""]] * len(prompts)
     if path.suffix == ".jsonl":
-        for _ in _lines(prompts, no_responses):
+        for _ in _lines(prompts, no_responses, path.parent):
             pass
     else:
         try:
-            pq.write_table(_table(prompts, no_responses).slice(0, 1), io.BytesIO())
+            pq.write_table(_table(prompts, no_responses, path.parent).slice(0, 1), io.BytesIO())
         except (ValueError, pa.ArrowException) as error:
             raise ValueError(
                 f"data.output_path: cannot write the rows as parquet, use a file that ends with .jsonl: {error}"
@@ -183,26 +191,51 @@ def check_output(prompts: PromptSet, path: Path) -> None:
 
 
 def write_output(prompts: PromptSet, responses: list[list[str]], path: Path) -> None:
-    """Write the columns of the input and the responses, a list of texts for each prompt."""
+    """Write the columns of the input and the responses, a list of texts for each prompt.
+
+    Paths of images and videos start from the folder of the output, as in every data file.
+    """
     with atomic_write(path) as draft:
         if path.suffix == ".jsonl":
             with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(_lines(prompts, responses))
+                file.writelines(_lines(prompts, responses, path.parent))
         else:
-            pq.write_table(_table(prompts, responses), draft)
+            pq.write_table(_table(prompts, responses, path.parent), draft)
 
 
-def _table(prompts: PromptSet, responses: list[list[str]]) -> pa.Table:
-    column = pa.array(responses, type=pa.list_(pa.string()))
-    return prompts.rows.to_table().slice(0, len(prompts)).append_column(RESPONSES, column)
+def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.Table:
+    """folder: of the output."""
+    table, column = prompts.rows.to_table().slice(0, len(prompts)), pa.array(responses, type=pa.list_(pa.string()))
+    for name in _columns_of_media(prompts):
+        values = [prompts.rows[i][name] for i in range(len(prompts))]
+        moved = [_moved(prompts, i, name, value, folder) for i, value in enumerate(values)]
+        if moved != values:
+            number = table.column_names.index(name)
+            table = table.set_column(number, name, pa.array(moved, type=table.schema.field(name).type))
+    return table.append_column(RESPONSES, column)
 
 
-def _lines(prompts: PromptSet, responses: list[list[str]]) -> Iterator[str]:
+def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path) -> Iterator[str]:
+    """folder: of the output."""
+    names = _columns_of_media(prompts)
     for i, (row, texts) in enumerate(zip(prompts.rows, responses)):
+        moved = {name: _moved(prompts, i, name, row[name], folder) for name in names}
         try:
-            yield json.dumps({**row, RESPONSES: texts}, ensure_ascii=False) + "\n"
+            yield json.dumps({**row, **moved, RESPONSES: texts}, ensure_ascii=False) + "\n"
         except TypeError as error:
             raise ValueError(
                 f"{prompts.rows.where(i)}: cannot be written as JSON ({error}): use a data.output_path that ends "
                 "with .parquet"
             ) from error
+
+
+def _columns_of_media(prompts: PromptSet) -> list[str]:
+    """The columns that may have paths of images and videos."""
+    if prompts.media is None:
+        return []
+    return [name for name in (*media_columns(prompts.media.data), prompts.prompt_key) if name in prompts.rows.columns]
+
+
+def _moved(prompts: PromptSet, index: int, name: str, value: Any, folder: Path) -> Any:
+    """A value of a column with media, whose paths start from the folder of the output."""
+    return relocated(value, prompts.rows.folder(index), folder, is_source=name != prompts.prompt_key)

@@ -3,6 +3,7 @@
 - `run.json`: names, state, configuration, and the settings that differ from the defaults.
 - `warnings.jsonl`: log messages of level WARNING and above.
 - `steps.jsonl`: distributions and a few samples with their tokens, per step. Its size is bounded.
+- `earlier_runs/`: results of earlier runs in this folder that were not resumed.
 """
 
 import json
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.checkpoints.atomic import atomic_write, set_aside_irregular
+from verl.tracking.earlier_runs import EarlierRun
 from verl.tracking.step_files import open_steps, read_lines
 from verl.utils.redaction import redact_text
 
@@ -36,6 +38,7 @@ class RunRecord:
         about: JSON values that describe the run: project, experiment, total_steps, config, changed.
         earlier: warnings of the checks before the run.
         step: the step in progress, which warnings are recorded with; None: the last recorded step.
+        is_new: whether the run has recorded nothing yet, so that results in the folder are those of an earlier one.
     """
 
     def __init__(
@@ -44,8 +47,11 @@ class RunRecord:
         about: Mapping[str, Any],
         earlier: Sequence[logging.LogRecord] = (),
         step: Callable[[], int] | None = None,
+        is_new: bool = True,
     ):
         self.folder = folder
+        self._is_new = is_new
+        self._before: EarlierRun | None = None
         self._about = {
             **about,
             "state": "running",
@@ -66,6 +72,7 @@ class RunRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in ("run.json", "warnings.jsonl"):
             set_aside_irregular(self.folder / name)
+        self._before = EarlierRun(self.folder) if self._is_new else None
         self._write()
         for record in self._earlier:
             self._warnings.handle(record)
@@ -86,8 +93,14 @@ class RunRecord:
             logger.warning("the state of the run (%s) is not recorded in %s: %s", state, self.folder, failed)
 
     def resume(self, step: int) -> None:
-        """Drop the steps after the checkpoint that the run resumes from; 0 for a new run."""
+        """Drop the steps after the checkpoint that the run resumes from; 0 for a new run.
+
+        Results of an earlier run that is not resumed are moved to `earlier_runs/`.
+        """
         self._step = step
+        if step == 0 and self._before is not None:
+            self._before.set_aside()
+        self._before = None
         open_steps(self._steps, step).close()
         found = [item["every"] for item in self._recorded()]
         self._every = found[-1] if found else 1

@@ -34,13 +34,14 @@ def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextI
     These lines, and those that are damaged, are moved to `<name>.dropped.jsonl`.
 
     Args:
+        resume_step: 0: a run from the beginning, which writes step 0 (its first validation) too, so no line is kept.
         is_complete: whether every step has a line; a file that ends before `resume_step` is logged as a warning.
     """
     set_aside_irregular(path)
     set_aside_irregular(path.with_suffix(".dropped.jsonl"))
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     steps = [_step_of(line) for line in lines]
-    kept = [step is not None and step <= resume_step for step in steps]
+    kept = [step is not None and resume_step > 0 and step <= resume_step for step in steps]
     if not all(kept):
         aside = path.with_suffix(".dropped.jsonl")
         with aside.open("ab") as file:
@@ -51,7 +52,8 @@ def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextI
         if damaged := steps.count(None):
             logger.warning("%s: %d damaged lines were moved to %s", path, damaged, aside.name)
         if later := len(lines) - sum(kept) - damaged:
-            logger.info("%s: moved %d lines after step %d to %s", path, later, resume_step, aside.name)
+            which = f"after step {resume_step}" if resume_step else "of an earlier start"
+            logger.info("%s: moved %d lines %s to %s", path, later, which, aside.name)
     last = max((step for step, keep in zip(steps, kept) if keep), default=0)
     if is_complete and lines and last < resume_step:
         logger.warning("%s ends at step %d: the steps up to %d are missing", path, last, resume_step)

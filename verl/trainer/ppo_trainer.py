@@ -30,6 +30,7 @@ from verl.trainer.output.samples import (
     check_sampling,
     choose_rows,
     dump_generations,
+    first_prompt,
     generations,
     prompt_items,
     response_texts,
@@ -324,12 +325,13 @@ class PPOTrainer(Trainer):
     def plan(self) -> str:
         words, trainer = self._summary(), self.config.trainer
         saving = describe_saving(trainer)
+        prompt = "".join(f"{line}\n" for line in first_prompt(self.run.inputs.train_dataset))
         further = "; ".join(f"{topic}: {words[topic]}" for topic in words if topic not in ("model", "algorithm"))
         return (
             f"would train {self.total_steps} steps of {self.recipe.name or self.config.algorithm.adv_estimator} from "
             f"{words['model']} with {self.world_size} process{'es' * (self.world_size > 1)} on the "
             f"{self.run.backend} backend; {further}; checkpoints: {saving}, in {trainer.default_local_dir}\n"
-            f"{describe_estimate(self.config, list(self.specs))}"
+            f"{prompt}{describe_estimate(self.config, list(self.specs))}"
         )
 
     # ---- metrics ----------------------------------------------------------------------------------------------------

@@ -130,12 +130,12 @@ class SFTTrainer(Trainer):
 
     def announce(self) -> None:
         logger.info("model: %s", self.config.model.path)
-        logger.info("data: %s; steps: %d", self.source.describe(), self.total_steps)
+        logger.info("data: %s; steps: %d", self.source.describe("samples"), self.total_steps)
 
     def plan(self) -> str:
         return (
             f"would train {self.total_steps} steps of SFT from {self.config.model.path} with {self.world_size} "
-            f"process{'es' * (self.world_size > 1)}; data: {self.source.describe()}; checkpoints: "
+            f"process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; checkpoints: "
             f"{describe_saving(self.config.trainer)}, in {self.config.trainer.default_local_dir}"
         )
 

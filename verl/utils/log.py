@@ -119,6 +119,13 @@ def setup_logging(level: int | str | None = None) -> None:
     logger.addHandler(handler)
 
 
+def announce_loading() -> None:
+    """Log that torch and transformers are loaded next, which takes seconds; nothing if torch is loaded."""
+    if "torch" not in sys.modules:
+        setup_logging()
+        logging.getLogger("verl").info("loading torch and transformers")
+
+
 def setup_worker_logging(rank: int) -> None:
     """Log to the console from a worker process.
 

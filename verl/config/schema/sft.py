@@ -19,11 +19,11 @@ class SFTDataConfig(MediaSection):
     val_files: FilePaths = field([], "validation data")
     train_max_samples: int = field(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = field(-1, "number of validation rows to use; -1: all", ge=-1)
-    train_batch_size: int = field(256, "examples per optimizer update, over all ranks", ge=1)
+    train_batch_size: int = field(256, "samples per optimizer update, over all ranks", ge=1)
     micro_batch_size_per_gpu: int | None = field(
-        4, "examples per forward and backward pass without use_dynamic_bsz", ge=1
+        4, "samples per forward and backward pass without use_dynamic_bsz", ge=1
     )
-    use_dynamic_bsz: bool = field(True, "size micro-batches by tokens instead of examples")
+    use_dynamic_bsz: bool = field(True, "size micro-batches by tokens instead of samples")
     max_token_len_per_gpu: int = field(8192, "tokens per micro-batch of one rank with use_dynamic_bsz", ge=1)
     messages_key: str | None = field(None, "column of chat messages; null: detect")
     prompt_key: str | None = field(None, "column of the prompt, if there are no messages; null: detect")
@@ -32,7 +32,7 @@ class SFTDataConfig(MediaSection):
     response_dict_keys: StrList | None = field(None, "keys that lead to the response inside a column of mappings")
     prompt_format: PromptFormat = field("auto", "chat messages or plain text; auto: detect")
     max_length: int = field(1024, "maximum length of prompt and response in tokens", ge=2)
-    truncation: Literal["error", "left", "right"] = field("error", "how to truncate overlong examples")
+    truncation: Literal["error", "left", "right"] = field("error", "how to truncate overlong samples")
     max_bad_rows: int = field(0, BAD_ROWS, ge=0)
     shuffle: bool = field(True, "shuffle the training rows in every epoch")
     seed: int = field(1, "shuffle seed", default_from="${trainer.seed}", ge=0, le=2**62)
@@ -97,7 +97,7 @@ class SFTConfig(Schema):
     aliases: ClassVar = SFT
     upstream: ClassVar = "sft"
 
-    data: SFTDataConfig = section(SFTDataConfig, "examples")
+    data: SFTDataConfig = section(SFTDataConfig, "samples")
     model: ModelConfig = section(ModelConfig, "the model")
     optim: SFTOptimConfig = section(SFTOptimConfig, "optimizer")
     engine: SFTEngineConfig = section(SFTEngineConfig, "precision, sharding and offloading")

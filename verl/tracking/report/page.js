@@ -277,9 +277,13 @@ function sampleCard(sample, step) {
     output.sample = sample;
     for (const kind of ["pointerover", "click"]) output.addEventListener(kind, (event) => describeToken(event, sample));
   } else output.append(sample.output);
+  return el("div", { class: "card sample" }, head, ...thumbnails(sample), el("div", { class: "prompt" }, sample.input), output);
+}
+
+/** The images of a sample's prompt. */
+function thumbnails(sample) {
   const images = (Array.isArray(sample.images) ? sample.images : []).filter((uri) => String(uri).startsWith("data:image/"));
-  const thumbnails = images.map((src) => el("img", { src, alt: "image of the prompt", class: "thumbnail" }));
-  return el("div", { class: "card sample" }, head, ...thumbnails, el("div", { class: "prompt" }, sample.input), output);
+  return images.map((src) => el("img", { src, alt: "image of the prompt", class: "thumbnail" }));
 }
 
 function describeToken(event, sample) {
@@ -337,8 +341,10 @@ function showSamples() {
 /** A text with line breaks allowed after dots, slashes and underscores. */
 const breakable = (text) => text.split(/(?<=[._/])/).flatMap((part) => [el("wbr"), part]);
 
+/** Rows of cells: texts, or lists of nodes. */
 function table(head, rows) {
-  const body = rows.map((row) => el("tr", {}, ...row.map((cell, i) => el("td", i === 0 ? { class: "key" } : {}, ...breakable(cell)))));
+  const nodes = (cell) => (Array.isArray(cell) ? cell : breakable(cell));
+  const body = rows.map((row) => el("tr", {}, ...row.map((cell, i) => el("td", i === 0 ? { class: "key" } : {}, ...nodes(cell)))));
   return el("table", {}, el("thead", {}, el("tr", {}, ...head.map((name) => el("th", {}, name)))), el("tbody", {}, ...body));
 }
 
@@ -347,7 +353,9 @@ function showGroups() {
   if (!data.steps.length) return $("groups").remove();
   const last = data.steps[data.steps.length - 1].groups;
   $("zero").append(el("p", {}, last.count ? `In the last recorded step, all responses have the same score in ${last.zero_variance} of ${last.count} groups. These groups have no advantage to learn from.` : "The last recorded step has no groups of several responses."));
-  if (recent.length) $("zero").append(el("div", { class: "card" }, table(["step", "score", "prompt", "one response"], recent.flatMap((record) => record.groups.examples.map((example) => [String(record.step), short(example.score), example.input.slice(-400), example.output.slice(0, 400)])))));
+  const row = (step, example) => [String(step), short(example.score), [...thumbnails(example), ...breakable(example.input.slice(-400))], example.output.slice(0, 400)];
+  const rows = recent.flatMap((record) => record.groups.examples.map((example) => row(record.step, example)));
+  if (rows.length) $("zero").append(el("div", { class: "card" }, table(["step", "score", "prompt", "one response"], rows)));
 }
 
 function showWarnings() {

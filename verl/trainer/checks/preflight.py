@@ -94,6 +94,7 @@ class Run:
         columns: columns that the operators write; set from stage FLOW on.
         passed: names of the checks that have passed.
         warnings: what the checks have logged as warnings.
+        is_recorded: whether its folder has results of this run, rather than none or those of an earlier run.
         working_dir: where the run started; relative paths refer to it, also if user code changes the directory.
     """
 
@@ -109,6 +110,7 @@ class Run:
     columns: set[str] = field(default_factory=set)
     passed: list[str] = field(default_factory=list)
     warnings: list[logging.LogRecord] = field(default_factory=list)
+    is_recorded: bool = False
     working_dir: Path = field(default_factory=Path.cwd)
 
     def check_other(self, config: Schema) -> None:

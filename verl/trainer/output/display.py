@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoints.atomic import set_aside_irregular
 from verl.config import schema, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
+from verl.data.mixture import Mixture
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
 from verl.protocol import DataProto
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
@@ -110,7 +113,10 @@ class RunDisplay:
         if model is not None and any(model.glob("*.safetensors")):
             lines.append(f"model:   {_shown(model)}")
             responses = self._trainer.folder / f"responses_{saved.name}.parquet"
-            commands += offline_commands(self._trainer.config, model, responses, self._trainer.run.reward_given)
+            run = self._trainer.run
+            val, train = run.inputs.val_dataset, run.inputs.train_dataset
+            dataset = train if val is None else val
+            commands += offline_commands(run.config, model, responses, run.reward_given, dataset)
         elif saved is not None:
             lines.append(f"checkpoint: {_shown(saved)}")
             commands.append(f"verl merge --local_dir {_typed(saved / 'actor')} --target_dir {_typed(saved / 'merged')}")
@@ -141,7 +147,9 @@ def next_lines(commands: Sequence[str]) -> list[str]:
     return [f"{'' if i else 'next:':9}{command}" for i, command in enumerate(commands)]
 
 
-def offline_commands(config: Any, model: Path, responses: Path, reward_given: bool = False) -> list[str]:
+def offline_commands(
+    config: Any, model: Path, responses: Path, reward_given: bool = False, dataset: Any = None
+) -> list[str]:
     """`verl generate` and `verl eval` with the data, chat template and reward function of a run, sampling as at
     validation.
 
@@ -150,19 +158,21 @@ def offline_commands(config: Any, model: Path, responses: Path, reward_given: bo
         model: folder of the trained model.
         responses: file for the responses.
         reward_given: the reward was given as an object in Python, which no command can name.
+        dataset: of the validation, otherwise of the training; it knows columns that were detected.
 
     Returns:
         The commands that can be given completely, at most two.
     """
     data, is_rl = config.data, isinstance(config, schema.Config)
     files = data.val_files or data.train_files
+    columns = _columns(data, dataset)
     # SFT: a column of chats contains the responses, so only a column of prompts is suitable
-    if not files or not (is_rl or (data.prompt_key and not data.prompt_dict_keys)):
+    if not files or not (is_rl or (columns["prompt_key"] and not data.prompt_dict_keys)):
         return []
     section = config.actor_rollout_ref.model if is_rl else config.model
     generation = _as_at_validation(config) if is_rl else {}
-    data_keys = ("prompt_key", "prompt_format", "apply_chat_template_kwargs", *schema.MediaSection.model_fields)
-    wanted = {f"data.{name}": data[name] for name in data_keys}
+    data_keys = ("prompt_format", "apply_chat_template_kwargs", *schema.MediaSection.model_fields)
+    wanted = {"data.prompt_key": columns["prompt_key"]} | {f"data.{name}": data[name] for name in data_keys}
     model_keys = ("tokenizer_path", "trust_remote_code", "custom_chat_template")
     wanted |= {f"model.{name}": section[name] for name in model_keys}
     wanted |= {f"rollout.{name}": value for name, value in generation.items()} | {"imports": list(config.imports)}
@@ -170,10 +180,22 @@ def offline_commands(config: Any, model: Path, responses: Path, reward_given: bo
     changed = {key: value for key, value in wanted.items() if value != defaults[key]}
     path = {"model.path": _shown(model), "data.path": _file(files[0]), "data.output_path": _shown(responses)}
     commands = [_command("verl generate", path | changed)]
-    if is_rl and not reward_given and (scoring := _scoring(config)) is not None:
+    # `verl eval` has no key for another column of ground truths
+    has_truth = is_rl and columns["ground_truth_key"] == "answer"
+    if has_truth and not reward_given and (scoring := _scoring(config)) is not None:
         same = {key: value for key, value in changed.items() if key in ("data.prompt_key", "imports")}
         commands.append(_command("verl eval", {"data.path": _shown(responses)} | same | scoring))
     return commands
+
+
+def _columns(data: Any, dataset: Any) -> dict[str, str | None]:
+    """The columns that a run has read, set or detected: prompt_key; in RL also ground_truth_key."""
+    if isinstance(dataset, Mixture):  # the commands read the first file
+        dataset = dataset.datasets[0]
+    if isinstance(dataset, SFTDataset):
+        return {"prompt_key": dataset.prompt_column}
+    section = dataset.config if isinstance(dataset, RLHFDataset) else data
+    return {name: section[name] for name in ("prompt_key", "ground_truth_key") if name in type(section).model_fields}
 
 
 def _as_at_validation(config: Any) -> dict[str, Any]:
@@ -187,8 +209,6 @@ def _scoring(config: Any) -> dict[str, Any] | None:
     """Keys of `verl eval` for the reward function of a run; None if it cannot evaluate with it."""
     reward = config.reward
     if reward.reward_model.enable or reward.reward_manager.source != "register":
-        return None
-    if config.data.ground_truth_key != "answer":  # `verl eval` has no such key
         return None
     if reward.reward_function:
         return {"reward.reward_function": reward.reward_function}

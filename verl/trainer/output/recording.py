@@ -65,7 +65,8 @@ def _groups(batch: DataProto, scores: torch.Tensor, tokenizer: Any) -> dict[str,
     groups = [rows for rows in members.values() if len(rows) > 1]
     equal = [rows[0] for rows in groups if len({scores[row].item() for row in rows}) == 1]
     examples = generations(batch, tokenizer, equal[:_EXAMPLES])
-    shown = [{name: sample[name] for name in ("input", "output", "gts", "score")} for sample in examples]
+    names = ("input", "output", "gts", "score", "images")
+    shown = [{name: sample[name] for name in names if name in sample} for sample in examples]
     return {"count": len(groups), "zero_variance": len(equal), "examples": shown}
 
 

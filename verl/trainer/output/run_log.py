@@ -26,8 +26,9 @@ def run_record(
     total_steps: int,
     warnings: Sequence[logging.LogRecord] = (),
     step: Callable[[], int] | None = None,
+    is_new: bool = True,
 ) -> RunRecord:
-    """The record of a run with these settings. warnings: of the checks before the run. step: as in `RunRecord`."""
+    """The record of a run with these settings. warnings: of the checks before the run. Others: as in `RunRecord`."""
     trainer, flat, defaults = config.trainer, redacted(to_flat_dict(config)), to_flat_dict(type(config)())
     about = {
         "project": trainer.project_name,
@@ -36,7 +37,7 @@ def run_record(
         "config": flat,
         "changed": {key: {"value": flat[key], "default": defaults[key]} for key in differences(config)},
     }
-    return RunRecord(folder, about, warnings, step)
+    return RunRecord(folder, about, warnings, step, is_new)
 
 
 def warn_nothing_to_train(trainer: "Trainer") -> None:
@@ -62,7 +63,12 @@ class RunLog:
     def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
         self._record = run_record(
-            trainer.folder, trainer.config, trainer.total_steps, trainer.run.warnings, lambda: trainer.global_step
+            trainer.folder,
+            trainer.config,
+            trainer.total_steps,
+            trainer.run.warnings,
+            lambda: trainer.global_step,
+            is_new=not trainer.run.is_recorded,
         )
         self._display: RunDisplay
         self._tracking: Tracking
@@ -79,6 +85,7 @@ class RunLog:
         """Context of the steps, after the checkpoint is loaded."""
         trainer, settings = self._trainer, self._trainer.config.trainer
         self._record.resume(trainer.global_step)
+        trainer.run.is_recorded = True
         with RunDisplay(trainer) as self._display:
             self._tracking = Tracking(
                 settings.logger,

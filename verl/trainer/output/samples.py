@@ -12,10 +12,12 @@ import numpy as np
 from verl.algorithms.masked import masked_mean
 from verl.checkpoints.atomic import atomic_write
 from verl.config import schema
+from verl.data.mixture import Mixture
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.rollout.base import SamplingParams
+from verl.tracking.formatting import one_line
 from verl.tracking.thumbnails import thumbnails_by_object
 
 #: fields of a sample; a value of the reward function with one of these names gets the prefix `reward_`
@@ -64,6 +66,16 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
             sample["images"] = small(objects["multi_modal_data"][i])
         samples.append(sample)
     return samples
+
+
+def first_prompt(dataset: Any) -> list[str]:
+    """Lines about the first prompt of the training data; none for a custom dataset."""
+    if isinstance(dataset, Mixture):
+        dataset = dataset.datasets[0]
+    if not isinstance(dataset, RLHFDataset):
+        return []
+    text, media = dataset.describe(0)
+    return [f"first prompt: {one_line(text)}", *(f"  {line}" for line in media)]
 
 
 #: sampling parameters of `PPOTrainer.generate`

@@ -147,6 +147,9 @@ def _command(
             check(path, overrides)
     except USER_ERRORS as error:
         return print_error(error)
+    from verl.utils.log import announce_loading  # not for --help
+
+    announce_loading()
     try:
         with sigterm_raises():
             dry = dry_run if "--dry-run" in flags else None
