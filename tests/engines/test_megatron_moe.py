@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
+from tests.engines.megatron_cpu import skip_reason
+
+if reason := skip_reason():
+    pytest.skip(reason, allow_module_level=True)
 
 from tests.engines.megatron_cpu.compare import assert_equal_runs, fsdp_runs, replay_on_rank
 from tests.engines.megatron_cpu.ranks import FOUR_LAYERS, MODELS, OPTIMIZER, TWO_ROWS, megatron_engine

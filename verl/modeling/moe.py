@@ -262,7 +262,8 @@ def expert_outputs(
         gate_up, down = _ScaledGradient.apply(gate_up, gradient_scale), _ScaledGradient.apply(down, gradient_scale)
     dtype = compute_dtype(x, gate_up)
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-    if x.is_cuda and dtype == torch.bfloat16 and fits_grouped_matmul(gate_up, down, dtype):  # one kernel for all experts
+    if x.is_cuda and dtype == torch.bfloat16 and fits_grouped_matmul(gate_up, down, dtype):
+        # one kernel for all experts
         ends = counts.cumsum(0, dtype=torch.int32)
         gate, up = F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
         return F.grouped_mm(module.act_fn(gate) * up, down.transpose(1, 2), offs=ends)
