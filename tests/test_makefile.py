@@ -11,7 +11,7 @@ NAMED = ("engines", "rollout", "trainer")
 ASKS = {name: rf'(find_spec|importorskip)\(\s*"{name}[".]' for name in LIBRARIES}
 ASKS["megatron"] += r"|megatron_cpu import skip_reason"
 #: files in no target -> why
-ELSEWHERE = {"tests/rollout/test_vision.py": "vLLM reads images with torchvision, which has no build for this CPU setup"}
+ELSEWHERE = {"tests/rollout/test_vision.py": "vLLM reads images with torchvision, which has no build for a CPU"}
 
 
 def targets() -> dict[str, list[str]]:

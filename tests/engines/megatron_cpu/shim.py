@@ -88,7 +88,7 @@ def install() -> None:
     """
     if torch.cuda.is_available():
         raise RuntimeError(
-            "megatron_cpu/shim.py replaces functions of torch.cuda, which would break all that uses CUDA in this process: "
+            "megatron_cpu/shim.py replaces functions of torch.cuda, which breaks all that uses CUDA in this process: "
             "expected a process without a GPU, found one: set CUDA_VISIBLE_DEVICES="
         )
     if "cpu" in runtime.DEVICE_TYPES:
