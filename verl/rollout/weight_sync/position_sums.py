@@ -12,9 +12,9 @@ Words of 8 bytes have one limit: factors are odd, so their difference is even, a
 is lost. An exchange of two words is missed if their difference is a multiple of 2^(63 - t), where 2^t is the largest
 power of 2 that divides i + g j, and t is at most 31. So words that differ in their low 32 bits are always found. Words
 that differ in nothing but their top bit (the sign of the last of four numbers in bfloat16) are always missed. For
-random words at random positions the probability is about 2^-59. The same holds for exchanged rows, with the difference of the
-sums of their words: rows with equal sums are missed. To find these exchanges, a second sum of the upper halves of the
-words would be needed; on a CPU it doubles the time of the sums.
+random words at random positions the probability is about 2^-59. The same holds for exchanged rows, with the difference
+of the sums of their words: rows with equal sums are missed. To find these exchanges, a second sum of the upper halves
+of the words would be needed; on a CPU it doubles the time of the sums.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ import torch
 from verl.rollout.weight_sync.checksums import wrap
 
 _ROW = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
-#: g above: the best odd number near 2^32 / golden ratio, whose multiples come closest to multiples of 2^32 very late
+#: g above: near 2^32 / golden ratio, whose small multiples are far from multiples of 2^32
 COLUMN_STEP = 0x9E377311
 _COLUMN = wrap(_ROW * COLUMN_STEP)
 #: dtype of words of so many bytes
