@@ -32,11 +32,13 @@ test: $(TEST)
 test-all: $(TEST)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-# The rollout engine vLLM, in a separate environment with vLLM for a CPU (installed in about 4 minutes).
+# The rollout engine vLLM, in a separate environment with vLLM for a CPU (installed in about 4 minutes), and with
+# megatron-core for runs that train with it.
 test-vllm: $(VENV_VLLM)/.ready-to-test
 	$(VENV_VLLM)/bin/python -m pytest tests/rollout/test_engine_contract.py tests/rollout/test_vllm.py \
 		tests/rollout/test_vllm_adapters.py tests/rollout/test_vllm_experts.py tests/rollout/test_vllm_runs.py \
-		tests/rollout/test_vllm_slices.py tests/trainer/test_multi_turn_run.py \
+		tests/rollout/test_vllm_slices.py tests/rollout/test_vllm_slice_errors.py \
+		tests/trainer/test_multi_turn_run.py tests/trainer/test_megatron_vllm.py \
 		tests/cli/test_tensor_parallel.py tests/surface/test_published_snippets.py \
 		-k "vllm" $(ARGS)
 
@@ -52,7 +54,8 @@ test-sglang: $(VENV_SGLANG)/.ready-to-test
 test-megatron: $(VENV_MEGATRON)/.ready-to-test
 	$(VENV_MEGATRON)/bin/python -W ignore -m pytest tests/engines/test_megatron.py tests/engines/test_megatron_ranks.py \
 		tests/engines/test_megatron_public_layout.py tests/engines/test_megatron_reshard.py \
-		tests/engines/test_megatron_moe.py tests/trainer/test_megatron_run.py $(ARGS)
+		tests/engines/test_megatron_moe.py tests/engines/test_megatron_stages.py tests/engines/test_megatron_shim.py \
+		tests/trainer/test_megatron_run.py $(ARGS)
 
 # Inject faults into tiny runs, and check what the runs do: a few minutes. Pass options as ARGS="--faults kill".
 chaos: $(RUN)

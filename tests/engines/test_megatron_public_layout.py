@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
+from tests.engines.megatron_cpu import skip_reason
+
+if reason := skip_reason():
+    pytest.skip(reason, allow_module_level=True)
 
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel

@@ -6,7 +6,10 @@ import itertools
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
+from tests.engines.megatron_cpu import skip_reason
+
+if reason := skip_reason():
+    pytest.skip(reason, allow_module_level=True)
 
 from tests.engines.megatron_cpu.compare import RUNS, assert_equal_runs, fsdp_runs, megatron_runs
 from tests.engines.megatron_cpu.ranks import MODELS, read_shards, save_and_resume

@@ -188,7 +188,7 @@ def position_sum(full: torch.Tensor, word: int, counts_columns: bool) -> int:
     rows = words.sum(1).tolist()
     total = sum((2 * i + 1) * 0x9E3779B97F4A7C15 * value for i, value in enumerate(rows))
     if counts_columns:
-        total += sum((2 * j + 2) * 0xC2B2AE3D27D4EB4F * value for j, value in enumerate(words.sum(0).tolist()))
+        total += sum((2 * j + 2) * 0x10C7BB158832AC65 * value for j, value in enumerate(words.sum(0).tolist()))
     return wrap(total)
 
 

@@ -93,6 +93,26 @@ def test_every_way_to_compute_the_experts_is_the_weighted_sum(first, held):
         assert (way.double() - expected).norm() < 0.01 * expected.norm()
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU. torch's grouped matmul on a CPU has the same limits."""
+
+    is_cuda = property(lambda self: True)
+
+
+@pytest.mark.parametrize("width", [24, 20, 7])
+@pytest.mark.parametrize("static", [False, True])
+def test_widths_that_grouped_matmuls_do_not_support(width, static):
+    """Rows of 40 and 14 bytes."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (9, 32), (32, 6), (6, 2 * width, 32), (6, 32, width)
+    x, router, gate_up, down = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    experts = Experts(Projection(router), gate_up, down, 0, top_k=2, normalized=True, keeps_float=True)
+    chosen, weights = experts.route(x)
+    expected = experts.outputs(x, chosen, weights, torch.relu, static)
+    found = experts.outputs(x.as_subclass(OnGpu), chosen, weights, torch.relu, static)
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
 def test_a_dense_model_has_nothing_to_record():
     module = model("qwen3")
     for make in (lambda: NativeRollout(module, records=True), lambda: HFRollout(module, 0, records=True)):

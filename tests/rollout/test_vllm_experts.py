@@ -5,14 +5,16 @@ Tests of `real` need vLLM: make test-vllm.
 
 import copy
 import importlib.util
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
+from tests.engines.ranks import run_on_ranks
 from tests.rollout.mixtures import MIXTURES, OTHERS, SHAPE, check_mixture, expected_experts, save_mixture
 from verl.config import schema
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
@@ -103,6 +105,42 @@ def mixture(request, tmp_path_factory):
     rollout = make_rollout_engine("vllm", config, schema.ModelConfig(path=str(folder)), ENV)
     rollout.receiver().receive(module.named_parameters(), 1)
     return rollout, module
+
+
+def after_a_dense_model(dense: str, mixed: str, tp: int) -> list:
+    """For `run_on_ranks`: greedy responses of a dense model, of a mixture of experts and of the dense one again."""
+    rank, lengths = int(os.environ["RANK"]), {"prompt_length": 16, "response_length": 16}
+    config = schema.RolloutConfig(name="vllm", max_num_seqs=8, tensor_model_parallel_size=tp, **lengths)
+    env = replace(ENV, rank=rank, local_rank=rank, world_size=tp, tp_rank=rank, tp_size=tp)
+    engines, found = [], []
+    for path in (dense, mixed):
+        engines.append(make_rollout_engine("vllm", config, schema.ModelConfig(path=path), env))
+        weights = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()
+        engines[-1].receiver().receive(weights, 1)
+    for engine in (*engines, engines[0]):
+        if rank > 0:
+            engine.follow()
+            continue
+        with engine.leading():
+            (completion,) = engine.generate([Request([1, 2, 3], SamplingParams(8, (), temperature=0.0), 0)])
+        found.append(completion.token_ids)
+    return found
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_mixture_after_a_dense_model_in_one_process(tp, tmp_path):
+    mixed = save_mixture("qwen3_moe", tmp_path / "mixed")
+    dense = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | {"intermediate_size": 64}), dtype=torch.float32)
+    dense.save_pretrained(tmp_path / "dense")
+    expected = []
+    for module in (dense, mixed):
+        tokens = module.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+        expected.append(tokens[0, 3:].tolist())
+    found = run_on_ranks(tp, after_a_dense_model, str(tmp_path / "dense"), str(tmp_path / "mixed"), tp)
+    assert found[0] == [*expected, expected[0]]
 
 
 @real

@@ -363,6 +363,7 @@ MODELS = {
     "qwen2, one kv head": (Qwen2Config, dict(num_key_value_heads=1, tie_word_embeddings=False)),
     "llama": (LlamaConfig, dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
     "phi3": (Phi3Config, dict(tie_word_embeddings=False)),  # fused in training too
+    "phi3, one kv head": (Phi3Config, dict(num_key_value_heads=1, tie_word_embeddings=False)),
     "qwen3": (Qwen3Config, dict(head_dim=64, tie_word_embeddings=True)),
 }
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
+from tests.engines.megatron_cpu import skip_reason
+
+if reason := skip_reason():
+    pytest.skip(reason, allow_module_level=True)
 
 from transformers import OlmoeConfig, Qwen2MoeConfig
 

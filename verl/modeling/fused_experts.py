@@ -32,7 +32,7 @@ def fused_experts(
     """
     gate_up, down = module.gate_up_proj, module.down_proj
     dtype = compute_dtype(x, gate_up)
-    if not fits_grouped_matmul(module, dtype):
+    if not fits_grouped_matmul(gate_up, down, dtype):
         return plain_experts(module, x, chosen, weights)
     return FusedExperts.apply(x, weights, chosen, dtype, cache, gate_up, down)
 

@@ -234,9 +234,12 @@ class _ScaledGradient(torch.autograd.Function):
         return gradient * ctx.scale, None
 
 
-def fits_grouped_matmul(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped matmul computes the experts of a module: it needs rows of multiples of 16 bytes."""
-    sizes = module.gate_up_proj.shape[-1], module.down_proj.shape[-1]
+def fits_grouped_matmul(gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped matmul computes experts in a dtype: it needs rows of multiples of 16 bytes.
+
+    gate_up: (e, 2 I, H); down: (e, H, I).
+    """
+    sizes = gate_up.shape[-1], down.shape[-1]
     return dtype != torch.float64 and all(size * dtype.itemsize % 16 == 0 for size in sizes)
 
 
@@ -259,7 +262,8 @@ def expert_outputs(
         gate_up, down = _ScaledGradient.apply(gate_up, gradient_scale), _ScaledGradient.apply(down, gradient_scale)
     dtype = compute_dtype(x, gate_up)
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-    if x.is_cuda and dtype == torch.bfloat16 and fits_grouped_matmul(module, dtype):  # one kernel for all experts
+    if x.is_cuda and dtype == torch.bfloat16 and fits_grouped_matmul(gate_up, down, dtype):
+        # one kernel for all experts
         ends = counts.cumsum(0, dtype=torch.int32)
         gate, up = F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
         return F.grouped_mm(module.act_fn(gate) * up, down.transpose(1, 2), offs=ends)

@@ -81,7 +81,16 @@ def _allow_uneven_sizes() -> None:
 
 
 def install() -> None:
-    """Replace the functions. Idempotent."""
+    """Replace the functions. Idempotent.
+
+    Raises:
+        RuntimeError: the process has a GPU.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "megatron_cpu/shim.py replaces functions of torch.cuda, which breaks all that uses CUDA in this process: "
+            "expected a process without a GPU, found one: set CUDA_VISIBLE_DEVICES="
+        )
     if "cpu" in runtime.DEVICE_TYPES:
         return
     runtime.DEVICE_TYPES.add("cpu")

@@ -12,6 +12,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 from torch.nn.functional import grouped_mm, linear, silu
 
+from verl.modeling.moe import fits_grouped_matmul
+
 
 class Router(TopKRouter):
     """megatron-core's router, whose own matmul needs Transformer Engine."""
@@ -46,7 +48,8 @@ class GroupedExperts(MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """tokens (n, H) sorted by expert, their weights (n,) -> (n, H), partial over expert-tensor-parallel ranks."""
         counts = tokens_per_expert.tolist()
-        multiply = _grouped if tokens.is_cuda else _one_by_one
+        fits = fits_grouped_matmul(self.gate_up_proj, self.down_proj, tokens.dtype)
+        multiply = _grouped if tokens.is_cuda and fits else _one_by_one
         gate, up = multiply(tokens, self.gate_up_proj, counts).chunk(2, -1)
         out = multiply(silu(gate) * up, self.down_proj, counts)
         return (out * probs[:, None]).to(out.dtype), None

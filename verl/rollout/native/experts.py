@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from verl.modeling.moe import by_expert, gate_weights, weighted_sum
+from verl.modeling.moe import by_expert, fits_grouped_matmul, gate_weights, weighted_sum
 from verl.rollout.native.decoder import Projection
 
 
@@ -69,7 +69,7 @@ class Experts:
         held = len(self.gate_up)
         if held < self.count:  # experts of other ranks come last
             own = own.where((own >= 0) & (own < held), held)
-        if x.is_cuda and x.dtype == torch.bfloat16:
+        if x.is_cuda and x.dtype == torch.bfloat16 and fits_grouped_matmul(self.gate_up, self.down, x.dtype):
             return self._grouped(x, own, weights, activation)
         if static:
             return self._dense(x, own, weights, activation)

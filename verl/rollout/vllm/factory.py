@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config import schema
+from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
 from verl.rollout.adapters import applied_layers
 from verl.rollout.base import RolloutEnv, SharesWeights
@@ -48,7 +49,7 @@ def make_vllm(
         args |= lora_args(adapted)
     join_process_group(env)
     engine = VllmRollout(
-        _make_llm(args, env),
+        _make_llm(args, env, has_experts=bool(experts_of(copy.hf_config))),
         capabilities,
         vocab_size=copy.hf_config.get_text_config().vocab_size,
         max_length=max_model_len(config),
@@ -65,13 +66,15 @@ def make_vllm(
     return engine
 
 
-def _make_llm(args: dict[str, Any], env: RolloutEnv) -> Any:
+def _make_llm(args: dict[str, Any], env: RolloutEnv, has_experts: bool) -> Any:
     """The `vllm.LLM` of this rank."""
     from vllm import LLM
 
     on_cpu, generators = env.device.type == "cpu", rng_state()
     with launcher_variables(env), _cpu_kernels(env) if on_cpu else torch.cuda.device(env.device):
         try:
+            if has_experts:
+                _add_expert_group(env)
             llm = LLM(**args)
         except TypeError as error:  # an argument of engine_kwargs.vllm
             raise ValueError(f"rollout.engine_kwargs.vllm: {error}") from error
@@ -79,6 +82,25 @@ def _make_llm(args: dict[str, Any], env: RolloutEnv) -> Any:
             set_rng_state(generators)  # vLLM seeds those of the process
     _keep_process_groups(llm)
     return llm
+
+
+def _add_expert_group(env: RolloutEnv) -> None:
+    """Make vLLM's group of expert-parallel ranks if an earlier engine of this process has made the others without it.
+
+    vLLM makes its groups with the first engine, and this one only for a mixture of experts. Without data parallelism it
+    has the ranks of a tensor-parallel group. Collective over all rollout ranks.
+    """
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized() or parallel_state._EP is not None:
+        return
+    world = parallel_state.get_world_group()
+    parallel_state._EP = parallel_state.init_model_parallel_group(
+        [list(range(first, first + env.tp_size)) for first in range(0, env.world_size, env.tp_size)],
+        world.local_rank,
+        dist.get_backend(world.device_group),
+        group_name="ep",
+    )
 
 
 def _keep_process_groups(llm: Any) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from verl.rollout.vllm.experts import expert_layers, packed_layers
 from verl.rollout.vllm.weights import ParameterNames, VllmReceiver, check_layers
-from verl.rollout.weight_sync.base import SlicedWeights
+from verl.rollout.weight_sync.base import SlicedWeights, describe_error
 from verl.rollout.weight_sync.plan import Stored
 from verl.utils.shards import Box, Chunk, matrix_shape
 
@@ -295,16 +295,29 @@ class VllmSliceReceiver(VllmReceiver, SlicedWeights):
     _slices: Slices | None = None
 
     def obstacle(self) -> str:
-        """See `SlicedWeights.obstacle`. Collective over all rollout ranks. The model has no weights afterwards."""
-        own = ""
-        with self._updating(version=0, idle=True, is_last=False) as model:
-            try:
+        """See `SlicedWeights.obstacle`. Collective over all rollout ranks. The model has no weights afterwards.
+
+        Raises:
+            RuntimeError: on every rank, if one has failed for another reason than the layout of its parameters.
+        """
+        own, failure = "", None
+        try:
+            with self._updating(version=0, idle=True, is_last=False) as model:
                 self._slices = find_slices(model, self.shapes)
-            except NotSliced as error:
-                own = str(error)
-        found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, own)
-        return next(filter(None, found), "")
+        except NotSliced as error:
+            own = str(error)
+        except Exception as error:  # the others wait in the collective below: they are told, and it is raised after it
+            failure = error
+        found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+        dist.all_gather_object(found, (own, "" if failure is None else describe_error(failure)))
+        failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(found) if message]
+        if failed:
+            more = f" ({len(failed)} of {len(found)} ranks failed)" if len(failed) > 1 else ""
+            raise RuntimeError(
+                f"weight sync: expected to find the slices that vLLM stores on every rollout rank, found an error on "
+                f"{failed[0]}{more}: fix its cause, or set rollout.weight_sync=replica, which does not look for them"
+            ) from failure
+        return next((reason for reason, _ in found if reason), "")
 
     def slice_layout(self) -> Mapping[str, Stored]:
         """See `SlicedWeights.slice_layout`."""

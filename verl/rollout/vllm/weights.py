@@ -1,7 +1,7 @@
 """Loads the trainer's weights into vLLM's model, and verifies them."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,7 @@ class SentBits:
 
     def __init__(self, model: nn.Module):
         self.names = ParameterNames(model)
+        self._model = model
         self._parameters = self.names.parameters
         self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}  # elements and sum
 
@@ -152,8 +153,19 @@ class SentBits:
             raise ValueError(f"rollout.name=vllm: vLLM's model has no parameter for {name!r}: it is not supported")
         parameter = self._parameters[target]
         tensor = tensor.to(parameter.device, parameter.dtype)
-        self._parts.setdefault(target, []).append((tensor.numel(), sum_of_bits(tensor)))
+        parts = self._parts.setdefault(target, [])
+        parts += [(part.numel(), sum_of_bits(part)) for part in self._parts_of(target, tensor)]
         return tensor
+
+    def _parts_of(self, target: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The tensors whose copies are counted together. A model such as Phi3 has q, k and v in one parameter: k and v
+        may be on more ranks than q."""
+        layer = self._model.get_submodule(target.rpartition(".")[0])
+        if getattr(layer, "num_kv_head_replicas", 1) == 1:
+            return [tensor]
+        q, k = layer.total_num_heads * layer.head_size, layer.total_num_kv_heads * layer.head_size
+        v = layer.total_num_kv_heads * layer.v_head_size
+        return tensor.split([q, k, v]) if len(tensor) == q + k + v else [tensor]
 
     def verify(self, version: int) -> None:
         """Raise ValueError unless every parameter of the model has the bits that were sent. Collective over the

@@ -14,6 +14,8 @@ from verl.workers.policy import ActorWorker, RefWorker
 from verl.workers.reward_model import RewardModelWorker
 from verl.workers.rollout.worker import RolloutWorker
 
+#: of trainer.worker_timeout, for a pause of the rollout: its error names what it waits for
+_PAUSE_SHARE = 0.9
 #: rollout engines that merge adapters, whatever their layers are
 _MERGE_ADAPTERS = ("native", "hf")
 
@@ -53,6 +55,7 @@ def worker_specs(
     if "rollout" in roles:
         rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.engine.dtype}
         rollout["adapters"] = None if policy.rollout.name in _MERGE_ADAPTERS else adapter_config(policy.model)
+        rollout["pause_limit"] = _PAUSE_SHARE * config.trainer.worker_timeout
         specs["rollout"] = WorkerSpec(RolloutWorker, rollout | generation | {"timeout": policy.nccl_timeout})
     if "ref" in roles:
         specs["ref"] = WorkerSpec(RefWorker, {"config": policy, "device": device})

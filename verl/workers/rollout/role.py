@@ -261,13 +261,13 @@ class Rollout:
             self._agent_loops[name] = make_agent_loop(name, self.config, self.tokenizer)
         return self._agent_loops[name]
 
-    def serve(self) -> GenerationService | FollowingService:
+    def serve(self, pause_limit: float) -> GenerationService | FollowingService:
         """Generate in the background, with the sampling parameters of training, or follow rank 0 of the
-        tensor-parallel group. Paused until `resume`."""
+        tensor-parallel group. Paused until `resume`. pause_limit: seconds that a pause may take."""
         self.wake()
         if self.env.tp_rank > 0:
-            return FollowingService(self.engine, self.device)
-        return GenerationService(self.engine, self._generate_one, self._run_loop, self.device)
+            return FollowingService(self.engine, self.device, pause_limit)
+        return GenerationService(self.engine, self._generate_one, self._run_loop, self.device, pause_limit)
 
     async def _run_loop(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         """Run the agent loop for one prompt. Raises ValueError unless it returns a trajectory of that prompt."""

@@ -20,7 +20,12 @@ import asyncio
 import atexit
 import concurrent.futures
 import dataclasses
+import logging
+import math
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,11 +39,15 @@ from verl.utils.clock import GENERATION_CLOCK, PausableClock
 from verl.utils.coroutines import gather_coroutines
 from verl.utils.rng import fork_seed
 
+log = logging.getLogger(__name__)
+
 #: runs the trajectory of one prompt with the given function as its engine
 RunTrajectory = Callable[[Prompt, GenerateFn], Awaitable[Trajectory]]
 
 _POLL = 0.1  # seconds between two checks that the thread is alive
 _JOIN_SECONDS = 3.0  # for `follow` to return when the process ends
+_REPORT_SECONDS = 60.0  # a pause in which nothing has ended for so long is reported
+_NAMED = 5  # requests in a message
 
 
 class GenerationService:
@@ -49,25 +58,36 @@ class GenerationService:
         complete: the engine's response to one request (`RolloutEngine.generate_one`).
         run: runs one trajectory.
         device: the engine's device.
+        pause_limit: seconds that `pause` may take.
     """
 
-    def __init__(self, engine: RolloutEngine, complete: GenerateFn, run: RunTrajectory, device: torch.device):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        complete: GenerateFn,
+        run: RunTrajectory,
+        device: torch.device,
+        pause_limit: float = math.inf,
+    ):
         self._engine = engine
         self._complete = complete
         self._run_trajectory = run
         self._device = device
+        self._pause_limit = pause_limit
         # of the event loop: changed in its thread only
         self._tasks: set[asyncio.Task] = set()
         self._trajectories_may_start = asyncio.Event()
         self._requests_may_start = asyncio.Event()
         self._started = 0  # trajectories that have started and not ended
-        self._in_engine = 0  # requests
+        self._in_engine: list[Request] = []
         self._ended = asyncio.Event()  # set after every end of a trajectory or a request
         self._clock = PausableClock()
         self._leading: AbstractContextManager[None] | None = None  # entered from `resume` to `pause`
         # shared with the thread of the calls
         self._finished: list[tuple[str, list[Trajectory]]] = []
         self._error: BaseException | None = None
+        self._is_raised = False  # whether a call has raised the error
+        self._is_closing = False
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
@@ -102,6 +122,9 @@ class GenerationService:
         Args:
             partial: abort the running requests, to be continued after `resume`. Otherwise wait for the end of all
                 trajectories that have started.
+
+        Raises:
+            TimeoutError: it takes longer than the limit; the message says what it waits for.
         """
         self._call(self._pause, partial)
 
@@ -110,24 +133,35 @@ class GenerationService:
         self._call(self._resume)
 
     def close(self) -> None:
-        """Drop all trajectories and end the thread."""
+        """Drop all trajectories and end the thread. Raises an error that no other call has raised, such as that of the
+        end of leading."""
         atexit.unregister(self.close)
+        self._is_closing = True
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+        if not self._is_raised:
+            self._raise_error()
 
     def _call(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """Run a coroutine function in the event loop and wait for it."""
         self._raise_error()
         future = asyncio.run_coroutine_threadsafe(function(*args), self._loop)
+        latest = time.monotonic() + self._pause_limit + _JOIN_SECONDS  # the error of the coroutine says more
         while not future.done() and self._thread.is_alive():
             concurrent.futures.wait([future], _POLL)
+            if time.monotonic() > latest and not future.done():
+                raise TimeoutError(
+                    f"rollout service: expected an answer of its event loop within {self._pause_limit:g} s, found "
+                    f"{position_of(self._thread)}"
+                )
         if future.done():
             future.result()
         self._raise_error()
 
     def _raise_error(self) -> None:
         if self._error is not None:
+            self._is_raised = True
             raise self._error
 
     # ---- the thread ---------------------------------------------------------------------------------------------
@@ -143,9 +177,10 @@ class GenerationService:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
             self._stop_leading(has_failed)
-            self._loop.close()
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the event loop
             self._fail(error)
+        else:
+            self._loop.close()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -165,6 +200,8 @@ class GenerationService:
             self._fail(error)
             return
         except asyncio.CancelledError as error:  # of an agent loop, or of `close`
+            if self._is_closing:
+                return
             wrapped = RuntimeError(f"a trajectory of the group {uid} was cancelled by its agent loop or engine")
             wrapped.__cause__ = error
             self._fail(wrapped)
@@ -190,11 +227,30 @@ class GenerationService:
             self._clock.pause()  # without partial rollouts, the trajectories and their time limits continue
             self._engine.abort()
         # a trajectory may end before a request that it has cancelled or does not wait for
+        latest = self._loop.time() + self._pause_limit
         while (self._in_engine or (self._started and not partial)) and self._error is None:
             self._ended.clear()
-            await self._ended.wait()
+            left = latest - self._loop.time()
+            try:
+                await asyncio.wait_for(self._ended.wait(), max(0.0, min(left, _REPORT_SECONDS)))
+            except TimeoutError:
+                if left <= _REPORT_SECONDS:
+                    raise TimeoutError(self._waits_for(partial)) from None
+                log.warning("%s", self._waits_for(partial))
         self._requests_may_start.clear()
         self._stop_leading(self._error is not None)
+
+    def _waits_for(self, partial: bool) -> str:
+        """What a pause waits for."""
+        ids = [str(request.sample_id) for request in self._in_engine]
+        more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+        requests = f"{len(ids)} requests in the engine (sample ids {', '.join(ids[:_NAMED])}{more})"
+        trajectories = "" if partial else f", {self._started} trajectories that have started"
+        aborted = "which were aborted" if partial else "which a pause without trainer.async.partial_rollout waits for"
+        return (
+            f"rollout service: expected a pause to end within {self._pause_limit:g} s, still waits for "
+            f"{requests if ids else 'no request in the engine'}{trajectories}, {aborted}"
+        )
 
     def _stop_leading(self, has_failed: bool) -> None:
         """End `follow` on the other ranks. No request is in the engine. After a failure they may not answer."""
@@ -219,11 +275,11 @@ class GenerationService:
         while True:
             await self._requests_may_start.wait()
             version = self._engine.weight_version
-            self._in_engine += 1
+            self._in_engine.append(request)
             try:
                 found = await self._complete(continuation(request, whole))
             finally:
-                self._in_engine -= 1
+                self._in_engine = [other for other in self._in_engine if other is not request]
                 self._ended.set()
             extend(whole, found, version, request)
             # the engine may abort a request itself: only those of a pause are continued
@@ -239,11 +295,14 @@ class FollowingService:
     Args:
         engine: of this rank.
         device: the engine's device.
+        pause_limit: seconds that `pause` may take.
     """
 
-    def __init__(self, engine: RolloutEngine, device: torch.device):
+    def __init__(self, engine: RolloutEngine, device: torch.device, pause_limit: float = math.inf):
         self._engine = engine
         self._device = device
+        self._pause_limit = pause_limit
+        self._is_raised = False  # whether a call has raised the error
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         atexit.register(self.close)
@@ -258,11 +317,30 @@ class FollowingService:
         return []
 
     def pause(self, partial: bool) -> None:
-        """Return when rank 0 has paused."""
+        """Return when rank 0 has paused.
+
+        Raises:
+            TimeoutError: it takes longer than the limit; the message says where the thread stands.
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._wait(self._thread)
             self._thread = None
         self._raise_error()
+
+    def _wait(self, thread: threading.Thread) -> None:
+        latest = time.monotonic() + self._pause_limit
+        while thread.is_alive():
+            left = latest - time.monotonic()
+            thread.join(max(0.0, min(left, _REPORT_SECONDS)))
+            if not thread.is_alive():
+                return
+            message = (
+                f"rollout service: expected rank 0 of the tensor-parallel group to end a pause within "
+                f"{self._pause_limit:g} s, this rank still follows it: {position_of(thread)}"
+            )
+            if left <= _REPORT_SECONDS:
+                raise TimeoutError(message)
+            log.warning("%s", message)
 
     def resume(self) -> None:
         """Follow rank 0 until it pauses."""
@@ -272,10 +350,14 @@ class FollowingService:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait until rank 0 has closed its service, or has failed."""
+        """Wait until rank 0 has closed its service, or has failed. Raises an error that no other call has raised."""
         atexit.unregister(self.close)
         if self._thread is not None:
             self._thread.join(_JOIN_SECONDS)
+            if self._thread.is_alive():
+                log.warning("rollout service: rank 0 has not ended generation: %s", position_of(self._thread))
+        if not self._is_raised:
+            self._raise_error()
 
     def _follow(self) -> None:
         if self._device.type == "cuda":
@@ -287,7 +369,16 @@ class FollowingService:
 
     def _raise_error(self) -> None:
         if self._error is not None:
+            self._is_raised = True
             raise self._error
+
+
+def position_of(thread: threading.Thread) -> str:
+    """The thread and the function that it is in, with the lines of its last three calls."""
+    frame = sys._current_frames().get(thread.ident)
+    calls = [] if frame is None else traceback.extract_stack(frame)[-3:]
+    where = " > ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in calls)
+    return f"thread {thread.name!r} in {where or 'no function: it has ended'}"
 
 
 def continuation(request: Request, so_far: Completion) -> Request:

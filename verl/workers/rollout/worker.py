@@ -1,5 +1,6 @@
 """The worker of a rollout in a separate process."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,11 @@ class RolloutWorker(RolloutMethods):
         train_dtype: `fsdp_config.dtype` of the actor; None without training.
         timeout: timeout of collectives in seconds.
         adapters: the configuration of the adapters that the actor trains, if there are any.
+        pause_limit: seconds that `pause_generation` may take: less than the controller waits, whose error does not say
+            what the rollout waits for.
     """
+
+    _pause_limit = math.inf
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class RolloutWorker(RolloutMethods):
         train_dtype: str | None = None,
         timeout: float | None = None,
         adapters: AdapterConfig | None = None,
+        pause_limit: float = math.inf,
     ):
         on = resolve_device(device, self.local_rank)
         if on.type == "cuda":
@@ -58,7 +64,7 @@ class RolloutWorker(RolloutMethods):
             init_process_group(on, timeout)
         if train_dtype is None and model.lora_adapter_path is None:
             model = model.model_copy(update={"lora_rank": 0})  # adapters that were never trained change nothing
-        self.device, self.timeout = on, timeout
+        self.device, self.timeout, self._pause_limit = on, timeout, pause_limit
         self.rollout = Rollout(rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer)
         self._group: TransferGroup | None = None
         self._service: GenerationService | FollowingService | None = None
@@ -113,7 +119,7 @@ class RolloutWorker(RolloutMethods):
         if batch is None:
             return
         if self._service is None:
-            self._service = self.rollout.serve()
+            self._service = self.rollout.serve(self._pause_limit)
             if not self._is_paused:
                 self._service.resume()
         groups: dict[str, list[Prompt]] = {}
