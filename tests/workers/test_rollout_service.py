@@ -26,6 +26,7 @@ class VersionEngine(RolloutEngine):
         self.requests: list[Request] = []
         self.aborted = False
         self.running = 0
+        self.with_tokens = 0  # running requests with at least one token
 
     async def generate_one(self, request: Request) -> Completion:
         self.requests.append(request)
@@ -37,8 +38,10 @@ class VersionEngine(RolloutEngine):
                 if self.aborted:
                     return Completion(tokens, [-1.0] * len(tokens), "abort")
                 tokens.append(self.weight_version)
+                self.with_tokens += len(tokens) == 1
         finally:
             self.running -= 1
+            self.with_tokens -= bool(tokens)
         return Completion(tokens, [-1.0] * len(tokens), "length")
 
     def abort(self, request_ids=None) -> None:
@@ -67,9 +70,9 @@ def collect(service: GenerationService, groups: int) -> dict:
     return found
 
 
-def started(engine: VersionEngine, requests: int) -> None:
+def started(engine: VersionEngine, requests: int, with_tokens: int = 0) -> None:
     deadline = time.monotonic() + 20
-    while engine.running < requests:
+    while engine.running < requests or engine.with_tokens < with_tokens:
         time.sleep(0.002)
         assert time.monotonic() < deadline
 
@@ -87,14 +90,12 @@ def test_groups_are_returned_as_they_end(service):
 def test_an_interrupted_response_continues_with_the_new_weights(service):
     service, engine = service
     service.submit("a", prompts(3))
-    started(engine, 3)
     for version in (1, 2):
-        time.sleep(0.015)
+        started(engine, 3, with_tokens=3)
         service.pause(partial=True)
         assert engine.running == 0, "weights may be replaced only while nothing runs"
         engine.weight_version = version
         service.resume()
-        started(engine, 3)
     for trajectory in collect(service, 1)["a"]:
         tokens, spans = trajectory.token_ids, trajectory.weight_versions
         assert len(tokens) == 12 and trajectory.finish_reason == "length" and trajectory.turns == 1
