@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, make_dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from verl.rollout.adapters import AdaptedLayers
     from verl.rollout.weight_sync import WeightReceiver
     from verl.rollout.weight_sync.grouping import HybridGroups
-
-T = TypeVar("T")
 
 #: fields of `schema.SamplingConfig` that `SamplingParams` has in another form: max_tokens, and stop with its tokenizer
 _OTHER_FORM = ("response_length", "stop")
