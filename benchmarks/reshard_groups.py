@@ -2,6 +2,7 @@
 
     python benchmarks/reshard_groups.py                  # 4 and 8 processes, gloo, a few minutes on two cores
     python benchmarks/reshard_groups.py --ranks 4 --pushes 1 --hidden 64
+    python benchmarks/reshard_groups.py --ranks 4 --device cuda --shape 7B --bucket-mib 512  # four GPUs
 
 Training splits a random Qwen2 over p pipeline stages, t tensor-parallel ranks and d replicas, generation over p_g and
 t_g (Sheng et al. 2024, arXiv 2409.19256, section 5). Every line is one layout and one way:
@@ -11,12 +12,14 @@ t_g (Sheng et al. 2024, arXiv 2409.19256, section 5). Every line is one layout a
   keeps its slices (HybridFlow-V). This is what `weight_sync=replica` does with strategy=megatron.
 - `consecutive`: consecutive groups, `reshard`.
 
-Received bytes are counted in the collectives of a push, in float32: `mean_bytes` and `max_bytes` of a rank, and
-`share`, the mean relative to all weights; `formula` is that of the paper's table 2, for weights that all ranks divide
-evenly. Norms are on every rank of a stage. `seconds`: the median push of the slowest rank, with the checksums of
-`reshard` and none of `vanilla`. What is stored is compared with the weights bit by bit. `less_bytes` and
-`less_seconds`: relative to `vanilla` of the same layout. `vanilla` has one collective per parameter and stage,
-`reshard` one per bucket: `consecutive` shows what of the seconds is due to that.
+Weights are float32, on GPUs bfloat16. Received bytes are counted in the collectives of a push: `mean_bytes` and
+`max_bytes` of a rank, and `share`, the mean relative to all weights; `formula` is that of the paper's table 2, for
+weights that all ranks divide evenly. Norms are on every rank of a stage. `seconds`: the median push of the slowest
+rank, with the checksums of `reshard` and none of `vanilla`. What is stored is compared with the weights bit by bit.
+`less_bytes` and `less_seconds`: relative to `vanilla` of the same layout. `vanilla` has one collective per parameter
+and stage, `reshard` one per bucket: `consecutive` shows what of the seconds is due to that. On GPUs also
+`limit_seconds`, the most bytes of a rank at the rate of an all-to-all of one block, `ratio`, seconds / limit_seconds,
+and `above_gib`, the peak memory of a push above the weights of both sides.
 """
 
 import argparse
@@ -37,6 +40,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from weight_sync import SHAPES  # noqa: E402
+
 from verl.rollout.native.slices import Slices  # noqa: E402
 from verl.rollout.tensor_parallel import TensorParallel  # noqa: E402
 from verl.rollout.weight_sync import ReshardSync, SlicedWeights  # noqa: E402
@@ -52,22 +57,29 @@ LAYOUTS = {
     8: [(1, 8, 1, 1, 2), (1, 8, 1, 1, 4), (1, 4, 2, 1, 2), (2, 4, 1, 1, 2), (2, 2, 2, 1, 2), (2, 4, 1, 2, 2)],
 }
 WAYS = ("vanilla", "consecutive", "strided")
-LAYERS, VOCABULARY = 4, 4000
+LAYERS, HEADS, VOCABULARY = 4, 8, 4000  # of the small model
 
 
 class Model:
-    """The shapes of a small Qwen2, and where its parameters are. hidden: its hidden size."""
+    """The shapes of a Qwen2, and where its parameters are.
 
-    def __init__(self, hidden: int):
+    Args:
+        sizes: hidden size, MLP, layers, heads, key-value heads, vocabulary.
+        device: of the weights, which are float32 on a CPU and bfloat16 on a GPU.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], device: torch.device):
+        hidden, mlp, layers, heads, kv_heads, vocabulary = sizes
         self.config = Qwen2Config(
             hidden_size=hidden,
-            intermediate_size=4 * hidden,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            vocab_size=VOCABULARY,
+            intermediate_size=mlp,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            vocab_size=vocabulary,
             tie_word_embeddings=False,
         )
+        self.device, self.dtype = device, torch.float32 if device.type == "cpu" else torch.bfloat16
         with torch.device("meta"):
             named = AutoModelForCausalLM.from_config(self.config).named_parameters()
         self.shapes = {name: tuple(parameter.shape) for name, parameter in named}
@@ -75,20 +87,21 @@ class Model:
     def stage(self, name: str, stages: int) -> int:
         """The pipeline stage of a parameter."""
         if ".layers." in name:
-            return int(name.split(".")[2]) * stages // LAYERS
+            return int(name.split(".")[2]) * stages // self.config.num_hidden_layers
         return 0 if "embed_tokens" in name else stages - 1
 
     def full(self, name: str) -> torch.Tensor:
         """The values of a parameter, the same on every rank."""
         seed = list(self.shapes).index(name)
-        return torch.randn(self.shapes[name], generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(self.shapes[name], generator=generator, device=self.device, dtype=self.dtype)
 
     def stored(self, slices: Slices, name: str, stored: bool) -> Stored:
         """What a rank has of a parameter: its slice, or nothing."""
         shape = self.shapes[name]
         if not stored:
-            return Stored(shape, 0, matrix_shape(shape)[1], (), torch.float32)
-        return slices.stored(name, shape, torch.float32)
+            return Stored(shape, 0, matrix_shape(shape)[1], (), self.dtype)
+        return slices.stored(name, shape, self.dtype)
 
 
 class Training:
@@ -100,7 +113,7 @@ class Training:
         self.replicas = (replica,)
         self.slices = Slices(model.config, TensorParallel(tensor, groups.tp))
         own = [name for name in model.shapes if model.stage(name, groups.pp) == self.stage]
-        self.tensors = {name: self.slices.of(name, model.full(name)).contiguous() for name in own}
+        self.tensors = {name: self.slices.of(name, model.full(name)).clone() for name in own}
         self._layout = [
             Shard(name, model.shapes[name], model.stored(self.slices, name, True).chunks[0].box) for name in own
         ]
@@ -119,7 +132,9 @@ class Training:
         for name, shape in model.shapes.items():
             source = model.stage(name, self.groups.pp)
             like = self.slices.of(name, torch.empty(shape, device="meta"))
-            local = self.tensors[name] if source == self.stage else torch.empty(like.shape)
+            local = self.tensors.get(name)
+            if local is None:
+                local = torch.empty(like.shape, device=model.device, dtype=model.dtype)
             if self.groups.pp > 1:
                 dist.broadcast(local, dist.get_process_group_ranks(self._pipeline)[source], group=self._pipeline)
             if local.shape == shape:
@@ -140,7 +155,10 @@ class Generation(SlicedWeights):
         self.slices = Slices(model.config, TensorParallel(tensor, groups.generation_tp))
         self.own = {name for name in model.shapes if model.stage(name, groups.generation_pp) == stage}
         self._layout = {name: model.stored(self.slices, name, name in self.own) for name in model.shapes}
-        self.tensors = {name: torch.empty(each.rows, each.columns) for name, each in self._layout.items()}
+        self.tensors = {
+            name: torch.empty(each.rows, each.columns, device=model.device, dtype=model.dtype)
+            for name, each in self._layout.items()
+        }
 
     def slice_layout(self) -> Mapping[str, Stored]:
         return self._layout
@@ -191,42 +209,60 @@ def _own_group(groups: list[list[int]], rank: int) -> Any:
     return next(group for ranks, group in made if rank in ranks)
 
 
-def measure(way: str, groups: HybridGroups, args: argparse.Namespace, counter: Counter) -> tuple[int, float]:
-    """(bytes received by this rank in a push, median seconds)."""
-    rank, model = dist.get_rank(), Model(args.hidden)
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    way: str, groups: HybridGroups, model: Model, args: argparse.Namespace, counter: Counter
+) -> dict[str, float]:
+    """Bytes that this rank receives in a push, the median seconds, and the memory above the weights of both sides."""
+    rank, device = dist.get_rank(), model.device
     training, generation = Training(model, groups, rank), Generation(model, groups, rank)
     rollout = SimpleNamespace(receiver=lambda: generation, weight_version=None)
-    sync = ReshardSync(rollout, torch.device("cpu"), args.bucket_mib * 2**20, grouping=groups)
+    sync = ReshardSync(rollout, device, args.bucket_mib * 2**20, grouping=groups)
     sync.bandwidth = 0.0  # not measured
-    seconds = []
+    seconds, above = [], 0
     for version in range(1 + args.pushes):  # the first one makes the plan
+        _synchronize(device)
         dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
         start, counter.bytes = time.perf_counter(), 0
         if way == "vanilla":
             generation.receive(training.weights())
         else:
             sync.push(training, version)
+        _synchronize(device)
         seconds.append(time.perf_counter() - start)
+        if device.type == "cuda":
+            above = torch.cuda.max_memory_allocated(device) - before
         generation.check()
-    return counter.bytes, statistics.median(seconds[1:])
+    return {"bytes": counter.bytes, "seconds": statistics.median(seconds[1:]), "above": above}
 
 
 def work(rank: int, ranks: int, args: argparse.Namespace, port: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    counter, total = Counter(), sum(4 * torch.Size(shape).numel() for shape in Model(args.hidden).shapes.values())
+    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    small = (args.hidden, 4 * args.hidden, LAYERS, HEADS, HEADS, VOCABULARY)
+    model = Model(SHAPES[args.shape] if args.shape else small, device)
+    counter, total = Counter(), sum(model.dtype.itemsize * torch.Size(shape).numel() for shape in model.shapes.values())
+    bandwidth = Peers(None, device).bandwidth() if device.type == "cuda" else None
     for sizes in LAYOUTS[ranks]:
-        vanilla: dict[str, float] = {}
+        vanilla: dict[str, Any] = {}
         for way in WAYS:
             groups = HybridGroups(*sizes, strided=way == "strided")
             found: list[Any] = [None] * ranks
-            dist.all_gather_object(found, measure(way, groups, args, counter))
-            received, seconds = zip(*found)
+            dist.all_gather_object(found, measure(way, groups, model, args, counter))
             line = {"layout": "{}-{}-{} -> {}-{}".format(*sizes), "ranks": ranks, "way": way, "model_bytes": total}
-            line |= {"mean_bytes": sum(received) / ranks, "max_bytes": max(received)}
-            line["share"] = round(sum(received) / ranks / total, 4)
+            line |= summary(found, total, bandwidth)
             line["formula"] = None if way == "consecutive" else float(groups.volumes().communication)
-            line["seconds"] = round(max(seconds), 4)
             vanilla = vanilla or line
             line["less_bytes"] = round(1 - line["mean_bytes"] / vanilla["mean_bytes"], 3)
             line["less_seconds"] = round(1 - line["seconds"] / vanilla["seconds"], 3)
@@ -236,10 +272,25 @@ def work(rank: int, ranks: int, args: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
+def summary(found: list[dict[str, float]], total: int, bandwidth: float | None) -> dict[str, Any]:
+    """The figures of a line, from those of all ranks. bandwidth: bytes per second, on GPUs."""
+    received, seconds = [each["bytes"] for each in found], max(each["seconds"] for each in found)
+    mean = sum(received) / len(found)
+    line = {"mean_bytes": mean, "max_bytes": max(received), "share": round(mean / total, 4)}
+    line["seconds"] = round(seconds, 4)
+    if bandwidth:
+        line["limit_seconds"] = round(max(received) / bandwidth, 4)
+        line["ratio"] = round(seconds / (max(received) / bandwidth), 2) if max(received) else None
+        line["above_gib"] = round(max(each["above"] for each in found) / 2**30, 2)
+    return line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="processes")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model, a multiple of 8")
+    parser.add_argument("--shape", choices=("7B",), help="of Qwen2.5 instead, whose key-value heads 4 ranks divide")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--pushes", type=int, default=5, help="measured pushes of a layout")
     args = parser.parse_args()
