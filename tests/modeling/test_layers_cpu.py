@@ -10,7 +10,7 @@ from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.modeling import layers_cpu
 from verl.modeling.indexing import gather_rows, repeat_rows, scatter_rows
-from verl.modeling.layers_cpu import AddRMSNorm, RMSNorm, RotaryQKV, SwiGLU
+from verl.modeling.layers_cpu import AddRMSNorm, RMSNorm, Rotary, RotaryQKV, SwiGLU
 from verl.protocol import DataProto
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective
@@ -79,6 +79,22 @@ def test_rotary_embedding_of_queries_and_keys(norms):
         return RotaryQKV.apply(qkv, cos.float(), sin.float(), heads, 1e-3, *weights)
 
     check(ours, formula, [normal(tokens, 10 * size), *(normal(size + i)[:size] for i in range(norms))])
+
+
+def test_rotary_embedding_of_heads():
+    heads, size, tokens = 3, 8, 9
+    cos, sin = normal(tokens, size).double(), normal(tokens + 1, size)[:tokens].double()
+
+    def formula(x):
+        turned = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1)
+        return x * cos[:, None] + turned * sin[:, None]
+
+    # not contiguous
+    check(
+        lambda x: Rotary.apply(x[:, :heads], cos.float(), sin.float()),
+        lambda x: formula(x[:, :heads]),
+        [normal(tokens, heads + 2, size)],
+    )
 
 
 def test_scatter_and_gather_of_rows():

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from verl.modeling.layers_triton import AddRMSNorm, Repeat, RMSNorm, RotaryQKV, SwiGLU, column_sums
+from verl.modeling.layers_triton import AddRMSNorm, Repeat, RMSNorm, Rotary, RotaryQKV, SwiGLU, column_sums
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -121,6 +121,12 @@ def test_rotary_embedding_of_queries_and_keys(heads, key_heads, size, norms):
         return RotaryQKV.apply(qkv, cos, sin, (heads, key_heads), 1e-3, *weights)
 
     assert farthest(ours, formula, [qkv, *(normal(size) for _ in range(2 * norms))]) < TOLERANCE[FP32]
+
+    def keys_of(qkv):  # not contiguous
+        return qkv.view(tokens, -1, size)[:, heads:-key_heads]
+
+    found = farthest(lambda qkv: Rotary.apply(keys_of(qkv), cos, sin), lambda qkv: turned(keys_of(qkv)), [qkv])
+    assert found < TOLERANCE[FP32]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 31, 2050])

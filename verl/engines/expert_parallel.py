@@ -70,4 +70,5 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
             layer.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
         fully_shard(layer, mesh=mesh[mesh.mesh_dim_names[:-1]], **options)
     group: dist.ProcessGroup = mesh.get_group(EXPERT)
-    set_experts_function(module, ExpertRanks(group, size))
+    # FSDP averages over the ranks with the same experts only, which are `size` times fewer than all ranks
+    set_experts_function(module, ExpertRanks(group, size, gradient_scale=1 / size))

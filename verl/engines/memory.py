@@ -75,11 +75,16 @@ def measure_activations(run: Callable[[int], object], module: nn.Module, vocab_s
     """
     layers = module.config.get_text_config().num_hidden_layers
     hidden = module.config.get_text_config().hidden_size
-    per_token = (_saved_bytes(run, _LONG, vocab_size) - _saved_bytes(run, _SHORT, vocab_size)) / (_LONG - _SHORT)
+    per_token = saved_bytes_per_token(run, vocab_size)
     one_layer = per_token / layers
     # the residual stream; fused layers receive the last branch separately, in 16 bits
     inputs = layers * hidden * (torch.float32.itemsize + torch.bfloat16.itemsize)
     return ActivationBytes(per_token + WORKING_LAYERS * one_layer, inputs + (1 + WORKING_LAYERS) * one_layer)
+
+
+def saved_bytes_per_token(run: Callable[[int], object], vocab_size: int) -> float:
+    """Bytes per token that autograd saves in a forward pass; arguments as in `measure_activations`."""
+    return (_saved_bytes(run, _LONG, vocab_size) - _saved_bytes(run, _SHORT, vocab_size)) / (_LONG - _SHORT)
 
 
 def with_images(activations: ActivationBytes, module: nn.Module, itemsize: int) -> ActivationBytes:

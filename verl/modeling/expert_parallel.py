@@ -39,10 +39,12 @@ class ExpertRanks:
     Attributes:
         group: their process group. Rank i of it holds the experts i e to (i + 1) e - 1.
         size: number of ranks.
+        gradient_scale: factor on the gradients of the parameters.
     """
 
     group: dist.ProcessGroup
     size: int
+    gradient_scale: float
 
     def __call__(self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the chosen experts: x (..., H), chosen and weights (..., k) -> (..., H)."""
@@ -58,7 +60,6 @@ class ExpertRanks:
         held = incoming.shape[1]
         expert = torch.arange(held, device=x.device).repeat(self.size)
         sort = expert.repeat_interleave(incoming.flatten(), output_size=sum(received)).argsort(stable=True)
-        # FSDP averages over the ranks with the same experts only, which are `size` times fewer than all ranks
-        outputs = expert_outputs(module, rows[sort], incoming.sum(0), gradient_scale=1 / self.size)
+        outputs = expert_outputs(module, rows[sort], incoming.sum(0), self.gradient_scale)
         outputs = _AllToAll.apply(outputs[inverse(sort)], received, sent, self.group)
         return weighted_sum(outputs, order, weights, x.dtype)

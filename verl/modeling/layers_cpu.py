@@ -218,6 +218,26 @@ class RotaryQKV(torch.autograd.Function):
         return joint.flatten(1), None, None, None, None, *weight_gradients
 
 
+class Rotary(torch.autograd.Function):
+    """Heads (N, H, D), rotated: x * cos + rotate_half(x) * sin, with cos and sin (N, D); see `RotaryQKV`."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return Rotary._rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, gy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return Rotary._rotated(gy, *ctx.saved_tensors, back=True), None, None
+
+    @staticmethod
+    def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for rows in _blocks(y):
+            _rotate(x[rows], cos[rows, None], sin[rows, None], y[rows], back)
+        return y
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, y: torch.Tensor, back: bool = False) -> None:
     """Write x (n, H, D), rotated (or rotated back), to y. cos, sin: (n, 1, D)."""
     half = x.shape[-1] // 2

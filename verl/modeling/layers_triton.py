@@ -429,6 +429,28 @@ class RotaryQKV(torch.autograd.Function):
         return joint.flatten(1), None, None, None, None, *found
 
 
+class Rotary(torch.autograd.Function):
+    """Heads (N, H, D), rotated: x * cos + rotate_half(x) * sin, with cos and sin (N, D); see `RotaryQKV`."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        y = torch.empty_like(x)
+        _rotary_kernel[(len(x),)](x, cos, sin, None, y, x.stride(0), 0.0, *_head_sizes(x), False)
+        return y
+
+    @staticmethod
+    def backward(ctx, gy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        gy = gy.contiguous()
+        gx, tokens = torch.empty_like(gy), len(gy)
+        _rotary_gradient_kernel[(tokens,)](
+            gy, gx, cos, sin, None, gx, None, gx.stride(0), gx.stride(0), 0.0, tokens, tokens, *_head_sizes(gx), False
+        )
+        return gx, None, None
+
+
 def _head_sizes(x: torch.Tensor) -> tuple[int, int, int, int]:
     """The heads and the half head size of x (N, H, D), each followed by the next power of two."""
     heads, half = x.shape[1], x.shape[2] // 2

@@ -36,6 +36,7 @@ from verl.engines.megatron.checks import check_architecture, check_sizes
 from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.offload import Storages, optimizer_tensors
+from verl.engines.megatron.recompute import AutoRecompute
 from verl.engines.megatron.routing import StageRouting
 from verl.engines.megatron.runtime import check_device, join_groups
 from verl.engines.megatron.weight_files import WeightFiles
@@ -114,11 +115,13 @@ class MegatronEngine(TrainEngine):
         if spec.optimizer is not None:
             self._prepare_training(spec.optimizer)
         self._prepare_offload()
-        self._sequence_ranks = (
-            SequenceRanks(ranks.groups.get_context_parallel_group(), ranks.c, ranks.c_size)
-            if ranks.c_size > 1
-            else None
-        )
+        self._sequence_ranks = None
+        if ranks.c_size > 1:
+            self._sequence_ranks = SequenceRanks(ranks.groups.get_context_parallel_group(), ranks.c, ranks.c_size)
+        self._recompute = None
+        is_open = self.section.override_transformer_config.recompute_granularity is None
+        if recompute and is_open and spec.model.enable_gradient_checkpointing == "auto":
+            self._recompute = AutoRecompute(self.chunks, ranks, self._sequence_ranks)
 
     def _build(self) -> list[TokenGPT]:
         """This stage's chunks of the model, on the device."""
@@ -250,9 +253,12 @@ class MegatronEngine(TrainEngine):
             return compute
 
         self._set_router_losses(micro_batches)
-        if routing is not None:
-            routing.begin(columns.get(ROUTED_EXPERTS), trains=True, counts=self.spec.kind == "causal_lm")
         with self.on_device(optimizer=True):
+            if self._recompute is not None:
+                tokens = [one.model_input.input_ids.shape[1] for one in micro_batches]
+                self._recompute.choose(tokens, self.optimizer, self.max_over_ranks)
+            if routing is not None:
+                routing.begin(columns.get(ROUTED_EXPERTS), trains=True, counts=self.spec.kind == "causal_lm")
             for stage in self._stages:
                 stage.zero_grad_buffer()
             self.optimizer.zero_grad()

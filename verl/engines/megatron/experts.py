@@ -1,18 +1,28 @@
-"""The experts of a mixture-of-experts layer: all experts of a rank in two tensors, as in transformers.
+"""The mixture-of-experts layer: megatron-core's router, and the experts of the other engines.
 
-Routing and the exchange of tokens are megatron-core's (`TopKRouter`, the all-to-all dispatcher).
+megatron-core's token dispatchers sort, exchange and weigh the k copies of every token. Here the experts take tokens and
+choices: expert-tensor-parallel ranks gather the tokens instead of their copies, and without expert parallelism nothing
+is exchanged.
+
+n: tokens of a rank, E: experts, e: those of this rank, k: experts per token, H: hidden size, I: inner size of an
+expert, sharded over the expert-tensor-parallel ranks.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
-from torch.nn.functional import grouped_mm, linear, silu
+from torch.nn.functional import linear, silu
 
-from verl.modeling.moe import fits_grouped_matmul
+from verl.modeling.expert_parallel import ExpertRanks
+from verl.modeling.fused_experts import fused_experts
+from verl.modeling.linear import WeightCache
 
 
 class Router(TopKRouter):
@@ -25,42 +35,76 @@ class Router(TopKRouter):
 
 
 class GroupedExperts(MegatronModule):
-    """Gated experts over tokens sorted by expert (megatron-core's `experts`).
-
-    E: experts of this rank; I: their inner size, sharded over the expert-tensor-parallel ranks; H: hidden size.
+    """Gated experts in two tensors, as in transformers.
 
     Attributes:
-        gate_up_proj: (E, 2 I, H), the rows of the gate first.
-        down_proj: (E, H, I).
+        gate_up_proj: (e, 2 I, H), the rows of the gate first.
+        down_proj: (e, H, I).
+        inner_group: the expert-tensor-parallel ranks.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_: Any):
         super().__init__(config=config)
         inner, hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.hidden_size
+        self.num_experts, self.act_fn = config.num_moe_experts, silu
         self.gate_up_proj = nn.Parameter(torch.empty(num_local_experts, 2 * inner, hidden, dtype=config.params_dtype))
         self.down_proj = nn.Parameter(torch.empty(num_local_experts, hidden, inner, dtype=config.params_dtype))
+        self.inner_group = pg_collection.expt_tp
         own_groups = pg_collection.ep.size() > 1 or pg_collection.expt_tp.size() != pg_collection.tp.size()
         for parameter in self.parameters():
             parameter.allreduce = not own_groups  # False: reduced over the expert-data-parallel ranks
+        self._cache = WeightCache()
+        self._ranks = None
+        if pg_collection.ep.size() > 1:
+            self._ranks = ExpertRanks(pg_collection.ep, pg_collection.ep.size(), gradient_scale=1.0)
 
-    def forward(
-        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        """tokens (n, H) sorted by expert, their weights (n,) -> (n, H), partial over expert-tensor-parallel ranks."""
-        counts = tokens_per_expert.tolist()
-        fits = fits_grouped_matmul(self.gate_up_proj, self.down_proj, tokens.dtype)
-        multiply = _grouped if tokens.is_cuda and fits else _one_by_one
-        gate, up = multiply(tokens, self.gate_up_proj, counts).chunk(2, -1)
-        out = multiply(silu(gate) * up, self.down_proj, counts)
-        return (out * probs[:, None]).to(out.dtype), None
-
-
-def _grouped(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """x (n, K) @ weight (E, N, K) of the expert of each row -> (n, N), in one kernel."""
-    ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
-    return grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x (n, H), chosen and weights (n, k) -> (n, H), partial over expert-tensor-parallel ranks."""
+        if self._ranks is not None:
+            return self._ranks(self, x, chosen, weights)
+        return fused_experts(self, x, chosen, weights, self._cache)
 
 
-def _one_by_one(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """`_grouped` as one matmul per expert."""
-    return torch.cat([linear(rows, matrix) for rows, matrix in zip(x.split(counts), weight)])
+class Mixture(MoELayer):
+    """Router and experts (megatron-core's `mlp`)."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config, MoESubmodules(experts=GroupedExperts, router=Router))
+        self.token_dispatcher = None
+        self._inner, tensor = self.experts.inner_group, self.attn_tp_group
+        # tensor-parallel ranks have equally many tokens, data-parallel ones do not
+        self._equal = dist.get_process_group_ranks(self._inner) == dist.get_process_group_ranks(tensor)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """(n, 1, H) -> (n, 1, H), and no bias."""
+        if self.moe_layer_recompute and self.training:
+            return tensor_parallel.checkpoint(self._compute, False, hidden_states), None
+        return self._compute(hidden_states), None
+
+    def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        probabilities, is_chosen = self.router(hidden_states)
+        chosen = is_chosen.byte().topk(self.config.moe_router_topk).indices
+        weights, x = probabilities.gather(1, chosen), hidden_states.flatten(0, 1)
+        if self._inner.size() == 1:
+            return self.experts(x, chosen, weights).view_as(hidden_states)
+        sizes = None if self._equal else self._sizes(len(x))
+        x, weights = (
+            tensor_parallel.gather_from_sequence_parallel_region(
+                each.contiguous(), group=self._inner, output_split_sizes=sizes
+            )
+            for each in (x, weights)
+        )
+        chosen = tensor_parallel.gather_from_sequence_parallel_region(
+            chosen, group=self._inner, output_split_sizes=sizes
+        )
+        out = tensor_parallel.reduce_scatter_to_sequence_parallel_region(
+            self.experts(x, chosen, weights), group=self._inner, input_split_sizes=sizes
+        )
+        return out.view_as(hidden_states)
+
+    def _sizes(self, tokens: int) -> list[int]:
+        """The tokens of each expert-tensor-parallel rank."""
+        own = torch.tensor([tokens], device=self.router.weight.device)
+        found = torch.empty(self._inner.size(), dtype=own.dtype, device=own.device)
+        dist.all_gather_into_tensor(found, own, group=self._inner)
+        return found.tolist()

@@ -15,16 +15,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.utils import VocabUtility
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from torch import nn
 from torch.nn.functional import linear, pad
 
 from verl.engines.base import Tensors
-from verl.engines.megatron.experts import GroupedExperts, Router
+from verl.engines.megatron.experts import Mixture
 from verl.engines.megatron.log_probs import ShardedStatistics
 from verl.engines.megatron.routing import ChunkRouting
 from verl.modeling.attention import packed_attention
+from verl.modeling.linear import layer_functions
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.packing import ModelInput, Packing
 
@@ -35,7 +36,7 @@ class PackedTokens:
 
     Attributes:
         packing: the sequences.
-        cos, sin: (1, 1, n, D) rotary embedding of this rank's n tokens.
+        cos, sin: (n, D) rotary embedding of this rank's n tokens.
         qkv_format: megatron-core squeezes the batch dimension of "thd"; this is not it.
     """
 
@@ -73,8 +74,9 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """query (n, 1, H, D), key and value (n, 1, K, D) -> (n, 1, H * D)."""
         tokens, packing = packed_seq_params, packed_seq_params.packing
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        q, k = _rotate(q, tokens.cos, tokens.sin), _rotate(k, tokens.cos, tokens.sin)
+        rotate = layer_functions(query).Rotary.apply
+        query, key = (rotate(x.squeeze(1), tokens.cos, tokens.sin) for x in (query, key))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value.squeeze(1)))
         length, real = q.shape[2], packing.slots.numel()
         if packing.ranks is None and real < length:  # tokens that only make the number divisible
             q, k, v = (x[:, :, :real] for x in (q, k, v))
@@ -83,9 +85,18 @@ class PackedAttention(MegatronModule):
         return pad(out, (0, 0, 0, length - len(out)))[:, None]
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+class GatedMLP(MLP):
+    """megatron-core's MLP with the fused SwiGLU of the other engines."""
+
+    def __init__(self, config: TransformerConfig):
+        first, second = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
+        layers = MLPSubmodules(linear_fc1=first, linear_fc2=second)
+        super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """(n, 1, H) -> (n, 1, H), and no bias."""
+        gate_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(layer_functions(gate_up).SwiGLU.apply(gate_up))
 
 
 @dataclass
@@ -100,15 +111,14 @@ class DecoderConfig(TransformerConfig):
 
 
 def layer_spec(config: DecoderConfig, is_sparse: bool) -> ModuleSpec:
-    """megatron-core's local layer with packed attention and a norm that supports sequence parallelism."""
+    """megatron-core's local layer with packed attention, fused functions, and a norm for sequence parallelism."""
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if is_sparse:
-        layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts, router=Router))
+    layer.mlp = Mixture if is_sparse else GatedMLP
     return spec
 
 
@@ -169,7 +179,7 @@ class TokenGPT(GPTModel):
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> torch.Tensor | Tensors:
         """Hidden states (n, 1, H) of a stage that is not the last; else each output, (b, T), float32."""
         embedded = self._embed(model_input.input_ids) if self.pre_process else None
-        cos, sin = (x[:, None] for x in self._cos_sin(model_input.position_ids))
+        cos, sin = (x[0] for x in self._cos_sin(model_input.position_ids))
         if self.routing is not None:
             self.routing.start(model_input)
         states = self.decoder(
