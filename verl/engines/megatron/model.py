@@ -76,7 +76,7 @@ class PackedAttention(MegatronModule):
         tokens, packing = packed_seq_params, packed_seq_params.packing
         rotate = layer_functions(query).Rotary.apply
         query, key = (rotate(x.squeeze(1), tokens.cos, tokens.sin) for x in (query, key))
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value.squeeze(1)))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value.squeeze(1).contiguous()))
         length, real = q.shape[2], packing.slots.numel()
         if packing.ranks is None and real < length:  # tokens that only make the number divisible
             q, k, v = (x[:, :, :real] for x in (q, k, v))

@@ -1,0 +1,106 @@
+"""Whether an update recomputes activations: `model.enable_gradient_checkpointing=auto` on a GPU.
+
+The bytes of a token are measured in the first update (`engines.memory`), and compared with the free memory in each.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verl.engines.base import Tensors
+from verl.engines.megatron.model import TokenGPT
+from verl.engines.megatron.runtime import ParallelRanks
+from verl.engines.memory import free_bytes, logits_bytes, saved_bytes_per_token
+from verl.engines.token_budget import MAX_AUTO_TOKENS, WORKING_LAYERS, ActivationBytes, token_budget
+from verl.modeling.log_probs import CHUNK_ELEMENTS
+from verl.modeling.packing import build_input
+from verl.modeling.sequence_parallel import SequenceRanks
+
+logger = logging.getLogger("verl.engines")
+
+
+class AutoRecompute:
+    """Recomputation of all layers, set for each update.
+
+    Args:
+        chunks: this rank's chunks of the model.
+        ranks: its position.
+        sequence_ranks: the context-parallel ranks, if there are several.
+    """
+
+    def __init__(self, chunks: list[TokenGPT], ranks: ParallelRanks, sequence_ranks: SequenceRanks | None):
+        self.chunks, self.ranks, self._sequence_ranks = chunks, ranks, sequence_ranks
+        self.config = chunks[0].config
+        self.per_token: float | None = None
+        self._logged: bool | None = None
+
+    def choose(self, tokens: list[int], optimizer: Any, max_over_ranks: Callable[[list[float]], list[float]]) -> None:
+        """Recompute activations in the next update if those of some rank do not fit. Collective; on GPUs.
+
+        tokens: of each micro-batch of this rank.
+        """
+        device = next(self.chunks[0].parameters()).device
+        free = free_bytes(device) - update_bytes(self.chunks, optimizer, device)
+        is_needed = self.is_needed(max(tokens), len(tokens), free)
+        self.set(any(max_over_ranks([float(is_needed)])))
+
+    def is_needed(self, tokens: int, micro_batches: int, free: int) -> bool:
+        """Whether the activations of an update do not fit on this rank.
+
+        Args:
+            tokens: of its largest micro-batch.
+            micro_batches: their number.
+            free: bytes for activations.
+        """
+        if self.per_token is None:
+            self.config.recompute_granularity = None
+            self.per_token = sum(map(self._saved_by, self.chunks))
+        # the first stages are ahead of the last one by this many micro-batches
+        ahead = self.ranks.p_size - self.ranks.p if len(self.chunks) == 1 else 2 * self.ranks.p_size
+        layers = sum(len(chunk.decoder.layers) for chunk in self.chunks)
+        kept = self.per_token * (min(ahead, micro_batches) + WORKING_LAYERS / layers)
+        return token_budget(ActivationBytes(kept, kept), free).plain < tokens
+
+    def set(self, on: bool) -> None:
+        """Recompute all layers in the next update, or none."""
+        self.config.recompute_granularity = "full" if on else None
+        self.config.recompute_method, self.config.recompute_num_layers = ("uniform", 1) if on else (None, None)
+        if self._logged != on and self.ranks.is_first_rank:
+            logger.info("activations are %s in an update", "recomputed" if on else "kept")
+        self._logged = on
+
+    def _saved_by(self, chunk: TokenGPT) -> float:
+        return saved_bytes_per_token(lambda tokens: self.forward(chunk, tokens), chunk.vocab_size // self.ranks.t_size)
+
+    def forward(self, chunk: TokenGPT, tokens: int) -> torch.Tensor | Tensors:
+        """A forward pass of this rank over one sequence, of which it has a number of tokens."""
+        ids = torch.zeros(1, tokens * self.ranks.c_size, dtype=torch.long)
+        columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 1:]}
+        columns["position_ids"] = torch.arange(ids.shape[1])[None]
+        model_input = build_input(columns, remove_padding=True).padded_to(self.ranks.c_size * self.ranks.t_size)
+        if self._sequence_ranks is not None:
+            model_input = model_input.share_of(self._sequence_ranks)
+        model_input = model_input.to(next(chunk.parameters()).device)
+        if not chunk.pre_process:
+            split = self.ranks.t_size if self.config.sequence_parallel else 1
+            shape = model_input.input_ids.shape[1] // split, 1, self.config.hidden_size
+            chunk.set_input_tensor(torch.zeros(shape, dtype=self.config.params_dtype, device=model_input.states.device))
+        return chunk(model_input, ("values",) if chunk.kind != "causal_lm" else ("log_probs",), 1.0)
+
+
+def update_bytes(chunks: list[TokenGPT], optimizer: Any, device: torch.device) -> int:
+    """Bytes that an update needs on a GPU beside activations: the logits, and Adam's moments before the first step."""
+    found = 0
+    for one in optimizer.chained_optimizers:
+        if not one.optimizer.state:
+            shards = (p for group in one.optimizer.param_groups for p in group["params"])
+            found += sum(2 * p.numel() * p.element_size() for p in shards)
+    last = chunks[-1]
+    if last.post_process and last.kind == "causal_lm":
+        entries = last.vocab_size // last.tp_group.size()
+        found += logits_bytes(entries, last.config.params_dtype.itemsize, device)
+        if last.tp_group.size() > 1:  # float32 tensors of `log_probs.ShardedStatistics`
+            found += 3 * torch.float32.itemsize * min(CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * entries)
+    return found
