@@ -1,4 +1,4 @@
-"""`model.enable_gradient_checkpointing=auto` with strategy=megatron: what is kept fits, and what does not is recomputed."""
+"""`enable_gradient_checkpointing=auto` with strategy=megatron: what fits is kept, what does not is recomputed."""
 
 import copy
 
@@ -70,7 +70,7 @@ def kept_on_rank(path, **keys):
 
 
 def test_stages_keep_the_micro_batches_that_are_ahead(tmp_path):
-    """Of 4 layers, a stage has two: a micro-batch and the backward pass of a layer need twice the bytes of its tokens."""
+    """A stage has two of 4 layers: a micro-batch and a layer in its backward pass need twice its bytes."""
     path = saved("deep", tmp_path)
     (first, needed), (second, needed_of_second) = run_on_ranks(2, kept_on_rank, path, p=2)
     (whole, _), *_ = run_on_ranks(1, kept_on_rank, path)

@@ -18,13 +18,13 @@ def megatron_job(size: int):
     return job, replace(job.role("actor"), compute_bytes=size, weight_bytes=size, layout=Layout(2, tensor=2))
 
 
-@pytest.mark.parametrize(("size", "training"), [(2, 2 + 12 + 2), (4, 4 + 12)])
-def test_logits_of_megatron_by_hand(size, training):
-    """The logits, three float32 tensors, and in a backward pass of 16 bits the cast gradient."""
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_of_megatron_by_hand(size):
+    """Those of the rank, and in a backward pass their gradient."""
     job, role = megatron_job(size)
-    assert logits(job, role, 1024, H200, training=True) == 512 * 1000 * training
-    assert logits(job, role, 1024, H200, training=False) == 512 * 1000 * (size + 12)
-    alone = replace(role, layout=Layout(1))  # the kernel of the other engines: no float32
+    assert logits(job, role, 1024, H200, training=True) == 512 * 1000 * 2 * size
+    assert logits(job, role, 1024, H200, training=False) == 512 * 1000 * size
+    alone = replace(role, layout=Layout(1))
     assert logits(job, alone, 1024, H200, training=False) == 512 * 2000 * size
 
 
@@ -38,7 +38,8 @@ def group():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_of_megatron_as_allocated(group, dtype):
     job, role = megatron_job(dtype.itemsize)
-    states, targets = 512, torch.zeros(512, dtype=torch.long)
+    states = 16384  # blocks in which a CPU computes are small beside them
+    targets = torch.zeros(states, dtype=torch.long)
     values = torch.randn(states, 1000, dtype=dtype)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         given = values.clone().requires_grad_()
@@ -49,7 +50,7 @@ def test_logits_of_megatron_as_allocated(group, dtype):
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
-    assert peak == pytest.approx(logits(job, role, 2 * states, H200, training=True), rel=0.02)
+    assert peak == pytest.approx(logits(job, role, 2 * states, H200, training=True), rel=0.03)
 
 
 def test_the_gradients_of_a_single_micro_batch_come_when_its_activations_are_freed():

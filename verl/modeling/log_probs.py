@@ -48,13 +48,7 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, targets, lse, entropys, squares = ctx.saved_tensors
-        # outputs that are only measured cost nothing
-        wanted = tuple(gradient is not None for gradient in gradients)
-        gradients = tuple(torch.zeros_like(lse) if gradient is None else gradient for gradient in gradients)
-        compute = _gradient_on_gpu if _has_kernel(logits) else logits_gradient
-        found = compute(logits, targets, lse, entropys, squares, gradients, ctx.temperature, wanted)
-        return found, None, None, None, None
+        return gradient_of_logits(*ctx.saved_tensors, gradients, ctx.temperature), None, None, None, None
 
 
 def logit_statistics(
@@ -68,6 +62,22 @@ def logit_statistics(
     if _has_kernel(logits):
         return _statistics_on_gpu(logits, targets, temperature, wanted)
     return statistics(logits, targets, temperature, wanted, batch_invariant)
+
+
+def gradient_of_logits(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    entropys: torch.Tensor,
+    squares: torch.Tensor,
+    gradients: tuple[torch.Tensor | None, ...],
+    temperature: float,
+) -> torch.Tensor:
+    """`logits_gradient`, with the Triton kernel on a GPU. gradients: None for outputs that are only measured."""
+    wanted = tuple(gradient is not None for gradient in gradients)
+    given = tuple(torch.zeros_like(lse) if gradient is None else gradient for gradient in gradients)
+    compute = _gradient_on_gpu if _has_kernel(logits) else logits_gradient
+    return compute(logits, targets, lse, entropys, squares, given, temperature, wanted)
 
 
 def statistics(
@@ -112,7 +122,7 @@ def logits_gradient(
     temperature: float,
     wanted: tuple[bool, bool, bool],
 ) -> torch.Tensor:
-    """The gradient of the logits, (s, V) in their dtype, in plain torch.
+    """The gradient of the logits, (s, V) in their dtype, in plain torch. A target of -1 is none of the entries.
 
     d log p_y / dx = 1[y] - p;  d H / dx = -p (log p + H);  d sum p^2 / dx = 2 p (p - sum p^2).
     """
@@ -128,7 +138,8 @@ def logits_gradient(
         p = log_p.exp_()
         if wanted[2]:
             factor = factor + of_squares[rows] * 2 * (p - squares[rows, None])
-        p.mul_(factor).scatter_add_(1, targets[rows, None], of_log_prob[rows])
+        of_target = of_log_prob[rows] * (targets[rows, None] >= 0)
+        p.mul_(factor).scatter_add_(1, targets[rows, None].clamp(min=0), of_target)
         if not in_place:
             found[rows] = p
     return found

@@ -70,7 +70,8 @@ def _expert_bytes(role: Role, megatron: bool) -> float:
     """Bytes per token and layer that experts keep beyond those of an MLP of their total width; may be negative."""
     s, c = role.shape, role.compute_bytes
     pairs = s.active_experts * s.sparse_layers / s.layers
-    if megatron or not role.fuses_experts:  # inputs and outputs of every expert of a token
+    fused = role.fuses_experts if not megatron else role.layout.expert == 1
+    if not fused:  # inputs and outputs of every expert of a token
         return pairs * c * 2 * s.hidden
     return pairs * (_PAIR_BYTES - c * s.expert_mlp)  # activations are computed again (`modeling/fused_experts.py`)
 
@@ -148,26 +149,10 @@ def logits(job: Job, role: Role, tokens: float, device: Device, training: bool) 
     chunk_rows = max(1, CHUNK_ELEMENTS[device.kind] // vocabulary)
     chunks = max(1, -(-rows // chunk_rows))
     chunk = (rows / chunks if on_gpu else min(rows, chunk_rows)) * vocabulary * c
-    if job.kind == "megatron" and role.layout.tensor > 1:
-        return _sharded_logits(c, total, chunk, chunks, device, training)
     if not training:
         return chunk
     fits = total <= (KEPT_SHARE * device.memory if on_gpu else KEPT_BYTES)
     return total + chunk if fits or chunks == 1 else 2 * chunk
-
-
-def _sharded_logits(c: int, total: float, chunk: float, chunks: int, device: Device, training: bool) -> float:
-    """Bytes of the logits if tensor-parallel ranks share the vocabulary (`engines/megatron/log_probs.py`).
-
-    Three float32 tensors of the size of a chunk live at a time: in a forward pass the scaled logits, their exponentials
-    and a term of the entropy, in a backward pass log-probs, probabilities and the factor of the gradient, which is then
-    cast. c: bytes of a logit. total, chunk: bytes of all logits and of a chunk of them.
-    """
-    statistics = 12 * chunk / c
-    if not training:
-        return chunk + statistics
-    fits = total <= (KEPT_SHARE * device.memory if device.kind == "cuda" else KEPT_BYTES)
-    return (total if fits or chunks == 1 else chunk) + statistics + (chunk if c < 4 else 0.0)
 
 
 def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[int, bool]:

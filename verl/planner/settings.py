@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.config import schema
-from verl.engines.token_budget import MAX_AUTO_TOKENS, megatron_checkpoints
+from verl.engines.token_budget import MAX_AUTO_TOKENS
 from verl.planner.fixes import MEGATRON_SECTION
 from verl.planner.placement import Plan
 from verl.planner.shapes import ModelShape
@@ -86,7 +86,7 @@ def _megatron(section: schema.MegatronConfig, checkpointing: bool | str, on_gpu:
         "weight_bytes": size,
         "compute_bytes": size,
         # selective recomputation frees attention, which keeps no scores here
-        "checkpointing": recompute == "full" or (recompute is None and megatron_checkpoints(checkpointing, on_gpu)),
+        "checkpointing": recompute == "full" or (recompute is None and on_gpu and checkpointing),
         "sequence_parallel": section.sequence_parallel,
         "sharded_optimizer": section.use_distributed_optimizer,
         "param_offload": values.get("param_offload", False),

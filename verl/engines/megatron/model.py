@@ -235,12 +235,10 @@ class TokenGPT(GPTModel):
             head, sharded = (lambda chunk: linear(chunk, weight)), None
         else:
             first, last = VocabUtility.vocab_range_from_global_vocab_size(self.vocab_size, rank, size)
-            entries = max(0, min(last, self.vocab_entries) - first)
+            entries = max(0, min(last, self.vocab_entries) - first)  # without those that make ranks divide it
 
             def head(chunk: torch.Tensor) -> torch.Tensor:
-                logits = linear(chunk, weight)
-                fill = len(weight) - entries  # of a vocabulary that the ranks do not divide
-                return pad(logits[:, :entries], (0, fill), value=float("-inf")) if fill else logits
+                return linear(chunk, weight)[:, :entries]
 
             def sharded(logits, targets, temperature, wanted):
                 return ShardedStatistics.apply(logits, targets, temperature, wanted, first, self.tp_group)

@@ -13,8 +13,7 @@ from verl.engines.base import Tensors
 from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.runtime import ParallelRanks
 from verl.engines.memory import free_bytes, logits_bytes, saved_bytes_per_token
-from verl.engines.token_budget import MAX_AUTO_TOKENS, WORKING_LAYERS, ActivationBytes, token_budget
-from verl.modeling.log_probs import CHUNK_ELEMENTS
+from verl.engines.token_budget import WORKING_LAYERS, ActivationBytes, token_budget
 from verl.modeling.packing import build_input
 from verl.modeling.sequence_parallel import SequenceRanks
 
@@ -101,6 +100,4 @@ def update_bytes(chunks: list[TokenGPT], optimizer: Any, device: torch.device) -
     if last.post_process and last.kind == "causal_lm":
         entries = last.vocab_size // last.tp_group.size()
         found += logits_bytes(entries, last.config.params_dtype.itemsize, device)
-        if last.tp_group.size() > 1:  # float32 tensors of `log_probs.ShardedStatistics`
-            found += 3 * torch.float32.itemsize * min(CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * entries)
     return found
