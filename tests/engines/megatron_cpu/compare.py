@@ -120,7 +120,8 @@ def _assert_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], rel: fl
                     assert rank["metrics"][step][name] == pytest.approx(value, rel=rel, abs=rel / 100), where
         outputs, wanted = torch.cat([share["outputs"][step] for share in shares]), expected["outputs"][step]
         close = max(rel, 1e-6)  # outputs are float32 in any run
-        assert torch.allclose(outputs, wanted, rtol=close, atol=close / 10), f"{run}, step {step}"
+        near = close if run == "float32" else close / 10  # values of a critic, some of which are near 0
+        assert torch.allclose(outputs, wanted, rtol=close, atol=near), f"{run}, step {step}"
     for rank in ranks:  # those that share rows all have what they are
         assert all(map(torch.equal, rank["outputs"], by_share[rank["dp_rank"]]["outputs"]))
 
