@@ -109,7 +109,6 @@ def run(args: argparse.Namespace, folder: Path, strategy: str, engine: str, plac
             code = f"no end within {args.limit:g} s"
     line = {"strategy": strategy, "engine": engine, "placement": placement}
     line |= {"router_replay": replay} if replay != "disabled" else {}
-    line |= {"shared_prefix": True} if strategy == "megatron" and replay == "disabled" else {}
     line["total_s"] = round(time.perf_counter() - start, 1)
     if code != 0:
         print(out.read_text(encoding="utf-8")[-3000:], file=sys.stderr)

@@ -147,8 +147,6 @@ def _engines() -> Iterator[Run]:
         config = load_config(overrides=engines.overrides(args, Path(), strategy, engine, line["placement"], replay))
         names = roles_of(config)
         job = job_of(config, dict.fromkeys(names, _shape_of(line["suite"])), names, on_gpu=True)
-        if strategy == "megatron" and not line.get("shared_prefix"):  # of a version that computed every sample's prompt
-            job = replace(job, replays=True)
         words = [line["suite"], {"megatron": "Megatron"}.get(strategy, "FSDP2"), {"vllm": "vLLM"}.get(engine, engine)]
         words += [f"TP {line['tensor_parallel']}"] if line.get("tensor_parallel", 1) > 1 else []
         words += [line["router_replay"]] if "router_replay" in line else []

@@ -11,7 +11,10 @@ NAMED = ("engines", "rollout", "trainer")
 ASKS = {name: rf'(find_spec|importorskip)\(\s*"{name}[".]' for name in LIBRARIES}
 ASKS["megatron"] += r"|megatron_cpu import skip_reason"
 #: files in no target -> why
-ELSEWHERE = {"tests/rollout/test_vision.py": "vLLM reads images with torchvision, which has no build for a CPU"}
+ELSEWHERE = {
+    "tests/rollout/test_vision.py": "vLLM reads images with torchvision, which has no build for a CPU",
+    "tests/gpu/test_gpu_megatron.py": "needs a GPU",
+}
 
 
 def targets() -> dict[str, list[str]]:

@@ -44,20 +44,19 @@ PHASES = {
 }
 
 
-def activation_bytes(role: Role, sequence_parallel: bool = False, megatron: bool = False) -> ActivationBytes:
+def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationBytes:
     """Bytes per token that the layers keep for the backward pass, without and with checkpointing.
 
     Args:
         role: the role, with its layout.
         sequence_parallel: tensor-parallel ranks also split what is between the matrices.
-        megatron: the engine is Megatron.
     """
     s, c = role.shape, role.compute_bytes
     stream = c if role.layout.devices > 1 else max(c, role.weight_bytes)  # FSDP2 casts the embedding
     norms = 2 * (stream + c) * s.hidden + 2 * stream
     attention = c * (s.q_size + 2 * s.kv_size) + c * s.q_size + 4 * s.heads
     attention += c * (s.q_size + 2 * s.kv_size) * s.head_norms
-    mlp = c * 3 * s.mlp_width + _expert_bytes(role, megatron)
+    mlp = c * 3 * s.mlp_width + _expert_bytes(role)
     adapters = c * (2 * s.hidden + s.q_size + s.mlp_width) if role.lora_rank else 0
     layer = (attention + mlp + adapters) / role.layout.tensor
     layer += norms / (role.layout.tensor if sequence_parallel else 1)
@@ -66,12 +65,11 @@ def activation_bytes(role: Role, sequence_parallel: bool = False, megatron: bool
     return ActivationBytes(plain, inputs / (role.layout.tensor if sequence_parallel else 1) + layer)
 
 
-def _expert_bytes(role: Role, megatron: bool) -> float:
+def _expert_bytes(role: Role) -> float:
     """Bytes per token and layer that experts keep beyond those of an MLP of their total width; may be negative."""
     s, c = role.shape, role.compute_bytes
     pairs = s.active_experts * s.sparse_layers / s.layers
-    fused = role.fuses_experts if not megatron else role.layout.expert == 1
-    if not fused:  # inputs and outputs of every expert of a token
+    if not role.fuses_experts:  # inputs and outputs of every expert of a token
         return pairs * c * 2 * s.hidden
     return pairs * (_PAIR_BYTES - c * s.expert_mlp)  # activations are computed again (`modeling/fused_experts.py`)
 
@@ -174,8 +172,7 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
 
 
 def _activation_bytes(job: Job, role: Role) -> ActivationBytes:
-    megatron = job.kind == "megatron"
-    return activation_bytes(role, megatron and role.sequence_parallel, megatron)
+    return activation_bytes(role, job.kind == "megatron" and role.sequence_parallel)
 
 
 def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:

@@ -37,9 +37,8 @@ HOST_LINK = 40e9
 ADAPTER_FACTOR = 1.6
 #: seconds of a pass of a mixture of experts on a GPU, relative to dense layers with as many FLOPs: permutations and
 #: grouped matmuls of small experts (benchmarks/results/engines_h200.json); of layers that are not fused
-#: ("layers_of_transformers"), and of Megatron without Transformer Engine, on one rank and with tensor parallelism
-EXPERTS_FACTOR, PLAIN_EXPERTS_FACTOR = 1.1, 1.9
-MEGATRON_EXPERTS_FACTOR, MEGATRON_TENSOR_EXPERTS_FACTOR = 1.85, 3.3
+#: ("layers_of_transformers"), and of Megatron
+EXPERTS_FACTOR, PLAIN_EXPERTS_FACTOR, MEGATRON_EXPERTS_FACTOR = 1.1, 1.9, 1.25
 #: seconds of a layer with experts in a decoding step of the engine native on a GPU, beside those of a dense layer
 EXPERTS_DECODE_SECONDS = 0.18e-3
 #: bytes that the layers of a vision tower, which are those of transformers, read and write in a forward pass of a patch
@@ -184,9 +183,8 @@ def _engine_factor(job: Job, role: Role, device: Device) -> float:
     """What FSDP2 over several devices, layers with adapters and experts multiply the computation with."""
     factor = device.sharded if _is_fsdp(job, role) else 1.0
     if role.shape.experts and device.kind == "cuda":
-        megatron = MEGATRON_TENSOR_EXPERTS_FACTOR if role.layout.tensor > 1 else MEGATRON_EXPERTS_FACTOR
-        fsdp = EXPERTS_FACTOR if role.fuses_experts else PLAIN_EXPERTS_FACTOR
-        factor *= megatron if job.kind == "megatron" else fsdp
+        fused = MEGATRON_EXPERTS_FACTOR if job.kind == "megatron" else EXPERTS_FACTOR
+        factor *= fused if role.fuses_experts else PLAIN_EXPERTS_FACTOR
     return factor * (ADAPTER_FACTOR if role.lora_rank else 1.0)
 
 
