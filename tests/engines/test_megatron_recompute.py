@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.engines.megatron_cpu import skip_reason
@@ -11,8 +10,9 @@ from tests.engines.megatron_cpu import skip_reason
 if reason := skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
-from tests.engines.megatron_cpu.ranks import MODELS, megatron_engine
-from tests.engines.ranks import run_on_ranks, save_model
+from tests.engines.megatron_cpu.ranks import MODELS, TWO_ROWS, megatron_engine
+from tests.engines.ranks import make_batch, run_on_ranks, save_model, train
+from verl.engines.megatron import recompute
 from verl.engines.megatron.recompute import AutoRecompute
 from verl.engines.token_budget import SHARE
 
@@ -87,12 +87,27 @@ def test_tensor_parallel_ranks_keep_half(tmp_path):
         assert 0.5 * whole <= bytes_of_token < 0.58 * whole
 
 
-def test_resumed_choice_is_logged_once(tmp_path, caplog):
+def test_the_choice_of_each_update_is_logged_when_it_changes(tmp_path, caplog, monkeypatch):
     engine = megatron_engine(saved("llama", tmp_path))
     auto = AutoRecompute(engine.chunks, engine.ranks, None)
+    free = iter([2**40, 2**40, 2**10])
+    monkeypatch.setattr(recompute, "free_bytes", lambda device: next(free))
+    monkeypatch.setattr(recompute, "update_bytes", lambda *_: 0)
+    chosen = []
     with caplog.at_level("INFO", "verl.engines"):
-        for on in (False, False, True):
-            auto.set(on)
+        for _ in range(3):
+            auto.choose([100, 90], engine.optimizer, engine.max_over_ranks)
+            chosen.append(engine.config.recompute_granularity)
+    assert chosen == [None, None, "full"]
     kept, recomputed = (record.getMessage() for record in caplog.records)
     assert kept == "activations are kept in an update" and recomputed == "activations are recomputed in an update"
-    assert engine.config.recompute_granularity == "full" and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_moments_are_counted_until_the_first_step_allocates_them(sharded, tmp_path):
+    path = save_model(MODELS["llama"], tmp_path, "value")
+    engine = megatron_engine(path, kind="value", use_distributed_optimizer=sharded)  # no logits
+    parameters = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters())
+    assert recompute.update_bytes(engine.chunks, engine.optimizer, engine.device) == 2 * 4 * parameters
+    train(engine, make_batch(), TWO_ROWS, steps=1)
+    assert recompute.update_bytes(engine.chunks, engine.optimizer, engine.device) == 0

@@ -52,7 +52,10 @@ def token_budget(activations: ActivationBytes, free: int) -> TokenBudget:
 
 
 def megatron_checkpoints(checkpointing: bool | Literal["auto"], on_gpu: bool) -> bool:
-    """Whether `strategy=megatron` recomputes all activations, unless its section says how. "auto": on a GPU."""
+    """Whether `strategy=megatron` recomputes all activations, unless its section says how.
+
+    "auto": on a GPU, where each update decides (`engines.megatron.recompute`).
+    """
     return checkpointing is True or (checkpointing == "auto" and on_gpu)
 
 

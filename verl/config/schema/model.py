@@ -16,7 +16,7 @@ class ModelConfig(Section):
     custom_chat_template: str | None = field(None, "Jinja chat template that replaces the tokenizer's")
     override_config: dict[str, Any] = field({}, "values that override the model's config.json")
     enable_gradient_checkpointing: bool | Literal["auto"] = field(
-        "auto", "recompute activations in the backward pass; auto: on a GPU, with fsdp only if memory requires it"
+        "auto", "recompute activations in the backward pass; auto: on a GPU, if memory requires it"
     )
     use_remove_padding: bool = field(True, "pack sequences instead of padding them")
     use_liger: bool = field(False, "use Liger kernels for norms, MLP and rotary embedding (GPU only)")

@@ -32,6 +32,7 @@ class AutoRecompute:
     def __init__(self, chunks: list[TokenGPT], ranks: ParallelRanks, sequence_ranks: SequenceRanks | None):
         self.chunks, self.ranks, self._sequence_ranks = chunks, ranks, sequence_ranks
         self.config = chunks[0].config
+        self.config.recompute_granularity = None
         self.per_token: float | None = None
         self._logged: bool | None = None
 
@@ -42,8 +43,11 @@ class AutoRecompute:
         """
         device = next(self.chunks[0].parameters()).device
         free = free_bytes(device) - update_bytes(self.chunks, optimizer, device)
-        is_needed = self.is_needed(max(tokens), len(tokens), free)
-        self.set(any(max_over_ranks([float(is_needed)])))
+        is_needed = any(max_over_ranks([float(self.is_needed(max(tokens), len(tokens), free))]))
+        self.set(is_needed)
+        if self._logged != is_needed and self.ranks.is_first_rank:
+            logger.info("activations are %s in an update", "recomputed" if is_needed else "kept")
+        self._logged = is_needed
 
     def is_needed(self, tokens: int, micro_batches: int, free: int) -> bool:
         """Whether the activations of an update do not fit on this rank.
@@ -54,7 +58,7 @@ class AutoRecompute:
             free: bytes for activations.
         """
         if self.per_token is None:
-            self.config.recompute_granularity = None
+            self.set(False)
             self.per_token = sum(map(self._saved_by, self.chunks))
         # the first stages are ahead of the last one by this many micro-batches
         ahead = self.ranks.p_size - self.ranks.p if len(self.chunks) == 1 else 2 * self.ranks.p_size
@@ -63,12 +67,10 @@ class AutoRecompute:
         return token_budget(ActivationBytes(kept, kept), free).plain < tokens
 
     def set(self, on: bool) -> None:
-        """Recompute all layers in the next update, or none."""
-        self.config.recompute_granularity = "full" if on else None
-        self.config.recompute_method, self.config.recompute_num_layers = ("uniform", 1) if on else (None, None)
-        if self._logged != on and self.ranks.is_first_rank:
-            logger.info("activations are %s in an update", "recomputed" if on else "kept")
-        self._logged = on
+        """Recompute all layers from now on, or none."""
+        config = self.config
+        config.recompute_granularity = "full" if on else None
+        config.recompute_method, config.recompute_num_layers = ("uniform", 1) if on else (None, None)
 
     def _saved_by(self, chunk: TokenGPT) -> float:
         return saved_bytes_per_token(lambda tokens: self.forward(chunk, tokens), chunk.vocab_size // self.ranks.t_size)
