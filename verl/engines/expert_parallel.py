@@ -1,5 +1,6 @@
 """Shards the experts of a model over the ranks of a group, and each rank's share of them by FSDP2."""
 
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -71,4 +72,5 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
         fully_shard(layer, mesh=mesh[mesh.mesh_dim_names[:-1]], **options)
     group: dist.ProcessGroup = mesh.get_group(EXPERT)
     # FSDP averages over the ranks with the same experts only, which are `size` times fewer than all ranks
-    set_experts_function(module, ExpertRanks(group, size, gradient_scale=1 / size))
+    compute = partial(experts[0].forward.func, **experts[0].forward.keywords)
+    set_experts_function(module, ExpertRanks(group, size, gradient_scale=1 / size, compute=compute))

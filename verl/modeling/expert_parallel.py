@@ -4,17 +4,21 @@ A token is sent to the ranks of its experts by an all-to-all and its outputs are
 al. 2020, arXiv 2006.16668). No token is dropped. Gradients take the same way, so the gradient of an expert is the sum
 over the tokens of all ranks.
 
-N tokens of this rank, E experts, e = E / size of them on every rank, k per token, H hidden size.
+N tokens of this rank, E experts, e = E / size of them on every rank, k per token, S = N k copies of tokens, H hidden
+size.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from verl.modeling.linear import compute_dtype
-from verl.modeling.moe import by_expert, expert_outputs, inverse, weighted_sum
+from verl.modeling import layers_cpu
+from verl.modeling.linear import compute_dtype, layer_functions
+from verl.modeling.moe import ExpertsFunction, ScaledGradient, by_expert, inverse
 
 
 class _AllToAll(torch.autograd.Function):
@@ -32,6 +36,36 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
+class _Copies(torch.autograd.Function):
+    """x[tokens]: x (N, H), tokens (S,). uses (N, k): where the copies of each token are."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, tokens: torch.Tensor, uses: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, uses)
+        return x[tokens]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        tokens, uses = ctx.saved_tensors
+        return _SumOfCopies.apply(gradient, tokens, uses), None, None
+
+
+class _SumOfCopies(torch.autograd.Function):
+    """The sum of the copies of each token: rows (S, H) -> (N, H); arguments as in `_Copies`."""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, tokens: torch.Tensor, uses: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, uses)
+        # the kernel sums in float32
+        functions = layers_cpu if rows.dtype == torch.float64 else layer_functions(rows)
+        return functions.sum_of_uses(rows, uses)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        tokens, uses = ctx.saved_tensors
+        return _Copies.apply(gradient, tokens, uses), None, None
+
+
 @dataclass(frozen=True)
 class ExpertRanks:
     """The ranks that share the experts of a model; see `moe.ExpertsFunction`.
@@ -40,26 +74,35 @@ class ExpertRanks:
         group: their process group. Rank i of it holds the experts i e to (i + 1) e - 1.
         size: number of ranks.
         gradient_scale: factor on the gradients of the parameters.
+        compute: computes the experts of this rank.
     """
 
     group: dist.ProcessGroup
     size: int
     gradient_scale: float
+    compute: ExpertsFunction
 
     def __call__(self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the chosen experts: x (..., H), chosen and weights (..., k) -> (..., H)."""
         order, counts = by_expert(chosen, module.num_experts)
+        tokens, uses = order // chosen.shape[-1], inverse(order).view(-1, chosen.shape[-1])
         incoming = torch.empty_like(counts)
         dist.all_to_all_single(incoming, counts, group=self.group)
         incoming = incoming.view(self.size, -1)  # (rank, e)
-        both = torch.stack([counts.view(self.size, -1).sum(1), incoming.sum(1)]).tolist()
-        sent, received = both
-        rows = x.to(compute_dtype(x, module.gate_up_proj)).flatten(0, -2)[order // chosen.shape[-1]]
+        sent, received = torch.stack([counts.view(self.size, -1).sum(1), incoming.sum(1)]).tolist()
+        rows = _Copies.apply(x.to(compute_dtype(x, module.gate_up_proj)).flatten(0, -2), tokens, uses)
         rows = _AllToAll.apply(rows, sent, received, self.group)
-        # received by rank and expert; the experts need them by expert
+        own_weights = _AllToAll.apply(weights.flatten()[order], sent, received, self.group)
+        # rows come by rank and expert; each is a token with one expert
         held = incoming.shape[1]
         expert = torch.arange(held, device=x.device).repeat(self.size)
-        sort = expert.repeat_interleave(incoming.flatten(), output_size=sum(received)).argsort(stable=True)
-        outputs = expert_outputs(module, rows[sort], incoming.sum(0), self.gradient_scale)
-        outputs = _AllToAll.apply(outputs[inverse(sort)], received, sent, self.group)
-        return weighted_sum(outputs, order, weights, x.dtype)
+        expert = expert.repeat_interleave(incoming.flatten(), output_size=sum(received))
+        outputs = self.compute(self._own(module, held), rows, expert[:, None], own_weights[:, None])
+        outputs = _AllToAll.apply(outputs, received, sent, self.group)
+        return _SumOfCopies.apply(outputs, tokens, uses).to(x.dtype).view_as(x)
+
+    def _own(self, module: nn.Module, held: int) -> SimpleNamespace:
+        """The experts of this rank, without their wrappers."""
+        local = (p.to_local() if isinstance(p, DTensor) else p for p in (module.gate_up_proj, module.down_proj))
+        gate_up, down = (p if self.gradient_scale == 1 else ScaledGradient.apply(p, self.gradient_scale) for p in local)
+        return SimpleNamespace(gate_up_proj=gate_up, down_proj=down, num_experts=held, act_fn=module.act_fn)

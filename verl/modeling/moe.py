@@ -17,7 +17,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from verl.modeling.linear import compute_dtype
@@ -221,7 +220,7 @@ def count(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
-class _ScaledGradient(torch.autograd.Function):
+class ScaledGradient(torch.autograd.Function):
     """The identity, whose gradient is multiplied by `scale`."""
 
     @staticmethod
@@ -243,23 +242,9 @@ def fits_grouped_matmul(gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.
     return dtype != torch.float64 and all(size * dtype.itemsize % 16 == 0 for size in sizes)
 
 
-def expert_outputs(
-    module: nn.Module, x: torch.Tensor, counts: torch.Tensor, gradient_scale: float = 1.0
-) -> torch.Tensor:
-    """Outputs of the experts that this rank holds.
-
-    Args:
-        module: the experts.
-        x: (S, H), sorted by expert.
-        counts: rows of each of these experts.
-        gradient_scale: factor on the gradients of the parameters.
-
-    Returns:
-        (S, H).
-    """
-    gate_up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (module.gate_up_proj, module.down_proj))
-    if gradient_scale != 1:
-        gate_up, down = _ScaledGradient.apply(gate_up, gradient_scale), _ScaledGradient.apply(down, gradient_scale)
+def expert_outputs(module: nn.Module, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Outputs of the experts: x (S, H), sorted by expert, and the rows of each -> (S, H)."""
+    gate_up, down = module.gate_up_proj, module.down_proj
     dtype = compute_dtype(x, gate_up)
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     if x.is_cuda and dtype == torch.bfloat16 and fits_grouped_matmul(gate_up, down, dtype):

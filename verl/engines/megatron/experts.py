@@ -8,6 +8,7 @@ n: tokens of a rank, E: experts, e: those of this rank, k: experts per token, H:
 expert, sharded over the expert-tensor-parallel ranks.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,16 +54,13 @@ class GroupedExperts(MegatronModule):
         own_groups = pg_collection.ep.size() > 1 or pg_collection.expt_tp.size() != pg_collection.tp.size()
         for parameter in self.parameters():
             parameter.allreduce = not own_groups  # False: reduced over the expert-data-parallel ranks
-        self._cache = WeightCache()
-        self._ranks = None
-        if pg_collection.ep.size() > 1:
-            self._ranks = ExpertRanks(pg_collection.ep, pg_collection.ep.size(), gradient_scale=1.0)
+        self._compute = partial(fused_experts, cache=WeightCache())
+        if (size := pg_collection.ep.size()) > 1:
+            self._compute = ExpertRanks(pg_collection.ep, size, gradient_scale=1.0, compute=self._compute)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x (n, H), chosen and weights (n, k) -> (n, H), partial over expert-tensor-parallel ranks."""
-        if self._ranks is not None:
-            return self._ranks(self, x, chosen, weights)
-        return fused_experts(self, x, chosen, weights, self._cache)
+        return self._compute(self, x, chosen, weights)
 
 
 class Mixture(MoELayer):
