@@ -15,9 +15,11 @@ import argparse
 import ast
 import contextlib
 import ctypes
+import functools
 import gc
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -83,7 +85,9 @@ def draw(number: int, seed: int, only: list[str]) -> list[Mutant]:
     every = [mutant for name, text in texts.items() for mutant in mutants_of(name, text)]
     drawn = random.Random(seed).sample(every, min(number + 100, len(every)))
     drawn = [mutant for mutant in drawn if Path(mutant.path).name not in ON_GPU]
-    return [m for m in drawn if tree_of(m.source(texts[m.path])) != tree_of(texts[m.path])][:number]
+    original = functools.cache(lambda path: tree_of(texts[path]))
+    different = (m for m in drawn if tree_of(m.source(texts[m.path])) != original(m.path))
+    return list(itertools.islice(different, number))
 
 
 def tree_of(source: str) -> str:
