@@ -47,10 +47,10 @@ def _allowed(path: str, identifier: str, word: str) -> bool:
     )
 
 
-def banned_identifiers(root: Path, folder: str) -> list[Finding]:
-    """Banned words in the names of modules and in the names that they define, under `root / folder`."""
+def banned_identifiers(root: Path, folder: str, files: str = "**/*.py") -> list[Finding]:
+    """Banned words in the names of modules and in the names that they define: of `files` in `root / folder`."""
     found = []
-    for path in sorted((root / folder).rglob("*.py")):
+    for path in sorted((root / folder).glob(files)):
         name = path.relative_to(root).as_posix()
         for line, identifier in [(0, path.stem), *definitions(path.read_text(encoding="utf-8"))]:
             banned = [word for word in words_of(identifier) if word in IDENTIFIERS]

@@ -83,7 +83,8 @@ def draw(number: int, seed: int, only: list[str]) -> list[Mutant]:
     every = [mutant for name, text in texts.items() for mutant in mutants_of(name, text)]
     drawn = random.Random(seed).sample(every, min(number + 100, len(every)))
     drawn = [mutant for mutant in drawn if Path(mutant.path).name not in ON_GPU]
-    return [m for m in drawn if tree_of(m.source(texts[m.path])) != tree_of(texts[m.path])][:number]
+    different = (m for m in drawn if tree_of(m.source(texts[m.path])) != tree_of(texts[m.path]))
+    return [mutant for _, mutant in zip(range(number), different)]
 
 
 def tree_of(source: str) -> str:
@@ -99,9 +100,8 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True
-        )
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True)
         for name in filter(None, listed.stdout.decode().split("\0")):
             if (ROOT / name).is_symlink() or (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import STORES
+from tests.conftest import stores
 from tests.pages import as_module
 from tests.trainer.conftest import make_tiny, run_settings
 
@@ -31,12 +31,12 @@ def tiny(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-BUILT_IN = [dict(store) for store in STORES]
+BUILT_IN = [dict(store) for store in stores()]
 
 
 def forget() -> None:
     """Registries as in a process that has imported nothing of the user's yet."""
-    for store, entries in zip(STORES, BUILT_IN):
+    for store, entries in zip(stores(), BUILT_IN):
         store.clear()
         store.update(entries)
 

@@ -62,9 +62,13 @@ def part_of(module: str) -> str | None:
     return next((part for part in LAYER if module == part or module.startswith(part + ".")), None)
 
 
-def imports(path: Path, text: str) -> Iterator[tuple[int, str, bool]]:
+@functools.cache
+def imports(path: Path, text: str) -> list[tuple[int, str, bool]]:
     """(line, imported module or name with its module in front, is it at module level) of every import of a file."""
-    tree = parsed(text)
+    return list(_imports(path, parsed(text)))
+
+
+def _imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
     at_top = {id(node) for node in ast.walk(ast.Module(_executed_at_import(tree.body), []))}
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     for node in ast.walk(tree):
@@ -75,8 +79,16 @@ def imports(path: Path, text: str) -> Iterator[tuple[int, str, bool]]:
             base = package.rsplit(".", node.level - 1)[0] if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
             yield from ((node.lineno, f"{module}.{alias.name}", top) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and called(node).endswith(("import_module", "__import__")):
             yield from ((node.lineno, arg.value, top) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called: "c" of `a.b.c()`. Nothing for what has no name, such as `f()()`."""
+    match node.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def _executed_at_import(body: list[ast.stmt]) -> list[ast.stmt]:

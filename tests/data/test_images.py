@@ -1,6 +1,7 @@
 """Images: every kind of source, and one clear error for every kind of bad image."""
 
 import base64
+import functools
 import io
 import os
 import shutil
@@ -8,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +35,10 @@ def animated(kind: str = "GIF") -> bytes:
     return written(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
 
 
-def bomb() -> bytes:
-    """A PNG of 20,000 x 20,000 pixels in 50 kB."""
-    return written(Image.new("1", (20_000, 20_000)))
+@functools.cache
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of many pixels in 50 kB. It takes a second: not at the import of this file, but when a test needs it."""
+    return written(Image.new("1", (width, height)))
 
 
 @pytest.mark.parametrize(
@@ -101,8 +104,8 @@ BAD = {
     "truncated png": (half(written(noise())), "expected a complete image, found a damaged file"),
     "truncated jpeg": (half(written(noise(), "JPEG")), "expected a complete image, found a damaged file .*truncated"),
     "one pixel": (written(plain(1, 1)), "expected at least 4 pixels on each side, found 1 x 1"),
-    "bomb": (bomb(), "expected at most 89,478,485 pixels, found 400,000,000 in"),
-    "large": (written(Image.new("1", (10_000, 9_000))), "found 10000 x 9000 = 90,000,000: store a smaller image"),
+    "bomb": (lambda: bomb(20_000, 20_000), "expected at most 89,478,485 pixels, found 400,000,000 in"),
+    "large": (lambda: bomb(10_000, 9_000), "found 10000 x 9000 = 90,000,000: store a smaller image"),
     "empty": (b"", "found 0 bytes"),
     "text": (b"hello, I am text alone", "22 bytes of another kind, which start with b'hello, I am text'"),
     "gif": (animated(), r"expected one frame, found an animation \(GIF\) of 5 frames.*data.video_key"),
@@ -126,9 +129,15 @@ BAD = {
 }
 
 
+def bad(name: str) -> tuple[Any, str]:
+    """The source and the message of an entry of `BAD`."""
+    source, message = BAD[name]
+    return source() if callable(source) else source, message
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_image_is_one_error_with_row_and_fix(name, tmp_path):
-    source, message = BAD[name]
+    source, message = bad(name)
     with pytest.raises(MediaError, match=message) as raised:
         RowImage(source, "a.parquet, row 3", tmp_path).decode()
     assert str(raised.value).startswith("a.parquet, row 3") and "\n" not in str(raised.value)
@@ -137,8 +146,9 @@ def test_a_bad_image_is_one_error_with_row_and_fix(name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in BAD if not name.startswith(("truncated", "32"))])
 def test_the_header_is_enough_to_find_it(name, tmp_path):
-    with pytest.raises(MediaError, match=BAD[name][1]):
-        RowImage(BAD[name][0], "row 3", tmp_path).size()
+    source, message = bad(name)
+    with pytest.raises(MediaError, match=message):
+        RowImage(source, "row 3", tmp_path).size()
 
 
 def test_a_path_that_is_no_file_says_what_it_is(tmp_path):

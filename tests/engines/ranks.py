@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def main() -> None:
     request, stacks = map(int, sys.argv[1:])
     dump_stacks_on_request(stacks)
     with os.fdopen(request, "rb") as file:
-        out, function = pickle.load(file)
+        os.environ["MASTER_PORT"], out, function = pickle.load(file)
     rank = os.environ["RANK"]
     try:
         result = function()
@@ -193,16 +193,23 @@ def main() -> None:
     os._exit(0)  # the end of an interpreter takes longer than most of the functions
 
 
-def _start(rank: int, world: int, port: int, request: bytes) -> ForkedProcess:
-    variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env = {**os.environ, **{name: str(value) for name, value in variables.items()}, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile() as file:
-        file.write(request)
-        file.seek(0)
-        return server_for(env).start("tests.engines.ranks", [file.fileno()], env, stacks=True, preload=PRELOAD)
+def _start(rank: int, world: int) -> tuple[ForkedProcess, int]:
+    """The process of a rank, and the pipe from which it reads what to do."""
+    env = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }
+    reader, writer = os.pipe()
+    try:
+        return server_for(env).start("tests.engines.ranks", [reader], env, stacks=True, preload=PRELOAD), writer
+    finally:
+        os.close(reader)
 
 
-def _wait(processes: list[ForkedProcess]) -> str:
+def _wait(processes: Sequence[ForkedProcess]) -> str:
     """Until all have ended or one has failed. Returns where each thread stands when they take longer than LONGEST."""
     limit = time.monotonic() + LONGEST
     while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
@@ -222,9 +229,13 @@ def run_on_ranks(world: int, function: Callable, *args: Any, **kwargs: Any) -> l
     within LONGEST. The processes are forked from a server that has imported what they need.
     """
     with tempfile.TemporaryDirectory() as out:
-        request, port = pickle.dumps((out, functools.partial(function, *args, **kwargs))), free_port()
-        processes = [_start(rank, world, port, request) for rank in range(world)]
+        processes, pipes = zip(*(_start(rank, world) for rank in range(world)))
         try:
+            # the port is chosen when the server has imported everything: meanwhile another program could take it
+            request = pickle.dumps((str(free_port()), out, functools.partial(function, *args, **kwargs)))
+            for pipe in pipes:
+                with os.fdopen(pipe, "wb") as file:
+                    file.write(request)
             stacks = _wait(processes)
         finally:
             ends = [process.exit_message() for process in processes]

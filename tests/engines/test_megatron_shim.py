@@ -1,11 +1,11 @@
 """What replaces functions of torch.cuda for tests of Megatron on a CPU must not do so where there is a GPU."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 #: reads and writes functions as tests do that use CUDA, in a process that has a GPU
@@ -22,9 +22,7 @@ assert all(a is b for a, b in zip(after, before)), "replaced"
 
 
 def run(code: str) -> str:
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WITH_GPU + code + UNCHANGED], cwd=ROOT, capture_output=True, text=True
-    )
+    found = run_python("-c", WITH_GPU + code + UNCHANGED, cwd=ROOT)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 

@@ -157,6 +157,7 @@ def test_hostile_responses_end_in_time_and_score_zero(answer, where, short_limit
 
 @pytest.mark.parametrize("text", ["9**9**9", "x " * 500_000, r"\boxed{" * 100_000, "$" * 100_000, "1/" * 100_000])
 def test_hostile_texts_without_a_box_end_in_time(text, short_limits):
+    maths.is_equivalent(r"\boxed{\ln 1}", "0")  # exclude the start of the worker from the measured time
     begun = time.monotonic()
     assert maths.math_reward("math", text, "3")["score"] == 0.0
     assert time.monotonic() - begun < 3

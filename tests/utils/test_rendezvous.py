@@ -1,15 +1,18 @@
 """Rank 0 of a run on one host listens on the loopback interface only."""
 
 import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
+from tests.programs import run_python
 from verl.single_controller.worker import free_port
 from verl.utils.rendezvous import is_loopback, tcp_store
 
+ROOT = Path(__file__).parents[2]
 JOIN = """
 import os, sys
 import torch, torch.distributed as dist
@@ -28,12 +31,11 @@ dist.destroy_process_group()
 def test_a_group_on_one_host_listens_on_loopback_only():
     """Store and Gloo of both ranks."""
     env = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    assert run_python("-c", "", cwd=ROOT, env=env).returncode == 0  # the libraries are imported before a port is chosen
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", JOIN], env=env | {"RANK": rank}, stdout=subprocess.PIPE, text=True)
-        for rank in "01"
-    ]
-    assert [rank.communicate(timeout=200)[0] for rank in ranks] == ["2 127.0.0.1\n"] * 2
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(lambda rank: run_python("-c", JOIN, cwd=ROOT, env=env | {"RANK": rank}), "01"))
+    assert [rank.stdout for rank in ranks] == ["2 127.0.0.1\n"] * 2, [rank.stderr for rank in ranks]
 
 
 def test_a_port_that_is_taken_is_named():

@@ -302,16 +302,22 @@ def flatten(data: Mapping[Any, Any], schema: type[Section] | None = None, prefix
     return flat
 
 
+_PLAIN = frozenset({bool, int, float, str, list, NoneType})
+"""Types of values that are neither a section nor a mapping."""
+
+
 def _flatten_into(
     flat: dict[str, Any], data: Mapping[Any, Any], known: Mapping[str, ConfigField], sections: Set[str], prefix: str
 ) -> None:
     for name, value in data.items():
         key = f"{prefix}{name}"
+        if type(value) in _PLAIN:  # most values: the checks of abstract classes below take long
+            if value is not None or key not in sections:
+                flat[key] = value
+            continue
         if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
-        if value is None and key in sections:
-            continue
-        if not isinstance(value, (dict, Mapping)):  # dict first: the check of an abstract class takes long
+        if not isinstance(value, (dict, Mapping)):
             flat[key] = value
         elif value and not (key in known and known[key].is_mapping):
             _flatten_into(flat, value, known, sections, f"{key}.")
@@ -344,10 +350,16 @@ def to_flat_dict(config: Schema) -> dict[str, Any]:
     return flatten(config.model_dump(mode="json"), type(config))
 
 
+@functools.cache
+def _flat_defaults(schema: type[Schema]) -> Mapping[str, Any]:
+    """Dotted key -> value of every field without any setting. Not to be changed."""
+    return to_flat_dict(schema())
+
+
 def differences(config: Schema) -> dict[str, Any]:
     """Dotted key -> value of the fields that differ from their defaults, derived defaults included."""
     schema = type(config)
-    flat, plain, derived = to_flat_dict(config), to_flat_dict(schema()), derived_fields(schema)
+    flat, plain, derived = to_flat_dict(config), _flat_defaults(schema), derived_fields(schema)
     chosen = {key: value for key, value in flat.items() if key not in derived and value != plain[key]}
     implied = to_flat_dict(schema.model_validate(unflatten(chosen)))
     for key in derived:

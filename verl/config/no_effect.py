@@ -149,7 +149,7 @@ _EXCEPTIONS = {"rollout.agent.default_agent_loop": ", except for rows with the c
 
 def matches(key: str, end: str) -> bool:
     """Whether a dotted key is `end`, or ends in it."""
-    return key == end or key.endswith("." + end)
+    return key.endswith(end) and (len(key) == len(end) or key[-len(end) - 1] == ".")
 
 
 def settings_without_effect(config: Schema) -> list[str]:
@@ -160,25 +160,36 @@ def settings_without_effect(config: Schema) -> list[str]:
     chosen, flat = differences(config), flatten(config.model_dump(), type(config))
     modes = [key for key in chosen if matches(key, "rollout.mode") and flat[key] == "sync"]
     notes = {key: f"{key}: sync is the same as async" for key in modes}
+    by_name: dict[str, list[str]] = {}
+    for key in flat:
+        by_name.setdefault(_name(key), []).append(key)
     for condition, ends in NO_EFFECT.items():
-        for section, reason in _reasons(condition, flat):
+        for section, reason in _reasons(condition, flat, by_name):
             unused = [key for key in chosen if any(_is_named(key, end, section) for end in ends)]
             notes |= {key: f"{key}: {_plain(flat[key])} has no effect with {reason}" for key in unused}
     return list(notes.values())
 
 
-def _reasons(condition: tuple, flat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The section of the first key for which a condition holds, and the condition in words."""
+def _reasons(condition: tuple, flat: Mapping[str, Any], by_name: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
+    """The section of the first key for which a condition holds, and the condition in words.
+
+    Args:
+        condition: One of `NO_EFFECT`.
+        flat: Dotted key -> value.
+        by_name: Last part of a key -> the keys of `flat` that end in it.
+    """
     (end, value), *others = condition if isinstance(condition[0], tuple) else (condition,)
-    for key, given in flat.items():
+    for key in by_name.get(_name(end), ()):
+        if not matches(key, end) or not _holds(flat[key], value):
+            continue
         section = key.rpartition(".")[0]
         further = {section + other: wanted for other, wanted in others}
-        if (
-            matches(key, end)
-            and _holds(given, value)
-            and all(k in flat and _holds(flat[k], further[k]) for k in further)
-        ):
+        if all(k in flat and _holds(flat[k], further[k]) for k in further):
             yield section, " and ".join(f"{k}={_plain(flat[k])}" for k in (key, *further)) + _EXCEPTIONS.get(end, "")
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _holds(given: Any, value: Any) -> bool:

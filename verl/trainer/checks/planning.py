@@ -1,5 +1,6 @@
 """The planner for a run: its estimate, the memory check of the preflight, and `placement: auto`."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -80,6 +81,7 @@ def _vision_of(hf: Any) -> VisionShape:
 def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:
     """Role -> shape of its model."""
     policy, reward = config.actor_rollout_ref.model, config.reward.reward_model
+    of_policy = functools.cache(lambda: shape_of(policy.path, policy))  # of several roles
     found = {}
     for name in names:
         if name == "critic":
@@ -87,7 +89,7 @@ def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelSha
         elif name == "reward":
             found[name] = shape_of(reward.model_path, trust_remote_code=reward.trust_remote_code)
         else:
-            found[name] = shape_of(policy.path, policy)
+            found[name] = of_policy()
     return found
 
 
