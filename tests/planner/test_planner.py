@@ -166,11 +166,13 @@ def test_activations_by_hand():
     sparse, dense = replace(role, shape=SPARSE), found.plain - 2 * 3 * 2 * 16
     shared = 2 * 3 * (16 + 6)
     assert activation_bytes(sparse).plain == dense + shared + 2 * (2 * 2 * 12 + 4 + 2 * 8)
-    # expert parallelism also keeps the activation, input and output of each
-    all_rows = dense + shared + 2 * 2 * (3 * 12 + 2 * 8)
-    assert activation_bytes(replace(sparse, spreads_experts=True)).plain == all_rows
+    # expert parallelism also keeps the input of each, of 8 elements
+    received = activation_bytes(replace(sparse, spreads_experts=True)).plain - activation_bytes(sparse).plain
+    assert received == 2 * 2 * 8
     spread, whole = (replace(sparse, layout=Layout(2, expert=size)) for size in (2, 1))
-    assert activation_bytes(spread).plain - activation_bytes(whole).plain == all_rows - activation_bytes(sparse).plain
+    assert activation_bytes(spread).plain - activation_bytes(whole).plain == received
+    # layers of transformers also keep the activation, input and output of each
+    all_rows = dense + shared + 2 * 2 * (3 * 12 + 2 * 8)
     assert activation_bytes(replace(sparse, fuses_layers=False)).plain == all_rows
     # layers of these types are those of transformers (docs/moe.md)
     for kind in ("qwen2_moe", "olmoe"):

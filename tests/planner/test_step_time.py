@@ -287,10 +287,9 @@ def test_experts_whose_layers_are_not_fused_take_the_recorded_time(monkeypatch):
         plain, fused = (run.job.with_role("actor", fuses_layers=fuses) for fuses in (False, True))
         ratio = _update(plain, run.devices) / run.seconds["update_actor"]
         assert 0.8 < ratio < 1.1 and _update(fused, run.devices) < 0.75 * run.seconds["update_actor"]
-        # expert parallelism computes experts the same way, and so do model types whose layers are not fused
+        # model types whose layers are not fused compute experts the same way
         shape = replace(run.job.role("actor").shape, model_type="qwen2_moe")
-        for changes in ({"spreads_experts": True}, {"shape": shape}):
-            assert _update(run.job.with_role("actor", **changes), run.devices) == _update(plain, run.devices)
+        assert _update(run.job.with_role("actor", shape=shape), run.devices) == _update(plain, run.devices)
 
 
 def _update(job, devices: int) -> float:
@@ -298,7 +297,7 @@ def _update(job, devices: int) -> float:
 
 
 def test_which_settings_fuse_experts():
-    """As `engines.loading.choose_kernels`: Liger and compiled layers are of GPUs. Expert parallelism: plain experts."""
+    """As `engines.loading.choose_kernels`: Liger and compiled layers are of GPUs."""
     shape = replace(TINY, experts=4, active_experts=2, expert_mlp=12, model_type="mixtral")
     config = "actor_rollout_ref.actor.fsdp_config."
 
@@ -308,7 +307,7 @@ def test_which_settings_fuse_experts():
         return job.roles[0].fuses_experts
 
     assert fuses() and fuses(kind="qwen3_moe") and not fuses(kind="qwen2_moe") and not fuses(kind="olmoe")
-    assert not fuses(f"{config}expert_parallel_size=2", "trainer.n_gpus_per_node=2")
+    assert fuses(f"{config}expert_parallel_size=2", "trainer.n_gpus_per_node=2")
     for setting in (f"{config}use_torch_compile=true", "actor_rollout_ref.model.use_liger=true"):
         assert not fuses(setting) and fuses(setting, on_gpu=False)
 

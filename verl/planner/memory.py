@@ -71,7 +71,9 @@ def _expert_bytes(role: Role) -> float:
     pairs = s.active_experts * s.sparse_layers / s.layers
     if not role.fuses_experts:  # inputs and outputs of every expert of a token
         return pairs * c * 2 * s.hidden
-    return pairs * (_PAIR_BYTES - c * s.expert_mlp)  # activations are computed again (`modeling/fused_experts.py`)
+    received = c * s.hidden if role.spreads_experts or role.layout.expert > 1 else 0  # the tokens of other ranks
+    # activations are computed again (`modeling/fused_experts.py`)
+    return pairs * (_PAIR_BYTES - c * s.expert_mlp + received)
 
 
 def tower_bytes(role: Role) -> ActivationBytes:

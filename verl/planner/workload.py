@@ -95,9 +95,8 @@ class Role:
 
     @property
     def fuses_experts(self) -> bool:
-        """Whether FSDP computes experts by `modeling/fused_experts.py`, which keeps fewer activations."""
-        spreads = self.spreads_experts or self.layout.expert > 1
-        return self.fuses_layers and not spreads and self.shape.model_type in MIXTURES
+        """Whether experts are computed by `modeling/fused_experts.py`, which keeps fewer activations."""
+        return self.fuses_layers and self.shape.model_type in MIXTURES
 
     @property
     def parameters(self) -> int:
