@@ -1,5 +1,7 @@
 """Experts as one function over grouped matmuls, against a loop over tokens in float64, and in a training engine."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -168,3 +170,19 @@ def test_fused_layers_with_experts_over_ranks(sharding, tmp_path):
     path = save_model(CONFIGS["qwen3_moe"], tmp_path)
     ranks = run_on_ranks(2, engine_on_rank, path, UNEVEN, kernels="fused", **sharding)
     assert_same(ranks, engine_alone(path), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_tokens(dtype):
+    """As on a rank of expert parallelism whose experts nobody chose: gradients of 0, which all ranks reduce."""
+    module = SimpleNamespace(
+        gate_up_proj=torch.randn(2, 16, 8, dtype=dtype, requires_grad=True),
+        down_proj=torch.randn(2, 8, 8, dtype=dtype, requires_grad=True),
+        num_experts=2,
+        act_fn=torch.nn.functional.silu,
+    )
+    x, weights = torch.zeros(0, 8, dtype=dtype, requires_grad=True), torch.zeros(0, 1, dtype=dtype, requires_grad=True)
+    out = fused_experts(module, x, torch.zeros(0, 1, dtype=torch.long), weights, WeightCache())
+    out.sum().backward()
+    assert out.shape == x.grad.shape == (0, 8) and weights.grad.shape == (0, 1)
+    assert not module.gate_up_proj.grad.any() and not module.down_proj.grad.any()

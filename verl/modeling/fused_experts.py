@@ -61,8 +61,11 @@ class FusedExperts(torch.autograd.Function):
             chosen.shape,
         )
         x, scale = x.to(dtype).flatten(0, -2), weights.flatten()[order]
-        hidden = _grouped(x[order // chosen.shape[-1]], cache.concatenated([gate_up], dtype), ends)
-        outputs = _grouped(functions.scaled_swiglu(hidden, scale), cache.concatenated([down], dtype), ends)
+        rows = x[order // chosen.shape[-1]]
+        hidden = _grouped(rows, cache.concatenated([gate_up], dtype).transpose(1, 2), ends)
+        del rows
+        activation = functions.scaled_swiglu(hidden, scale)
+        outputs = _grouped(activation, cache.concatenated([down], dtype).transpose(1, 2), ends)
         ctx.save_for_backward(x, scale, order, back, ends, hidden)
         return functions.sum_of_uses(outputs, back.view(chosen.shape)).to(ctx.dtypes[0])
 
@@ -72,19 +75,19 @@ class FusedExperts(torch.autograd.Function):
         (gate_up, down), back = ctx.parameters, back.view(ctx.shape)
         functions, tokens = layer_functions(x), order // ctx.shape[-1]
         g = g.to(x.dtype).flatten(0, -2)[tokens]
-        g_activation = F.grouped_mm(g, ctx.cache.concatenated([down], x.dtype), offs=ends)
+        g_activation = _grouped(g, ctx.cache.concatenated([down], x.dtype), ends)
         activation, g_hidden, g_scale = functions.scaled_swiglu_gradient(g_activation, hidden, scale)
         g_down = _weight_gradient(ctx.cache, down, g, activation, ends, ctx.needs_input_grad[6])
         del g, activation, g_activation
         g_gate_up = _weight_gradient(ctx.cache, gate_up, g_hidden, x[tokens], ends, ctx.needs_input_grad[5])
-        gx = F.grouped_mm(g_hidden, ctx.cache.concatenated([gate_up], x.dtype), offs=ends)
+        gx = _grouped(g_hidden, ctx.cache.concatenated([gate_up], x.dtype), ends)
         gx = functions.sum_of_uses(gx, back).to(ctx.dtypes[0])
         return gx, g_scale[back].to(ctx.dtypes[1]), None, None, None, g_gate_up, g_down
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows sorted by expert (S, A) times the transposed weight of their expert (E, B, A): (S, B)."""
-    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    """Rows sorted by expert (S, A) times the weight of their expert (E, A, B): (S, B). S may be 0."""
+    return F.grouped_mm(rows, weight, offs=ends) if len(rows) else rows.new_zeros(0, weight.shape[-1])
 
 
 def _weight_gradient(
@@ -96,7 +99,7 @@ def _weight_gradient(
     """
     if not is_needed:
         return None
-    found = F.grouped_mm(g.t(), rows, offs=ends)
+    found = F.grouped_mm(g.t(), rows, offs=ends) if len(rows) else torch.zeros_like(weight, dtype=rows.dtype)
     if not cache.accumulates_gradients:
         return found.to(weight.dtype)
     cache.accumulate([weight], found)

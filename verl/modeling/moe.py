@@ -262,7 +262,7 @@ def expert_outputs(module: nn.Module, x: torch.Tensor, counts: torch.Tensor) -> 
 
 def weighted_sum(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Sum the k outputs of each token: outputs (N k, H), sorted as `by_expert`, and weights (..., k) -> (..., H)."""
-    each = outputs[inverse(order)].view(*weights.shape, -1)
+    each = outputs[inverse(order)].view(*weights.shape, outputs.shape[-1])
     return (each * weights[..., None]).sum(-2).to(dtype)
 
 
