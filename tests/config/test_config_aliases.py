@@ -252,6 +252,13 @@ def test_two_names_of_one_key_must_agree():
     assert "reward.reward_manager.name: naive" in str(error.value)
 
 
+def test_placement_auto_is_no_translation(caplog):
+    assert load_config(overrides=["placement=auto"]).placement.auto
+    assert not caplog.records
+    load_config(overrides=["trainer.n_gpus_per_node=2", "data.batch_size_per_gpu=16"])
+    assert "data.batch_size_per_gpu: 16" in caplog.text and "sets data.train_batch_size: 32" in caplog.text
+
+
 def test_an_override_that_is_given_twice_is_noted(caplog):
     given = ["trainer.seed=1", "data.train_batch_size=64", "trainer.seed=2", "--data.train_batch_size=64"]
     given += ["actor_rollout_ref.actor.optim={lr: 1e-5}", "actor_rollout_ref.actor.optim.lr=1e-6", "+trainer.seed=3"]

@@ -180,7 +180,7 @@ class Reader:
                     self.problems.append(Problem(key, str(error), given.where))
                     continue
                 for meant, value in values.items():
-                    if meant != key:
+                    if meant != key and not meant.startswith(f"{key}."):  # placement=auto needs no translation
                         self.notes.append(f"{key}: {given.value} ({given.where}) sets {meant}: {value}")
                     found.append((meant, given.with_value(value)))
         return self._agreed(found)
