@@ -39,7 +39,7 @@ from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.sources import Overrides
 from verl.data.collate import check_dataset
-from verl.data.mixture import Mixture
+from verl.data.mixture import datasets_of
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES, check_device
@@ -396,7 +396,7 @@ def model_fits(run: Run) -> None:
             limits.check_vocabulary(inputs.tokenizer, dataset.largest_token_id)
             limits.check_sequence_length(dataset.longest_row, "data.max_length")
         return
-    parts = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
+    parts = datasets_of(dataset)
     if all(isinstance(part, RLHFDataset) and part.is_tokenized for part in parts):
         largest, longest = max(part.largest_token_id for part in parts), max(part.longest_prompt for part in parts)
     else:
