@@ -1,6 +1,7 @@
 """`trainer.val_only`: a validation of a checkpoint leaves the record of the training run as it was."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def validate(settings: list[str], *more: str) -> None:
     PPOTrainer(overrides=[*settings, "trainer.val_only=true", *more]).fit()
 
 
-def test_the_record_of_the_training_run_is_kept(settings, tmp_path):
+def test_the_record_of_the_training_run_is_kept(settings, tmp_path, caplog):
     run = tmp_path / "run"
     steps = ["trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=2"]
     PPOTrainer(overrides=[*settings, *steps]).fit()
@@ -39,7 +40,11 @@ def test_the_record_of_the_training_run_is_kept(settings, tmp_path):
     assert found["step"] == 2 and names and all(found[name] == then[name] for name in names)
     assert json.loads((run / "val_only" / "run.json").read_text())["state"] == "finished"
 
-    validate(settings, *steps)  # the newest checkpoint; the record of the validation before it is kept too
+    caplog.set_level(logging.INFO, "verl")
+    # the newest checkpoint; the record of the validation before it is kept too
+    validate(settings, *steps, "trainer.logger=[console,jsonl]")
+    said = [line.split()[0] for line in caplog.messages if line.startswith(("model:  ", "metrics:", "next:"))]
+    assert said == ["metrics:", "next:"] and "verl generate" not in caplog.text  # of a model that was not trained now
     assert contents(run) == before
     assert [record["step"] for record in metrics(run / "val_only")] == [4]
     assert [record["step"] for record in metrics(run / "val_only" / "earlier_runs" / "val_only_1")] == [2]

@@ -113,7 +113,8 @@ class RunDisplay:
     def _results(self) -> list[str]:
         """Paths of the run, one per line, and what to do with the model."""
         lines, commands, folder = [], [], _shown(self._folder)
-        saved = self._trainer.checkpoints.newest()
+        is_trained = not self._trainer.config.trainer.val_only
+        saved = self._trainer.checkpoints.newest() if is_trained else None
         model = None if saved is None else saved / "actor" / "huggingface"
         if model is not None and any(model.glob("*.safetensors")):
             lines.append(f"model:   {_shown(model)}")
