@@ -173,6 +173,13 @@ class ModelShape:
         missing = [key for key in needed if not isinstance(config.get(key), int)]
         if missing:
             raise ValueError(f"the config of {name} has no {', '.join(missing)}: the planner needs them")
+        sizes = (*needed, "num_key_value_heads", "head_dim")
+        wrong = [f"{key}={config[key]}" for key in sizes if _is_wrong(config.get(key))]
+        if wrong:
+            raise ValueError(f"the config of {name} has {', '.join(wrong)}: expected whole numbers of at least 1")
+        if config["hidden_size"] < config["num_attention_heads"] and not config.get("head_dim"):
+            sizes = " and ".join(f"{key}={config[key]}" for key in ("hidden_size", "num_attention_heads"))
+            raise ValueError(f"the config of {name} has {sizes}: expected heads of at least one element")
         layers, hidden, mlp, heads, vocabulary = (config[key] for key in needed)
         kind = config.get("model_type", "")
         return cls(
@@ -190,6 +197,11 @@ class ModelShape:
             model_type=kind,
             **_experts(config, name, layers, mlp),
         )
+
+
+def _is_wrong(size: Any) -> bool:
+    """Whether a size is given and is not positive."""
+    return size is not None and not (isinstance(size, int) and size > 0)
 
 
 #: model types, also of the language models of vision-language models

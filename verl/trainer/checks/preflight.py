@@ -43,7 +43,7 @@ from verl.data.mixture import datasets_of
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES, check_device
-from verl.engines.loading import check_kernels, check_model
+from verl.engines.loading import check_kernels
 from verl.registry import did_you_mean, import_module, location_of
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.server.agents import TRIAL_FACTS
@@ -57,6 +57,7 @@ from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tool
 from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings
 from verl.trainer.checks.faults import check_faults
 from verl.trainer.checks.model_limits import MegatronRole, check_megatron, check_moe, check_reads_tokens_of
+from verl.trainer.checks.models import check_model
 from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.ppo.flow import needs_critic
