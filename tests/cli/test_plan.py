@@ -60,6 +60,7 @@ def test_the_number_of_gpus_is_a_whole_number(capsys, text):
     ("arguments", "message"),
     [
         ("--gpu FOO", "there is no profile of the GPU 'FOO': known: A100"),
+        ("--gpu H100,H200", "there is no profile of the GPU 'H100,H200'"),
         ("--model FOO", "there is no built-in model 'FOO'"),
         ("--critic 0B", "did you mean '70B'"),
         ("--model ./nothing", "there is no folder './nothing'"),
@@ -92,6 +93,11 @@ def test_help_is_printed_whatever_else_is_given(capsys, arguments):
         (["model/config.json"], "expected FILE.yaml, key=value or --gpus N"),
         (["--model", "7B"], "--model is an option of a simulation, which needs the number of GPUs: add --gpus N"),
         (["trainer.nnodes=1", "--gpu=H200"], "--gpu is an option of a simulation"),
+        (["--gp", "8"], "found '--gp'; did you mean --gpu or --gpus?"),
+        (["--GPUS=8"], "found '--GPUS=8'; did you mean --gpus?"),
+        (["-gpus", "8"], "found '-gpus'; did you mean --gpus?"),
+        (["--calibrate", "trainer.nnodes=1"], "--calibrate measures this host and takes no other arguments"),
+        (["--calibrate=1"], "--calibrate measures this host"),
     ],
 )
 def test_neither_form_of_the_command(capsys, arguments, message):
@@ -106,9 +112,10 @@ def test_neither_form_of_the_command(capsys, arguments, message):
         ({"num_attention_heads": 7}, "transformers refuses its config.json .*not a multiple"),
         ({"num_attention_heads": 0}, "transformers refuses its config.json .*ZeroDivisionError"),
         ({"vocab_size": None}, "transformers refuses its config.json"),
-        ({"hidden_size": -64}, "its config.json has hidden_size=-64: expected int >= 1"),
-        ({"num_hidden_layers": 0}, "its config.json has num_hidden_layers=0: expected int >= 1"),
-        ({"vocab_size": 0}, "its config.json has vocab_size=0: expected int >= 1"),
+        ({"hidden_size": -64}, "has hidden_size=-64: expected int >= 1"),
+        ({"num_hidden_layers": 0}, "has num_hidden_layers=0: expected int >= 1"),
+        ({"vocab_size": 0}, "has vocab_size=0: expected int >= 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3: expected a multiple"),
     ],
 )
 def test_a_config_that_no_model_has_is_refused_in_a_run_too(settings, changed, capsys, values, message):
@@ -128,7 +135,7 @@ def test_a_folder_without_a_config(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"intermediate_size": 0}, "has intermediate_size=0: expected whole numbers of at least 1"),
+        ({"num_hidden_layers": 0}, "has num_hidden_layers=0: expected whole numbers of at least 1"),
         ({"num_key_value_heads": -2, "head_dim": 0}, "has num_key_value_heads=-2, head_dim=0"),
         ({"hidden_size": 2, "num_attention_heads": 4}, "has hidden_size=2 and num_attention_heads=4"),
     ],

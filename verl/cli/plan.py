@@ -33,12 +33,12 @@ _WRONG = 2
 def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
     """Run the command. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--calibrate" in arguments:
-        return _calibrate()
     if {"--help", "-h"} & set(arguments):
         print(HELP)
         _parser().print_help()
         return 0
+    if arguments == ["--calibrate"]:
+        return _calibrate()
     if any(argument.partition("=")[0] == "--gpus" for argument in arguments):
         return _simulate(arguments)
     if wrong := _wrong_first_form(arguments):
@@ -50,11 +50,18 @@ def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
 
 
 def _wrong_first_form(arguments: list[str]) -> str | None:
-    """What is wrong with a command without --gpus: it has an option of the simulation, or a file of another type."""
+    """What is wrong with a command without --gpus: an option of another form, or a file of another type."""
+    if any(argument.partition("=")[0] == "--calibrate" for argument in arguments):
+        return f"--calibrate measures this host and takes no other arguments, found {' '.join(arguments)}"
     options = {name for action in _parser()._actions for name in action.option_strings}
     given = next((argument for argument in arguments if argument.partition("=")[0] in options), None)
     if given is not None:
         return f"{given.partition('=')[0]} is an option of a simulation, which needs the number of GPUs: add --gpus N"
+    for argument in arguments:
+        name = argument.partition("=")[0].lower().lstrip("-")
+        meant = [option for option in sorted(options) if len(name) > 1 and option.startswith(f"--{name}")]
+        if argument.startswith("-") and meant:
+            return f"found {argument!r}; did you mean {' or '.join(meant)}?"
     first = arguments[0] if arguments else "-"
     if "=" in first or first.startswith(("-", "~")) or first.endswith((".yaml", ".yml")):
         return None

@@ -173,7 +173,8 @@ class ModelShape:
         missing = [key for key in needed if not isinstance(config.get(key), int)]
         if missing:
             raise ValueError(f"the config of {name} has no {', '.join(missing)}: the planner needs them")
-        sizes = (*needed, "num_key_value_heads", "head_dim")
+        # without the intermediate size, which a mixture of experts does not need
+        sizes = (*(key for key in needed if key != "intermediate_size"), "num_key_value_heads", "head_dim")
         wrong = [f"{key}={config[key]}" for key in sizes if _is_wrong(config.get(key))]
         if wrong:
             raise ValueError(f"the config of {name} has {', '.join(wrong)}: expected whole numbers of at least 1")

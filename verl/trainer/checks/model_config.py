@@ -7,7 +7,7 @@ from typing import Any
 from verl.modeling.huggingface import read_config
 from verl.utils.paths import expanded
 
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "num_key_value_heads", "head_dim")
 
 
 def readable_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
@@ -23,11 +23,21 @@ def readable_config(path: str, overrides: Mapping[str, Any], trust_remote_code: 
         raise ValueError(
             f"{path!r}: transformers refuses its config.json ({reason}): expected that of a model"
         ) from error
-    text = found.get_text_config()
-    for name in _SIZES:
-        if isinstance(size := getattr(text, name, None), int) and size < 1:
-            raise ValueError(f"{path!r}: its config.json has {name}={size}: expected int >= 1")
+    _check_sizes(path, found.get_text_config())
     return found
+
+
+def _check_sizes(path: str, config: Any) -> None:
+    sizes = {name: size for name in _SIZES if isinstance(size := getattr(config, name, None), int)}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"the config of {path!r} has {name}={size}: expected int >= 1")
+    heads, of_keys = (sizes.get(name, 1) for name in ("num_attention_heads", "num_key_value_heads"))
+    if "num_attention_heads" in sizes and heads % of_keys:
+        raise ValueError(
+            f"the config of {path!r} has num_attention_heads={heads} and num_key_value_heads={of_keys}: expected a "
+            "multiple"
+        )
 
 
 def _check_folder(path: str) -> None:
