@@ -1,5 +1,6 @@
 """The config of a model: one error for everything that makes it unusable."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ def _check_sizes(path: str, config: Any) -> None:
 
 
 def _check_folder(path: str) -> None:
-    folder = expanded(path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    folder = expanded(path)  # os.path: methods of Path raise OSError for a name that is too long
+    if os.path.isdir(folder) and not os.path.isfile(folder / "config.json"):
         raise ValueError(f"{path!r} has no config.json: expected the folder of a Hugging Face model")
-    if (Path(path).is_absolute() or path.startswith((".", "~"))) and not folder.exists():
+    if (Path(path).is_absolute() or path.startswith((".", "~"))) and not os.path.exists(folder):
         raise ValueError(f"there is no folder {path!r}")
