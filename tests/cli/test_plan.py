@@ -127,6 +127,12 @@ def test_a_config_that_no_model_has_is_refused_in_a_run_too(settings, changed, c
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("name", ["--config-name", "--config-path", "--chaos"])
+def test_an_option_without_its_value(capsys, name):
+    status, _, err = call(capsys, "trainer.nnodes=1", name)
+    assert status == 1 and err.strip() == f"error: {name} requires a value"
+
+
 def test_a_folder_without_a_config(capsys, tmp_path):
     status, _, err = call(capsys, "--gpus", "8", "--model", str(tmp_path))
     assert status == 2 and "has no config.json: expected the folder of a Hugging Face model" in err
@@ -138,6 +144,9 @@ def test_a_folder_without_a_config(capsys, tmp_path):
         ({"num_hidden_layers": 0}, "has num_hidden_layers=0: expected whole numbers of at least 1"),
         ({"num_key_value_heads": -2, "head_dim": 0}, "has num_key_value_heads=-2, head_dim=0"),
         ({"hidden_size": 2, "num_attention_heads": 4}, "has hidden_size=2 and num_attention_heads=4"),
+        ({"num_experts": 4, "num_experts_per_tok": 0}, "has 4 experts and num_experts_per_tok=0"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "has 4 experts and num_experts_per_tok=5"),
+        ({"num_experts": -4, "num_experts_per_tok": 1}, "has -4 experts and num_experts_per_tok=1"),
     ],
 )
 def test_a_shape_has_positive_sizes(values, message):

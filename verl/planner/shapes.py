@@ -213,11 +213,16 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text")
 def _experts(config: Mapping[str, Any], name: str, layers: int, mlp: int) -> dict[str, int]:
     """The sizes of a mixture of experts; empty if the model is none."""
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-    if experts < 2:
+    if experts in (0, 1):
         return {}
     active = config.get("num_experts_per_tok")
     if not isinstance(active, int):
         raise ValueError(f"the config of {name} has {experts} experts, but no num_experts_per_tok")
+    if not 1 <= active <= experts:
+        raise ValueError(
+            f"the config of {name} has {experts} experts and num_experts_per_tok={active}: expected 1 to the number "
+            "of experts"
+        )
     dense = set(config.get("mlp_only_layers") or ())
     step = config.get("decoder_sparse_step") or 1
     return {
