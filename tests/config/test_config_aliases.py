@@ -252,15 +252,30 @@ def test_two_names_of_one_key_must_agree():
     assert "reward.reward_manager.name: naive" in str(error.value)
 
 
-def test_an_override_that_is_given_twice_is_noted(caplog):
-    given = ["trainer.seed=1", "data.train_batch_size=64", "trainer.seed=2", "--data.train_batch_size=64"]
-    given += ["actor_rollout_ref.actor.optim={lr: 1e-5}", "actor_rollout_ref.actor.optim.lr=1e-6", "+trainer.seed=3"]
+def test_placement_auto_is_no_translation(caplog):
+    assert load_config(overrides=["placement=auto"]).placement.auto
+    assert not caplog.records
+    load_config(overrides=["trainer.n_gpus_per_node=2", "data.batch_size_per_gpu=16"])
+    assert "data.batch_size_per_gpu: 16" in caplog.text and "sets data.train_batch_size: 32" in caplog.text
+
+
+def test_a_script_whose_keys_are_overridden_logs_nothing(caplog):
+    script = ["trainer.seed=1", "trainer.total_epochs=15", "actor_rollout_ref.actor.optim={lr: 1e-5}"]
+    caller = ["trainer.seed=2", "--trainer.total_epochs=1", "actor_rollout_ref.actor.optim.lr=1e-6"]
     with caplog.at_level(logging.INFO, "verl.config"):
-        config = load_config(overrides=given)
-    assert config.trainer.seed == 3 and config.actor_rollout_ref.actor.optim.lr == 1e-6
+        config = load_config(overrides=[*script, *caller, "+trainer.seed=2"])  # three times, but the last two agree
+    assert (config.trainer.seed, config.trainer.total_epochs) == (2, 1)
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert not caplog.records
+
+
+def test_an_override_with_three_values_is_noted(caplog):
+    given = ["trainer.seed=1", "data.train_batch_size=64", "trainer.seed=2", "--data.train_batch_size=128"]
+    with caplog.at_level(logging.INFO, "verl.config"):
+        config = load_config(overrides=[*given, "+trainer.seed=3"])
+    assert config.trainer.seed == 3 and config.data.train_batch_size == 128
     assert [record.getMessage() for record in caplog.records] == [
-        "overrides that are given several times; the last value is used: trainer.seed (1, then 2, then 3); "
-        "actor_rollout_ref.actor.optim.lr (1e-05, then 1e-06)"
+        "overrides that are given several times; the last value is used: trainer.seed (1, then 2, then 3)"
     ]
 
 

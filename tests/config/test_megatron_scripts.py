@@ -59,7 +59,11 @@ SCRIPTS = {
         {TRANSFORMER}num_layers_in_last_pipeline_stage=20 {TRANSFORMER}moe_shared_expert_overlap=False
         +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=1
         +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True""",
-        ("use_dist_checkpointing", "dist_checkpointing_path", "override_transformer_config.* (6 keys)"),
+        (
+            f"{ACTOR}use_dist_checkpointing: true and dist_checkpointing_path have no effect: initial weights are read",
+            f"{REF}use_dist_checkpointing: true and dist_checkpointing_path have no effect",
+            "override_transformer_config.* (6 keys)",
+        ),
     ),
     "qwen3-235b moe grpo, the ends of the pipeline have a layer less": (
         f"""algorithm.adv_estimator=grpo {KL_LOSS} trainer.nnodes=8 {ACTOR}tensor_model_parallel_size=4
@@ -109,11 +113,30 @@ def test_a_public_script_loads(name, caplog):
         ("override_transformer_config.pipeline_model_parallel_layout=Et*2tL", "num_layers_in_last_pipeline_stage"),
         ("router_replay.mode=R3", "enable_rollout_routing_replay=true, or use R2"),
         ("use_megatron_fsdp=true", "use strategy=fsdp"),
+        ("use_dist_checkpointing=true", r"dist_checkpointing_path is not set: remove this key .*from model\.path"),
     ],
 )
 def test_what_is_not_supported_is_refused_with_a_reason(override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [f"{ACTOR}{override}"])
+
+
+@pytest.mark.parametrize(
+    "paths", ["", "dist_checkpointing_path=null", "dist_checkpointing_path=''", "dist_checkpointing_path='  '"]
+)
+def test_a_distributed_checkpoint_needs_a_path(paths):
+    given = [f"{ACTOR}{override}" for override in ("use_dist_checkpointing=True", paths) if override]
+    with pytest.raises(ConfigError, match=r"1\. \S*use_dist_checkpointing .*dist_checkpointing_path is not set"):
+        load_config(None, given)
+    with pytest.raises(ConfigError, match=r"engine\.use_dist_checkpointing .*dist_checkpointing_path is not set"):
+        load_config(None, ["engine=megatron", "engine.use_dist_checkpointing=True"], schema=SFTConfig)
+
+
+def test_a_distributed_checkpoint_that_is_not_used_is_no_error(monkeypatch):
+    monkeypatch.setenv("USE_DIST", "true")
+    load_config(None, [f"{ACTOR}use_dist_checkpointing=False", f"{ACTOR}dist_checkpointing_path=null"])
+    with pytest.raises(ConfigError, match="dist_checkpointing_path is not set"):
+        load_config(None, [f"{ACTOR}use_dist_checkpointing=${{oc.decode:${{oc.env:USE_DIST}}}}"])
 
 
 def test_supervised_fine_tuning_has_the_keys_of_the_engine():

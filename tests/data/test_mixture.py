@@ -7,7 +7,7 @@ import pytest
 
 from verl.config import ConfigError, load_config
 from verl.data.collate import collate_prompts
-from verl.data.mixture import Mixture
+from verl.data.mixture import Mixture, datasets_of
 from verl.data.order import MixtureSampler, PromptSource
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -142,3 +142,9 @@ def test_a_run_reports_the_shares_and_resumes(tmp_path, tiny_run):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["data/share/other"] for line in lines if "data/share/other" in line] == [0.25] * 3
     assert trainer.source.describe().startswith("27 prompts: 0.75 ")
+
+
+def test_the_datasets_of_a_mixture_and_of_another_dataset():
+    first, second = [{"x": 1}], [{"x": 2}, {"x": 3}]
+    assert datasets_of(Mixture([first, second], ["a", "b"])) == [first, second]
+    assert datasets_of(first) == [first]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from verl.tracking.console import TrainingProgress
 from verl.tracking.formatting import StepLine, duration_in_words, fixed, sparkline
-from verl.tracking.summary import summary_lines
+from verl.tracking.summary import push_words, summary_lines
 from verl.utils import log
 
 METRICS = {
@@ -254,6 +254,20 @@ def test_the_summary_has_the_cost_of_weight_pushes_and_the_staleness():
     ]
     history |= {"weight_sync/bytes": [(1, 0)], "weight_sync/bandwidth_share": []}  # shared weights have no push
     assert len(summary_lines(history, 3, 3, 1.0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds", "share", "words"),
+    [
+        (15e9, 0.5, 0.75, "15GB in 0.5 s, 75% of the bandwidth limit"),  # 0.375 s at the limit
+        (15e9, 100.0, 0.003, "15GB in 100 s, less than 1% of the bandwidth limit"),
+        (412_928, 0.02, 0.004, "413kB in 0.02 s"),  # 80 microseconds at the limit: a tiny model on a CPU
+        (412_928, 0.0004, 0.5, "413kB in 0.0004 s"),
+        (15e9, 0.5, None, "15GB in 0.5 s"),
+    ],
+)
+def test_the_bandwidth_limit_is_named_where_it_matters(size, seconds, share, words):
+    assert push_words(size, seconds, share) == words
 
 
 def test_durations_in_words():

@@ -117,7 +117,7 @@ def test_the_next_commands_are_complete():
     assert offline_commands(registered, Path("m"), RESPONSES)[1].endswith("reward.reward_function=accuracy_reward")
     other = config.with_overrides({"data.ground_truth_key": "solution"})  # `verl eval` has no such key
     assert len(offline_commands(other, Path("m"), RESPONSES)) == 1
-    chats = SFTConfig().with_overrides({"data.train_files": ["a.jsonl"]})
+    chats = SFTConfig().with_overrides({"data.train_files": ["a.jsonl"], "data.val_files": ["b.jsonl"]})
     assert offline_commands(chats, Path("m"), RESPONSES) == []
     assert next_lines(["verl report run"]) == ["next:    verl report run"]
 
@@ -129,7 +129,7 @@ def test_the_next_commands_name_the_columns_that_were_detected(tiny, tmp_path):
     chats.write_text('{"messages": [{"role": "user", "content": "1+1="}], "solution": "2"}\n')
 
     def commands(config, dataset):
-        config = config.with_overrides({"data.train_files": ["a"]})
+        config = config.with_overrides({"data.train_files": ["t"], "data.val_files": ["a"]})
         return offline_commands(config, Path("m"), RESPONSES, dataset=dataset)
 
     (generate,) = commands(SFTConfig(), SFTDataset(rows, tokenizer))
@@ -142,6 +142,23 @@ def test_the_next_commands_name_the_columns_that_were_detected(tiny, tmp_path):
     nested = [{"question": {"text": "1+1="}, "answer": {"text": "2"}}]  # `verl generate` reads whole columns
     dataset = SFTDataset(nested, tokenizer, {"prompt_dict_keys": ["text"], "response_dict_keys": ["text"]})
     assert commands(SFTConfig(), dataset) == []
+
+
+def test_without_validation_data_a_fine_tuned_model_is_served():
+    """Responses to the prompts that it was trained on say little."""
+    config = SFTConfig().with_overrides({"data.train_files": ["a.jsonl"], "data.prompt_key": "question"})
+    assert offline_commands(config, Path("my model"), RESPONSES) == ["verl serve 'my model'"]
+    assert offline_commands(SFTConfig(), Path("m"), RESPONSES) == ["verl serve m"]  # rows were given in Python
+    more = config.with_overrides({"model.trust_remote_code": True, "imports": ["a.py", "b"]})
+    assert offline_commands(more, Path("m"), RESPONSES) == [
+        "verl serve m --trust-remote-code --imports a.py --imports b"
+    ]
+    templated = config.with_overrides({"model.custom_chat_template": "{{ messages[0].content }}"})
+    assert offline_commands(templated, Path("m"), RESPONSES) == []
+    (generate,) = offline_commands(config.with_overrides({"data.val_files": ["v.jsonl"]}), Path("m"), RESPONSES)
+    assert "data.path=v.jsonl" in generate
+    rl = Config().with_overrides({"data.train_files": ["a.jsonl"], "reward.reward_function": "accuracy_reward"})
+    assert "data.path=a.jsonl" in offline_commands(rl, Path("m"), RESPONSES)[0]  # its reward can be compared
 
 
 def test_an_interrupted_run_has_a_summary_and_a_failed_one_has_not(settings, tmp_path, lines):

@@ -270,11 +270,11 @@ def test_a_simulation_needs_no_files(capsys):
     assert "best" in printed and "runner-up" in printed and "fits into 79.2 GiB (A100)" in printed
     assert command.main(["--gpus", "1", "--gpu", "A100", "--model", "70B"]) == 1
     assert "smallest change that fits" in capsys.readouterr().out
-    assert command.main(["--gpus", "1", "--gpu", "B100"]) == 1
+    assert command.main(["--gpus", "1", "--gpu", "B100"]) == 2
     assert "no profile of the GPU 'B100': did you mean 'H100'?" in capsys.readouterr().err
-    assert command.main(["--gpus", "1", "--model", "7"]) == 1
+    assert command.main(["--gpus", "1", "--model", "7"]) == 2
     assert "no built-in model '7': did you mean '7B'?" in capsys.readouterr().err
-    assert command.main(["--gpus", "1", "--model", "./none"]) == 1
+    assert command.main(["--gpus", "1", "--model", "./none"]) == 2
     assert "a size needs no files: 0.5B, " in capsys.readouterr().err
     for wrong in (["--gpus", "0"], ["--gpus", "8", "--engine", "vlm"], ["--gpus", "8", "--samples", "-1"]):
         with pytest.raises(SystemExit):

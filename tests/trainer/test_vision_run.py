@@ -17,7 +17,10 @@ from tests.pages import ROOT
 from tests.trainer.test_replay import LOSS
 from tests.vl_models import save_llava, save_vl_model
 from verl import PPOTrainer, SFTTrainer
+from verl.data import media_files
+from verl.data.files import read_rows
 from verl.evaluation.generate import GenerationRun
+from verl.evaluation.prompts import write_output
 from verl.tracking.report.report import write_report
 from verl.trainer.output.recording import step_record
 from verl.trainer.state.replay import replay
@@ -226,6 +229,22 @@ def test_offline_generation_on_images(vision, tmp_path):
     settings["rollout.prompt_length"] = 4
     with pytest.raises(ValueError, match=r"longer than 4 tokens.*: raise the limit, reduce data.max_pixels, or remove"):
         GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()]).run()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_paths_of_images_are_looked_up_once(vision, tmp_path, monkeypatch, suffix):
+    looked_up, is_file = [], media_files._is_file
+    monkeypatch.setattr(media_files, "_is_file", lambda path: looked_up.append(path.name) or is_file(path))
+    settings = {"data.path": vision / "test.jsonl", "model.path": vision / "model", "rollout.name": "hf"}
+    settings |= {"rollout.response_length": 2, "data.output_path": tmp_path / f"out.{suffix}"}
+    run = GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()])
+    assert looked_up in ([], ["0.png"])  # by the check of the output, of 3 rows
+    looked_up.clear()
+    write_output(run.prompts, [["a"]] * 3, run.output)
+    assert sorted(looked_up) == ["0.png", "1.png", "2.png"]
+    found = read_rows([run.output])
+    assert [Path(row["images"][0]).name for row in found] == ["0.png", "1.png", "2.png"]
+    assert all((tmp_path / row["images"][0]).samefile(vision / f"{i}.png") for i, row in enumerate(found))
 
 
 def test_generated_files_name_the_images_from_their_own_folder(vision, tmp_path):

@@ -25,23 +25,47 @@ and the best placement. `placement=auto` in a run applies that placement.
 MEMORY_SHARES = (0.6, 0.4, 0.2)
 #: largest number of an option
 _MOST = 10**9
+#: exit status of a simulation with wrong options, as of argparse; 1: no placement fits
+_WRONG = 2
 
 
 @command_output()
 def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
     """Run the command. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--calibrate" in arguments:
-        return _calibrate()
-    if any(argument.partition("=")[0] == "--gpus" for argument in arguments):
-        return _simulate(arguments)
     if {"--help", "-h"} & set(arguments):
         print(HELP)
         _parser().print_help()
         return 0
+    if arguments == ["--calibrate"]:
+        return _calibrate()
+    if any(argument.partition("=")[0] == "--gpus" for argument in arguments):
+        return _simulate(arguments)
+    if wrong := _wrong_first_form(arguments):
+        print(shown(f"error: {wrong}"), file=sys.stderr)
+        return _WRONG
     from verl.trainer import main_ppo
 
     return main_ppo.main(["--dry-run", *_with_config_flag(arguments)], program=program)
+
+
+def _wrong_first_form(arguments: list[str]) -> str | None:
+    """What is wrong with a command without --gpus: an option of another form, or a file of another type."""
+    if any(argument.partition("=")[0] == "--calibrate" for argument in arguments):
+        return f"--calibrate measures this host and takes no other arguments, found {' '.join(arguments)}"
+    options = {name for action in _parser()._actions for name in action.option_strings}
+    given = next((argument for argument in arguments if argument.partition("=")[0] in options), None)
+    if given is not None:
+        return f"{given.partition('=')[0]} is an option of a simulation, which needs the number of GPUs: add --gpus N"
+    for argument in arguments:
+        name = argument.partition("=")[0].lower().lstrip("-")
+        meant = [option for option in sorted(options) if len(name) > 1 and option.startswith(f"--{name}")]
+        if argument.startswith("-") and meant:
+            return f"found {argument!r}; did you mean {' or '.join(meant)}?"
+    first = arguments[0] if arguments else "-"
+    if "=" in first or first.startswith(("-", "~")) or first.endswith((".yaml", ".yml")):
+        return None
+    return f"found {first!r}, expected FILE.yaml, key=value or --gpus N; `verl plan --help` has examples"
 
 
 def _with_config_flag(arguments: list[str]) -> list[str]:
@@ -102,8 +126,8 @@ def _simulate(arguments: list[str]) -> int:
     try:
         device, job = devices.built_in(args.gpu), _job(args)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        print(shown(f"error: {error}"), file=sys.stderr)
+        return _WRONG
     sizes = MEGATRON_SIZES if job.kind == "megatron" else None
     space = Space(separate_rollout=False, rollout_sizes=ROLLOUT_SIZES, model_sizes=sizes)
     print(shown("\n".join([*_model_lines(job), *_workload_lines(args, device.name)])))
@@ -138,8 +162,18 @@ def _simulate(arguments: list[str]) -> int:
 
 
 def _job(args: argparse.Namespace) -> "Job":
-    """The simulated run. Raises ValueError for a model that is unknown or not modelled."""
+    """The simulated run. Raises ValueError for a model that is unknown or not modelled, or options that contradict."""
     from verl.planner.workload import Job, Role
+
+    if args.updates > args.prompts:
+        raise ValueError(
+            f"--updates {args.updates}: every update needs a prompt, and a step has {args.prompts}: use at most "
+            f"{args.prompts} updates, or more --prompts"
+        )
+    if args.lora_rank and args.strategy == "megatron":
+        raise ValueError(
+            f"--lora-rank {args.lora_rank}: --strategy megatron does not support LoRA adapters: use --strategy fsdp2"
+        )
 
     # Megatron stores 16-bit weights; its optimizer has the float32 ones
     common = {"weight_bytes": 2 if args.strategy == "megatron" else 4}

@@ -15,6 +15,8 @@ from verl.config.errors import Problem, format_value
 from verl.config.fields import Schema, flatten, to_flat_dict
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.data import DataConfig
+from verl.config.schema.megatron import MegatronConfig
+from verl.config.schema.model import EngineConfig
 from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
 from verl.config.schema.rollout import LOWEST_TEMPERATURE, RolloutConfig, RolloutEngineConfig
@@ -31,7 +33,7 @@ _CANDIDATES = 10_000  # numbers tried for a hint
 
 def check_combinations(config: Schema) -> list[Problem]:
     """Every conflict between fields of a configuration."""
-    problems = [*_templates(config), *_top_k(config)]
+    problems = [*_templates(config), *_zeros(config)]
     match config:
         case Config():
             checks = (
@@ -139,6 +141,7 @@ def _ranks(config: Config) -> Iterator[Problem]:
         devices = config.placement.model_dump()[f"{role}_devices"] or config.placement.actor_devices
         ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
         sizes = {key: engine[key] for key in _MODEL_PARALLEL_SIZES if key in engine}
+        yield from _shard_groups(f"{prefix}{section}", engine, ranks)
         if ranks % engine.ranks_with_same_rows:
             key = next(key for key, size in sizes.items() if size > 1)
             group = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
@@ -155,6 +158,16 @@ def _ranks(config: Config) -> Iterator[Problem]:
                 f"{mini} prompts x {n} samples = {mini * n} responses are not divisible by {ranks} ranks: "
                 f"use {fitting} prompts",
             )
+
+
+def _shard_groups(section: str, engine: EngineConfig | MegatronConfig, ranks: int) -> Iterator[Problem]:
+    """FSDP shards over groups of `fsdp_size` ranks, of those that a tensor-parallel group leaves."""
+    if isinstance(engine, MegatronConfig) or ranks == 1 or ranks % engine.tensor_parallel_size:
+        return
+    size, sharding = engine.fsdp_size, ranks // engine.tensor_parallel_size
+    if size > 0 and sharding % size:
+        what = f"{size} does not divide the {sharding} ranks that FSDP shards over: use a divisor, or -1 for all"
+        yield Problem(f"{section}.fsdp_size", what)
 
 
 def _rollout_ranks(config: Config) -> Iterator[Problem]:
@@ -183,6 +196,7 @@ def _tensor_parallel_rollout(prefix: str, rollout: RolloutEngineConfig, ranks: i
 def _sft_ranks(config: SFTConfig) -> Iterator[Problem]:
     """The same for an SFT batch."""
     batch, engine, ranks = config.data.train_batch_size, config.engine.selected, config.trainer.n_gpus_per_node
+    yield from _shard_groups("engine", engine, ranks)
     sizes = " x ".join(f"engine.{key}" for key in _MODEL_PARALLEL_SIZES if key in engine)
     if ranks % engine.ranks_with_same_rows:
         yield Problem(
@@ -447,7 +461,9 @@ def _templates(config: Schema) -> Iterator[Problem]:
             )
 
 
-def _top_k(config: Schema) -> Iterator[Problem]:
+def _zeros(config: Schema) -> Iterator[Problem]:
+    """Fields that are a number of at least 1, or -1 for all."""
     for key, value in flatten(config.model_dump(), type(config)).items():
-        if key.rpartition(".")[2] == "top_k" and value == 0:
-            yield Problem(key, "found 0, expected int >= 1, or -1 for all tokens")
+        what = {"top_k": "all tokens", "fsdp_size": "all ranks"}.get(key.rpartition(".")[2])
+        if what and value == 0:
+            yield Problem(key, f"found 0, expected int >= 1, or -1 for {what}")

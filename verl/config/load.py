@@ -96,7 +96,7 @@ def read_config(
     reader = Reader(schema, [*layers, *selected, last])
     given = reader.read()
     problems += reader.problems
-    for note in repeated:  # not a warning: scripts are called with further overrides
+    for note in repeated:  # not a warning: scripts call other scripts with further overrides
         log.info(note)
     notes = reader.notes
     if isinstance(given.get("algorithm.name", _ABSENT).value, str):

@@ -59,7 +59,7 @@ class Reader:
         computed = [self._computed(layer, merged) for layer in agreed]
         merged = self._merged(computed)
         self.source_of = {key: index for index, layer in enumerate(computed) for key in layer}
-        self.notes += ignored_notes(self._ignored, self.schema.upstream)
+        self._report_ignored(resolved)
         return {key: self._as_string(key, given) for key, given in merged.items() if self._in_schema(key, given)}
 
     def _unset(self, key: str, given: Setting) -> bool:
@@ -91,6 +91,26 @@ class Reader:
             else:
                 self.problems.append(Problem(given.key, self._unknown(key, given), given.where))
         return known
+
+    def _report_ignored(self, resolved: Callable[[Setting], Setting | None]) -> None:
+        """Add notes on the ignored keys, and a problem for each that is true without the key that it needs."""
+        plain = dict(self._ignored)
+        for key, given in self._ignored.items():
+            found = ignored_key(key, self.schema.upstream, has_field=False)
+            if not found or not found.needs or given.value == REMOVED:
+                continue
+            value, needed_key = resolved(given), f"{key.rpartition('.')[0]}.{found.needs}"
+            needed = self._ignored.get(needed_key)
+            if value is None or value.value is not True:
+                continue
+            if needed is None or (needed.value in (None, REMOVED) or not str(needed.value).strip()):
+                what = f"true, but {found.needs} is not set: remove this key ({found.instead})"
+                self.problems.append(Problem(given.key, what, given.where))
+            else:
+                self.notes.append(f"{given.key}: true and {found.needs} have no effect: {found.instead}")
+                del plain[key]
+                plain.pop(needed_key, None)
+        self.notes += ignored_notes(plain, self.schema.upstream)
 
     def _name_of_another(self, key: str) -> str | None:
         """The key of the schema that another library calls by the last name of `key`."""
@@ -160,7 +180,7 @@ class Reader:
                     self.problems.append(Problem(key, str(error), given.where))
                     continue
                 for meant, value in values.items():
-                    if meant != key:
+                    if meant != key and not meant.startswith(f"{key}."):  # placement=auto needs no translation
                         self.notes.append(f"{key}: {given.value} ({given.where}) sets {meant}: {value}")
                     found.append((meant, given.with_value(value)))
         return self._agreed(found)
@@ -172,11 +192,12 @@ class Reader:
 
         It returns None, and adds a problem, if a reference cannot be resolved.
         """
-        if not any(has_interpolation(given.value) for layer in layers for _, given in layer):
+        ignored = list(self._ignored.items())
+        if not any(has_interpolation(given.value) for layer in [ignored, *layers] for _, given in layer):
             return lambda given: given
         nulls = [key for layer in self.layers for key, given in layer.items() if given.value is None]
         values = dict.fromkeys(nulls) | {key: _plain(found) for key, found in fields_of(self.schema).items()}
-        for layer in [list(self._ignored.items()), *layers]:
+        for layer in [ignored, *layers]:
             layer = [(key, given) for key, given in layer if given.value != REMOVED]
             values |= {key: given.value for key, given in layer}
             values |= {given.key: given.value for _, given in layer if given.key not in sections_of(self.schema)}

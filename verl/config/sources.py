@@ -181,8 +181,8 @@ def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem], list[s
     sources: its default applies.
 
     Returns:
-        The settings, a problem for every override that cannot be read, and a note if keys are given several times with
-        different values.
+        The settings, a problem for every override that cannot be read, and a note on keys that are given more than
+        twice with different values. A script sets a key and its caller overrides it: twice needs no note.
     """
     if isinstance(overrides, Mapping):
         return read_mapping(overrides, "overrides"), [], []
@@ -219,7 +219,7 @@ def _repeated(values_of: Mapping[str, Sequence[Any]]) -> list[str]:
     found = [
         f"{key} ({', then '.join(map(format_value, values))})"
         for key, values in values_of.items()
-        if any(value != values[0] for value in values)
+        if len(values) > 2 and any(value != values[-1] for value in values[1:])
     ]
     return [f"overrides that are given several times; the last value is used: {'; '.join(found)}"] if found else []
 

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,18 +39,27 @@ def parse_json(text: str, where: str, expected: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: expected {expected}: {error.msg} at character {error.pos + 1}") from error
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        reason = error.msg.removesuffix(" at")  # of some messages
+        raise ValueError(f"{where}: expected {expected}: {reason} at {line}character {error.colno}") from error
     except RecursionError:
         raise ValueError(f"{where}: expected {expected}, found values nested more than {_DEEPEST} deep") from None
-    except ValueError as error:
+    except _RepeatedKeyError as error:
         raise ValueError(f"{where}: expected {expected}: {error}") from error
+    except ValueError:  # of int()
+        limit = f"{sys.get_int_max_str_digits():,}"
+        raise ValueError(f"{where}: expected {expected}, found an integer of more than {limit} digits") from None
+
+
+class _RepeatedKeyError(ValueError):
+    """An object with a key twice."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+        raise _RepeatedKeyError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
     return found
 
 

@@ -63,3 +63,8 @@ class Mixture(Dataset):
         if len(dataset.datasets) != count:
             raise ValueError(f"data.train_weights: expected {len(dataset.datasets)} weights, found {count}")
         return dataset.names, dataset.sizes
+
+
+def datasets_of(dataset: Any) -> list[Any]:
+    """The datasets of a mixture; a list of `dataset` itself if it is no mixture."""
+    return dataset.datasets if isinstance(dataset, Mixture) else [dataset]

@@ -50,6 +50,8 @@ class _File:
             return pa.Table.from_pylist(list(self))
         except pa.ArrowException as error:
             raise ValueError(f"{self.path}: its values do not have one type per column: {error}") from error
+        except (OverflowError, UnicodeEncodeError) as error:  # an integer of more than 64 bits, half a surrogate pair
+            raise ValueError(f"{self.path}: a value has no type of Arrow: {error}") from error
 
 
 class ParquetFile(_File):
@@ -102,9 +104,8 @@ class JsonLines(_File):
     def _parse(self, row: int) -> dict[str, Any]:
         # pread does not move the position of the file, which forked processes share
         line = os.pread(self._file.fileno(), self._sizes[row], self._starts[row])
-        line = line.removeprefix(_BOM) if row == 0 else line
         try:
-            text = line.decode()
+            text = line.removeprefix(_BOM).decode().rstrip("\r\n")  # concatenated files have marks in the middle
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.where(row)}: expected UTF-8 text: {error}") from error
         found = parse_json(text, self.where(row), "one JSON object per line")

@@ -30,6 +30,7 @@ from verl.data.tokenization import (
     Message,
     TokenTable,
     as_chat_or_text,
+    check_encodable,
     check_messages,
     encode,
     encode_plain_prompts,
@@ -295,6 +296,7 @@ class SFTDataset(Dataset):
             )
         if response is None or not response.strip():
             raise ValueError(f"{where}: the response (column {columns.response!r}) is missing: found {response!r}")
+        check_encodable(response, f"{where}: the response (column {columns.response!r})")
         prompt = as_chat_or_text(
             _follow(row, columns.prompt, columns.prompt_path, where),
             self.config.prompt_format,

@@ -169,6 +169,8 @@ def _check_lengths(prompts: PromptSet, limit: int) -> None:
 def check_output(prompts: PromptSet, path: Path) -> None:
     """Check before generation that the rows can be written to a file of this type.
 
+    Paths of images and videos are looked up by the writer; here at most those of the first row.
+
     Args:
         prompts: The prompts, whose columns are written.
         path: .parquet (keeps the types of the columns) or .jsonl.
@@ -177,13 +179,12 @@ def check_output(prompts: PromptSet, path: Path) -> None:
         ValueError: If they cannot, or the folder is not writable.
     """
     check_folder("data.output_path", path.parent)
-    no_responses = [[""]] * len(prompts)
     if path.suffix == ".jsonl":
-        for _ in _lines(prompts, no_responses, path.parent):
+        for _ in _lines(prompts, [[""]] * len(prompts), None):
             pass
     else:
         try:
-            pq.write_table(_table(prompts, no_responses, path.parent).slice(0, 1), io.BytesIO())
+            pq.write_table(_table(prompts, [[""]], path.parent), io.BytesIO())
         except (ValueError, pa.ArrowException) as error:
             raise ValueError(
                 f"data.output_path: cannot write the rows as parquet, use a file that ends with .jsonl: {error}"
@@ -204,10 +205,10 @@ def write_output(prompts: PromptSet, responses: list[list[str]], path: Path) -> 
 
 
 def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.Table:
-    """folder: of the output."""
-    table, column = prompts.rows.to_table().slice(0, len(prompts)), pa.array(responses, type=pa.list_(pa.string()))
+    """The first rows, as many as there are responses. folder: of the output."""
+    table, column = prompts.rows.to_table().slice(0, len(responses)), pa.array(responses, type=pa.list_(pa.string()))
     for name in _columns_of_media(prompts):
-        values = [prompts.rows[i][name] for i in range(len(prompts))]
+        values = [prompts.rows[i][name] for i in range(len(responses))]
         moved = [_moved(prompts, i, name, value, folder) for i, value in enumerate(values)]
         if moved != values:
             number = table.column_names.index(name)
@@ -215,9 +216,9 @@ def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.T
     return table.append_column(RESPONSES, column)
 
 
-def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path) -> Iterator[str]:
-    """folder: of the output."""
-    names = _columns_of_media(prompts)
+def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path | None) -> Iterator[str]:
+    """folder: of the output; None: paths stay those of the input."""
+    names = _columns_of_media(prompts) if folder is not None else ()
     for i, (row, texts) in enumerate(zip(prompts.rows, responses)):
         moved = {name: _moved(prompts, i, name, row[name], folder) for name in names}
         try:

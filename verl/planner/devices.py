@@ -158,10 +158,14 @@ def built_in(name: str) -> Device:
 
 
 def known_gpu(name: str) -> Device | None:
-    """The built-in profile that a device name such as "NVIDIA H200" or "NVIDIA A100-SXM4-40GB" belongs to."""
+    """The built-in profile that a device name such as "NVIDIA H200" or "NVIDIA A100-SXM4-40GB" belongs to.
+
+    None if there is none, or several, as of "H100,H200".
+    """
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     matching = [key for key in BUILT_IN if set(key.split("-")) <= words]
-    return BUILT_IN[max(matching, key=len)] if matching else None
+    best = max(matching, key=len, default="")
+    return BUILT_IN[best] if best and all(set(key.split("-")) <= set(best.split("-")) for key in matching) else None
 
 
 # ---- calibrations ---------------------------------------------------------------------------------------------------

@@ -173,6 +173,14 @@ class ModelShape:
         missing = [key for key in needed if not isinstance(config.get(key), int)]
         if missing:
             raise ValueError(f"the config of {name} has no {', '.join(missing)}: the planner needs them")
+        # without the intermediate size, which a mixture of experts does not need
+        sizes = (*(key for key in needed if key != "intermediate_size"), "num_key_value_heads", "head_dim")
+        wrong = [f"{key}={config[key]}" for key in sizes if _is_wrong(config.get(key))]
+        if wrong:
+            raise ValueError(f"the config of {name} has {', '.join(wrong)}: expected whole numbers of at least 1")
+        if config["hidden_size"] < config["num_attention_heads"] and not config.get("head_dim"):
+            sizes = " and ".join(f"{key}={config[key]}" for key in ("hidden_size", "num_attention_heads"))
+            raise ValueError(f"the config of {name} has {sizes}: expected heads of at least one element")
         layers, hidden, mlp, heads, vocabulary = (config[key] for key in needed)
         kind = config.get("model_type", "")
         return cls(
@@ -192,6 +200,11 @@ class ModelShape:
         )
 
 
+def _is_wrong(size: Any) -> bool:
+    """Whether a size is given and is not positive."""
+    return size is not None and not (isinstance(size, int) and size > 0)
+
+
 #: model types, also of the language models of vision-language models
 _BIASED = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text")
@@ -200,11 +213,16 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text")
 def _experts(config: Mapping[str, Any], name: str, layers: int, mlp: int) -> dict[str, int]:
     """The sizes of a mixture of experts; empty if the model is none."""
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-    if experts < 2:
+    if experts in (0, 1):
         return {}
     active = config.get("num_experts_per_tok")
     if not isinstance(active, int):
         raise ValueError(f"the config of {name} has {experts} experts, but no num_experts_per_tok")
+    if not 1 <= active <= experts:
+        raise ValueError(
+            f"the config of {name} has {experts} experts and num_experts_per_tok={active}: expected 1 to the number "
+            "of experts"
+        )
     dense = set(config.get("mlp_only_layers") or ())
     step = config.get("decoder_sparse_step") or 1
     return {

@@ -18,6 +18,8 @@ _MAX_VALIDATIONS = 3
 #: metrics of the weight sync that are summarized, and of the staleness of samples
 SYNC = ("weight_sync/bytes", "weight_sync/seconds", "weight_sync/bandwidth_share")
 STALENESS = re.compile(r"async/staleness_(\d+)")
+#: seconds; a push that would be faster at the bandwidth limit is bound by latency
+_LATENCY = 1e-3
 
 
 def summary_lines(
@@ -61,8 +63,17 @@ def summary_lines(
 
 
 def push_words(size: float, seconds: float, share: float | None) -> str:
-    """The cost of a weight push. share: of the bandwidth limit, if it was measured."""
-    limit = "" if share is None else f", {share:.0%} of the bandwidth limit"
+    """The cost of a weight push.
+
+    Args:
+        size: in bytes.
+        seconds: that it took.
+        share: of the bandwidth limit, if it was measured. A push that would take less than a millisecond at the limit
+            is bound by latency, and its share is omitted.
+    """
+    limit = ""
+    if share is not None and share * seconds >= _LATENCY:
+        limit = f", {share:.0%} of the bandwidth limit" if share >= 0.005 else ", less than 1% of the bandwidth limit"
     return f"{short(size)}B in {seconds:.3g} s{limit}"
 
 

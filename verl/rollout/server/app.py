@@ -5,6 +5,7 @@ import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -25,6 +26,10 @@ T = TypeVar("T")
 
 #: bytes of the largest request body
 MAX_BODY = 16 * 2**20
+
+#: bytes of a body above which it is tokenized in one of a few threads, so that other calls do not wait for it
+LARGE_BODY = 2**16
+LARGE_THREADS = 2
 
 #: episode id -> its conversation. Raises ApiError for an unknown one
 FindEpisode = Callable[[str], Conversation]
@@ -70,6 +75,7 @@ class _Routes:
 
     def __init__(self, model: ServedModel, generator: Any, max_body: int, find_episode: FindEpisode | None):
         self.model, self.generator, self.max_body, self.find_episode = model, generator, max_body, find_episode
+        self._large = ThreadPoolExecutor(LARGE_THREADS, thread_name_prefix="tokenize")
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -93,29 +99,34 @@ class _Routes:
 
     async def _respond(self, request: Request, is_chat: bool) -> Response:
         try:
-            call = read_call(is_chat, await _read_json(request, self.max_body))
-            running = await self._start(call, request.path_params.get("episode"))
+            body, size = await _read_json(request, self.max_body)
+            running = await self._start(read_call(is_chat, body), size, request)
         except ClientDisconnect:
-            logger.info("a client has disconnected before its request was complete")
+            logger.info("a client has disconnected before its call was started")
             return Response(status_code=499)
-        if call.stream:
+        if running.call.stream:
             return _EventStream(running)
         try:
             return JSONResponse(await _unless_disconnected(request.receive, full_body(running)))
         except ApiError:
             raise
         except ClientDisconnect:
-            logger.info("%s: the client has disconnected: aborted", call.call_id)
+            logger.info("%s: the client has disconnected: aborted", running.call.call_id)
             return Response(status_code=499)
         except Exception as error:
-            raise _engine_error(call.call_id, error) from error
+            raise _engine_error(running.call.call_id, error) from error
 
-    async def _start(self, call: Call, episode: str | None) -> Running:
+    async def _start(self, call: Call, size: int, request: Request) -> Running:
+        """Start a call with a body of `size` bytes. Raises ApiError, and ClientDisconnect."""
+        episode = request.path_params.get("episode")
         if episode is not None:
             return Running.start(call, self.find_episode(episode), self.model)
-        # in a thread: to tokenize a body of several MiB takes seconds, for which other calls would wait
+        # in threads: to tokenize a body of several MiB takes seconds, for which other calls would wait. Calls of
+        # clients that disconnect leave the queue
+        threads = self._large if size > LARGE_BODY else None
         single = SingleCall(self.model, self.generator)
-        return await asyncio.to_thread(Running.start, call, single, self.model)
+        tokenized = asyncio.get_running_loop().run_in_executor(threads, Running.start, call, single, self.model)
+        return await _unless_disconnected(request.receive, tokenized)
 
 
 async def _unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
@@ -182,8 +193,8 @@ def _engine_error(call_id: str, error: Exception) -> ApiError:
     return ApiError(500, f"the rollout engine failed: {type(error).__name__}: {error}", code="engine_error")
 
 
-async def _read_json(request: Request, max_body: int) -> Any:
-    """The body. Raises ApiError for one that is too large or not JSON."""
+async def _read_json(request: Request, max_body: int) -> tuple[Any, int]:
+    """The body and its bytes. Raises ApiError for one that is too large or not JSON."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -193,7 +204,7 @@ async def _read_json(request: Request, max_body: int) -> Any:
         found = json.loads(bytes(body))
         if b"\\u" in body:
             json.dumps(found, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates, such as "\\ud800"
-        return found
+        return found, len(body)
     except (ValueError, RecursionError) as error:
         message = f"the request body is not JSON: {error}".encode(errors="backslashreplace").decode()
         raise ApiError(400, message, code="invalid_json") from None

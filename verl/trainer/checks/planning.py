@@ -13,7 +13,6 @@ from verl.checkpoints.store import CheckpointStore
 from verl.config import schema
 from verl.config.fields import Schema, to_flat_dict
 from verl.config.load import with_overrides
-from verl.modeling.huggingface import read_config
 from verl.modeling.vision import is_vision_config, language_model_of, tower_of, tower_sizes
 from verl.planner import report
 from verl.planner.devices import Device
@@ -25,6 +24,7 @@ from verl.planner.settings import groups_of, job_of, overrides_of
 from verl.planner.shapes import ModelShape, VisionShape
 from verl.planner.workload import Job
 from verl.rollout.loading import auto_class
+from verl.trainer.checks.model_config import readable_config
 from verl.trainer.state.saved_state import load_state
 
 logger = logging.getLogger("verl.trainer")
@@ -54,7 +54,7 @@ def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_co
     """The shape of a model, from its config."""
     overrides = model.override_config if model is not None else {}
     trust = model.trust_remote_code if model is not None else trust_remote_code
-    return shape_of_config(read_config(path, overrides, trust), path)
+    return shape_of_config(readable_config(path, overrides, trust), path)
 
 
 def shape_of_config(hf: Any, name: str) -> ModelShape:

@@ -39,11 +39,11 @@ from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.sources import Overrides
 from verl.data.collate import check_dataset
-from verl.data.mixture import Mixture
+from verl.data.mixture import datasets_of
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES, check_device
-from verl.engines.loading import check_kernels, check_model
+from verl.engines.loading import check_kernels
 from verl.registry import did_you_mean, import_module, location_of
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.server.agents import TRIAL_FACTS
@@ -57,6 +57,7 @@ from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tool
 from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings
 from verl.trainer.checks.faults import check_faults
 from verl.trainer.checks.model_limits import MegatronRole, check_megatron, check_moe, check_reads_tokens_of
+from verl.trainer.checks.models import check_model
 from verl.trainer.checks.unused_settings import unused_settings
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.ppo.flow import needs_critic
@@ -396,7 +397,7 @@ def model_fits(run: Run) -> None:
             limits.check_vocabulary(inputs.tokenizer, dataset.largest_token_id)
             limits.check_sequence_length(dataset.longest_row, "data.max_length")
         return
-    parts = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
+    parts = datasets_of(dataset)
     if all(isinstance(part, RLHFDataset) and part.is_tokenized for part in parts):
         largest, longest = max(part.largest_token_id for part in parts), max(part.longest_prompt for part in parts)
     else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoints.atomic import set_aside_irregular
 from verl.config import schema, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
-from verl.data.mixture import Mixture
+from verl.data.mixture import datasets_of
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.protocol import DataProto
@@ -36,10 +36,15 @@ _JSONL = {"jsonl", "file"}
 
 
 class RunDisplay:
-    """Context manager around the steps of a run. The tracker `console` turns on all but the warnings."""
+    """Context manager around the steps of a run. The tracker `console` turns on all but the warnings.
 
-    def __init__(self, trainer: "Trainer"):
-        self._trainer = trainer
+    Args:
+        trainer: of the run.
+        folder: of its record.
+    """
+
+    def __init__(self, trainer: "Trainer", folder: Path):
+        self._trainer, self._folder = trainer, folder
         self._trackers = set(trainer.config.trainer.logger)
         self._watch = DivergenceWatch(prompts=None if trainer.val_dataset is None else len(trainer.val_dataset))
         self._start = time.monotonic()
@@ -97,7 +102,7 @@ class RunDisplay:
     def _with_earlier_steps(self, history: Mapping[str, Series]) -> Mapping[str, Series]:
         """The history with the steps before the resume, from metrics.jsonl."""
         try:
-            recorded = read_metrics(self._trainer.folder / "metrics.jsonl")
+            recorded = read_metrics(self._folder / "metrics.jsonl")
         except (OSError, ValueError) as error:
             logger.warning("the summary has only the steps since the resume: %s", error)
             return history
@@ -107,8 +112,9 @@ class RunDisplay:
 
     def _results(self) -> list[str]:
         """Paths of the run, one per line, and what to do with the model."""
-        lines, commands, folder = [], [], _shown(self._trainer.folder)
-        saved = self._trainer.checkpoints.newest()
+        lines, commands, folder = [], [], _shown(self._folder)
+        is_trained = not self._trainer.config.trainer.val_only
+        saved = self._trainer.checkpoints.newest() if is_trained else None
         model = None if saved is None else saved / "actor" / "huggingface"
         if model is not None and any(model.glob("*.safetensors")):
             lines.append(f"model:   {_shown(model)}")
@@ -129,10 +135,10 @@ class RunDisplay:
         """Plot the learning curves, if matplotlib is installed."""
         if importlib.util.find_spec("matplotlib") is None:
             return ""
-        picture = self._trainer.folder / "curves.png"
+        picture = self._folder / "curves.png"
         try:
             set_aside_irregular(picture)
-            path = save_curves(self._trainer.folder / "metrics.jsonl", picture)
+            path = save_curves(self._folder / "metrics.jsonl", picture)
         except OSError as error:
             logger.warning("%s cannot be written: %s", picture, error)
             return ""
@@ -151,7 +157,7 @@ def offline_commands(
     config: Any, model: Path, responses: Path, reward_given: bool = False, dataset: Any = None
 ) -> list[str]:
     """`verl generate` and `verl eval` with the data, chat template and reward function of a run, sampling as at
-    validation.
+    validation. After SFT without validation data, `verl serve`: responses to the training data say little.
 
     Args:
         config: the configuration of an RL or SFT run.
@@ -165,6 +171,8 @@ def offline_commands(
     """
     data, is_rl = config.data, isinstance(config, schema.Config)
     files = data.val_files or data.train_files
+    if not is_rl and not data.val_files:
+        return _serving(config, model)
     columns = _columns(data, dataset)
     # SFT: a column of chats contains the responses, so only a column of prompts is suitable
     if not files or not (is_rl or (columns["prompt_key"] and not data.prompt_dict_keys)):
@@ -188,10 +196,18 @@ def offline_commands(
     return commands
 
 
+def _serving(config: schema.SFTConfig, model: Path) -> list[str]:
+    """`verl serve` for a model; none if its chat template is a text, for which there is no option."""
+    if config.model.custom_chat_template is not None:
+        return []
+    flags = ["--trust-remote-code"] if config.model.trust_remote_code else []
+    flags += [word for name in config.imports for word in ("--imports", _file(name))]
+    return [shlex.join(["verl", "serve", str(_shown(model)), *flags])]
+
+
 def _columns(data: Any, dataset: Any) -> dict[str, str | None]:
     """The columns that a run has read, set or detected: prompt_key; in RL also ground_truth_key."""
-    if isinstance(dataset, Mixture):  # the commands read the first file
-        dataset = dataset.datasets[0]
+    dataset = datasets_of(dataset)[0]  # the commands read the first file
     if isinstance(dataset, SFTDataset):
         return {"prompt_key": dataset.prompt_column}
     section = dataset.config if isinstance(dataset, RLHFDataset) else data

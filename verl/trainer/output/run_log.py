@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from verl.config import differences, to_flat_dict
 from verl.config.fields import Schema
 from verl.tracking.run_record import RunRecord
+from verl.tracking.runs import read_about
 from verl.tracking.tracking import Tracking
 from verl.trainer.output.display import RunDisplay
 from verl.utils.redaction import redacted
@@ -57,13 +58,30 @@ def warn_nothing_to_train(trainer: "Trainer") -> None:
         )
 
 
+#: subfolder for the record of `trainer.val_only=true` in the folder of a training run
+VAL_ONLY = "val_only"
+
+
+def record_folder(folder: Path, val_only: bool) -> Path:
+    """The folder of the record of a run in `folder`.
+
+    A validation is no step of a training run: with `trainer.val_only`, the record of a training run in this folder is
+    kept, and that of the validation is in a subfolder.
+    """
+    if not val_only or not any((folder / name).is_file() for name in ("run.json", "metrics.jsonl")):
+        return folder
+    is_validation = read_about(folder).get("config", {}).get("trainer.val_only") is True
+    return folder if is_validation else folder / VAL_ONLY
+
+
 class RunLog:
     """Context manager around a run, from before its workers start."""
 
     def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
+        self._folder = record_folder(trainer.folder, trainer.config.trainer.val_only)
         self._record = run_record(
-            trainer.folder,
+            self._folder,
             trainer.config,
             trainer.total_steps,
             trainer.run.warnings,
@@ -84,16 +102,17 @@ class RunLog:
     def steps(self) -> Iterator[None]:
         """Context of the steps, after the checkpoint is loaded."""
         trainer, settings = self._trainer, self._trainer.config.trainer
-        self._record.resume(trainer.global_step)
+        resumed = trainer.global_step if self._folder == trainer.folder else 0
+        self._record.resume(resumed)
         trainer.run.is_recorded = True
-        with RunDisplay(trainer) as self._display:
+        with RunDisplay(trainer, self._folder) as self._display:
             self._tracking = Tracking(
                 settings.logger,
                 settings.project_name,
                 settings.experiment_name,
                 config=redacted(to_flat_dict(trainer.config)),
-                default_local_dir=trainer.folder,
-                resume_step=trainer.global_step,
+                default_local_dir=self._folder,
+                resume_step=resumed,
                 progress=self._display.progress,
                 changed=list(differences(trainer.config)),
             )

@@ -48,14 +48,14 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
         elif argument.startswith(("--config=", "config=")):
             path = value
         elif name in _HYDRA:
-            hydra[_HYDRA[name]] = value if equals else next(rest, "")
+            hydra[_HYDRA[name]] = value if equals else _next_of(name, rest)
         elif argument in _FLAGS:
             flags.add(argument)
         elif name == "--cfg":  # Hydra prints the configuration, or its own
             flags.add("--print-config")
             _ = equals or next(rest, None)
         elif name == "--chaos":
-            overrides.append(f"trainer.chaos=[{value if equals else next(rest, '')}]")
+            overrides.append(f"trainer.chaos=[{value if equals else _next_of(name, rest)}]")
         elif argument in ("--multirun", "-m"):
             raise ValueError(f"{argument} is not supported: start one run per configuration")
         else:
@@ -66,6 +66,14 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
         return path, overrides, flags
     path, selected = _hydra_config(hydra)
     return path, [*selected, *overrides], flags
+
+
+def _next_of(name: str, rest: Iterator[str]) -> str:
+    """The value of an option, which is the next argument. Raises ValueError if there is none."""
+    value = next(rest, None)
+    if value is None:
+        raise ValueError(f"{name} requires a value")
+    return value
 
 
 def _hydra_config(options: dict[str, str]) -> tuple[str | None, list[str]]:

@@ -17,7 +17,7 @@ from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.files import row_count
 from verl.data.media import media_columns, note_unused_media_keys
-from verl.data.mixture import Mixture
+from verl.data.mixture import Mixture, datasets_of
 from verl.data.order import PromptSource, ResumableSampler, check_batch_size
 from verl.data.prefetch import default_workers
 from verl.data.processor import load_processor
@@ -173,8 +173,7 @@ def _listing_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[
         train = load()
     except BadRowsError as error:
         raise ValueError(f"{error}\nAll of them are listed in {write_bad_rows(folder, error.rows)}") from None
-    datasets = train.datasets if isinstance(train, Mixture) else [train]
-    listing = [each for each in datasets if isinstance(each, RLHFDataset | SFTDataset)]
+    listing = [each for each in datasets_of(train) if isinstance(each, RLHFDataset | SFTDataset)]
     write_bad_rows(folder, [row for each in listing for row in each.bad_rows])
     return train
 
@@ -215,7 +214,7 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
 
     Items of a custom dataset are read by at most one, since several threads may not be safe there.
     """
-    parts = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
+    parts = datasets_of(dataset)
     is_custom = any(type(part) not in (RLHFDataset, SFTDataset) for part in parts)
     found = data.dataloader_num_workers
     if found is None:

@@ -51,6 +51,7 @@ _TUNED = (
 _FREE = (
     *("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs"),
     *("trainer.logger", "trainer.save_at_end", "trainer.allow_change", "trainer.chaos"),
+    "trainer.val_only",
 )
 #: what `trainer.allow_change` names beside settings
 GROUPS = ("model", "data", "reward", "code")

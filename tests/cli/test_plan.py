@@ -1,0 +1,181 @@
+"""`verl plan` with inputs that make no sense: one error and an exit status, never a traceback."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.conftest import make_tiny, run_settings
+from verl.cli import plan
+from verl.config import ConfigError, load_config
+from verl.config.schema import SFTConfig
+from verl.planner.shapes import ModelShape
+from verl.trainer.checks.planning import shape_of
+
+FSDP = "actor_rollout_ref.actor.fsdp_config."
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command."""
+    try:
+        status = plan.main(list(arguments))
+    except SystemExit as end:
+        status = end.code
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def settings(tiny, tmp_path) -> list[str]:
+    return run_settings(tiny, tmp_path / "run")
+
+
+@pytest.fixture
+def changed(tiny, tmp_path):
+    """A function that copies the tiny model with other values in its config.json."""
+
+    def change(**values) -> Path:
+        folder = tmp_path / "changed"
+        shutil.copytree(tiny / "model", folder)
+        known = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(known | values))
+        return folder
+
+    return change
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "8..4", "0..", "1..8", "1.5", "1e3", "abc", "", "99999999999999999999"])
+def test_the_number_of_gpus_is_a_whole_number(capsys, text):
+    status, out, err = call(capsys, f"--gpus={text}")
+    assert (status, out) == (2, "")
+    assert f"argument --gpus: expected a whole number from 1 to 1000000000, found '{text}'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--gpu FOO", "there is no profile of the GPU 'FOO': known: A100"),
+        ("--gpu H100,H200", "there is no profile of the GPU 'H100,H200'"),
+        ("--model FOO", "there is no built-in model 'FOO'"),
+        ("--critic 0B", "did you mean '70B'"),
+        ("--model ./nothing", "there is no folder './nothing'"),
+        ("--updates 1025", "--updates 1025: every update needs a prompt, and a step has 1024"),
+        ("--updates 9 --prompts 8", "use at most 8 updates"),
+        ("--lora-rank 8 --strategy megatron", "does not support LoRA adapters: use --strategy fsdp2"),
+    ],
+)
+def test_options_that_are_wrong_or_contradict(capsys, arguments, message):
+    status, out, err = call(capsys, "--gpus", "8", *arguments.split())
+    assert (status, out) == (2, "") and err.startswith("error: ") and message in err
+
+
+def test_as_many_updates_as_prompts_and_nothing_that_fits(capsys):
+    assert call(capsys, "--gpus", "8", "--updates", "8", "--prompts", "8")[0] == 0
+    status, out, _ = call(capsys, "--gpus", "1", "--model", "405B")
+    assert status == 1 and "no placement on 1 device fits" in out  # an answer, and no error of the options
+
+
+@pytest.mark.parametrize("arguments", [["--gpus", "8", "--help"], ["--help", "--gpus"], ["-h"]])
+def test_help_is_printed_whatever_else_is_given(capsys, arguments):
+    status, out, _ = call(capsys, *arguments)
+    assert status == 0 and "usage: verl plan" in out and "--response-tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model"], "found 'model', expected FILE.yaml, key=value or --gpus N"),
+        (["model/config.json"], "expected FILE.yaml, key=value or --gpus N"),
+        (["--model", "7B"], "--model is an option of a simulation, which needs the number of GPUs: add --gpus N"),
+        (["trainer.nnodes=1", "--gpu=H200"], "--gpu is an option of a simulation"),
+        (["--gp", "8"], "found '--gp'; did you mean --gpu or --gpus?"),
+        (["--GPUS=8"], "found '--GPUS=8'; did you mean --gpus?"),
+        (["-gpus", "8"], "found '-gpus'; did you mean --gpus?"),
+        (["--calibrate", "trainer.nnodes=1"], "--calibrate measures this host and takes no other arguments"),
+        (["--calibrate=1"], "--calibrate measures this host"),
+    ],
+)
+def test_neither_form_of_the_command(capsys, arguments, message):
+    status, out, err = call(capsys, *arguments)
+    assert (status, out) == (2, "") and message in err
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": "abc"}, "transformers refuses its config.json .*expected int, got str"),
+        ({"num_attention_heads": 7}, "transformers refuses its config.json .*not a multiple"),
+        ({"num_attention_heads": 0}, "transformers refuses its config.json .*ZeroDivisionError"),
+        ({"vocab_size": None}, "transformers refuses its config.json"),
+        ({"hidden_size": -64}, "has hidden_size=-64: expected int >= 1"),
+        ({"num_hidden_layers": 0}, "has num_hidden_layers=0: expected int >= 1"),
+        ({"vocab_size": 0}, "has vocab_size=0: expected int >= 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3: expected a multiple"),
+    ],
+)
+def test_a_config_that_no_model_has_is_refused_in_a_run_too(settings, changed, capsys, values, message):
+    folder = changed(**values)
+    with pytest.raises(ValueError, match=message):
+        shape_of(str(folder))
+    status, _, err = call(capsys, *settings, f"actor_rollout_ref.model.path={folder}")
+    assert status == 1 and err.startswith("error: ") and message.split(" .*")[0] in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["--config-name", "--config-path", "--chaos"])
+def test_an_option_without_its_value(capsys, name):
+    status, _, err = call(capsys, "trainer.nnodes=1", name)
+    assert status == 1 and err.strip() == f"error: {name} requires a value"
+
+
+def test_a_folder_without_a_config(capsys, tmp_path):
+    status, _, err = call(capsys, "--gpus", "8", "--model", str(tmp_path))
+    assert status == 2 and "has no config.json: expected the folder of a Hugging Face model" in err
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_hidden_layers": 0}, "has num_hidden_layers=0: expected whole numbers of at least 1"),
+        ({"num_key_value_heads": -2, "head_dim": 0}, "has num_key_value_heads=-2, head_dim=0"),
+        ({"hidden_size": 2, "num_attention_heads": 4}, "has hidden_size=2 and num_attention_heads=4"),
+        ({"num_experts": 4, "num_experts_per_tok": 0}, "has 4 experts and num_experts_per_tok=0"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "has 4 experts and num_experts_per_tok=5"),
+        ({"num_experts": -4, "num_experts_per_tok": 1}, "has -4 experts and num_experts_per_tok=1"),
+    ],
+)
+def test_a_shape_has_positive_sizes(values, message):
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    config = dict.fromkeys(names, 8)
+    assert ModelShape.of(config).head_dim == 1
+    with pytest.raises(ValueError, match=message):
+        ModelShape.of(config | values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([f"{FSDP}fsdp_size=0"], "found 0, expected int >= 1, or -1 for all ranks"),
+        ([f"{FSDP}fsdp_size=3", "trainer.n_gpus_per_node=4"], "3 does not divide the 4 ranks that FSDP shards over"),
+        (
+            [f"{FSDP}fsdp_size=4", f"{FSDP}tensor_parallel_size=2", "trainer.n_gpus_per_node=4"],
+            "4 does not divide the 2 ranks",
+        ),
+    ],
+)
+def test_groups_of_fsdp(settings, message):
+    with pytest.raises(ConfigError, match=f"{FSDP}fsdp_size.*{message}"):
+        load_config(overrides=settings)
+
+
+def test_groups_of_fsdp_that_divide_the_ranks():
+    for size in (-1, 1, 2, 4):
+        load_config(overrides=[f"{FSDP}fsdp_size={size}", "trainer.n_gpus_per_node=4"])
+    load_config(overrides=[f"{FSDP}fsdp_size=8"])  # one device is not sharded
+    with pytest.raises(ConfigError, match=r"engine\.fsdp_size.*3 does not divide the 4 ranks"):
+        load_config(overrides=["engine.fsdp_size=3", "trainer.n_gpus_per_node=4"], schema=SFTConfig)
