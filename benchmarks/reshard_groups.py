@@ -18,7 +18,7 @@ weights that all ranks divide evenly. Norms are on every rank of a stage. `secon
 rank, with the checksums of `reshard` and none of `vanilla`. What is stored is compared with the weights bit by bit.
 `less_bytes` and `less_seconds`: relative to `vanilla` of the same layout. `vanilla` has one collective per parameter
 and stage, `reshard` one per bucket: `consecutive` shows what of the seconds is due to that. On GPUs also
-`limit_seconds`, the most bytes of a rank at the rate of an all-to-all of one block, `ratio`, seconds / limit_seconds,
+`limit_seconds`, the time of `max_bytes` at the rate of an all-to-all of one block, `ratio`, seconds / limit_seconds,
 and `above_gib`, the peak memory of a push above the weights of both sides.
 """
 
@@ -217,7 +217,7 @@ def _synchronize(device: torch.device) -> None:
 def measure(
     way: str, groups: HybridGroups, model: Model, args: argparse.Namespace, counter: Counter
 ) -> dict[str, float]:
-    """Bytes that this rank receives in a push, the median seconds, and the memory above the weights of both sides."""
+    """Bytes that this rank receives in a push, its median seconds, and bytes above the weights of both sides."""
     rank, device = dist.get_rank(), model.device
     training, generation = Training(model, groups, rank), Generation(model, groups, rank)
     rollout = SimpleNamespace(receiver=lambda: generation, weight_version=None)
@@ -289,7 +289,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="processes")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model, a multiple of 8")
-    parser.add_argument("--shape", choices=("7B",), help="of Qwen2.5 instead, whose key-value heads 4 ranks divide")
+    parser.add_argument(
+        "--shape",
+        choices=("7B",),
+        help="of Qwen2.5-7B instead of --hidden; for 4 ranks",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--pushes", type=int, default=5, help="measured pushes of a layout")

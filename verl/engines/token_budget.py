@@ -52,7 +52,7 @@ def token_budget(activations: ActivationBytes, free: int) -> TokenBudget:
 
 
 def megatron_checkpoints(checkpointing: bool | Literal["auto"], on_gpu: bool) -> bool:
-    """Whether `strategy=megatron` recomputes all activations, unless its section says how.
+    """Whether `strategy=megatron` begins with recomputation of all activations, unless its section says how.
 
     "auto": on a GPU, where each update decides (`engines.megatron.recompute`).
     """

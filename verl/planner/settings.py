@@ -86,7 +86,7 @@ def _megatron(section: schema.MegatronConfig, checkpointing: bool | str, on_gpu:
         "weight_bytes": size,
         "compute_bytes": size,
         # selective recomputation frees attention, which keeps no scores here
-        "checkpointing": recompute == "full" or (recompute is None and on_gpu and checkpointing),
+        "checkpointing": recompute == "full" or (recompute is None and checkpointing),
         "sequence_parallel": section.sequence_parallel,
         "sharded_optimizer": section.use_distributed_optimizer,
         "param_offload": values.get("param_offload", False),

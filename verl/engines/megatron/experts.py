@@ -2,7 +2,7 @@
 
 megatron-core's token dispatchers sort, exchange and weigh the k copies of every token. Here the experts take tokens and
 choices: expert-tensor-parallel ranks gather the tokens instead of their copies, and without expert parallelism nothing
-is exchanged.
+else is exchanged.
 
 n: tokens of a rank, E: experts, e: those of this rank, k: experts per token, H: hidden size, I: inner size of an
 expert, sharded over the expert-tensor-parallel ranks.
@@ -63,7 +63,7 @@ class GroupedExperts(MegatronModule):
         return self._compute(self, x, chosen, weights)
 
 
-class Mixture(MoELayer):
+class MixtureOfExperts(MoELayer):
     """Router and experts (megatron-core's `mlp`)."""
 
     def __init__(self, config: TransformerConfig):

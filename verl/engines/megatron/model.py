@@ -1,6 +1,7 @@
 """A megatron-core GPT model whose forward pass returns the inputs of losses, at response tokens only.
 
-The layers are megatron-core's own (the "local" specification, without Transformer Engine). Attention is the packed
+The layers are megatron-core's "local" ones (without Transformer Engine), with the MLP and experts of the other engines.
+Attention is the packed
 attention of the other engines, which applies the rotary embedding of transformers: sequences need no padding, and
 context parallelism exchanges tokens for heads (Ulysses).
 """
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn.functional import linear, pad
 
 from verl.engines.base import Tensors
-from verl.engines.megatron.experts import Mixture
+from verl.engines.megatron.experts import MixtureOfExperts
 from verl.engines.megatron.log_probs import ShardedStatistics
 from verl.engines.megatron.routing import ChunkRouting
 from verl.modeling.attention import packed_attention
@@ -118,7 +119,7 @@ def layer_spec(config: DecoderConfig, is_sparse: bool) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layer.mlp = Mixture if is_sparse else GatedMLP
+    layer.mlp = MixtureOfExperts if is_sparse else GatedMLP
     return spec
 
 

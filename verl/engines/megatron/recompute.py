@@ -42,7 +42,7 @@ class AutoRecompute:
         tokens: of each micro-batch of this rank.
         """
         device = next(self.chunks[0].parameters()).device
-        free = free_bytes(device) - update_bytes(self.chunks, optimizer, device)
+        free = free_bytes(device) - bytes_beside_activations(self.chunks, optimizer, device)
         is_needed = any(max_over_ranks([float(self.is_needed(max(tokens), len(tokens), free))]))
         self.set(is_needed)
         if self._logged != is_needed and self.ranks.is_first_rank:
@@ -60,10 +60,10 @@ class AutoRecompute:
         if self.per_token is None:
             self.set(False)
             self.per_token = sum(map(self._saved_by, self.chunks))
-        # the first stages are ahead of the last one by this many micro-batches
-        ahead = self.ranks.p_size - self.ranks.p if len(self.chunks) == 1 else 2 * self.ranks.p_size
+        # whose activations a stage keeps at the same time (1F1B); with interleaved stages an upper bound
+        in_flight = self.ranks.p_size - self.ranks.p if len(self.chunks) == 1 else 2 * self.ranks.p_size
         layers = sum(len(chunk.decoder.layers) for chunk in self.chunks)
-        kept = self.per_token * (min(ahead, micro_batches) + WORKING_LAYERS / layers)
+        kept = self.per_token * (min(in_flight, micro_batches) + WORKING_LAYERS / layers)
         return token_budget(ActivationBytes(kept, kept), free).plain < tokens
 
     def set(self, on: bool) -> None:
@@ -73,10 +73,12 @@ class AutoRecompute:
         config.recompute_method, config.recompute_num_layers = ("uniform", 1) if on else (None, None)
 
     def _saved_by(self, chunk: TokenGPT) -> float:
-        return saved_bytes_per_token(lambda tokens: self.forward(chunk, tokens), chunk.vocab_size // self.ranks.t_size)
+        return saved_bytes_per_token(
+            lambda tokens: self.probe_forward(chunk, tokens), chunk.vocab_size // self.ranks.t_size
+        )
 
-    def forward(self, chunk: TokenGPT, tokens: int) -> torch.Tensor | Tensors:
-        """A forward pass of this rank over one sequence, of which it has a number of tokens."""
+    def probe_forward(self, chunk: TokenGPT, tokens: int) -> torch.Tensor | Tensors:
+        """The outputs of a chunk for one sequence, of which this rank has a number of tokens."""
         ids = torch.zeros(1, tokens * self.ranks.c_size, dtype=torch.long)
         columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 1:]}
         columns["position_ids"] = torch.arange(ids.shape[1])[None]
@@ -91,7 +93,7 @@ class AutoRecompute:
         return chunk(model_input, ("values",) if chunk.kind != "causal_lm" else ("log_probs",), 1.0)
 
 
-def update_bytes(chunks: list[TokenGPT], optimizer: Any, device: torch.device) -> int:
+def bytes_beside_activations(chunks: list[TokenGPT], optimizer: Any, device: torch.device) -> int:
     """Bytes that an update needs on a GPU beside activations: the logits, and Adam's moments before the first step."""
     found = 0
     for one in optimizer.chained_optimizers:

@@ -31,7 +31,9 @@ def check_installed() -> None:
 def check_device(device: torch.device) -> None:
     """Raise ValueError for a device that megatron-core does not run on."""
     if device.type not in DEVICE_TYPES:
-        raise ValueError(f"strategy=megatron needs a GPU, found {device}: use strategy=fsdp on a CPU")
+        raise ValueError(
+            f"strategy=megatron needs a GPU, found {device}: use strategy=fsdp; to plan only, verl plan --gpus N"
+        )
 
 
 @dataclass(frozen=True)
