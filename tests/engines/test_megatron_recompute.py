@@ -1,6 +1,7 @@
 """`enable_gradient_checkpointing=auto` with strategy=megatron: what fits is kept, what does not is recomputed."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,10 +18,10 @@ from verl.engines.megatron.recompute import AutoRecompute
 from verl.engines.token_budget import SHARE
 
 
-def saved(model, folder) -> str:
+def saved(model, folder, vocabulary=101) -> str:
     """The path of a model whose vocabulary is no other width of it: logits are recognized by theirs."""
     config = copy.deepcopy(MODELS[model])
-    config.vocab_size = 101
+    config.vocab_size = vocabulary
     return save_model(config, folder)
 
 
@@ -79,9 +80,21 @@ def test_stages_keep_the_micro_batches_that_are_ahead(tmp_path):
     assert needed == [False, True, True] and needed_of_second == [False, False, False]
 
 
+@pytest.mark.parametrize(
+    ("stage", "stages", "chunks", "expected"),
+    # of 4 stages with two chunks each, the first runs 2 x 3 + 4 chunks before a backward pass, and one more with it
+    [(0, 4, 1, 4), (3, 4, 1, 1), (0, 4, 2, 5.5), (3, 4, 2, 2.5), (0, 1, 1, 1)],
+)
+def test_micro_batches_in_flight(stage, stages, chunks, expected):
+    auto = AutoRecompute(
+        [SimpleNamespace(config=SimpleNamespace())] * chunks, SimpleNamespace(p=stage, p_size=stages), None
+    )
+    assert auto._in_flight() == expected
+
+
 def test_tensor_parallel_ranks_keep_half(tmp_path):
     """With sequence parallelism, all but the inputs of the output layer and the rotary embedding is split."""
-    path = saved("llama", tmp_path)
+    path = saved("llama", tmp_path, vocabulary=2001)  # one rank has an entry less
     (whole, _), *_ = run_on_ranks(1, kept_on_rank, path)
     for bytes_of_token, _ in run_on_ranks(2, kept_on_rank, path, t=2):
         assert 0.5 * whole <= bytes_of_token < 0.58 * whole

@@ -60,6 +60,8 @@ def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationB
     adapters = c * (2 * s.hidden + s.q_size + s.mlp_width) if role.lora_rank else 0
     layer = (attention + mlp + adapters) / role.layout.tensor
     layer += norms / (role.layout.tensor if sequence_parallel else 1)
+    if sequence_parallel and role.fuses_experts and role.layout.expert_tensor_size > 1:  # tokens are gathered
+        layer += c * s.hidden * s.sparse_layers / s.layers
     plain = s.layers / role.layout.pipeline * layer
     inputs = s.layers / role.layout.pipeline * s.hidden * (stream + (c if stream > c else 0))
     return ActivationBytes(plain, inputs / (role.layout.tensor if sequence_parallel else 1) + layer)
@@ -161,15 +163,23 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     if device.kind == "cpu":
         tokens = role.update_tokens if role.update_tokens is not None else max(CACHED_TOKENS, longest)
         return tokens, role.checkpointing is True
-    used = _activation_bytes(job, role)
+    used, vocabulary = _activation_bytes(job, role), role.shape.vocabulary
     layers, pipeline = role.shape.layers, role.layout.pipeline
     layer = WORKING_LAYERS * used.plain * pipeline / layers
+    if job.kind == "megatron":
+        vocabulary //= role.layout.tensor
     planned = used.plus(ActivationBytes(layer, layer)).plus(tower_bytes(role))
     free = device.memory - device.reserved - taken
-    free -= min(MAX_AUTO_TOKENS * role.shape.vocabulary * role.compute_bytes, KEPT_SHARE * device.memory) + 3 * min(
-        CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * role.shape.vocabulary
+    free -= min(MAX_AUTO_TOKENS * vocabulary * role.compute_bytes, KEPT_SHARE * device.memory) + 3 * min(
+        CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * vocabulary
     ) * role.compute_bytes * (not role.value_head)
-    budget = token_budget(planned, int(free / pipeline))  # as many micro-batches are in flight
+    if job.kind == "megatron":  # which decides for its largest micro-batch (`engines/megatron/recompute.py`)
+        size = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, on_gpu=True).total
+        tokens = max(longest, role.update_tokens or MAX_AUTO_TOKENS)
+        kept = used.plain * min(pipeline, max(1, size / tokens)) + layer
+        fits = token_budget(ActivationBytes(kept, kept), int(free)).plain >= max(longest, min(tokens, size))
+        return tokens, role.checkpointing is True or (role.checkpointing == "auto" and not fits)
+    budget = token_budget(planned, int(free))
     return choose_micro_batching(role.update_tokens, longest, budget, role.checkpointing)
 
 

@@ -29,10 +29,14 @@ class Layout:
     expert_tensor: int | None = None
 
     @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share every expert with Megatron."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
     def expert_shards(self) -> int:
         """Into how many shards Megatron divides the experts."""
-        tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
-        return self.expert * tensor * self.pipeline
+        return self.expert * self.expert_tensor_size * self.pipeline
 
     @property
     def data(self) -> int:

@@ -47,6 +47,10 @@ def check_architecture(hf: Any, path: str) -> None:
             raise ValueError(f"strategy=megatron: {path!r} has {name}=true, which is not supported: use strategy=fsdp")
     if values.get("router_jitter_noise"):
         raise ValueError(f"strategy=megatron: {path!r} has router_jitter_noise, which is not supported: set it to 0")
+    if any(sparse_layers(hf)) and hf.num_experts_per_tok == 1 and getattr(hf, "norm_topk_prob", True):
+        raise ValueError(
+            f"strategy=megatron: {path!r} has num_experts_per_tok=1, which is not supported: use strategy=fsdp"
+        )
     if hf.hidden_act != "silu":
         raise ValueError(f"strategy=megatron: expected hidden_act 'silu', found {hf.hidden_act!r} at {path!r}")
 

@@ -71,7 +71,7 @@ class MixtureOfExperts(MoELayer):
         self.token_dispatcher = None
         self._inner, tensor = self.experts.inner_group, self.attn_tp_group
         # tensor-parallel ranks have equally many tokens, data-parallel ones do not
-        self._equal = dist.get_process_group_ranks(self._inner) == dist.get_process_group_ranks(tensor)
+        self._equal = set(dist.get_process_group_ranks(self._inner)) <= set(dist.get_process_group_ranks(tensor))
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """(n, 1, H) -> (n, 1, H), and no bias."""

@@ -15,7 +15,7 @@ class ShardedStatistics(torch.autograd.Function):
     """(log-probs, entropies, sums of squared probabilities), each (S,), of logits (S, v) on each rank.
 
     With the log-sum-exp l_i, the entropy H_i and the sum of squares q_i of the entries of rank i, and their share of
-    the probability w_i = exp(l_i - l): l = log sum exp l_i, H = l - sum w_i (l_i - H_i), q = sum w_i^2 q_i.
+    the probability w = softmax(l): H = sum w_i (H_i - log w_i), q = sum w_i^2 q_i.
 
     The gradient of the logits is that of the rank's own entries; every rank computes the same loss. v may be 0.
     """
@@ -43,10 +43,11 @@ class ShardedStatistics(torch.autograd.Function):
         dist.all_gather_into_tensor(every.flatten(0, 1), torch.stack([lse, target, *rest]), group=group)
         lses, chosen, entropys, squares = every.unbind(1)
         lse = lses.logsumexp(0)
-        shares = (lses - lse).exp()
+        log_shares = lses.log_softmax(0)
+        shares = log_shares.exp()
         # a rank without entries has no share, and a log-sum-exp of -inf
-        means = torch.where(shares > 0, lses - entropys, 0)
-        entropy = lse - (shares * means).sum(0) if wanted[1] else torch.zeros_like(lse)
+        terms = torch.where(shares > 0, entropys - log_shares, 0)
+        entropy = (shares * terms).sum(0) if wanted[1] else torch.zeros_like(lse)
         square = (shares.square() * squares).sum(0)
         ctx.save_for_backward(logits, local, lse, entropy, square)
         ctx.temperature = temperature
@@ -55,4 +56,7 @@ class ShardedStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        logits = ctx.saved_tensors[0]
+        if not logits.shape[1]:
+            return torch.zeros_like(logits), None, None, None, None, None
         return gradient_of_logits(*ctx.saved_tensors, gradients, ctx.temperature), None, None, None, None, None

@@ -83,7 +83,9 @@ class PackedAttention(MegatronModule):
             q, k, v = (x[:, :, :real] for x in (q, k, v))
         out, _ = packed_attention(self, q, k, v, None, packing, sliding_window=self.window)
         out = out[0].flatten(1)
-        return pad(out, (0, 0, 0, length - len(out)))[:, None]
+        if len(out) < length:  # `pad` by nothing would copy
+            out = pad(out, (0, 0, 0, length - len(out)))
+        return out[:, None]
 
 
 class GatedMLP(MLP):
@@ -212,6 +214,13 @@ class TokenGPT(GPTModel):
         dtype = self.config.params_dtype
         return self.rotary(torch.empty(0, dtype=dtype, device=position_ids.device), position_ids)
 
+    @property
+    def own_entries(self) -> tuple[int, int]:
+        """First and number of the vocabulary entries of this rank, without those that make the ranks divide it."""
+        size, rank = self.config.tensor_model_parallel_size, self.tp_group.rank()
+        first, last = VocabUtility.vocab_range_from_global_vocab_size(self.vocab_size, rank, size)
+        return first, max(0, min(last, self.vocab_entries) - first)
+
     def _outputs(
         self, states: torch.Tensor, model_input: ModelInput, outputs: tuple[str, ...], temperature: float
     ) -> Tensors:
@@ -231,12 +240,10 @@ class TokenGPT(GPTModel):
             return {"values": self.score(states)[:, 0]}
         weight = self.shared_embedding_or_output_weight() if self.output_layer.weight is None else None
         weight = self.output_layer.weight if weight is None else weight
-        size, rank = self.config.tensor_model_parallel_size, self.tp_group.rank()
-        if size == 1:
+        if self.config.tensor_model_parallel_size == 1:
             head, sharded = (lambda chunk: linear(chunk, weight)), None
         else:
-            first, last = VocabUtility.vocab_range_from_global_vocab_size(self.vocab_size, rank, size)
-            entries = max(0, min(last, self.vocab_entries) - first)  # without those that make ranks divide it
+            first, entries = self.own_entries
 
             def head(chunk: torch.Tensor) -> torch.Tensor:
                 return linear(chunk, weight)[:, :entries]

@@ -60,11 +60,18 @@ class AutoRecompute:
         if self.per_token is None:
             self.set(False)
             self.per_token = sum(map(self._saved_by, self.chunks))
-        # whose activations a stage keeps at the same time (1F1B); with interleaved stages an upper bound
-        in_flight = self.ranks.p_size - self.ranks.p if len(self.chunks) == 1 else 2 * self.ranks.p_size
+        in_flight = self._in_flight()
         layers = sum(len(chunk.decoder.layers) for chunk in self.chunks)
         kept = self.per_token * (min(in_flight, micro_batches) + WORKING_LAYERS / layers)
         return token_budget(ActivationBytes(kept, kept), free).plain < tokens
+
+    def _in_flight(self) -> float:
+        """Micro-batches whose activations this stage keeps at the same time (1F1B).
+
+        Interleaved stages run 2 (p_size - p - 1) + (v - 1) p_size chunks before the first backward pass.
+        """
+        p_size, p, v = self.ranks.p_size, self.ranks.p, len(self.chunks)
+        return p_size - p if v == 1 else (2 * (p_size - p - 1) + (v - 1) * p_size + 1) / v
 
     def set(self, on: bool) -> None:
         """Recompute all layers from now on, or none."""
@@ -73,9 +80,7 @@ class AutoRecompute:
         config.recompute_method, config.recompute_num_layers = ("uniform", 1) if on else (None, None)
 
     def _saved_by(self, chunk: TokenGPT) -> float:
-        return saved_bytes_per_token(
-            lambda tokens: self.probe_forward(chunk, tokens), chunk.vocab_size // self.ranks.t_size
-        )
+        return saved_bytes_per_token(lambda tokens: self.probe_forward(chunk, tokens), chunk.own_entries[1])
 
     def probe_forward(self, chunk: TokenGPT, tokens: int) -> torch.Tensor | Tensors:
         """The outputs of a chunk for one sequence, of which this rank has a number of tokens."""
