@@ -38,7 +38,7 @@ def group():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_of_megatron_as_allocated(group, dtype):
     job, role = megatron_job(dtype.itemsize)
-    states = 16384  # blocks in which a CPU computes are small beside them
+    states = 32768  # blocks in which a CPU computes are small beside them
     targets = torch.zeros(states, dtype=torch.long)
     values = torch.randn(states, 1000, dtype=dtype)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -93,7 +93,7 @@ def test_the_keys_of_megatron_are_in_the_estimate(settings, on_gpu):
     role, critic = (found.plan.groups[0].roles[i] for i in (0, 1))
     assert (role.layout.tensor, role.layout.pipeline, role.layout.sequence, role.layout.data) == (2, 2, 2, 1)
     assert critic.layout == role.layout  # its sizes are those of the actor unless they are set
-    assert (role.weight_bytes, role.compute_bytes, role.checkpointing, critic.checkpointing) == (2, 2, True, True)
+    assert (role.weight_bytes, role.compute_bytes, role.checkpointing, critic.checkpointing) == (2, 2, True, "auto")
     items = found.plan.groups[0].memory["update of the actor"]
     assert items["gradients"] == found.plan.groups[0].memory["generation"]["gradients"]  # their buffers stay
     both = role.parameters + critic.parameters
