@@ -317,6 +317,12 @@ def test_the_search_keeps_all_plans_within_5_percent():
     assert [plan.seconds for plan in found] == every[: max(2, near)]
 
 
+def test_the_engine_hf_is_not_tensor_parallel():
+    for engine, size in (("hf", 1), ("vllm", 2)):
+        job = replace(job_of(shapes.built_in("32B")), strict=False, engine=engine)
+        assert Search(job, H200, Space(separate_rollout=False)).plans(8)[0].job.rollout_tensor == size
+
+
 def test_experts_are_spread_by_the_search():
     job = replace(job_of(shapes.built_in("30B-A3B"), kind="megatron"), strict=False, engine="vllm")
     search = Search(job, H200, Space(separate_rollout=False, model_sizes=((1, 1), (2, 1)), rollout_sizes=(2,)))

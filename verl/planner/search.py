@@ -133,7 +133,10 @@ class Search:
     def _layouts(self, names: tuple[str, ...], split: bool, devices: int) -> Iterator[tuple[Job, list[Role]]]:
         """Every layout of the roles. Models of one shape have one layout."""
         base = self.split_job if split else self.job
-        generates = base.generator in names
+        tensors = (base.rollout_tensor,)
+        if base.generator in names:
+            # hf has the whole model on every device
+            tensors = (1,) if base.engine == "hf" else self.space.rollout_sizes
         roles = [base.role(name) for name in names]
         shapes = list(dict.fromkeys(role.shape for role in roles))
         if self.space.same_sizes:
@@ -142,7 +145,7 @@ class Search:
             layouts = product(*(self._sizes(devices, shape) for shape in shapes))
         for sizes in layouts:
             placed = [self._sized(role, devices, sizes[shapes.index(role.shape)]) for role in roles]
-            for tensor in self.space.rollout_sizes if generates else (base.rollout_tensor,):
+            for tensor in tensors:
                 job = replace(base, rollout_tensor=tensor)
                 if all(is_possible(job, role) for role in placed) and self._splits(placed[0].shape, tensor):
                     yield job, placed
