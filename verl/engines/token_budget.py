@@ -51,14 +51,6 @@ def token_budget(activations: ActivationBytes, free: int) -> TokenBudget:
     return TokenBudget(int(usable / activations.plain), int(usable / activations.checkpointed))
 
 
-def megatron_checkpoints(checkpointing: bool | Literal["auto"], on_gpu: bool) -> bool:
-    """Whether `strategy=megatron` begins with recomputation of all activations, unless its section says how.
-
-    "auto": on a GPU, where each update decides (`engines.megatron.recompute`).
-    """
-    return checkpointing is True or (checkpointing == "auto" and on_gpu)
-
-
 def choose_micro_batching(
     tokens: int | None, longest: int, budget: TokenBudget, checkpointing: bool | Literal["auto"]
 ) -> tuple[int | None, bool]:

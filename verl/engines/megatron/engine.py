@@ -47,7 +47,6 @@ from verl.engines.micro_batch import plan_micro_batches, split_to, take_rows
 from verl.engines.optimizer import clip_gradients, lr_multiplier
 from verl.engines.parallel import reduce_values
 from verl.engines.routing import ROUTED_EXPERTS, check_routing, set_replay
-from verl.engines.token_budget import megatron_checkpoints
 from verl.modeling.attention import attends_in_one_call
 from verl.modeling.huggingface import read_config
 from verl.modeling.packing import ModelInput, build_input, row_lengths, to_device
@@ -96,10 +95,8 @@ class MegatronEngine(TrainEngine):
         self.pipeline_rank = ranks.p
         self.replicas = ranks.replicas
         self.dtype = resolve_dtype(self.section.dtype, spec.device)
-        recompute = spec.optimizer is not None and megatron_checkpoints(
-            spec.model.enable_gradient_checkpointing, spec.device.type == "cuda"
-        )
-        self.config = convert.decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
+        checkpointing = spec.optimizer is not None and spec.model.enable_gradient_checkpointing
+        self.config = convert.decoder_config(self.hf, self.section, ranks, self.dtype, checkpointing is True)
         # frees outputs that are sent; a GPU's stream still has them then, a send of gloo has not
         self.config.deallocate_pipeline_outputs = spec.device.type == "cuda"
         self._table = conversions(self.hf, spec.kind)
@@ -120,7 +117,7 @@ class MegatronEngine(TrainEngine):
             self._sequence_ranks = SequenceRanks(ranks.groups.get_context_parallel_group(), ranks.c, ranks.c_size)
         self._recompute = None
         is_open = self.section.override_transformer_config.recompute_granularity is None
-        if recompute and is_open and spec.model.enable_gradient_checkpointing == "auto":
+        if checkpointing == "auto" and is_open and spec.device.type == "cuda":
             self._recompute = AutoRecompute(self.chunks, ranks, self._sequence_ranks)
 
     def _build(self) -> list[TokenGPT]:

@@ -1,9 +1,8 @@
 """A megatron-core GPT model whose forward pass returns the inputs of losses, at response tokens only.
 
 The layers are megatron-core's "local" ones (without Transformer Engine), with the MLP and experts of the other engines.
-Attention is the packed
-attention of the other engines, which applies the rotary embedding of transformers: sequences need no padding, and
-context parallelism exchanges tokens for heads (Ulysses).
+Attention is the packed attention of the other engines, which applies the rotary embedding of transformers: sequences
+need no padding, and context parallelism exchanges tokens for heads (Ulysses).
 """
 
 import importlib

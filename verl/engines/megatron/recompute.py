@@ -32,7 +32,6 @@ class AutoRecompute:
     def __init__(self, chunks: list[TokenGPT], ranks: ParallelRanks, sequence_ranks: SequenceRanks | None):
         self.chunks, self.ranks, self._sequence_ranks = chunks, ranks, sequence_ranks
         self.config = chunks[0].config
-        self.config.recompute_granularity = None
         self.per_token: float | None = None
         self._logged: bool | None = None
 
