@@ -140,12 +140,17 @@ def _logit_tokens(job: Job, role: Role, tokens: float, on_gpu: bool) -> float:
     return tokens * found.response / found.total
 
 
+def _own_vocabulary(job: Job, role: Role) -> int:
+    """Entries of the vocabulary whose logits a rank computes."""
+    return role.shape.vocabulary // (role.layout.tensor if job.kind == "megatron" else 1)
+
+
 def logits(job: Job, role: Role, tokens: float, device: Device, training: bool) -> float:
     """Bytes of the logits of a micro-batch: those that are kept for the backward pass, and one chunk."""
     if role.value_head:
         return 0.0
     c, on_gpu = role.compute_bytes, device.kind == "cuda"
-    vocabulary = role.shape.vocabulary // (role.layout.tensor if job.kind == "megatron" else 1)
+    vocabulary = _own_vocabulary(job, role)
     rows = _logit_tokens(job, role, tokens, on_gpu)
     total = rows * vocabulary * c
     chunk_rows = max(1, CHUNK_ELEMENTS[device.kind] // vocabulary)
@@ -163,12 +168,9 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     if device.kind == "cpu":
         tokens = role.update_tokens if role.update_tokens is not None else max(CACHED_TOKENS, longest)
         return tokens, role.checkpointing is True
-    used, vocabulary = _activation_bytes(job, role), role.shape.vocabulary
+    used, vocabulary = _activation_bytes(job, role), _own_vocabulary(job, role)
     layers, pipeline = role.shape.layers, role.layout.pipeline
     layer = WORKING_LAYERS * used.plain * pipeline / layers
-    if job.kind == "megatron":
-        vocabulary //= role.layout.tensor
-    planned = used.plus(ActivationBytes(layer, layer)).plus(tower_bytes(role))
     free = device.memory - device.reserved - taken
     free -= min(MAX_AUTO_TOKENS * vocabulary * role.compute_bytes, KEPT_SHARE * device.memory) + 3 * min(
         CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * vocabulary
@@ -179,6 +181,7 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
         kept = used.plain * min(pipeline, max(1, size / tokens)) + layer
         fits = token_budget(ActivationBytes(kept, kept), int(free)).plain >= max(longest, min(tokens, size))
         return tokens, role.checkpointing is True or (role.checkpointing == "auto" and not fits)
+    planned = used.plus(ActivationBytes(layer, layer)).plus(tower_bytes(role))
     budget = token_budget(planned, int(free))
     return choose_micro_batching(role.update_tokens, longest, budget, role.checkpointing)
 
