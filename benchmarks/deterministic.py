@@ -27,8 +27,8 @@ from verl.engines.torch_engine import TorchEngine  # noqa: E402
 from verl.modeling import attention  # noqa: E402
 from verl.modeling.batch_invariant import model as batch_invariant  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
-from verl.rollout.base import SamplingParams, make_requests  # noqa: E402
 from verl.rollout.native.engine import NativeRollout  # noqa: E402
+from verl.rollout.request import SamplingParams, make_requests  # noqa: E402
 from verl.utils.device import resolve_device, resolve_dtype  # noqa: E402
 from verl.workers.engine_worker import aggregation  # noqa: E402
 from verl.workers.policy import policy_objective  # noqa: E402

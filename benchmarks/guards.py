@@ -94,10 +94,10 @@ class Guards:
         from verl.engines.torch_engine import TorchEngine
         from verl.rewards import managers
         from verl.rollout import sampling
-        from verl.rollout.weight_sync import loading
+        from verl.trainer.guards.bad_steps import StepGuard
         from verl.trainer.ppo import operators
         from verl.trainer.ppo.canary import Canary
-        from verl.trainer.state.bad_steps import StepGuard
+        from verl.weight_sync import loading
         from verl.workers import engine_worker
 
         def nothing(*args: Any, **kwargs: Any) -> None:

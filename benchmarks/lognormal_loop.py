@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import replace
 
-from verl.rollout.agent_loop import GenerateFn, Prompt, Trajectory, register_agent_loop
+from verl.agents import GenerateFn, Prompt, Trajectory, register_agent_loop
 
 #: shape of the distribution: median as a fraction of the maximum, and sigma of the logarithm
 MEDIAN, SIGMA = 1 / 8, 1.0

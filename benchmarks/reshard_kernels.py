@@ -24,10 +24,10 @@ from weight_sync import NARROW, SHAPES, model
 
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync.chunk_table import FusedCopies, is_supported
-from verl.rollout.weight_sync.copies import LocalLayout, RankBucket, TorchCopies
-from verl.rollout.weight_sync.plan import RankLayout, make_plan
 from verl.utils.shards import Shard, whole
+from verl.weight_sync.reshard.chunk_table import FusedCopies, is_supported
+from verl.weight_sync.reshard.copies import LocalLayout, RankBucket, TorchCopies
+from verl.weight_sync.reshard.plan import RankLayout, make_plan
 
 RANKS = 2
 

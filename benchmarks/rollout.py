@@ -37,8 +37,8 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from verl.rollout.base import SamplingParams, make_requests  # noqa: E402
 from verl.rollout.native.engine import NativeRollout  # noqa: E402
+from verl.rollout.request import SamplingParams, make_requests  # noqa: E402
 
 
 def shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool = True) -> dict:

@@ -31,8 +31,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 TOOLS = '''
 import json
 
-from verl.tools.function_tool import function_tool
-from verl.tools.parsers import FunctionCall, ToolParser, register_tool_parser
+from verl.agents.tools.function_tool import function_tool
+from verl.agents.tools.parsers import FunctionCall, ToolParser, register_tool_parser
 
 
 @function_tool

@@ -43,7 +43,9 @@ sys.path.insert(0, str(ROOT))
 from verl.engines.gathering import gather_tensors, local_shard, shard_of  # noqa: E402
 from verl.rollout.native.slices import SliceReceiver, Slices  # noqa: E402
 from verl.rollout.tensor_parallel import TensorParallel  # noqa: E402
-from verl.rollout.weight_sync import (  # noqa: E402
+from verl.single_controller.worker import free_port  # noqa: E402
+from verl.utils.shards import Shard  # noqa: E402
+from verl.weight_sync import (  # noqa: E402
     CollectiveSync,
     DiskSync,
     IpcSync,
@@ -57,9 +59,7 @@ from verl.rollout.weight_sync import (  # noqa: E402
     receive_disk,
     receive_ipc,
 )
-from verl.rollout.weight_sync.factory import copy_bandwidth  # noqa: E402
-from verl.single_controller.worker import free_port  # noqa: E402
-from verl.utils.shards import Shard  # noqa: E402
+from verl.weight_sync.factory import copy_bandwidth  # noqa: E402
 
 #: hidden size, MLP, layers, heads, key-value heads, vocabulary
 SHAPES = {

@@ -19,11 +19,11 @@ from verl.tracking.metric_names import find
 @functools.cache
 def stores() -> list[dict]:
     """The entries of every registry. The process that starts the workers of pytest-xdist needs none, and no torch."""
+    from verl.agents import AGENT_LOOPS
     from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
     from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
     from verl.engines.base import ENGINES
     from verl.rewards import REWARD_FUNCTION_REGISTRY, REWARD_MANAGER_REGISTRY, RULES_BY_DATA_SOURCE
-    from verl.rollout.agent_loop import AGENT_LOOPS
     from verl.rollout.base import ROLLOUT_ENGINES
     from verl.single_controller.dispatch import DISPATCH_MODES
 

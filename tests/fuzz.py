@@ -308,10 +308,10 @@ class Calls(Target):
     share = 0.23
 
     def __init__(self, folder: Path):
+        from verl.agents.tools.parsers import TOOL_PARSERS
         from verl.rewards.rules.choice import multiple_choice
         from verl.rewards.rules.gsm8k import gsm8k_strict
         from verl.rewards.sandbox.code_tests import extract_code, same_output
-        from verl.tools.parsers import TOOL_PARSERS
         from verl.tracking.report.report import write_report
 
         self.parsers = [TOOL_PARSERS[name](None) for name in ("hermes", "qwen", "llama")]
@@ -368,8 +368,8 @@ class Http(Target):
 
         from examples.quickstart.tiny_model import tiny_model
         from verl.cli.serve import load
-        from verl.rollout.server.app import make_app
-        from verl.rollout.server.engine_loop import EngineLoop
+        from verl.server.app import make_app
+        from verl.server.engine_loop import EngineLoop
 
         model = tiny_model("qwen2", folder / "model")
         self.loading = load({"name": "native"}, {"path": str(model), "template": None}, "cpu", (256, 8), "tiny")

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from verl.utils.fork_server import ForkedProcess, server_for
+from verl.processes.fork_server import ForkedProcess, server_for
 
 #: most of what the programs of the project import; not pyarrow, which starts a thread
 PRELOAD = ("transformers.modeling_utils", "verl.workers.policy", "verl.workers.critic", "verl.rollout.native.engine")

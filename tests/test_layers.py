@@ -10,10 +10,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = {
-    0: ["verl.utils", "verl.checkpoints", "verl.tracking", "verl.env_check", "verl.compat"],
+    0: ["verl.utils", "verl.processes", "verl.checkpoints", "verl.tracking", "verl.env_check", "verl.compat"],
     1: ["verl.protocol", "verl.batch", "verl.columns", "verl.registry", "verl.config"],
-    2: ["verl.algorithms", "verl.dataflow", "verl.modeling", "verl.tools"],
+    2: ["verl.algorithms", "verl.dataflow", "verl.modeling"],
+    # below the engines, which they know by contract: requests and completions, and what receives weights
+    2.5: [
+        "verl.weight_sync",
+        "verl.agents",
+        "verl.rollout.request",
+        "verl.rollout.routed_experts",
+        "verl.rollout.stop_strings",
+    ],
     3: ["verl.engines", "verl.rollout", "verl.single_controller", "verl.data", "verl.rewards"],
+    3.5: ["verl.server"],
     # the planner predicts what engines and rollout do, so it reads their constants and measures them
     4: ["verl.workers", "verl.planner"],
     5: ["verl.__main__", "verl.cli", "verl.trainer", "verl.evaluation", "verl.model_merger"],

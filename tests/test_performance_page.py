@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl.config import load_config, to_flat_dict
-from verl.config.aliases import RL
+from verl.config.public.aliases import RL
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "performance.md").read_text()

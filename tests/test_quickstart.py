@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.programs import run_python
-from verl.trainer.state.interruption import Stopped
+from verl.trainer.guards.interruption import Stopped
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "quickstart" / "run.py"

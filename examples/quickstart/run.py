@@ -41,12 +41,12 @@ from verl.config.supported import check_built_in
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
+from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.output.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
-from verl.trainer.state.interruption import Stopped
 from verl.utils.alive import Alive
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")

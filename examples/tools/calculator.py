@@ -13,7 +13,7 @@ import re
 from random import Random
 from typing import Any
 
-from verl.tools.function_tool import function_tool
+from verl.agents.tools.function_tool import function_tool
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 EXPECTED = "expected numbers, + - * / and parentheses"

@@ -14,8 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import ToolResponse
+from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.schemas import ToolResponse
 
 SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 WITH_TOOL = 0.3

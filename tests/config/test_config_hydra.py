@@ -5,7 +5,7 @@ import re
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.config.hydra import read_file
+from verl.config.public.hydra import read_file
 from verl.config.schema import SFTConfig
 from verl.trainer.main_ppo import main
 from verl.trainer.startup.command_line import split_arguments

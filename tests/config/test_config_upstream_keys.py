@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from verl.config import ConfigError, check_supported, load_config, to_flat_dict
-from verl.config.aliases import RL
 from verl.config.fields import fields_of, unflatten
+from verl.config.public.aliases import RL
+from verl.config.public.upstream import ignored_key, upstream_defaults, upstream_key
 from verl.config.schema import Config, SFTConfig
-from verl.config.upstream import ignored_key, upstream_defaults, upstream_key
 
 UPSTREAM = upstream_defaults()
 

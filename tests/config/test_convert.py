@@ -7,9 +7,9 @@ import yaml
 
 from verl.cli.config.convert import as_text, main
 from verl.config import ConfigError, load_config
-from verl.config.convert import convert, read_source
 from verl.config.fields import unflatten
 from verl.config.presets import PRESETS
+from verl.config.public.convert import convert, read_source
 from verl.config.schema import Config, SFTConfig
 
 _ACTOR = "actor_rollout_ref.actor."

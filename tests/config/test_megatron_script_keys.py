@@ -7,7 +7,7 @@ import pytest
 
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.config import ConfigError, check_supported, load_config
-from verl.config.checks_critic import may_have_critic
+from verl.config.checks.critic import may_have_critic
 from verl.config.fields import to_flat_dict
 from verl.config.schema import SFTConfig
 from verl.trainer.ppo.flow import needs_critic

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from verl.config import ConfigError, check_supported, load_config, to_flat_dict
-from verl.config import trl as trl_names
 from verl.config.fields import fields_of
 from verl.config.presets import PRESETS
+from verl.config.public import trl as trl_names
 from verl.config.schema import Config, SFTConfig
 from verl.trainer.startup.command_line import split_arguments
 

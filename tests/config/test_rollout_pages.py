@@ -9,11 +9,11 @@ from transformers import AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.pages import DOCS, ROOT, blocks
+from verl.agents import Prompt, make_agent_loop
 from verl.config import load_config, to_flat_dict
 from verl.config.presets import PRESETS
 from verl.data.tokenization import check_messages
-from verl.rollout.agent_loop import Prompt, make_agent_loop
-from verl.rollout.base import SamplingParams
+from verl.rollout.request import SamplingParams
 
 PAGES = ("rollout.md", "weight_sync.md", "async.md", "multi_turn.md", "server.md", "custom_agent_loop.md")
 PREFIXES = ("", "actor_rollout_ref.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn.")

@@ -146,7 +146,7 @@ def test_batched_texts_go_through_a_template_if_there_is_one(char_tokenizer):
 
 def test_the_template_of_batched_messages_gets_its_arguments_and_the_tools(char_tokenizer, tmp_path):
     (tmp_path / "tools.py").write_text(
-        "from verl.tools.function_tool import function_tool\n\n\n@function_tool\n"
+        "from verl.agents.tools.function_tool import function_tool\n\n\n@function_tool\n"
         'def add(a: int) -> int:\n    """Add.\n\n'
         '    Args:\n        a: one.\n    """\n    return a\n'
     )

@@ -23,10 +23,10 @@ from verl.engines.base import EngineSpec, MicroBatching
 from verl.engines.loading import resolve_model
 from verl.engines.sharding import FSDP2
 from verl.engines.torch_engine import TorchEngine
+from verl.processes.child import dump_stacks_on_request
+from verl.processes.fork_server import ForkedProcess, server_for
 from verl.protocol import DataProto
 from verl.single_controller.worker import free_port
-from verl.utils.fork_server import ForkedProcess, server_for
-from verl.utils.subprocess_pool import dump_stacks_on_request
 from verl.workers.critic import value_objective
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective

@@ -113,7 +113,7 @@ def decode(tokens: list[int]) -> str:
 
 def exact(engine, vocabulary: int) -> dict:
     """Completions of every kind of call, as plain lists."""
-    from verl.rollout.base import Request, SamplingParams, make_requests
+    from verl.rollout.request import Request, SamplingParams, make_requests
     from verl.rollout.stop_strings import StopStrings
     from verl.utils.coroutines import gather_coroutines, run_coroutine
 
@@ -154,7 +154,7 @@ def speed(engine, sizes: dict, rows: int, tokens: int) -> dict:
     """Greedy log-probs, and the speed of sampling after a first call that compiles and captures."""
     import torch
 
-    from verl.rollout.base import SamplingParams, make_requests
+    from verl.rollout.request import SamplingParams, make_requests
 
     prompts = prompts_of(rows, 128, sizes["vocab_size"])
     sampled = make_requests(prompts, SamplingParams(tokens, (), seed=1))

@@ -17,8 +17,8 @@ from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
-from verl.rollout.base import Completion, Request, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
+from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective

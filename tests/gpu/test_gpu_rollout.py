@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from verl.rollout.base import Completion, Request, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
+from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.sampling import draw
 from verl.rollout.stop_strings import StopStrings
 from verl.utils.coroutines import gather_coroutines, run_coroutine

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.vl_models import PLACEHOLDER, processor, random_image, save_vl_model, video
-from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.native.engine import NativeRollout
+from verl.rollout.request import Completion, Request, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

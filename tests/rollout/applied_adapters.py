@@ -12,8 +12,9 @@ from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
 from verl.rollout.adapters import AdaptedLayers
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_requests, make_rollout_engine
-from verl.rollout.weight_sync import ReplicaSync
+from verl.rollout.base import RolloutEnv, make_rollout_engine
+from verl.rollout.request import Request, SamplingParams, make_requests
+from verl.weight_sync import ReplicaSync
 from verl.workers.rollout.role import RolloutSource
 
 LORA = {"lora_rank": 3, "lora_alpha": 6}

@@ -19,21 +19,13 @@ from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
-from verl.rollout.base import (
-    ROLLOUT_ENGINES,
-    Completion,
-    Request,
-    RolloutEngine,
-    RolloutEnv,
-    SamplingParams,
-    make_requests,
-    make_rollout_engine,
-)
+from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv, make_rollout_engine
+from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.sampling import draw, uniform
-from verl.rollout.weight_sync import ModuleReceiver, ReshardSync, SyncReport
 from verl.trainer.ppo.canary import Canary
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.utils.device import resolve_device, resolve_dtype
+from verl.weight_sync import ModuleReceiver, ReshardSync, SyncReport
 from verl.workers.rollout import role
 
 DEVICE = os.environ.get("VERL_CONTRACT_DEVICE", "cpu")

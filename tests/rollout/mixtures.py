@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from verl.modeling.moe import routing_of
-from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, make_requests
+from verl.rollout.base import RolloutEngine
+from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.stop_strings import StopStrings
 
 SHAPE = dict(

@@ -14,11 +14,11 @@ from verl.engines.base import MicroBatching
 from verl.engines.gathering import gather_tensors
 from verl.engines.parallel import full_tensor
 from verl.protocol import DataProto
-from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.weight_sync import CollectiveSync, ModuleReceiver, ReplicaSync, receive_collective
-from verl.rollout.weight_sync.adapters import sends_adapters
+from verl.rollout.request import SamplingParams, make_requests
+from verl.weight_sync import CollectiveSync, ModuleReceiver, ReplicaSync, receive_collective
+from verl.weight_sync.adapters import sends_adapters
 from verl.workers.rollout.role import RolloutSource
 
 pytest.importorskip("peft")

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from verl.agents import AGENT_LOOPS, Prompt, SingleTurn, Trajectory
 from verl.config import load_config
 from verl.registry import import_module
-from verl.rollout.agent_loop import AGENT_LOOPS, Prompt, SingleTurn, Trajectory
-from verl.rollout.base import Completion, Request, SamplingParams
+from verl.rollout.request import Completion, Request, SamplingParams
 
 EXAMPLE = "examples/custom_agent_loop/calculator_loop.py"
 LETTERS = "abcdefghij0123456789=,:+-*()?./ "

@@ -9,21 +9,21 @@ import pytest
 from transformers import AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
+from verl.agents import AGENT_LOOPS, MultiTurnLoop, Prompt, Trajectory, base, make_agent_loop
+from verl.agents.chat import ChatContinuation
+from verl.agents.public import ServerManager
 from verl.config import load_config
 from verl.data.chat import encode_conversations
 from verl.registry import import_module
-from verl.rollout.agent_loop import AGENT_LOOPS, MultiTurnLoop, Prompt, Trajectory, base, make_agent_loop
-from verl.rollout.agent_loop.chat import ChatContinuation
-from verl.rollout.agent_loop.public import ServerManager
-from verl.rollout.base import Completion, Request, SamplingParams
+from verl.rollout.request import Completion, Request, SamplingParams
 
 CALCULATOR = Path(__file__).parents[2] / "examples/tools/calculator.py"
 ROLLOUT = "actor_rollout_ref.rollout."
 TOOLS = '''
 import asyncio
-from verl.tools.function_tool import function_tool
-from verl.tools.base_tool import BaseTool
-from verl.tools.interactions import BaseInteraction
+from verl.agents.tools.function_tool import function_tool
+from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.interactions import BaseInteraction
 
 @function_tool
 def add(a: int, b: int) -> tuple:

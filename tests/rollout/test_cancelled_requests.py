@@ -3,7 +3,7 @@
 import asyncio
 
 from tests.rollout.test_continuous import make_engine
-from verl.rollout.base import Completion, Request, SamplingParams, make_requests
+from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.utils.coroutines import run_coroutine
 
 

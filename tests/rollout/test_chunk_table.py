@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.rollout import test_reshard
-from verl.rollout.weight_sync import chunk_table, reshard
-from verl.rollout.weight_sync.checksums import wrap
-from verl.rollout.weight_sync.chunk_table import ChunkTable, Pointers, Position, SumFactors
+from verl.weight_sync import chunk_table, reshard
+from verl.weight_sync.checksums import wrap
+from verl.weight_sync.reshard.chunk_table import ChunkTable, Pointers, Position, SumFactors
 
 CPU = torch.device("cpu")
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

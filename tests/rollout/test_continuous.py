@@ -14,10 +14,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.config import schema
 from verl.engines.loading import ModelSpec, TokenModel
 from verl.modeling.batch_invariant import model as batch_invariant
-from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, make_requests
+from verl.rollout.base import RolloutEngine
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
+from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.stop_strings import StopStrings
 from verl.utils.coroutines import run_coroutine
 

@@ -44,11 +44,11 @@ from tests.rollout.contract import (
     kept,
     save_model,
 )
-from verl.rollout.base import Completion, Request, SamplingParams, make_requests
+from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.stop_strings import StopStrings
-from verl.rollout.weight_sync import SlicedWeights
 from verl.trainer.ppo.canary import StaleWeightsError
 from verl.utils import chaos
+from verl.weight_sync import SlicedWeights
 
 
 def cases() -> list:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.rollout.contract import kept
-from verl.rollout.base import SamplingParams
+from verl.rollout.request import SamplingParams
 from verl.rollout.sampling import filter_logits
 
 BOUND = 1e-3

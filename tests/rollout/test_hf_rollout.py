@@ -8,8 +8,8 @@ from tests.engines.ranks import make_engine
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
-from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
+from verl.rollout.request import SamplingParams, make_requests
 
 SMALL = {
     "vocab_size": 24,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl.rollout.base import Request, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
+from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.rollout.stop_strings import StopStrings
 from verl.utils.coroutines import run_coroutine
 

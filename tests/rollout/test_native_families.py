@@ -28,9 +28,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import FAMILIES, read_decoder
+from verl.rollout.request import SamplingParams, make_requests
 
 SHAPE = dict(
     vocab_size=97,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from verl.rollout.weight_sync.checksums import wrap
-from verl.rollout.weight_sync.position_sums import COLUMN_STEP, WORDS, PositionSums, Summed, position_weights
+from verl.weight_sync.checksums import wrap
+from verl.weight_sync.position_sums import COLUMN_STEP, WORDS, PositionSums, Summed, position_weights
 
 CPU = torch.device("cpu")
 

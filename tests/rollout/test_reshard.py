@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tests.rollout.test_native_families import model
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync import ReshardSync, SlicedWeights, SyncReport, copies, reshard
-from verl.rollout.weight_sync.checksums import combine, wrap
-from verl.rollout.weight_sync.plan import RankLayout, Stored, make_plan
-from verl.rollout.weight_sync.position_sums import WORDS
-from verl.rollout.weight_sync.reshard import Peers
 from verl.utils.shards import Box, Chunk, Shard, boxes_of, matrix_shape, whole
+from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport, copies, reshard
+from verl.weight_sync.checksums import combine, wrap
+from verl.weight_sync.position_sums import WORDS
+from verl.weight_sync.reshard.plan import RankLayout, Stored, make_plan
+from verl.weight_sync.reshard.sync import Peers
 
 CPU = torch.device("cpu")
 

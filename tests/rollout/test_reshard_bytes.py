@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.rollout.test_reshard import CPU, Source, together
-from verl.rollout.weight_sync import ReshardSync, SlicedWeights, SyncReport
-from verl.rollout.weight_sync.grouping import HybridGroups
-from verl.rollout.weight_sync.plan import Stored
-from verl.rollout.weight_sync.reshard import Peers
 from verl.utils.shards import Box, Chunk, Shard
+from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport
+from verl.weight_sync.reshard.grouping import HybridGroups
+from verl.weight_sync.reshard.plan import Stored
+from verl.weight_sync.reshard.sync import Peers
 
 
 class Grid(SlicedWeights):

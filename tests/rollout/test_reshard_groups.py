@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.rollout.weight_sync.grouping import HybridGroups, zero3_volumes
+from verl.weight_sync.reshard.grouping import HybridGroups, zero3_volumes
 
 RANKS = 64
 

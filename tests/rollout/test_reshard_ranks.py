@@ -21,8 +21,8 @@ from tests.engines.ranks import (
 from verl.engines.base import MicroBatching
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync import ReshardSync
-from verl.rollout.weight_sync.reshard import Peers
+from verl.weight_sync import ReshardSync
+from verl.weight_sync.reshard.sync import Peers
 
 
 def on_rank(path: str, ranks: int, tp: int, **keys) -> dict:

@@ -8,23 +8,15 @@ import torch
 
 from tests.rollout.mixtures import expected_experts
 from tests.rollout.test_native_families import PROMPTS, model
+from verl.agents import Prompt, Trajectory
 from verl.config import schema
-from verl.rollout.agent_loop import Prompt, Trajectory
-from verl.rollout.base import (
-    ROLLOUT_ENGINES,
-    Completion,
-    Request,
-    RolloutEngine,
-    RolloutEnv,
-    SamplingParams,
-    make_requests,
-    make_rollout_engine,
-)
+from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv, make_rollout_engine
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.decoder import Projection
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.experts import Experts
 from verl.rollout.native.model import read_decoder
+from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.routed_experts import extended, layers_with_experts, routed_experts_column
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.workers.rollout.service import extend

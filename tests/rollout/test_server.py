@@ -16,14 +16,15 @@ import pytest
 
 from examples.quickstart.tiny_model import tiny_model
 from verl.cli.serve import load
-from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from verl.rollout.base import RolloutEngine
 from verl.rollout.native.torch_decoder import TorchDecoder
-from verl.rollout.server.app import make_app
-from verl.rollout.server.engine_loop import EngineLoop
-from verl.rollout.server.http import ServerThread, listen, serve_until_signal
-from verl.rollout.server.protocol import ApiError, read_call
-from verl.rollout.server.service import Running, ServedModel, SingleCall
-from verl.rollout.server.text import ResponseText, text_of, token_bytes
+from verl.rollout.request import Completion, Request, SamplingParams
+from verl.server.app import make_app
+from verl.server.engine_loop import EngineLoop
+from verl.server.http import ServerThread, listen, serve_until_signal
+from verl.server.protocol import ApiError, read_call
+from verl.server.service import Running, ServedModel, SingleCall
+from verl.server.text import ResponseText, text_of, token_bytes
 
 KEY = "secret"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}]}
@@ -341,7 +342,7 @@ def test_the_server_answers_while_a_long_prompt_is_tokenized(served, monkeypatch
 
 
 def test_a_client_that_leaves_within_its_body_is_no_error(served, caplog):
-    caplog.set_level("INFO", "verl.rollout.server")
+    caplog.set_level("INFO", "verl.server")
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 9\r\n\r\n{{"
     with socket.create_connection((served[3].host, served[3].port)) as connection:
         connection.sendall(head.encode())

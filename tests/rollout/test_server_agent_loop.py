@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from verl.agents import Prompt, Trajectory, base, make_agent_loop
 from verl.config import schema
-from verl.rollout.agent_loop import Prompt, Trajectory, base, make_agent_loop
-from verl.rollout.base import Completion, Request, SamplingParams
-from verl.rollout.server.agents import AgentCall, CommandAgent, in_thread, read_result
-from verl.rollout.server.episodes import Episode, StepGenerator
-from verl.rollout.server.protocol import read_call
-from verl.rollout.server.service import Running, ServedModel
+from verl.rollout.request import Completion, Request, SamplingParams
+from verl.server.agents import AgentCall, CommandAgent, in_thread, read_result
+from verl.server.episodes import Episode, StepGenerator
+from verl.server.protocol import read_call
+from verl.server.service import Running, ServedModel
 
 START = [{"role": "user", "content": "go"}]
 

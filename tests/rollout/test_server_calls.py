@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl.rollout.server.episodes import comparable
-from verl.rollout.server.protocol import ApiError, read_call
+from verl.server.episodes import comparable
+from verl.server.protocol import ApiError, read_call
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}]}
 

@@ -9,10 +9,10 @@ import pytest
 
 from examples.quickstart.tiny_model import tiny_model
 from verl.cli.serve import load
-from verl.rollout.server.app import LARGE_BODY, LARGE_THREADS, make_app
-from verl.rollout.server.engine_loop import EngineLoop
-from verl.rollout.server.http import ServerThread
-from verl.rollout.server.service import ServedModel
+from verl.server.app import LARGE_BODY, LARGE_THREADS, make_app
+from verl.server.engine_loop import EngineLoop
+from verl.server.http import ServerThread
+from verl.server.service import ServedModel
 
 HEADERS = {"Authorization": "Bearer secret"}
 SMALL = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
@@ -32,7 +32,7 @@ def server(tmp_path):
 
 
 def test_calls_that_are_cancelled_before_they_are_tokenized(server, monkeypatch, caplog):
-    caplog.set_level("INFO", "verl.rollout.server")
+    caplog.set_level("INFO", "verl.server")
     end, tokenized, plain = threading.Event(), [], ServedModel.encode_chat
 
     def encode(model: ServedModel, call) -> list[int]:

@@ -20,8 +20,9 @@ from tests.rollout.sglang_push import push
 from verl.config import load_config, schema
 from verl.config.errors import ConfigError
 from verl.config.supported import check_built_in
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_requests, make_rollout_engine
+from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang import capabilities, loader, settings, weights
 from verl.rollout.sglang.filters import LogitFilter, filter_params

@@ -20,7 +20,7 @@ from tests.rollout.test_vision import make_rollout, trained_log_probs
 from tests.vl_models import PLACEHOLDER, QWEN, make_config, processor, random_image, save_vl_model, video
 from verl.modeling.positions import multimodal_positions
 from verl.modeling.vision import tower_of
-from verl.rollout.base import Request, SamplingParams
+from verl.rollout.request import Request, SamplingParams
 from verl.rollout.sglang import images, weights
 from verl.rollout.sglang.engine import SglangRollout, arguments_of
 from verl.rollout.sglang.images import MediaReader

@@ -10,7 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from verl.rollout.base import Completion, Request, RolloutEnv, SamplingParams
+from verl.rollout.base import RolloutEnv
+from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.sglang import capabilities, weights
 from verl.rollout.sglang.engine import SglangRollout, arguments_of
 from verl.rollout.sglang.service import FailureHandler, Job, ProcessFailed, Service, shares_of_cores, start_engine

@@ -6,10 +6,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
-from verl.rollout.base import SamplingParams, make_requests, stop_strings
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
+from verl.rollout.request import SamplingParams, make_requests, stop_strings
 from verl.rollout.stop_strings import StopStrings
 
 PIECES = ["a", "b", "ab", "ba", "abc", "", "é"]

@@ -12,17 +12,18 @@ from tests.engines.ranks import run_on_ranks
 from tests.rollout.test_native_families import CASES, PROMPTS, model
 from verl.config import schema
 from verl.engines.parallel import init_process_group
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_requests
+from verl.rollout.base import RolloutEnv
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.experts import Experts
 from verl.rollout.native.factory import make_native
 from verl.rollout.native.model import read_decoder
 from verl.rollout.native.slices import Slices, check_sizes
+from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync import ReplicaSync
 from verl.trainer.checks.model_limits import ModelLimits
 from verl.utils.coroutines import gather_coroutines, run_coroutine
+from verl.weight_sync import ReplicaSync
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(12, (), temperature=0)

@@ -24,8 +24,9 @@ from verl.engines.base import MicroBatching
 from verl.engines.parallel import init_process_group
 from verl.modeling.vision import tower_of
 from verl.protocol import DataProto
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine, media_of
+from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.native.vision import rotary_rows
+from verl.rollout.request import Request, SamplingParams, media_of
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.settings import _vision_args
 from verl.trainer.checks.model_limits import ModelLimits

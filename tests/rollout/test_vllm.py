@@ -18,8 +18,9 @@ import torch
 from transformers import LlamaConfig
 
 from verl.config import schema
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.request import Request, SamplingParams
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.vllm import capabilities, settings
 from verl.rollout.vllm.stepping import Job, Stepper

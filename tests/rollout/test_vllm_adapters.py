@@ -25,8 +25,8 @@ from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args, obstacles
 from verl.rollout.vllm.capabilities import Capabilities, probe
-from verl.rollout.weight_sync.adapters import pairs_of
 from verl.trainer.ppo.canary import StaleWeightsError
+from verl.weight_sync.adapters import pairs_of
 
 pytest.importorskip("peft")
 

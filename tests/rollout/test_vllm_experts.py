@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from tests.engines.ranks import run_on_ranks
 from tests.rollout.mixtures import MIXTURES, OTHERS, SHAPE, check_mixture, expected_experts, save_mixture
 from verl.config import schema
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.request import Request, SamplingParams
 from verl.rollout.routed_experts import layers_with_experts
 from verl.rollout.vllm import capabilities, settings
 from verl.rollout.vllm.experts import expert_layers
-from verl.rollout.weight_sync import ReplicaSync, local_sync
+from verl.weight_sync import ReplicaSync, local_sync
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)

@@ -19,10 +19,11 @@ from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
-from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.base import RolloutEnv, make_rollout_engine
+from verl.rollout.request import Request, SamplingParams
 from verl.rollout.vllm.slices import NotSliced, VllmSliceReceiver, find_slices
-from verl.rollout.weight_sync import ReplicaSync, ReshardSync, copies, local_sync
 from verl.utils.shards import Box, Chunk
+from verl.weight_sync import ReplicaSync, ReshardSync, copies, local_sync
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 CPU = torch.device("cpu")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.weight_sync import (
+from verl.rollout.request import SamplingParams, make_requests
+from verl.single_controller.worker import free_port
+from verl.weight_sync import (
     CollectiveSync,
     DiskSync,
     InProcessSync,
@@ -22,11 +23,10 @@ from verl.rollout.weight_sync import (
     checksum_of,
     receive_collective,
 )
-from verl.rollout.weight_sync.adapters import Part
-from verl.rollout.weight_sync.base import StoredWeights
-from verl.rollout.weight_sync.checksums import TensorSums, combine, fold, sums_of
-from verl.rollout.weight_sync.loading import Loading
-from verl.single_controller.worker import free_port
+from verl.weight_sync.adapters import Part
+from verl.weight_sync.base import StoredWeights
+from verl.weight_sync.checksums import TensorSums, combine, fold, sums_of
+from verl.weight_sync.loading import Loading
 
 CONFIG = LlamaConfig(
     vocab_size=24,

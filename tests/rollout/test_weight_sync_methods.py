@@ -12,7 +12,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from tests.rollout.test_weight_sync import CPU, Lists, Trained, groups, make_module, together
-from verl.rollout.weight_sync import (
+from verl.utils.disk import DiskError
+from verl.weight_sync import (
     CollectiveSync,
     DiskSync,
     IpcSync,
@@ -24,8 +25,7 @@ from verl.rollout.weight_sync import (
     receive_disk,
     receive_ipc,
 )
-from verl.rollout.weight_sync import factory as weight_sync_factory
-from verl.utils.disk import DiskError
+from verl.weight_sync import factory as weight_sync_factory
 
 
 def same_weights(source, target, dtype=None):

@@ -37,7 +37,7 @@ class Echo(Worker):
         parent = psutil.Process().parent()
         return {
             "pid": os.getpid(),
-            "server": parent.pid if "verl.utils.fork_server" in parent.cmdline() else None,
+            "server": parent.pid if "verl.processes.fork_server" in parent.cmdline() else None,
             "rank": self.rank,
             "interface": given,
             "threads": torch.get_num_threads(),

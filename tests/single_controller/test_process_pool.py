@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import verl
+from verl.processes import fork_server
+from verl.processes.fork_server import server_pids
+from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerSpec, WorkerTimeout, colocate
 from verl.single_controller.local import process_pool
 from verl.single_controller.local.process_pool import ProcessPool
 from verl.single_controller.remote_batch import RemoteTensor
-from verl.utils import fork_server
-from verl.utils.fork_server import server_pids
-from verl.utils.waiting import Durations, Limits
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 

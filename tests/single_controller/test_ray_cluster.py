@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import verl
+from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto
 from verl.single_controller import WorkerDied, WorkerError, WorkerSpec, WorkerTimeout
 from verl.single_controller.placement import ResourcePool
-from verl.utils.waiting import Durations, Limits
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402

@@ -10,11 +10,11 @@ import torch
 
 import verl
 from verl.dataflow.operator import running
+from verl.processes.limits import Limits
 from verl.protocol import DataProto
 from verl.single_controller import WorkerDied, WorkerSpec, WorkerTimeout
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.remote_batch import RemoteTensor
-from verl.utils.waiting import Limits
 
 ray = pytest.importorskip("ray")
 

@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from verl.dataflow import running
+from verl.processes.limits import Limit, Limits
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerSpec, WorkerTimeout, diagnosis
 from verl.single_controller.diagnosis import CallWatch, RankState
 from verl.single_controller.worker_group import timeout_error
-from verl.utils.waiting import Limit, Limits
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 

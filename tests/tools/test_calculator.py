@@ -7,7 +7,7 @@ import pytest
 
 from examples.tools import word_problems
 from examples.tools.calculator import calculator, compute_score
-from verl.tools.parsers import HermesToolParser
+from verl.agents.tools.parsers import HermesToolParser
 
 
 @pytest.mark.parametrize(

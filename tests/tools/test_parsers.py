@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from verl.tools.parsers import TOOL_PARSERS, FunctionCall
+from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall
 
 
 class Tokenizer:

@@ -6,15 +6,15 @@ import signal
 
 import pytest
 
-from verl.tools.host import Observation, Rewards
-from verl.tools.processes import ToolProcesses
-from verl.tools.runner import ToolFailure, ToolSettings
-from verl.utils.subprocess_pool import describe_exit
+from verl.agents.tools.host import Observation, Rewards
+from verl.agents.tools.processes import ToolProcesses
+from verl.agents.tools.runner import ToolFailure, ToolSettings
+from verl.processes.child import describe_exit
 
 TOOLS = """
 import asyncio, os, sys, time
-from verl.tools.base_tool import BaseTool
-from verl.tools.function_tool import function_tool
+from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.function_tool import function_tool
 
 def tool(func):
     schema = {"type": "function", "function": {"name": func.__name__, "parameters": {"properties": {}}}}
@@ -84,7 +84,7 @@ async def cancel_all():
 def escape(): print("\\x1b[2J\\ud800"); return "\\x1b[2J"
 @tool
 async def unreadable():
-    from verl.tools import host
+    from verl.agents.tools import host
     host.Observation.__reduce__ = lambda self: (eval, ("1/0",))
 @tool
 def big(): return "y" * 10_000_000
@@ -212,7 +212,7 @@ def test_state_stays_with_its_trajectory_and_its_loss_is_told(tools):
 
 
 def test_a_file_that_only_fails_in_the_worker_is_an_error(tmp_path):
-    fails = "\nif 'verl.tools.worker' in getattr(sys.modules['__main__'].__spec__, 'name', ''): 1 / 0"
+    fails = "\nif 'verl.agents.tools.worker' in getattr(sys.modules['__main__'].__spec__, 'name', ''): 1 / 0"
     (tmp_path / "once.py").write_text(TOOLS + fails)
     tools = ToolProcesses(ToolSettings(function_tool_path=str(tmp_path / "once.py")), size=1)
     with pytest.raises(ValueError, match=r"loaded in a worker process: function_tool_path: .*ZeroDivisionError"):

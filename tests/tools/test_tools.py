@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from verl.tools.base_tool import BaseTool
-from verl.tools.function_tool import infer_schema
-from verl.tools.host import Observation, Rewards, ToolHost, read_arguments, read_result, truncate_text
-from verl.tools.load import load_interactions, load_tools, read_yaml_list, tool_schemas
-from verl.tools.runner import ToolSettings
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.function_tool import infer_schema
+from verl.agents.tools.host import Observation, Rewards, ToolHost, read_arguments, read_result, truncate_text
+from verl.agents.tools.load import load_interactions, load_tools, read_yaml_list, tool_schemas
+from verl.agents.tools.runner import ToolSettings
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 PUBLIC_FORM = """
 from typing import Any, Optional
 from uuid import uuid4
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 class Answers(BaseTool):
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from verl.engines.checkpoint import ShardWriter
 from verl.trainer.base import StepReport
+from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.state.interruption import Stopped
 
 KL = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"]
 LORA = [
@@ -139,7 +139,7 @@ def test_a_write_that_fails_stops_the_run_and_leaves_the_checkpoints_of_before(s
 def test_a_second_sigint_discards_the_checkpoint_that_is_waited_for(
     steps, signals, kept, settings, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("verl.trainer.state.interruption.REPEAT_SECONDS", 0.1)
+    monkeypatch.setattr("verl.trainer.guards.interruption.REPEAT_SECONDS", 0.1)
     gate = Gate(monkeypatch)
     given = [*ASYNC, "trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
     trainer = LocalPPOTrainer(overrides=[*settings, *given])

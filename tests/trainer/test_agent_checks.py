@@ -19,8 +19,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
 FILES = {
     "tools.py": '''
-from verl.tools.function_tool import function_tool
-from verl.tools.interactions import BaseInteraction
+from verl.agents.tools.function_tool import function_tool
+from verl.agents.tools.interactions import BaseInteraction
 
 @function_tool
 def add(a: int, b: int) -> str:

@@ -18,13 +18,14 @@ from tests.trainer.test_dynamic_sampling import Scripted
 from tests.trainer.version_engine import VersionEngine
 from verl.dataflow import HOLD, DataFlow, Operator
 from verl.protocol import DataProto
-from verl.rollout.base import Completion, Request, register_rollout_engine
+from verl.rollout.base import register_rollout_engine
+from verl.rollout.request import Completion, Request
 from verl.single_controller.worker_group import WorkerDied
 from verl.trainer.asynchronous.generation import FilterGroups
 from verl.trainer.base import StepReport
+from verl.trainer.guards.operator_watch import OperatorTimeout
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.startup.launch import run as launch
-from verl.trainer.state.operator_watch import OperatorTimeout
 from verl.utils.rng import fork_seed
 
 STEPS = 6  # of 4 prompts: one epoch

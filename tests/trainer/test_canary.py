@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.test_rollout_role import train
 from verl.engines.torch_engine import TorchEngine
-from verl.rollout.base import Completion
-from verl.rollout.weight_sync import ModuleReceiver, ReplicaSync, SyncReport
+from verl.rollout.request import Completion
 from verl.trainer.ppo.canary import Canary, StaleWeightsError
+from verl.weight_sync import ModuleReceiver, ReplicaSync, SyncReport
 
 ROLLOUT = "actor_rollout_ref.rollout"
 GRPO = ["algorithm.name=grpo", "trainer.total_training_steps=2", f"{ROLLOUT}.check_every=1"]

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl.processes.fork_server import server_pids
 from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.utils.fork_server import server_pids
 
 FAULTS = str(Path(__file__).resolve().parent / "fault_injection.py")
 

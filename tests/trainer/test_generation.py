@@ -21,8 +21,8 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.evaluation import generate
 from verl.evaluation.shards import Responses, ResponseShards, changed, digest_of
 from verl.protocol import DataProto
-from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
+from verl.rollout.request import SamplingParams, make_requests
 from verl.trainer.main_generation import GenerationRun, main
 from verl.utils.device import resolve_device
 from verl.utils.rng import fork_seed

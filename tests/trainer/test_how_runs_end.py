@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def ranks_of(run: subprocess.Popen) -> list[psutil.Process]:
     """The processes of the ranks, in the order of their start."""
-    server = "verl.utils.fork_server"
+    server = "verl.processes.fork_server"
     children = psutil.Process(run.pid).children(recursive=True)
     found = [child for child in children if server in child.cmdline() and server in child.parent().cmdline()]
     return sorted(found, key=lambda child: child.create_time())

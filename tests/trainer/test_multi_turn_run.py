@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from verl.agents.tools.parsers import FunctionCall, ToolParser, register_tool_parser
 from verl.registry import load_object
-from verl.tools.parsers import FunctionCall, ToolParser, register_tool_parser
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ROLLOUT = "actor_rollout_ref.rollout"
 TOOLS = '''
-from verl.tools.function_tool import function_tool
+from verl.agents.tools.function_tool import function_tool
 
 @function_tool
 def count(text: str) -> tuple:

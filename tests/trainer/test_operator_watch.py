@@ -6,9 +6,9 @@ import time
 import pytest
 
 from verl.dataflow import Operator
+from verl.trainer.guards import operator_watch
+from verl.trainer.guards.operator_watch import OperatorTimeout
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.state import operator_watch
-from verl.trainer.state.operator_watch import OperatorTimeout
 
 SHORT = ["algorithm.name=grpo", "trainer.total_training_steps=4"]
 

@@ -11,8 +11,8 @@ import pytest
 from examples.quickstart.tiny_model import tiny_model
 from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError, schema
+from verl.config.public.upstream import upstream_engines
 from verl.config.supported import BUILT_IN
-from verl.config.upstream import upstream_engines
 from verl.recipe.dapo.main_dapo import DAPOTrainer
 from verl.single_controller.cluster import make_cluster
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster

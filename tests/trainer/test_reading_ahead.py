@@ -13,8 +13,8 @@ from tests.trainer.test_vision_run import letters, settings, vision  # noqa: F40
 from verl import PPOTrainer, SFTTrainer
 from verl.data import prefetch
 from verl.data.images import MediaError
-from verl.trainer.state import operator_watch
-from verl.trainer.state.operator_watch import OperatorTimeout
+from verl.trainer.guards import operator_watch
+from verl.trainer.guards.operator_watch import OperatorTimeout
 
 THREADS = "data.dataloader_num_workers"
 #: what differs between two runs

@@ -13,12 +13,12 @@ from transformers import AutoModelForSequenceClassification
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import run_settings
 from verl.config import ConfigError
-from verl.rollout.weight_sync import SyncReport
 from verl.single_controller.worker_group import Future
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.weight_sync import SyncReport
 from verl.workers.reward_model import RewardModelWorker
 from verl.workers.rollout.role import Rollout
 
@@ -89,7 +89,7 @@ def test_a_custom_agent_loop_uses_its_tool(executor, settings):
 def test_a_loop_of_one_turn_over_generate_one_gives_the_batch_of_generate(settings, tmp_path):
     loop = tmp_path / "loop.py"
     loop.write_text(
-        "from verl.rollout.agent_loop import SingleTurn, register_agent_loop\n"
+        "from verl.agents import SingleTurn, register_agent_loop\n"
         'register_agent_loop("again")(type("Again", (SingleTurn,), {}))\n'
     )
     one = [*settings, *GRPO, "trainer.resume_mode=disable"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import verl
+from verl.processes.child import helper_environment
 from verl.single_controller.ray.runtime_env import (
     check_package,
     default_excludes,
@@ -15,7 +16,6 @@ from verl.single_controller.ray.runtime_env import (
     packed_files,
     prepare_runtime_env,
 )
-from verl.utils.subprocess_pool import helper_environment
 
 
 def test_the_limit_is_that_of_ray(monkeypatch):

@@ -11,12 +11,12 @@ import torch
 
 from verl.dataflow import HOLD
 from verl.dataflow.metrics import Total
+from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
+from verl.trainer.guards.operator_watch import OperatorTimeout
 from verl.trainer.ppo.canary import StaleWeightsError
 from verl.trainer.ppo.operators import Prompts
-from verl.trainer.state.operator_watch import OperatorTimeout
-from verl.utils.waiting import Durations, Limits
 
 B = 4
 

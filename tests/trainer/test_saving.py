@@ -10,11 +10,11 @@ import pytest
 
 from tests.trainer.test_resume import metrics_of
 from verl.config.schema import TrainerConfig
+from verl.trainer.guards.early_stopping import Best, ValidationWatch
+from verl.trainer.guards.interruption import Interruption, Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.main_ppo import main
 from verl.trainer.startup.launch import run as launch
-from verl.trainer.state.interruption import Interruption, Stopped
-from verl.trainer.state.validation_watch import Best, ValidationWatch
 
 METRIC = "val-core/task/acc/mean@1"
 
@@ -121,7 +121,7 @@ def test_the_same_sigint_sent_twice_is_one_request(caplog):
 
 
 def test_a_second_sigint_stops_at_once_and_keeps_the_last_checkpoint(chosen, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("verl.trainer.state.interruption.REPEAT_SECONDS", 0.0)
+    monkeypatch.setattr("verl.trainer.guards.interruption.REPEAT_SECONDS", 0.0)
     plain = [*chosen, "trainer.save_freq=1", "trainer.total_training_steps=4"]
     trainer = signalled_in_step(LocalPPOTrainer(overrides=plain), 2, signal.SIGINT, signal.SIGINT)
     assert launch(lambda: trainer) == 130

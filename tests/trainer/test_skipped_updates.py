@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from verl.data.order import ResumableSampler
+from verl.trainer.guards.bad_steps import StepGuard
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.state.bad_steps import StepGuard
 from verl.trainer.state.checkpointing import BadStepsError
 
 LOSS = """

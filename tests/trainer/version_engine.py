@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from verl.rollout.base import Completion, Request, RolloutEngine, register_rollout_engine
+from verl.rollout.base import RolloutEngine, register_rollout_engine
+from verl.rollout.request import Completion, Request
 from verl.utils.rng import fork_seed
 
 SECONDS_PER_TOKEN = 0.004

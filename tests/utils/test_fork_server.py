@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 import verl
-from verl.utils import fork_server
-from verl.utils.fork_server import ForkServer, ForkServerError, server_for, server_pids
-from verl.utils.subprocess_pool import PythonProcess
+from verl.processes import fork_server
+from verl.processes.child import PythonProcess
+from verl.processes.fork_server import ForkServer, ForkServerError, server_for, server_pids
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 EVALUATOR = "tests.utils.evaluator"
@@ -244,7 +244,7 @@ def test_a_start_can_be_cancelled(tmp_path, monkeypatch):
 
 PARENT = f"""
 import os, signal
-from verl.utils.fork_server import server_for
+from verl.processes.fork_server import server_for
 server = server_for(os.environ)
 reader, writer = os.pipe()
 process = server.start("{EVALUATOR}", [reader, writer], os.environ)  # it reads no end of file
@@ -262,7 +262,7 @@ def test_server_and_processes_end_with_the_parent():
 
 DYING_PARENT = f"""
 import os, signal, threading
-from verl.utils.fork_server import server_for
+from verl.processes.fork_server import server_for
 server = server_for(os.environ)
 print(server.pid, flush=True)
 threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()

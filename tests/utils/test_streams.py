@@ -76,7 +76,7 @@ def test_a_stdout_that_cannot_be_written_is_reported_once_at_most(options, repor
 COMMAND = """
 import sys
 from verl.utils.log import setup_logging
-from verl.utils.streams import command_output
+from verl.processes.streams import command_output
 import logging
 
 @command_output()
@@ -116,7 +116,7 @@ def test_commands_work_without_standard_files(tmp_path):
     """Otherwise the first files that a command opens would be stdin, stdout and stderr."""
     code = (
         "import os, sys\n"
-        "from verl.utils.streams import prepare_streams\n"
+        "from verl.processes.streams import prepare_streams\n"
         "prepare_streams()\n"
         "print('é \\ud800'), print('x', file=sys.stderr)\n"
         f"file = open({str(tmp_path / 'result')!r}, 'w', encoding='utf-8')\n"
@@ -132,7 +132,7 @@ def test_commands_work_without_standard_files(tmp_path):
 def test_output_of_custom_code_is_escaped_and_never_raises(tmp_path):
     code = (
         "import sys\n"
-        "from verl.utils.streams import print_printable\n"
+        "from verl.processes.streams import print_printable\n"
         "print_printable('a\\x1b[2J\\ud800\\n')\n"
         "for stream in (None, open('/dev/full', 'w', buffering=1)):\n"
         "    sys.stdout = stream\n"

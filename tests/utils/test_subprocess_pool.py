@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.utils.subprocess_pool import describe_exit
+from verl.processes.child import describe_exit
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.utils.waiting import Durations, Elapsed, Limit, Limits
+from verl.processes.limits import Durations, Elapsed, Limit, Limits
 
 TEN = Limits(timeout=3600, start=600, factor=10, minimum=120)
 

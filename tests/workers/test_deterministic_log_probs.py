@@ -14,9 +14,10 @@ from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
-from verl.rollout.base import RolloutEnv, SamplingParams, make_requests
+from verl.rollout.base import RolloutEnv
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.factory import make_native
+from verl.rollout.request import SamplingParams, make_requests
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from verl.agents import AGENT_LOOPS, Prompt, Trajectory
 from verl.config import schema
 from verl.protocol import DataProto
-from verl.rollout.agent_loop import AGENT_LOOPS, Prompt, Trajectory
-from verl.rollout.base import ROLLOUT_ENGINES, Completion, Request, RolloutEngine, RolloutEnv, SamplingParams
+from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv
+from verl.rollout.request import Completion, Request, SamplingParams
 from verl.trainer.ppo.operators import generate
 from verl.workers.rollout.role import Rollout
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl.rollout.agent_loop import Prompt, SingleTurn, Trajectory
-from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from verl.agents import Prompt, SingleTurn, Trajectory
+from verl.rollout.base import RolloutEngine
+from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.stop_strings import StopStrings
 from verl.utils.clock import GENERATION_CLOCK
 from verl.workers.rollout import service as service_module

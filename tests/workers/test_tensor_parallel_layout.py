@@ -9,7 +9,8 @@ import torch
 from verl.config import ConfigError, load_config, schema
 from verl.config.schema.offline import GenerationConfig
 from verl.protocol import DataProto
-from verl.rollout.base import ROLLOUT_ENGINES, Completion, RolloutEngine, RolloutEnv, make_rollout_engine
+from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv, make_rollout_engine
+from verl.rollout.request import Completion
 from verl.single_controller.dispatch import Coordinates, Layout, registered_methods
 from verl.single_controller.worker import RankEnv
 from verl.workers.rollout.methods import RolloutMethods, rollout_env

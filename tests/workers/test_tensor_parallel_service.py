@@ -11,7 +11,8 @@ import torch
 
 from verl.config import schema
 from verl.protocol import DataProto
-from verl.rollout.base import ROLLOUT_ENGINES, Completion, Request, RolloutEngine, RolloutEnv
+from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv
+from verl.rollout.request import Completion, Request
 from verl.single_controller.dispatch import Layout, registered_methods
 from verl.single_controller.worker import RankEnv
 from verl.trainer.asynchronous.generation import Generation

@@ -11,7 +11,7 @@ from verl.cli.replay import replay
 from verl.cli.report import report
 from verl.cli.runs import runs
 from verl.cli.serve import serve
-from verl.utils.streams import command_output
+from verl.processes.streams import command_output
 
 
 def _print_version(asked: bool) -> None:

@@ -5,8 +5,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from verl.processes.streams import command_output
 from verl.utils.redaction import shown
-from verl.utils.streams import command_output
 
 if TYPE_CHECKING:
     from verl.planner.shapes import ModelShape

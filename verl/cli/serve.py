@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from verl.processes.streams import command_output
 from verl.utils.paths import expanded, read_text
 from verl.utils.redaction import shown
-from verl.utils.streams import command_output
 
 if TYPE_CHECKING:
     from socket import socket
 
     from verl.rollout.base import RolloutEngine
-    from verl.rollout.server.service import ServedModel
+    from verl.server.service import ServedModel
 
 #: longest sequence without --max-model-len, if the model has more positions
 _MAX_MODEL_LEN = 8192
@@ -66,10 +66,10 @@ def serve(
     model_settings = {"path": model, "trust_remote_code": trust_remote_code, "template": chat_template}
     with ExitStack() as stack:
         with _one_error():
+            from verl.agents.tools.parsers import TOOL_PARSERS
             from verl.config.inputs import is_local
             from verl.registry import import_module
-            from verl.rollout.server.http import listen
-            from verl.tools.parsers import TOOL_PARSERS
+            from verl.server.http import listen
 
             for address in imports or []:
                 import_module(address)
@@ -121,9 +121,9 @@ def _run(
     engine: "RolloutEngine", served: "ServedModel", sock: "socket", api_key: str | None, limits: tuple[int, int]
 ) -> None:
     """Serve until a signal. limits: bytes of the largest body, and seconds for running calls."""
-    from verl.rollout.server.app import make_app
-    from verl.rollout.server.engine_loop import EngineLoop
-    from verl.rollout.server.http import serve_until_signal
+    from verl.server.app import make_app
+    from verl.server.engine_loop import EngineLoop
+    from verl.server.http import serve_until_signal
 
     key, generator = api_key or secrets.token_urlsafe(24), EngineLoop(engine)
     host, port = sock.getsockname()[:2]
@@ -165,8 +165,8 @@ def load(
     from verl.config import schema
     from verl.config.inputs import check_model_path
     from verl.data.tokenization import load_tokenizer
-    from verl.rollout.base import SamplingParams
-    from verl.rollout.server.service import ServedModel
+    from verl.rollout.request import SamplingParams
+    from verl.server.service import ServedModel
     from verl.trainer.checks.model_limits import ModelLimits
     from verl.trainer.startup.inputs import stop_token_ids
 

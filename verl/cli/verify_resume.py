@@ -3,8 +3,8 @@
 import sys
 from typing import Any
 
+from verl.processes.streams import command_output
 from verl.utils.redaction import shown
-from verl.utils.streams import command_output
 
 HELP = """usage: verl verify-resume [--steps N] [--config FILE.yaml] key=value ...
 

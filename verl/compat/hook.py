@@ -93,34 +93,35 @@ def _former_recipe(fullname: str) -> importlib.machinery.ModuleSpec | None:
     return importlib.util.spec_from_loader(fullname, _Moved(target), origin=found.origin)
 
 
-class FormerRecipe(importlib.abc.MetaPathFinder):
-    """Finds the modules below `recipe`, whose packages have no files here.
+class MovedModules(importlib.abc.MetaPathFinder):
+    """Finds the modules of `MOVED` and those below `recipe`, whose packages have no files here.
 
-    The first finder, because an editable installation of an earlier release still maps `recipe` to its folder.
+    The first finder: the folder of a package that has moved would give its modules again under the old path, and an
+    editable installation of an earlier release still maps `recipe` to its folder.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in MOVED:
+            return importlib.util.spec_from_loader(fullname, _Moved(MOVED[fullname]))
         below = fullname.startswith("recipe.") and path is not None and not list(path)
         return _former_recipe(fullname) if below else None
 
 
-class MovedModules(importlib.abc.MetaPathFinder):
-    """Finds the modules of both tables, and `recipe`. The last finder, so that existing files take precedence."""
+class PublishedModules(importlib.abc.MetaPathFinder):
+    """Finds the modules of `PUBLISHED`, and `recipe`. The last finder, so that existing files take precedence."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] == "recipe":
             return _former_recipe(fullname)
-        if fullname in MOVED:
-            return importlib.util.spec_from_loader(fullname, _Moved(MOVED[fullname]))
         if fullname in PUBLISHED or fullname in _PARENTS:
             return importlib.util.spec_from_loader(fullname, _Published(), is_package=True)
         return None
 
 
 if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
-    sys.meta_path.insert(0, FormerRecipe())
-    sys.meta_path.append(MovedModules())
+    sys.meta_path.insert(0, MovedModules())
+    sys.meta_path.append(PublishedModules())

@@ -29,7 +29,7 @@ _SCHEMA = "verl.config.schema:"
 _MANAGERS = "verl.rewards.public_managers:"
 _RULES = "verl.rewards.public_scores:"
 
-_PUBLIC_LOOPS = "verl.rollout.agent_loop.public:"
+_PUBLIC_LOOPS = "verl.agents.public:"
 
 #: agent loops, under two paths
 _AGENT_LOOPS = {
@@ -39,7 +39,7 @@ _AGENT_LOOPS = {
     "DictConfigWrap": _PUBLIC_LOOPS + "DictConfigWrap",
     "TokenOutput": _PUBLIC_LOOPS + "TokenOutput",
     "register": _PUBLIC_LOOPS + "register",
-    ANY: "agent loops are in verl.rollout.agent_loop",
+    ANY: "agent loops are in verl.agents",
 }
 
 #: functions for timing, under several paths
@@ -294,7 +294,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.workers.actor.dp_actor": {ANY: _WORKERS},
     "verl.workers.actor.megatron_actor": {ANY: _MEGATRON},
     "verl.workers.engine": {ANY: _ENGINE},
-    "verl.workers.sharding_manager": {ANY: "weights are sent to the rollout engine by verl.rollout.weight_sync"},
+    "verl.workers.sharding_manager": {ANY: "weights are sent to the rollout engine by verl.weight_sync"},
     "verl.workers.sharding_manager.fsdp_ulysses": {ANY: _SEQUENCE_PARALLEL},
     "verl.workers.rollout_base": {ANY: _ROLLOUT},
     "verl.workers.utils": {ANY: "losses are in verl.algorithms, batches with padding in verl.data.sequences"},
@@ -306,17 +306,17 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.experimental.agent_loop.agent_loop": _AGENT_LOOPS,
     "verl.experimental.agent_loop.tool_agent_loop": {
         "ToolAgentLoop": "select it with rollout.agent.default_agent_loop=tool_agent; see "
-        "verl.rollout.agent_loop.MultiTurnLoop",
+        "verl.agents.MultiTurnLoop",
     },
     "verl.experimental.agent_loop.tool_parser": {
-        "ToolParser": "verl.tools.parsers:ToolParser",
-        "FunctionCall": "verl.tools.parsers:FunctionCall",
-        "HermesToolParser": "verl.tools.parsers:HermesToolParser",
+        "ToolParser": "verl.agents.tools.parsers:ToolParser",
+        "FunctionCall": "verl.agents.tools.parsers:FunctionCall",
+        "HermesToolParser": "verl.agents.tools.parsers:HermesToolParser",
     },
     "verl.experimental.reward_loop": {ANY: "reward managers are in verl.rewards.managers"},
     "verl.experimental.dataset.sampler": {ANY: "data.shuffle and data.seed define the order of the prompts"},
-    "verl.tools.tool_registry": {ANY: "tools are loaded by verl.tools.load.load_tools"},
-    "verl.tools.utils.tool_registry": {ANY: "tools are loaded by verl.tools.load.load_tools"},
-    "verl.interactions.base": {"BaseInteraction": "verl.tools.interactions:BaseInteraction"},
+    "verl.tools.tool_registry": {ANY: "tools are loaded by verl.agents.tools.load.load_tools"},
+    "verl.tools.utils.tool_registry": {ANY: "tools are loaded by verl.agents.tools.load.load_tools"},
+    "verl.interactions.base": {"BaseInteraction": "verl.agents.tools.interactions:BaseInteraction"},
     "verl.base_config": {"BaseConfig": "verl.config.fields:Section"},
 }

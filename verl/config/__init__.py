@@ -1,7 +1,7 @@
 """The configuration: one typed schema, read from YAML files and `key=value` overrides."""
 
 from verl.config.batch_summary import batch_summary
-from verl.config.checks_critic import check_critic
+from verl.config.checks.critic import check_critic
 from verl.config.errors import ConfigError, Problem
 from verl.config.fields import differences, to_flat_dict
 from verl.config.inputs import check_code, check_data, check_inputs, check_models

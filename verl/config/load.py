@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from verl.config.checks import check_combinations, notes_of
+from verl.config.checks.settings import check_combinations, notes_of
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, fields_of, to_flat_dict, unflatten
-from verl.config.hydra import read_file, select_groups
 from verl.config.presets import PRESETS
+from verl.config.public.hydra import read_file, select_groups
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
 from verl.config.sources import Layer, Overrides, Setting, read_mapping, read_overrides

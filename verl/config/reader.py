@@ -7,12 +7,12 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.aliases import NULL_IS_DEFAULT
 from verl.config.errors import Problem, format_value, nearest_key
 from verl.config.fields import ConfigField, Schema, fields_of, flatten, sections_of, unflatten
+from verl.config.public.aliases import NULL_IS_DEFAULT
+from verl.config.public.trl import key_of
+from verl.config.public.upstream import UpstreamKey, ignored_key, upstream_key
 from verl.config.sources import REMOVED, Layer, Setting, has_interpolation
-from verl.config.trl import key_of
-from verl.config.upstream import UpstreamKey, ignored_key, upstream_key
 
 Named = list[tuple[str, Setting]]
 """(key, setting) pairs in which a key may occur twice, under two of its names."""

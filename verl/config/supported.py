@@ -12,7 +12,7 @@ from typing import Any
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, flatten
 from verl.config.no_effect import matches, settings_without_effect
-from verl.config.upstream import upstream_engines
+from verl.config.public.upstream import upstream_engines
 from verl.registry import did_you_mean
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {

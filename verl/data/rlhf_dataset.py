@@ -13,9 +13,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
+from verl.agents.tools.load import tool_schemas
 from verl.columns import strict_check_enabled
 from verl.config import schema
-from verl.config.upstream import upstream_defaults
+from verl.config.public.upstream import upstream_defaults
 from verl.data.bad_rows import RepeatedRows, check_values, usable_rows
 from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
 from verl.data.dataset import (
@@ -41,7 +42,6 @@ from verl.data.tokenization import (
     truncate,
 )
 from verl.registry import load_object
-from verl.tools.load import tool_schemas
 
 logger = logging.getLogger("verl.data")
 

@@ -24,14 +24,15 @@ from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write
 from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rollout.base import ROLLOUT_ENGINES, stop_strings
+from verl.rollout.base import ROLLOUT_ENGINES
+from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.guards.interruption import Stopped
 from verl.trainer.ppo.operators import Roles, repeat
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.trainer.startup.inputs import stop_token_ids
 from verl.trainer.startup.torchrun import check_launcher, launcher_settings
-from verl.trainer.state.interruption import Stopped
 from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from verl.utils.streams import command_output
+from verl.processes.streams import command_output
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -28,8 +28,8 @@ from verl.planner.placement import role_seconds
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Role
 from verl.protocol import DataProto
-from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native.engine import NativeRollout
+from verl.rollout.request import Request, SamplingParams
 
 #: of the model and the batch that are measured
 CPU_PROBE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from verl.processes.streams import print_printable
 from verl.protocol import DataProto
 from verl.registry import Registry, did_you_mean
 from verl.rewards.functions import ScoreFunction
@@ -30,7 +31,6 @@ from verl.rewards.outcome import BadOutcome, QuarantineError, RewardError, Sampl
 from verl.rewards.responses import prompt_texts, read_responses
 from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
-from verl.utils.streams import print_printable
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import torch
 
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
-from verl.rollout.weight_sync.adapters import pairs_of
-from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver
+from verl.weight_sync.adapters import pairs_of
+from verl.weight_sync.base import AdapterConfig, AdapterReceiver
 
 log = logging.getLogger(__name__)
 

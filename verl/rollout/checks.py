@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import index as as_int
 from typing import Any
 
-from verl.rollout.base import Request
+from verl.rollout.request import Request
 
 
 def check_request(

@@ -14,8 +14,8 @@ from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
 from verl.rollout.routed_experts import layers_with_experts
 from verl.rollout.vision_models import check_images
-from verl.rollout.weight_sync import WeightReceiver
-from verl.rollout.weight_sync.base import require_weights
+from verl.weight_sync import WeightReceiver
+from verl.weight_sync.base import require_weights
 
 
 @dataclass(frozen=True)

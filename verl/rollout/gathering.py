@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl.rollout.base import Completion, Request
+    from verl.rollout.request import Completion, Request
 
 
 @dataclass(eq=False)

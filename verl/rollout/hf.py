@@ -18,23 +18,15 @@ from verl.config import schema
 from verl.modeling.moe import routing_of
 from verl.modeling.positions import batch_positions, position_axes
 from verl.modeling.vision import Media, TextTokens, attention_of, is_vision_config
-from verl.rollout.base import (
-    Completion,
-    Request,
-    RolloutEngine,
-    RolloutEnv,
-    RolloutStats,
-    SamplingParams,
-    SharesWeights,
-    batches_of,
-)
+from verl.rollout.base import RolloutEngine, RolloutEnv, RolloutStats, SharesWeights
 from verl.rollout.checks import check_request
 from verl.rollout.loading import empty_module, load_module
+from verl.rollout.request import Completion, Request, SamplingParams, batches_of
 from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS, check_finite, choose, uniform
 from verl.rollout.stop_strings import StopStrings
-from verl.rollout.weight_sync import ModuleReceiver
 from verl.utils.device import resolve_dtype
+from verl.weight_sync import ModuleReceiver
 
 #: the cause of the limit of positions, in error messages
 _POSITIONS = "the model's max_position_embeddings"

@@ -10,7 +10,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from verl.rollout.base import SamplingParams
+from verl.rollout.request import SamplingParams
 
 #: the sampling keys that this module applies, for the engines that sample with it
 SAMPLING_KEYS = frozenset({"temperature", "top_k", "top_p", "min_p", "ignore_eos"})

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from verl.config import schema
+from verl.processes.limits import Limits
 from verl.registry import load_object
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import WorkerGroup
-from verl.utils.waiting import Limits
 
 RunConfig = schema.Config | schema.SFTConfig
 Pools = Mapping[str, Sequence[tuple[str, ResourcePool]]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from verl.utils.waiting import HEARTBEAT_SECONDS, Durations, Elapsed, Limit, Limits
+from verl.processes.limits import HEARTBEAT_SECONDS, Durations, Elapsed, Limit, Limits
 
 logger = logging.getLogger("verl.single_controller")
 

@@ -20,16 +20,16 @@ from verl.single_controller import WorkerGroup
 from verl.single_controller.cluster import StartedRoles
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
+from verl.trainer.guards.bad_steps import StepGuard, roll_back
+from verl.trainer.guards.early_stopping import NoMetricError, ValidationWatch
+from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
+from verl.trainer.guards.operator_watch import OperatorWatch
+from verl.trainer.guards.quarantine import apply_quarantine, quarantine
+from verl.trainer.guards.restarts import Restarts
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
 from verl.trainer.output.step_report import StepReport
-from verl.trainer.state.bad_steps import StepGuard, roll_back
 from verl.trainer.state.checkpointing import Checkpointer
-from verl.trainer.state.interruption import Interruption, Stopped, UnfinishedStep
-from verl.trainer.state.operator_watch import OperatorWatch
-from verl.trainer.state.quarantine import apply_quarantine, quarantine
-from verl.trainer.state.restarts import Restarts
-from verl.trainer.state.validation_watch import NoMetricError, ValidationWatch
 from verl.utils.device import frozen_heap, process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import rng_state, seed_everything, set_rng_state

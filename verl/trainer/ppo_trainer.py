@@ -13,7 +13,7 @@ from verl.config.sources import Overrides
 from verl.data.processor import media_tokens
 from verl.dataflow import CONTROLLER, DataFlow, Pipeline
 from verl.protocol import DataProto
-from verl.rollout.base import MEDIA_COLUMNS
+from verl.rollout.request import MEDIA_COLUMNS
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.single_controller.placement import ResourcePool

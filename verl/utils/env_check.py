@@ -1,7 +1,7 @@
 """Public path of `verl.env_check`: `python -m verl.utils.env_check`."""
 
 from verl.env_check.check import check_env, possible_modes
-from verl.utils.streams import command_output
+from verl.processes.streams import command_output
 
 __all__ = ["check_env", "possible_modes"]
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from verl.processes.streams import OutputError, drop_pending, stop_writing, write_any_text
 from verl.utils.redaction import shown
-from verl.utils.streams import OutputError, drop_pending, stop_writing, write_any_text
 
 #: the logger of the lines about steps. It has a separate level, so that a run with log level WARNING prints its steps
 steps = logging.getLogger("verl.steps")

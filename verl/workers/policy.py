@@ -13,12 +13,12 @@ from verl.config import schema
 from verl.engines.base import REPLAYS, MicroBatching, Objective, TrainEngine
 from verl.protocol import DataProto
 from verl.rollout.stop_strings import StopStrings
-from verl.rollout.weight_sync import CollectiveSync, DiskSync, SyncReport, TransferGroup, WeightSync
-from verl.rollout.weight_sync.adapters import sends_adapters
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils import chaos
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
+from verl.weight_sync import CollectiveSync, DiskSync, SyncReport, TransferGroup, WeightSync
+from verl.weight_sync.adapters import sends_adapters
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout, RolloutSource, bucket_bytes

@@ -25,9 +25,9 @@ from verl.config import schema
 from verl.engines.base import MicroBatching, TrainEngine, make_engine
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync import ReshardSync
-from verl.rollout.weight_sync.grouping import HybridGroups
-from verl.rollout.weight_sync.reshard import Peers
+from verl.weight_sync import ReshardSync
+from verl.weight_sync.reshard.grouping import HybridGroups
+from verl.weight_sync.reshard.sync import Peers
 from verl.workers.rollout.role import RolloutSource
 
 #: clips every gradient

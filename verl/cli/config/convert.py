@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from verl.cli.config.explain import SCHEMAS
-from verl.config.convert import Conversion, convert, read_source
 from verl.config.fields import unflatten
 from verl.config.presets import PRESETS
+from verl.config.public.convert import Conversion, convert, read_source
 from verl.config.schema import Config
 from verl.registry import did_you_mean
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
@@ -21,7 +21,7 @@ def main(path: Path, source: str, of: str, gpus: int, overrides: bool) -> int:
 
     Args:
         path: the file.
-        source: `auto` or one of `verl.config.convert.KINDS`.
+        source: `auto` or one of `verl.config.public.convert.KINDS`.
         of: the program of a verl configuration, a name of `SCHEMAS`.
         gpus: GPUs of a TRL run.
         overrides: print `key=value` lines instead of YAML.

@@ -9,11 +9,11 @@ import sys
 from verl.config import Config, reference_table
 from verl.config.errors import nearest_key
 from verl.config.fields import Schema, fields_of
+from verl.config.public.trl import key_of
+from verl.config.public.upstream import upstream_key
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.schema.sft import SFTConfig
-from verl.config.trl import key_of
-from verl.config.upstream import upstream_key
-from verl.utils.streams import command_output
+from verl.processes.streams import command_output
 
 SCHEMAS: dict[str, type[Schema]] = {
     "ppo": Config,

@@ -4,8 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from verl.config.aliases import EVAL, OFFLINE
 from verl.config.fields import FilePath, FilePaths, Precision, Schema, Section, StrList, field, section
+from verl.config.public.aliases import EVAL, OFFLINE
 from verl.config.schema.data import MediaSection, PromptFormat
 from verl.config.schema.model import ModelConfig
 from verl.config.schema.reward import REWARD_FUNCTION, CustomRewardFunctionConfig

@@ -7,9 +7,9 @@ Keys and defaults are those of the scripts of verl users. Defaults that differ w
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from verl.config.aliases import RL
 from verl.config.fields import Schema, Section, StrList, field, fields_of, section
 from verl.config.naming import default_names
+from verl.config.public.aliases import RL
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.algorithm import AlgorithmConfig
 from verl.config.schema.data import DataConfig

@@ -1,6 +1,6 @@
 """The `rollout` section: how responses are sampled, and the engine that generates them.
 
-A sampling key is declared in `SamplingConfig`, which makes it a field of `verl.rollout.base.SamplingParams`, and is
+A sampling key is declared in `SamplingConfig`, which makes it a field of `verl.rollout.request.SamplingParams`, and is
 applied in `verl.rollout.sampling` by the engines `native` and `hf`.
 """
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from verl.config.aliases import SFT
 from verl.config.fields import FilePaths, Precision, Schema, StrList, field, section
 from verl.config.naming import default_names
+from verl.config.public.aliases import SFT
 from verl.config.schema.data import BAD_ROWS, NUM_WORKERS, DatasetClassConfig, MediaSection, PromptFormat
 from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.model import CheckpointConfig, CheckpointContents, EngineConfig, ModelConfig, OptimConfig

@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from verl.checkpoints.boxes import Boxes, BoxSavePlanner
 from verl.config import schema
-from verl.config.checks_megatron import OPTIMIZER_PLACEMENT
+from verl.config.checks.megatron import OPTIMIZER_PLACEMENT
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.checkpoint import LARGEST_WEIGHT, CheckpointWriter, load_extra, save_description
 from verl.engines.loading import ModelSpec, empty_module

@@ -6,7 +6,7 @@
     for position, outcome in pool.map(calls, limits): ...        # in the order in which the calls finish
 
 `verl.rewards.sandbox.worker` is the program of the worker processes. A worker is a fresh interpreter (see
-`verl.utils.subprocess_pool`), so it finds a function by its address, and the return value must be picklable.
+`verl.processes.child`), so it finds a function by its address, and the return value must be picklable.
 """
 
 import atexit
@@ -31,14 +31,14 @@ from typing import Any
 
 import psutil
 
-from verl.utils.streams import print_printable
-from verl.utils.subprocess_pool import (
+from verl.processes.child import (
     PythonProcess,
     describe_exit,
     helper_environment,
     process_status,
     resident_memory,
 )
+from verl.processes.streams import print_printable
 
 logger = logging.getLogger(__name__)
 

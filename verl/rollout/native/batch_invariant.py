@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 
 from verl.modeling.batch_invariant.attention import Attend, Scores, attend_cached, attend_rows
-from verl.rollout.base import SamplingParams
 from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.kv_cache import BatchInvariantCache
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS
+from verl.rollout.request import SamplingParams
 from verl.rollout.sampling import choose
 
 

@@ -6,12 +6,12 @@ import triton.language as tl
 
 from verl.modeling.batch_invariant import triton_kernels as batch_invariant_kernels
 from verl.modeling.batch_invariant.attention import Scores, attend_rows
-from verl.rollout.base import SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.batch_invariant import ModelForward, prefill_batches, prompt_states
 from verl.rollout.native.cuda_decoder import CudaDecoder, StaticBuffers, upload
 from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
+from verl.rollout.request import SamplingParams
 
 
 @triton.jit

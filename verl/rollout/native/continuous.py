@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl.rollout.base import Completion, Request, RolloutStats, SamplingParams, is_named
+from verl.rollout.base import RolloutStats
 from verl.rollout.gathering import fail
 from verl.rollout.native.requests import Row, admission_order
+from verl.rollout.request import Completion, Request, SamplingParams, matches_ids
 from verl.rollout.stop_strings import SEARCH_INTERVAL
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class ContinuousBatch:
 
     def _abort(self, request_ids: Sequence[str] | None) -> None:
         requests = [*self.queue, *self.running.values()]
-        self._drop([pending for pending in requests if is_named(pending.request, request_ids)])
+        self._drop([pending for pending in requests if matches_ids(pending.request, request_ids)])
 
     def _forget_dead_task(self) -> None:
         """Reset if the task cannot continue: its event loop was closed, or it was cancelled before its first step."""

@@ -13,13 +13,13 @@ from functools import cache
 import torch
 import triton
 
-from verl.rollout.base import SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.decoder import Decoder, Layer, Projection, RopeTable
 from verl.rollout.native.experts import Experts
 from verl.rollout.native.torch_decoder import Layers
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.native.vision import PromptImages
+from verl.rollout.request import SamplingParams
 from verl.rollout.sampling import choose
 from verl.rollout.tensor_parallel import on_every_rank
 

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from verl.modeling.moe import routing_of
-from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, SamplingParams, batches_of
+from verl.rollout.base import RolloutEngine, RolloutStats
 from verl.rollout.native.batch_invariant import BatchInvariantDecoder, ModelForward
 from verl.rollout.native.continuous import ContinuousBatch
 from verl.rollout.native.decoder import Decoder, Projection
@@ -26,10 +26,11 @@ from verl.rollout.native.model import check_supported, read_decoder
 from verl.rollout.native.requests import Row, admission_order
 from verl.rollout.native.scheduler import SlotScheduler
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
+from verl.rollout.request import Completion, Request, SamplingParams, batches_of
 from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
-from verl.rollout.weight_sync import ModuleReceiver
+from verl.weight_sync import ModuleReceiver
 
 if TYPE_CHECKING:
     from verl.rollout.native.cuda_decoder import CudaDecoder, Size, StaticBuffers

@@ -15,7 +15,7 @@ from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import family_of
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync import ModuleReceiver
+from verl.weight_sync import ModuleReceiver
 
 
 def make_native(

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from verl.rollout.base import Completion, SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.cuda_decoder import CHUNK, CudaDecoder, bucket_of, upload
 from verl.rollout.native.requests import Row
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.native.vision import PromptImages
+from verl.rollout.request import Completion, SamplingParams
 from verl.rollout.sampling import check_finite, uniform
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl.rollout.base import Request
 from verl.rollout.checks import check_request
 from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.vision import PromptImages
+from verl.rollout.request import Request
 from verl.rollout.stop_strings import StopStrings
 
 

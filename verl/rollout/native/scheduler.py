@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from verl.rollout.base import Completion, SamplingParams
 from verl.rollout.native.requests import Row
 from verl.rollout.native.torch_decoder import TorchDecoder
+from verl.rollout.request import Completion, SamplingParams
 from verl.rollout.sampling import check_finite, uniform
 from verl.rollout.stop_strings import SEARCH_INTERVAL
 

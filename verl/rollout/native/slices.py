@@ -13,9 +13,9 @@ from torch import nn
 
 from verl.modeling.vision import is_vision_config
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync import ModuleReceiver
-from verl.rollout.weight_sync.plan import Stored
 from verl.utils.shards import Chunk, matrix_shape, whole
+from verl.weight_sync import ModuleReceiver
+from verl.weight_sync.reshard.plan import Stored
 
 KEY = "rollout.tensor_model_parallel_size"
 #: settings of a model's config that the number of ranks must divide, or be a multiple of in the case of _HEADS

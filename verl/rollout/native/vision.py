@@ -14,8 +14,8 @@ from torch import nn
 
 from verl.modeling.positions import multimodal_positions
 from verl.modeling.vision import BIDIRECTIONAL, INDEX, Media, VisionForward, insert_features, is_vision_config
-from verl.rollout.base import Request
 from verl.rollout.native.decoder import RopeTable
+from verl.rollout.request import Request
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sglang.loader import is_stored, sums_of_bits
 from verl.rollout.sglang.service import Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangReceiver
-from verl.rollout.weight_sync.base import AdapterConfig
+from verl.weight_sync.base import AdapterConfig
 
 NAME = "policy"
 #: layers that SGLang joins to one. It requires the adapters of all of them: those that are missing are sent as zeros

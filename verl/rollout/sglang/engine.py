@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, is_named
+from verl.rollout.base import RolloutEngine, RolloutStats
 from verl.rollout.checks import check_request
+from verl.rollout.request import Completion, Request, matches_ids
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.sglang.filters import filter_params, processor
 from verl.rollout.sglang.images import MediaReader
@@ -131,7 +132,7 @@ class SglangRollout(RolloutEngine):
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`."""
-        self.service.abort(lambda request: is_named(request, request_ids))
+        self.service.abort(lambda request: matches_ids(request, request_ids))
 
     def follow(self) -> None:
         """See `RolloutEngine.follow`."""

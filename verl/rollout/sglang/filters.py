@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl.rollout.base import FILTERS, SamplingParams
+from verl.rollout.request import FILTERS, SamplingParams
 from verl.rollout.sampling import filter_logits
 
 _KEYS = ("temperature", *FILTERS)

@@ -17,7 +17,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from verl.modeling.positions import multimodal_positions, placeholder_runs
-from verl.rollout.base import Request
+from verl.rollout.request import Request
 
 #: values of a patch of 14 x 14 pixels of two frames. SGLang's Qwen2.5-VL takes tensors of another width for features
 _QWEN2_5_PATCH = 1176

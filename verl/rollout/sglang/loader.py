@@ -21,7 +21,7 @@ from torch import nn
 from verl.rollout.expert_names import ExpertNames
 from verl.rollout.sglang.adapter_loader import load_adapter
 from verl.rollout.sglang.images import forget_features
-from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
+from verl.weight_sync.checksums import sum_of_bits, wrap
 
 #: name of the instruction in a bucket: JSON as (n,) uint8
 INSTRUCTION = "verl.instruction"

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl.rollout.base import Completion, FinishReason, Request
 from verl.rollout.checks import check_finite
+from verl.rollout.request import Completion, FinishReason, Request
 from verl.rollout.routed_experts import cut, extended
 from verl.rollout.sglang.capabilities import Capabilities
 

@@ -14,8 +14,8 @@ from verl.rollout.engine_copy import EngineReceiver
 from verl.rollout.sglang.images import published_names
 from verl.rollout.sglang.loader import INSTRUCTION, Stored, find_stale, instruction, read_outcomes, sums_of_bits
 from verl.rollout.sglang.service import Service
-from verl.rollout.weight_sync.base import check_parameters
-from verl.rollout.weight_sync.buckets import BUCKET_BYTES, pack
+from verl.weight_sync.base import check_parameters
+from verl.weight_sync.buckets import BUCKET_BYTES, pack
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from verl.rollout.adapters import AdaptedLayers, AppliedAdapters, checked_pairs
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.weights import ParameterNames, VllmReceiver, load_weights, sum_over_group
-from verl.rollout.weight_sync.base import AdapterConfig, check_parameters
-from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
+from verl.weight_sync.base import AdapterConfig, check_parameters
+from verl.weight_sync.checksums import sum_of_bits, wrap
 
 if TYPE_CHECKING:
     from verl.rollout.vllm.engine import VllmRollout

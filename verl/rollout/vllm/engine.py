@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from verl.rollout.adapters import AdaptedLayers
-from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, is_named
+from verl.rollout.base import RolloutEngine, RolloutStats
 from verl.rollout.checks import check_request, unexpanded_prompt
+from verl.rollout.request import Completion, Request, matches_ids
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
 from verl.rollout.vllm.capabilities import Capabilities
@@ -131,7 +132,7 @@ class VllmRollout(RolloutEngine):
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`. Requests of a running `generate` end without tokens unless they have stop
         strings."""
-        self.stepper.abort(lambda request: is_named(request, request_ids))
+        self.stepper.abort(lambda request: matches_ids(request, request_ids))
 
     def leading(self) -> AbstractContextManager[None]:
         """See `RolloutEngine.leading`."""

@@ -18,9 +18,9 @@ from torch import nn
 
 from verl.rollout.vllm.experts import expert_layers, packed_layers
 from verl.rollout.vllm.weights import ParameterNames, VllmReceiver, check_layers
-from verl.rollout.weight_sync.base import SlicedWeights, describe_error
-from verl.rollout.weight_sync.plan import Stored
 from verl.utils.shards import Box, Chunk, matrix_shape
+from verl.weight_sync.base import SlicedWeights, describe_error
+from verl.weight_sync.reshard.plan import Stored
 
 #: dtype -> integers of its size
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

@@ -11,8 +11,8 @@ from torch import nn
 from verl.rollout.engine_copy import EngineReceiver
 from verl.rollout.expert_names import ExpertNames
 from verl.rollout.vllm.experts import expert_layers, unpacked
-from verl.rollout.weight_sync.base import check_parameters
-from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
+from verl.weight_sync.base import check_parameters
+from verl.weight_sync.checksums import sum_of_bits, wrap
 
 if TYPE_CHECKING:
     from verl.rollout.vllm.engine import VllmRollout

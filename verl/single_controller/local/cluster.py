@@ -6,13 +6,13 @@ from collections.abc import Mapping
 import torch
 
 from verl.config import schema
+from verl.processes.limits import Limits
 from verl.single_controller.cluster import Pools, RunConfig, start_pools, wait_limits
 from verl.single_controller.local.group import colocate
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
 from verl.utils.device import resolve_device
-from verl.utils.waiting import Limits
 
 
 def local_cluster(config: RunConfig) -> "InProcessCluster | ProcessCluster":

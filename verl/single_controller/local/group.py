@@ -4,11 +4,11 @@ import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from verl.processes.limits import Limits
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.process_pool import ProcessPool
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import CALL_TIMEOUT, Future, WorkerGroup
-from verl.utils.waiting import Limits
 
 
 class InProcessPool:

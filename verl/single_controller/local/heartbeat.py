@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 
-from verl.utils.waiting import HEARTBEAT_SECONDS
+from verl.processes.limits import HEARTBEAT_SECONDS
 
 _TIME = struct.Struct("d")
 

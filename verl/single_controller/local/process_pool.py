@@ -28,6 +28,9 @@ from dataclasses import dataclass, field
 import torch
 
 from verl.dataflow.operator import running_operator
+from verl.processes.child import ChildProcess, PythonProcess, process_status
+from verl.processes.fork_server import ForkServerError, server_for
+from verl.processes.limits import Durations, Limit, Limits
 from verl.single_controller.diagnosis import CallWatch, RankState, limit_of_call, no_reply
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel, load_result
@@ -45,9 +48,6 @@ from verl.single_controller.worker_group import (
     timeout_error,
 )
 from verl.utils import output
-from verl.utils.fork_server import ForkServerError, server_for
-from verl.utils.subprocess_pool import ChildProcess, PythonProcess, process_status
-from verl.utils.waiting import Durations, Limit, Limits
 
 logger = logging.getLogger(__name__)
 

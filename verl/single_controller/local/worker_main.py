@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from verl.processes.child import dump_stacks_on_request
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import result_parcel, unpack_call
 from verl.single_controller.local.heartbeat import start_heartbeat
@@ -21,7 +22,6 @@ from verl.single_controller.local.transport import Kind, Message, Parcel, receiv
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
-from verl.utils.subprocess_pool import dump_stacks_on_request
 
 
 def start_parent_watchdog(lifeline: int) -> subprocess.Popen:

@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.dataflow.operator import running_operator
+from verl.processes.limits import Durations, Limit, Limits
 from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState, limit_of_call, no_reply
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
@@ -42,7 +43,6 @@ from verl.single_controller.worker_group import (
     first_error,
     timeout_error,
 )
-from verl.utils.waiting import Durations, Limit, Limits
 
 _SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is the cause
 _SHUTDOWN_SECONDS = 5.0  # for an actor to end by itself, or to report its progress

@@ -14,6 +14,7 @@ import ray
 from ray._private import ray_constants
 
 from verl.config import schema
+from verl.processes.limits import Limits
 from verl.single_controller.cluster import Pools, RunConfig, start_pools, wait_limits
 from verl.single_controller.placement import ResourcePool, smaller_sizes
 from verl.single_controller.ray.group import colocate
@@ -22,7 +23,6 @@ from verl.single_controller.ray.runtime_env import prepare_runtime_env
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
 from verl.utils.rendezvous import is_loopback
-from verl.utils.waiting import Limits
 
 logger = logging.getLogger("verl.single_controller")
 

@@ -10,13 +10,13 @@
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from verl.processes.limits import Limits
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray.actor_pool import RayPool
 from verl.single_controller.ray.placement import START_TIMEOUT
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, Future, WorkerGroup
-from verl.utils.waiting import Limits
 
 
 class RayWorkerGroup(WorkerGroup):

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.utils.subprocess_pool import process_status
+from verl.processes.child import process_status
 
 _ASK_SECONDS = 5.0  # between two heartbeats that are asked for
 _STATUS_SECONDS = 15.0  # for a node to start a process that reads the state of another

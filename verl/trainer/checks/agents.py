@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from verl.agents import AGENT_LOOPS, SINGLE_TURN, MultiTurnLoop
+from verl.agents.chat import ChatContinuation, shows_tools
+from verl.agents.public import read_loops
+from verl.agents.tools.load import interaction_classes, tool_schemas
 from verl.config import Problem, schema
-from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, MultiTurnLoop
-from verl.rollout.agent_loop.chat import ChatContinuation, shows_tools
-from verl.rollout.agent_loop.public import read_loops
-from verl.rollout.server.agents import load_agent
-from verl.tools.load import interaction_classes, tool_schemas
+from verl.server.agents import load_agent
 
 logger = logging.getLogger("verl.trainer")
 

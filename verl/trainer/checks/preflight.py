@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from verl.agents.tools.parsers import TOOL_PARSERS
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.checkpoints.atomic import check_folder
 from verl.config import (
@@ -31,7 +32,7 @@ from verl.config import (
     schema,
     unsupported,
 )
-from verl.config.checks import check_combinations
+from verl.config.checks.settings import check_combinations
 from verl.config.fields import Schema
 from verl.config.inputs import check_code_file
 from verl.config.no_effect import settings_without_effect
@@ -46,10 +47,9 @@ from verl.engines.base import ENGINES, check_device
 from verl.engines.loading import check_kernels
 from verl.registry import did_you_mean, import_module, location_of
 from verl.rollout.base import ROLLOUT_ENGINES
-from verl.rollout.server.agents import TRIAL_FACTS
+from verl.server.agents import TRIAL_FACTS
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.single_controller.local.cluster import ProcessCluster
-from verl.tools.parsers import TOOL_PARSERS
 from verl.tracking.run_record import collected
 from verl.tracking.tracking import check_trackers
 from verl.trainer.checks import planning

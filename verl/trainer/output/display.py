@@ -20,8 +20,8 @@ from verl.protocol import DataProto
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.tracking.summary import Series, summary_lines
+from verl.trainer.guards.interruption import Stopped
 from verl.trainer.output.divergence import DivergenceWatch
-from verl.trainer.state.interruption import Stopped
 from verl.utils import log
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from verl.data.mixture import datasets_of
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
-from verl.rollout.base import SamplingParams
+from verl.rollout.request import SamplingParams
 from verl.tracking.formatting import one_line
 from verl.tracking.thumbnails import thumbnails_by_object
 

@@ -18,7 +18,7 @@ import torch
 
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
-from verl.rollout.base import Completion
+from verl.rollout.request import Completion
 from verl.single_controller.worker_group import WorkerGroup
 
 #: tokens of the prompt and of the response

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from verl.agents import SINGLE_TURN
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import bind_arguments
 from verl.algorithms.kl import FixedKLController, apply_kl_penalty
@@ -19,8 +20,7 @@ from verl.dataflow.operator import Stateful
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
-from verl.rollout.agent_loop import SINGLE_TURN
-from verl.rollout.base import MEDIA_COLUMNS
+from verl.rollout.request import MEDIA_COLUMNS
 from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.output.metrics import response_lengths
 from verl.utils.balance import balanced_partition

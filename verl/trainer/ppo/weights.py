@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from verl.rollout.weight_sync import SyncReport
 from verl.single_controller.worker_group import Future, WorkerGroup
 from verl.tracking.summary import push_words
 from verl.trainer.ppo.canary import Canary
 from verl.utils import chaos
+from verl.weight_sync import SyncReport
 
 logger = logging.getLogger("verl.trainer")
 

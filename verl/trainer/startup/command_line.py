@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from verl.env_check.packages import CORE
+from verl.processes.streams import command_output
+from verl.trainer.guards.interruption import Stopped, sigterm_raises
 from verl.trainer.startup.torchrun import run_under_launcher
-from verl.trainer.state.interruption import Stopped, sigterm_raises
 from verl.utils.redaction import remember_arguments, shown
-from verl.utils.streams import command_output
 
 if TYPE_CHECKING:
     from verl.config.fields import Schema
@@ -79,8 +79,8 @@ def _next_of(name: str, rest: Iterator[str]) -> str:
 def _hydra_config(options: dict[str, str]) -> tuple[str | None, list[str]]:
     """The file that Hydra's options name, and overrides; None for a configuration of public verl, whose values are the
     defaults of the schema, or an override that selects its keys."""
-    from verl.config.hydra import CONFIGURATION, find_config
-    from verl.config.upstream import upstream_selections
+    from verl.config.public.hydra import CONFIGURATION, find_config
+    from verl.config.public.upstream import upstream_selections
 
     directories = [options[name] for name in ("--config-path", "--config-dir") if name in options]
     name = options.get("--config-name", "").removesuffix(".yaml")

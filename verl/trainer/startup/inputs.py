@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from verl.agents.loop import NO_FACTS
 from verl.config import schema
 from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
@@ -26,17 +27,16 @@ from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenization import load_tokenizer
 from verl.modeling.huggingface import model_source
+from verl.processes.child import set_helper_environment
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardError, RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import ScoreFunction, check_registered
 from verl.rewards.sandbox.pool import WorkerError
-from verl.rollout.agent_loop.base import NO_FACTS
 from verl.trainer.checks.model_limits import ModelLimits
 from verl.trainer.startup.launch import Recipe
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.data_names import with_split
-from verl.utils.subprocess_pool import set_helper_environment
 
 logger = logging.getLogger("verl.trainer")
 

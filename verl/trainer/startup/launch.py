@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from verl.config import Config, ConfigError, Problem
 from verl.config.fields import Schema
 from verl.single_controller.worker_group import WorkerError
+from verl.trainer.guards.early_stopping import NoMetricError
+from verl.trainer.guards.interruption import Stopped, sigterm_raises
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
-from verl.trainer.state.interruption import Stopped, sigterm_raises
-from verl.trainer.state.validation_watch import NoMetricError
 from verl.utils.disk import DiskError
 from verl.utils.log import setup_logging
 from verl.utils.redaction import redact_text, shown

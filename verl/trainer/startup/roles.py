@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.config import schema
 from verl.engines.loading import adapter_config
-from verl.rollout.base import stop_strings
+from verl.rollout.request import stop_strings
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, device_words, idle_devices, place_roles
 from verl.trainer.ppo.flow import needs_critic, needs_reference

@@ -31,16 +31,16 @@ from verl.data.processor import copy_processor_files
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.dataflow import Pipeline, running
+from verl.processes.limits import Durations
 from verl.single_controller import WorkerGroup
 from verl.single_controller.cluster import wait_limits
+from verl.trainer.guards.early_stopping import ValidationWatch
+from verl.trainer.guards.interruption import Stopped
+from verl.trainer.guards.operator_watch import OperatorTimeout
 from verl.trainer.state.identity import Identity
-from verl.trainer.state.interruption import Stopped
-from verl.trainer.state.operator_watch import OperatorTimeout
 from verl.trainer.state.saved_state import load_state, save_state
-from verl.trainer.state.validation_watch import ValidationWatch
 from verl.utils.redaction import redacted
 from verl.utils.rng import rng_state, set_rng_state
-from verl.utils.waiting import Durations
 
 logger = logging.getLogger("verl.trainer")
 

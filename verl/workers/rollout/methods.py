@@ -8,11 +8,12 @@ import torch
 from verl.config import schema
 from verl.protocol import DataProto
 from verl.rollout.adapters import AdaptedLayers
-from verl.rollout.base import Completion, RolloutEnv
-from verl.rollout.weight_sync.base import AdapterConfig
-from verl.rollout.weight_sync.grouping import HybridGroups
+from verl.rollout.base import RolloutEnv
+from verl.rollout.request import Completion
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
+from verl.weight_sync.base import AdapterConfig
+from verl.weight_sync.reshard.grouping import HybridGroups
 
 if TYPE_CHECKING:
     from verl.workers.rollout.role import Rollout

@@ -9,26 +9,18 @@ from typing import Any
 
 import torch
 
+from verl.agents import SINGLE_TURN, AgentLoop, GenerateFn, Prompt, Trajectory, make_agent_loop
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import TrainEngine
 from verl.protocol import DataProto
-from verl.rollout.agent_loop import SINGLE_TURN, AgentLoop, GenerateFn, Prompt, Trajectory, make_agent_loop
-from verl.rollout.base import (
-    FILTERS,
-    Completion,
-    Request,
-    RolloutEnv,
-    SamplingParams,
-    check_completions,
-    make_rollout_engine,
-    media_of,
-)
+from verl.rollout.base import RolloutEnv, make_rollout_engine
+from verl.rollout.request import FILTERS, Completion, Request, SamplingParams, check_completions, media_of
 from verl.rollout.routed_experts import routed_experts_column
 from verl.rollout.stop_strings import StopStrings
-from verl.rollout.weight_sync import SyncReport, WeightSync, local_sync
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.utils.rng import fork_seed
+from verl.weight_sync import SyncReport, WeightSync, local_sync
 from verl.workers.rollout.service import FollowingService, GenerationService
 
 #: columns that make up a prompt; the others are passed to the agent loop

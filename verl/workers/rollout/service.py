@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 
-from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
-from verl.rollout.base import Completion, Request, RolloutEngine
+from verl.agents.loop import GenerateFn, Prompt, Trajectory
+from verl.rollout.base import RolloutEngine
+from verl.rollout.request import Completion, Request
 from verl.rollout.routed_experts import extended
 from verl.utils.clock import GENERATION_CLOCK, PausableClock
 from verl.utils.coroutines import gather_coroutines

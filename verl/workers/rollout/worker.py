@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.agents import Prompt
 from verl.config import schema
 from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
-from verl.rollout.agent_loop import Prompt
 from verl.rollout.stop_strings import StopStrings
-from verl.rollout.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective, receive_disk
-from verl.rollout.weight_sync.base import AdapterConfig
 from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.device import resolve_device, resolve_dtype
+from verl.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective, receive_disk
+from verl.weight_sync.base import AdapterConfig
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout
 from verl.workers.rollout.service import FollowingService, GenerationService

@@ -1,0 +1,276 @@
+"""The agent loop of tool calls and interactions (`rollout.multi_turn`).
+
+generate -> parse -> run the tools concurrently -> append their responses -> generate, until the policy writes a turn
+without a call. With an interaction, the simulated user replies to such a turn, until the interaction ends.
+Trajectories are append-only: sampled tokens are never decoded and tokenized again.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from verl.agents.chat import ChatContinuation
+from verl.agents.loop import GenerateFn, Prompt, Trajectory, register_agent_loop
+from verl.agents.tools.host import Observation, Reply, Rewards, ToolsInProcess, failure, truncate_text
+from verl.agents.tools.load import interaction_classes, tool_schemas
+from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall
+from verl.agents.tools.processes import ToolProcesses
+from verl.agents.tools.runner import ToolFailure, ToolRunner, ToolSettings
+from verl.registry import did_you_mean
+from verl.rollout.request import Completion
+
+logger = logging.getLogger("verl.rollout")
+
+_EMPTY: Mapping[str, Any] = {}
+
+
+@dataclass
+class _State:
+    """The state of one trajectory.
+
+    Args:
+        id: of the trajectory, in the tool processes.
+        tools_kwargs: arguments of the tools for this sample, by name.
+        interaction: name of the interaction; None for none.
+        interaction_kwargs: its arguments.
+        messages: the messages that an interaction reads.
+        failure: why the interaction failed to start or to reply.
+    """
+
+    id: str
+    tools_kwargs: dict[str, Any]
+    interaction: str | None
+    interaction_kwargs: dict[str, Any]
+    messages: list[dict[str, Any]]
+    tool_rewards: list[float] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
+    has_started: bool = False
+    failure: str | None = None
+
+
+@register_agent_loop("tool_agent")
+@register_agent_loop("tool_agent_loop")
+@register_agent_loop("interaction")
+class MultiTurnLoop:
+    """Tool calls, an interaction, or both.
+
+    Args:
+        config: the `rollout` section.
+        tokenizer: the policy's tokenizer, with a chat template.
+        runner: runs the tools; default: what `multi_turn.tool_isolation` says.
+    """
+
+    def __init__(self, config: BaseModel, tokenizer: Any, runner: ToolRunner | None = None):
+        self.config, self.tokenizer = config.multi_turn, tokenizer
+        files = self.config.tool_config_path, self.config.function_tool_path
+        schemas = tool_schemas(*files)
+        self.tool_names = [schema["function"]["name"] for schema in schemas]
+        self._unknown: set[str] = set()  # tools of samples that do not exist, each logged once
+        self.interactions = list(interaction_classes(self.config.interaction_config_path))
+        if not schemas and not self.interactions:
+            raise ValueError(
+                "the agent loop tool_agent has no tools and no interactions: set rollout.multi_turn.tool_config_path, "
+                "function_tool_path or interaction_config_path"
+            )
+        self.chat = ChatContinuation(tokenizer, schemas, self.config.apply_chat_template_kwargs)
+        self.parser = TOOL_PARSERS[self.config.format](tokenizer) if schemas else None
+        settings = ToolSettings(
+            *files,
+            self.config.interaction_config_path,
+            self.config.max_tool_response_length,
+            self.config.tool_response_truncate_side,
+        )
+        self.runner = runner or make_runner(settings, self.config)
+        self._number = 0
+
+    async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
+        """See `AgentLoop.run`."""
+        trajectory, state = Trajectory(prompt), self._state_of(prompt)
+        trajectory.metrics.update(dict.fromkeys(("tool_calls", "tool_errors", "tool_timeouts"), 0.0))
+        if state.interaction is not None:
+            trajectory.metrics["interaction_errors"] = 0.0
+        try:
+            try:
+                while (request := trajectory.next_request()) is not None:
+                    completion = await generate(request)
+                    trajectory.add_completion(completion)
+                    messages = await self._next_messages(trajectory, state, completion)
+                    if not messages:
+                        break
+                    stops = prompt.params.stop_token_ids
+                    tokens = self.chat.next_tokens(completion.token_ids, stops, messages)
+                    if len(trajectory) + len(tokens) >= prompt.params.max_tokens:
+                        trajectory.finish_reason = "length"
+                        break
+                    trajectory.add_tokens(tokens, author=messages[0]["role"])
+                    trajectory.user_turns += 1
+            finally:  # also after an error: instances are released
+                await self._finish(trajectory, state)
+        finally:
+            self.runner.forget(state.id)
+        return trajectory
+
+    def _state_of(self, prompt: Prompt) -> _State:
+        """Raises ValueError for a sample whose tools_kwargs or interaction_kwargs cannot be used."""
+        columns = prompt.columns
+        extra = columns.get("extra_info") or _EMPTY
+        kwargs = self._tools_kwargs(columns.get("tools_kwargs") or extra.get("tools_kwargs"))
+        if extra.get("need_tools_kwargs") and not kwargs:
+            raise ValueError("extra_info.need_tools_kwargs is true, but the sample has no tools_kwargs")
+        given = columns.get("interaction_kwargs") or extra.get("interaction_kwargs")
+        given = dict(_checked("interaction_kwargs", given))
+        name = given.get("name") or (self.interactions[0] if len(self.interactions) == 1 else None)
+        if (given or self.interactions) and name not in self.interactions:
+            raise ValueError(
+                f"interaction_kwargs of the sample: expected the name of an interaction, found {name!r}: "
+                f"{did_you_mean(str(name), self.interactions)}"
+            )
+        raw = columns.get("raw_prompt")
+        if raw is None or isinstance(raw, str):
+            raw = [] if raw is None else [{"role": "user", "content": raw}]
+        messages = [dict(message) for message in raw]  # of a list or an array
+        self._number += 1
+        return _State(f"{os.getpid()}-{self._number}", kwargs, name, given, messages)
+
+    def _tools_kwargs(self, given: Any) -> dict[str, Any]:
+        """Arguments by tool. Logs tools that do not exist, and raises ValueError for anything but mappings."""
+        found = {tool: entry for tool, entry in _checked("tools_kwargs", given).items() if entry is not None}
+        for tool, entry in found.items():
+            _checked(f"tools_kwargs[{tool!r}]", entry)
+            if tool not in self.tool_names and tool not in self._unknown:
+                self._unknown.add(tool)
+                fix = did_you_mean(tool, self.tool_names)
+                logger.warning("tools_kwargs of a sample: there is no tool %r: %s", tool, fix)
+        return found
+
+    # ---- between two turns --------------------------------------------------------------------------------------
+
+    async def _next_messages(
+        self, trajectory: Trajectory, state: _State, completion: Completion
+    ) -> list[dict[str, Any]]:
+        """The messages that follow a turn; none if the trajectory ends with it."""
+        if completion.finish_reason != "stop":
+            return []
+        calls: list[FunctionCall] = []
+        if self.parser is not None:
+            _, calls = await self.parser.extract_tool_calls(completion.token_ids)
+        most_turns, most_users = self.config.max_assistant_turns, self.config.max_user_turns
+        no_turn_left = most_turns is not None and trajectory.turns >= most_turns
+        if calls and (no_turn_left or (most_users is not None and trajectory.user_turns >= most_users)):
+            return []
+        if state.interaction is not None:
+            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            state.messages.append({"role": "assistant", "content": text})
+        if calls:
+            messages = await self._run_tools(trajectory, state, calls)
+        elif state.interaction is not None:
+            messages = await self._ask_user(trajectory, state)
+        else:
+            return []
+        state.messages += messages
+        over = no_turn_left or (most_users is not None and trajectory.user_turns >= most_users)
+        return [] if over else messages
+
+    async def _run_tools(
+        self, trajectory: Trajectory, state: _State, calls: Sequence[FunctionCall]
+    ) -> list[dict[str, Any]]:
+        most = self.config.max_parallel_calls
+        observations = await asyncio.gather(*(self._run_tool(state, call) for call in calls[:most]))
+        too_many = failure(f"at most {most} tool calls per turn are run, and this is one more")
+        observations += [too_many] * len(calls[most:])
+        for observation in observations:
+            trajectory.count("tool_calls")
+            trajectory.count("tool_errors", observation.failed)
+            trajectory.count("tool_timeouts", observation.timed_out)
+            state.tool_rewards.append(observation.reward)
+        return [{"role": "tool", "name": c.name, "content": o.text} for c, o in zip(calls, observations)]
+
+    async def _run_tool(self, state: _State, call: FunctionCall) -> Observation:
+        try:
+            parameters = call.read_arguments()
+        except ValueError as error:
+            return self._failed(str(error))
+        kwargs = state.tools_kwargs.get(call.name) or {}
+        arguments = {"name": call.name, "parameters": parameters, "kwargs": kwargs}
+        try:
+            return await self.runner.call(state.id, "execute", arguments, self.config.tool_timeout)
+        except ToolFailure as error:
+            logger.debug("tool %s: %s", call.name, error)
+            return self._failed(str(error), error.timed_out)
+
+    def _failed(self, message: str, timed_out: bool = False) -> Observation:
+        limit, side = self.config.max_tool_response_length, self.config.tool_response_truncate_side
+        return failure(truncate_text(message, limit, side), timed_out)
+
+    async def _ask_user(self, trajectory: Trajectory, state: _State) -> list[dict[str, Any]]:
+        """The reply of the interaction; none if it ends or fails."""
+        name, kwargs = state.interaction, state.interaction_kwargs
+        try:
+            if not state.has_started:
+                state.has_started = True
+                arguments = {"name": name, "kwargs": kwargs}
+                await self.runner.call(state.id, "start", arguments, self.config.tool_timeout)
+            arguments = {"name": name, "messages": state.messages, "kwargs": kwargs}
+            reply: Reply = await self.runner.call(state.id, "respond", arguments, self.config.tool_timeout)
+        except ToolFailure as error:
+            hint = "" if kwargs else " (the sample has no extra_info.interaction_kwargs)"
+            state.failure = f"interaction {name}: {error}{hint}"
+            trajectory.count("interaction_errors")
+            trajectory.count("tool_errors")
+            trajectory.count("tool_timeouts", error.timed_out)
+            return []
+        if reply.reward is not None:
+            state.turn_scores.append(reply.reward)
+        return [] if reply.ends else [{"role": "user", "content": reply.text}]
+
+    # ---- end of a trajectory ------------------------------------------------------------------------------------
+
+    async def _finish(self, trajectory: Trajectory, state: _State) -> None:
+        """Collect the rewards and release the instances."""
+        scores: dict[str, float] = {}
+        calls_of_classes = trajectory.metrics["tool_calls"] and self.config.tool_config_path is not None
+        limit = self.config.tool_timeout
+        try:
+            if calls_of_classes or state.tools_kwargs:
+                ended: Rewards = await self.runner.call(state.id, "rewards", {"kwargs": state.tools_kwargs}, limit)
+                scores = ended.rewards
+                for name, error in ended.errors.items():
+                    self._count_failure(trajectory, f"calc_reward or release of the tool {name}", ToolFailure(error))
+        except ToolFailure as error:
+            self._count_failure(trajectory, "calc_reward or release of the tools", error)
+        try:
+            if state.has_started:
+                await self.runner.call(state.id, "finish", {"name": state.interaction}, limit)
+        except ToolFailure as error:
+            self._count_failure(trajectory, f"interaction {state.interaction}", error)
+        trajectory.facts = {
+            "tool_rewards": state.tool_rewards,
+            "turn_scores": state.turn_scores,
+            "rollout_reward_scores": scores,
+        }
+        if state.failure is not None:
+            trajectory.facts["agent_failure"] = state.failure
+
+    def _count_failure(self, trajectory: Trajectory, what: str, error: ToolFailure) -> None:
+        logger.warning("%s: %s", what, error)
+        trajectory.count("tool_errors")
+        trajectory.count("tool_timeouts", error.timed_out)
+
+
+def make_runner(settings: ToolSettings, config: BaseModel) -> ToolRunner:
+    """The runner of `multi_turn.tool_isolation`. config: the `multi_turn` section."""
+    if config.tool_isolation == "none":
+        return ToolsInProcess(settings)
+    return ToolProcesses(settings, config.tool_processes)
+
+
+def _checked(what: str, given: Any) -> Mapping[str, Any]:
+    """Arguments of a sample; empty for None. Raises ValueError unless they are a mapping."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"{what} of the sample: expected a mapping, found {type(given).__name__} {given!r:.80}")
+    return given or {}

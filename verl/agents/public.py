@@ -1,0 +1,303 @@
+"""Agent loops written for public verl, and loops by name (`make_agent_loop`).
+
+    from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+    @register("my_agent")
+    class MyAgent(AgentLoopBase):
+        async def run(self, sampling_params, **kwargs) -> AgentLoopOutput: ...
+
+`kwargs` are the columns of the sample. Differences: `self.config` is the `rollout` section below the keys that public
+verl has above it; tokens of the response with mask 1 must be those that `server_manager.generate` returned, in order,
+and their log-probs are taken from there.
+"""
+
+import dataclasses
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict
+
+from verl.agents.chat import ChatContinuation
+from verl.agents.loop import (
+    AGENT_LOOPS,
+    AgentLoop,
+    GenerateFn,
+    Prompt,
+    Trajectory,
+    note_sampling,
+    register_agent_loop,
+)
+from verl.agents.tools.load import load_class, read_yaml_list
+from verl.registry import load_object
+from verl.rollout.request import Completion, Request, SamplingParams, media_of
+from verl.utils.rng import fork_seed
+
+#: sampling parameters that are those of the run, and those that an agent sets
+_FIXED = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
+_APPLIED = {"max_tokens", "max_new_tokens", "stop", "stop_token_ids"}
+
+
+class AgentLoopMetrics(BaseModel):
+    """Metrics of one trajectory."""
+
+    model_config = ConfigDict(extra="allow")
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    num_preempted: int = -1
+
+
+class AgentLoopOutput(BaseModel):
+    """What `AgentLoopBase.run` returns. response_mask: 1 for tokens that the policy sampled."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    routed_experts: Any = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics = AgentLoopMetrics()
+    extra_fields: dict[str, Any] = {}
+
+
+class TokenOutput(BaseModel):
+    """What `server_manager.generate` returns."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any = None
+    stop_reason: str | None = None
+
+
+class ServerManager:
+    """The `server_manager` of one trajectory. It records what the engine returned.
+
+    Args:
+        prompt: the prompt of the sample.
+        generate: the rollout engine.
+        tokenizer: the policy's tokenizer, for stop strings.
+    """
+
+    def __init__(self, prompt: Prompt, generate: GenerateFn, tokenizer: Any):
+        self._prompt, self._generate, self._tokenizer = prompt, generate, tokenizer
+        self.completions: list[Completion] = []
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Any = None,
+        **kwargs: Any,
+    ) -> TokenOutput:
+        """Generate one completion.
+
+        Args:
+            request_id: has no effect.
+            prompt_ids: the prompt and all turns so far.
+            sampling_params: `max_tokens` (or `max_new_tokens`), `stop` and `stop_token_ids` are applied. Other values
+                are those of the run, because training computes log-probs with these.
+            image_data: not supported.
+        """
+        if image_data or media_of(self._prompt.columns):
+            raise ValueError(
+                "expected prompts without images, found images: agent loops of public verl (AgentLoopBase) do not send "
+                "them to the engine; use rollout.agent.default_agent_loop=tool_agent or a custom AgentLoop "
+                "(docs/custom_agent_loop.md)"
+            )
+        params = self._params(sampling_params, len(prompt_ids))
+        sample_id, turn = self._prompt.sample_id, len(self.completions)
+        turn_id = sample_id if turn == 0 else fork_seed(sample_id, turn)
+        completion = await self._generate(Request(list(prompt_ids), params, turn_id, f"{sample_id}:{turn}"))
+        self.completions.append(completion)
+        reason = "aborted" if completion.finish_reason == "abort" else "completed"
+        return TokenOutput(token_ids=completion.token_ids, log_probs=completion.log_probs, stop_reason=reason)
+
+    def _params(self, given: Mapping[str, Any], length: int) -> SamplingParams:
+        params = self._prompt.params
+        fixed = {name: getattr(params, name) for name in (*_FIXED, "seed")} | {"repetition_penalty": 1.0, "n": 1}
+        if unknown := given.keys() - fixed.keys() - _APPLIED - {"logprobs"}:
+            raise ValueError(f"sampling_params: {sorted(unknown)} not supported: use {sorted(_APPLIED)}")
+        note_sampling({name: value for name, value in given.items() if name in fixed}, fixed)
+        strings = given.get("stop") or ()
+        strings = (strings,) if isinstance(strings, str) else strings
+        params = params.with_stops(strings, given.get("stop_token_ids") or (), self._tokenizer.decode)
+        left = len(self._prompt.token_ids) + params.max_tokens - length
+        limit = given.get("max_tokens") or given.get("max_new_tokens") or left
+        return dataclasses.replace(params, max_tokens=max(1, min(limit, left)))
+
+
+@dataclasses.dataclass
+class DictConfigWrap:
+    """Wraps a configuration, so that it is passed on without a copy."""
+
+    config: Any
+
+
+class AgentLoopBase(ABC):
+    """Base class of the loops of public verl: one object per trajectory.
+
+    Args:
+        trainer_config: has `config`, the configuration.
+        server_manager: generates.
+        tokenizer: the policy's tokenizer.
+        processor: always None; multimodal input is not supported.
+        **kwargs: further entries of the loop in `agent_loop_config_path`.
+    """
+
+    def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **kwargs: Any):
+        self.config = trainer_config.config if isinstance(trainer_config, DictConfigWrap) else trainer_config
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
+        self.prompt_length = self.rollout_config.prompt_length
+        self.response_length = self.rollout_config.response_length
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Run one trajectory. kwargs: the columns of the sample, raw_prompt among them."""
+
+    async def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        images: Any = None,
+        videos: Any = None,
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """Token ids of messages with the generation prompt.
+
+        With remove_system_prompt, for messages between two turns: without the text that the template adds before them.
+        """
+        if images or videos:
+            raise ValueError("images and video are not supported by agent loops")
+        kwargs = dict(self.rollout_config.multi_turn.apply_chat_template_kwargs)
+        if remove_system_prompt:
+            chat = ChatContinuation(self.tokenizer, tools or (), kwargs)
+            return chat.next_tokens([self.tokenizer.eos_token_id], [], messages)
+        settings = {**kwargs, "tools": tools, "add_generation_prompt": True, "tokenize": False}
+        text = self.tokenizer.apply_chat_template(messages, **settings)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class PublicLoop:
+    """An `AgentLoop` that runs a loop of public verl.
+
+    Args:
+        cls: the loop.
+        config: the `rollout` section.
+        tokenizer: the policy's tokenizer.
+        kwargs: further arguments of its constructor.
+    """
+
+    def __init__(self, cls: type[AgentLoopBase], config: BaseModel, tokenizer: Any, kwargs: Mapping[str, Any] = {}):
+        self.cls, self.tokenizer, self.kwargs = cls, tokenizer, dict(kwargs)
+        rollout = config.model_dump()
+        data = {"apply_chat_template_kwargs": rollout["multi_turn"]["apply_chat_template_kwargs"]}
+        self.config = DictConfigWrap(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data}))
+
+    async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
+        """See `AgentLoop.run`."""
+        server = ServerManager(prompt, generate, self.tokenizer)
+        loop = self.cls(
+            trainer_config=self.config, server_manager=server, tokenizer=self.tokenizer, processor=None, **self.kwargs
+        )
+        params = {name: getattr(prompt.params, name) for name in _FIXED[:3]}
+        output = await loop.run(dict(params), **prompt.columns)
+        return self._trajectory(prompt, output, server.completions)
+
+    def _trajectory(self, prompt: Prompt, output: AgentLoopOutput, completions: Sequence[Completion]) -> Trajectory:
+        """The output as a trajectory. Raises ValueError if it has tokens with mask 1 that were not sampled."""
+        name = self.cls.__name__
+        if list(output.prompt_ids) != list(prompt.token_ids):
+            raise ValueError(
+                f"the agent loop {name} uses a prompt that is not that of the dataset ({len(output.prompt_ids)} and "
+                f"{len(prompt.token_ids)} tokens): use the messages of raw_prompt, with the tools of "
+                "rollout.multi_turn.tool_config_path"
+            )
+        if len(output.response_ids) != len(output.response_mask):
+            raise ValueError(f"the agent loop {name}: response_ids and response_mask have different lengths")
+        trajectory, at = Trajectory(prompt), 0
+        ids, mask = list(output.response_ids), list(output.response_mask)
+        for completion in completions:
+            start = next((k for k in range(at, len(mask)) if mask[k]), len(mask))
+            sampled = completion.token_ids[: len(ids) - start]  # the last turn may be truncated
+            if ids[start : start + len(sampled)] != sampled or not all(mask[start : start + len(sampled)]):
+                break
+            trajectory.add_tokens(ids[at:start])
+            versions = [span for span in completion.weight_versions if span[0] < len(sampled)]
+            kept = dataclasses.replace(
+                completion, token_ids=sampled, log_probs=completion.log_probs[: len(sampled)], weight_versions=versions
+            )
+            trajectory.add_completion(kept)
+            at = start + len(sampled)
+        if any(mask[at:]):
+            raise ValueError(
+                f"the agent loop {name}: token {at + mask[at:].index(1)} of the response has mask 1, but the engine "
+                "did not sample it there: append the token ids that server_manager.generate returned, unchanged"
+            )
+        trajectory.add_tokens(ids[at:])
+        if output.reward_score is not None:
+            trajectory.facts["reward_score"] = output.reward_score
+        trajectory.facts |= {"num_turns": output.num_turns, **output.extra_fields}
+        return trajectory
+
+
+def register(agent_name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
+    """Decorator of public verl: register a subclass of `AgentLoopBase` as an agent loop."""
+
+    def decorate(cls: type[AgentLoopBase]) -> type[AgentLoopBase]:
+        AGENT_LOOPS[agent_name] = lambda config, tokenizer: PublicLoop(cls, config, tokenizer)
+        return cls
+
+    return decorate
+
+
+# ---- loops by name --------------------------------------------------------------------------------------------------
+
+
+def make_agent_loop(name: str, config: BaseModel, tokenizer: Any) -> AgentLoop:
+    """Make the loop registered under `name`, or listed under it in `agent.agent_loop_config_path`."""
+    loops = read_loops(config.agent.agent_loop_config_path)
+    if name not in loops:
+        return AGENT_LOOPS[name](config, tokenizer)
+    cls, kwargs = loops[name]
+    if issubclass(cls, AgentLoopBase):
+        return PublicLoop(cls, config, tokenizer, kwargs)
+    return cls(config, tokenizer, **kwargs)
+
+
+def read_loops(path: str | None) -> dict[str, tuple[type, dict[str, Any]]]:
+    """The loops of a YAML file, `[{name, _target_, ...}]`: name -> class and further arguments.
+
+    Raises:
+        ValueError: an invalid file or entry, or a class without `run`.
+    """
+    loops: dict[str, tuple[type, dict[str, Any]]] = {}
+    for position, entry in enumerate(read_yaml_list(path, None) if path else ()):
+        where = f"{path}: [{position}]"
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+            raise ValueError(f"{where}: expected name and _target_, found {entry!r}")
+        cls = load_class(entry, where, path, key="_target_")
+        if not inspect.iscoroutinefunction(getattr(cls, "run", None)):
+            raise ValueError(f"{where}: expected a class with `async def run`, found {cls.__name__}")
+        loops[entry["name"]] = cls, {k: v for k, v in entry.items() if k not in ("name", "_target_")}
+    return loops
+
+
+@register_agent_loop("server_agent")
+def _server_agent(config: BaseModel, tokenizer: Any) -> AgentLoop:
+    """Agents that call the policy over HTTP. Its packages are optional."""
+    try:
+        return load_object("verl.server.agent_loop", "ServerAgentLoop")(config, tokenizer)
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ImportError(f"rollout.mode=server needs {error.name}: pip install -e '.[server]' in a clone") from error

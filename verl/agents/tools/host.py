@@ -1,0 +1,298 @@
+"""Runs tools and interactions in the process that holds their instances.
+
+The host runs in a worker process (`verl.agents.tools.worker`), or in the process of the rollout with
+`rollout.multi_turn.tool_isolation=none`. An exception of a tool becomes an observation.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.function_tool import FunctionTool
+from verl.agents.tools.load import load_interactions, load_tools
+from verl.agents.tools.runner import Stopped, ToolFailure, ToolSettings, describe, late
+from verl.agents.tools.schemas import ToolResponse
+from verl.registry import did_you_mean
+
+_THREADS = 64  # for functions that are not async
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy reads after a call.
+
+    Args:
+        text: the text.
+        reward: reward of the call.
+        failed: whether the call failed; the text starts with "error: ".
+        timed_out: whether it failed by its time limit.
+    """
+
+    text: str
+    reward: float = 0.0
+    failed: bool = False
+    timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The tools of a trajectory at its end.
+
+    Args:
+        rewards: what `calc_reward` returned, by name of the tool.
+        errors: descriptions of the calls of `create`, `calc_reward` or `release` that failed, by name of the tool.
+    """
+
+    rewards: dict[str, float]
+    errors: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reply of an interaction.
+
+    Args:
+        text: the message of the user.
+        ends: whether the interaction has ended.
+        reward: reward of the turn; None if there is none.
+    """
+
+    text: str
+    ends: bool
+    reward: float | None
+
+
+def truncate_text(text: str, limit: int, side: str) -> str:
+    """At most `limit` characters of a text, and a note if it was longer.
+
+    Args:
+        side: what is kept, as in public verl: "left" the start, "right" the end, "middle" both, half of it each.
+    """
+    if len(text) <= limit:
+        return text
+    if side == "left":
+        return text[:limit] + "...(truncated)"
+    if side == "right":
+        return "(truncated)..." + text[len(text) - limit :]
+    half = limit // 2
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+
+def failure(message: str, timed_out: bool = False) -> Observation:
+    """The observation of a failed call."""
+    return Observation(f"error: {message}", failed=True, timed_out=timed_out)
+
+
+class ToolHost:
+    """Tools and interactions, and their instances: one per trajectory, created before its first call.
+
+    Args:
+        settings: what to load.
+    """
+
+    def __init__(self, settings: ToolSettings):
+        self.settings = settings
+        self.tools = load_tools(settings.tool_config_path, settings.function_tool_path)
+        self.interactions = load_interactions(settings.interaction_config_path)
+        self._instances: dict[tuple[str, str], str] = {}
+        self._creating: dict[tuple[str, str], asyncio.Lock] = {}  # concurrent calls of a turn share an instance
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
+
+    async def execute(
+        self, trajectory: str, name: str, parameters: Mapping[str, Any], kwargs: Mapping[str, Any]
+    ) -> Observation:
+        """Run one call of a tool. kwargs: the entry of the tool in the sample's `tools_kwargs`."""
+        try:
+            found = await self._execute(trajectory, name, dict(parameters), kwargs)
+            observation = read_result(found)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also sys.exit() of a tool
+            observation = failure(describe(error))
+        limit, side = self.settings.max_response_length, self.settings.truncate_side
+        text = truncate_text(observation.text, limit, side)
+        return Observation(text, observation.reward, observation.failed)
+
+    async def rewards(self, trajectory: str, kwargs: Mapping[str, Mapping[str, Any]]) -> Rewards:
+        """End a trajectory. All its instances are released, also if a tool fails.
+
+        kwargs: the sample's `tools_kwargs`. A tool named there has an instance even if it was not called.
+        """
+        named = dict.fromkeys([name for owner, name in self._instances if owner == trajectory] + list(kwargs))
+        tools = [tool for name in named if isinstance(tool := self.tools.get(name), BaseTool)]
+        ended = Rewards({}, {})
+        await asyncio.gather(*(self._end(trajectory, tool, kwargs.get(tool.name) or {}, ended) for tool in tools))
+        return ended
+
+    async def _end(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any], ended: Rewards) -> None:
+        """Add the reward of one instance, or the error of its tool, and release it."""
+        try:
+            instance = await self._instance(trajectory, tool, kwargs)
+            try:
+                found = await tool.calc_reward(instance, **(kwargs.get("calc_reward_kwargs") or {}))
+                ended.rewards[tool.name] = finite("calc_reward", found)
+            finally:
+                del self._instances[trajectory, tool.name]
+                await tool.release(instance, **(kwargs.get("release_kwargs") or {}))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also sys.exit() of a tool
+            ended.errors[tool.name] = describe(error)
+
+    async def start(self, trajectory: str, name: str, kwargs: Mapping[str, Any]) -> None:
+        """Start an interaction."""
+        await self.interactions[name].start_interaction(trajectory, **kwargs)
+
+    async def respond(
+        self, trajectory: str, name: str, messages: Sequence[dict[str, Any]], kwargs: Mapping[str, Any]
+    ) -> Reply:
+        """The reply of an interaction to the last message."""
+        found = await self.interactions[name].generate_response(trajectory, list(messages), **kwargs)
+        if not isinstance(found, tuple) or len(found) < 3:
+            raise TypeError(f"expected (should_terminate, text, reward, metrics), found {type(found).__name__}")
+        ends, text, reward, *_ = found
+        reward = None if reward is None else finite("reward", reward)
+        return Reply("" if text is None else str(text), bool(ends), reward)
+
+    async def finish(self, trajectory: str, name: str) -> None:
+        """End an interaction."""
+        await self.interactions[name].finalize_interaction(trajectory)
+
+    async def _execute(self, trajectory: str, name: str, parameters: dict[str, Any], kwargs: Mapping[str, Any]) -> Any:
+        if name not in self.tools:
+            raise ValueError(f"there is no tool {name!r}: {did_you_mean(name, self.tools)}")
+        tool = self.tools[name]
+        parameters = read_arguments(parameters, tool.tool_schema.function.parameters.model_dump())
+        if isinstance(tool, FunctionTool):
+            inspect.signature(tool.func).bind(**parameters)
+            if tool.is_async:
+                return await tool.func(**parameters)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, lambda: _call(tool.func, parameters))
+        instance = await self._instance(trajectory, tool, kwargs)
+        return await tool.execute(instance, parameters, **(kwargs.get("execute_kwargs") or {}))
+
+    async def _instance(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
+        key = trajectory, tool.name
+        if key not in self._instances:
+            async with self._creating.setdefault(key, asyncio.Lock()):
+                try:
+                    if key not in self._instances:
+                        self._instances[key] = await self._create(trajectory, tool, kwargs)
+                finally:
+                    self._creating.pop(key, None)
+        return self._instances[key]
+
+    async def _create(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
+        given = kwargs.get("create_kwargs") or {}
+        parameters = inspect.signature(tool.create).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        whole = {"create_kwargs": given} if takes_any or "create_kwargs" in parameters else {}
+        own = given if takes_any else {k: v for k, v in given.items() if k in parameters or not whole}
+        found = await tool.create(trajectory, **own, **whole)
+        return found[0] if isinstance(found, tuple) else found
+
+
+def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
+    try:
+        return func(**parameters)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise Stopped(describe(error)) from error
+    except StopIteration as error:  # a future cannot hold it
+        raise RuntimeError(describe(error)) from error
+
+
+def read_result(found: Any) -> Observation:
+    """The observation of what a tool returned: text, ToolResponse, any JSON value, or (one of these, reward, metrics).
+
+    Raises:
+        ValueError: images or video, or a reward that is not a number.
+    """
+    reward = 0.0
+    if isinstance(found, tuple) and _has_reward(found):
+        found, reward = found[0], _read_reward(found[1:])
+    if isinstance(found, ToolResponse):
+        if found.image or found.video:
+            raise ValueError("images and video of tools are not supported")
+        found = found.text or ""
+    if not isinstance(found, str):
+        found = json.dumps(found, ensure_ascii=False, default=str)
+    return Observation(str.__str__(found), reward)  # no subclass: the trainer may not know it
+
+
+def _read_reward(rest: Sequence[Any]) -> float:
+    """The reward in what follows the response: (reward, metrics), or nothing. Raises ValueError for others."""
+    if not rest or rest[0] is None:
+        return 0.0
+    return finite("(ToolResponse, reward, metrics): reward", rest[0])
+
+
+def finite(what: str, found: Any) -> float:
+    """A reward. Raises ValueError unless it is a finite number."""
+    try:
+        number = float(found)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{what}: expected a finite number as reward, found {found!r:.100}")
+    return number
+
+
+def _has_reward(found: tuple) -> bool:
+    """Whether a tuple is (response, reward, metrics) or the start of it, and not another value."""
+    if found and isinstance(found[0], ToolResponse):
+        return True
+    reward = found[1] if len(found) > 1 else None
+    return 1 <= len(found) <= 3 and (reward is None or (isinstance(reward, Real) and not isinstance(reward, bool)))
+
+
+def read_arguments(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with the types of the schema, where the policy wrote them as text ("3" for an integer).
+
+    Args:
+        parameters: the arguments of a call.
+        schema: `parameters` of the tool's schema.
+    """
+    known = schema.get("properties") or {}
+    return {name: _read_argument(value, (known.get(name) or {}).get("type")) for name, value in parameters.items()}
+
+
+def _read_argument(value: Any, kind: Any) -> Any:
+    if not isinstance(value, str) or kind not in ("integer", "number", "boolean", "array", "object"):
+        return value
+    try:
+        return json.loads(value.strip().lower() if kind == "boolean" else value)
+    except ValueError:
+        return value
+
+
+class ToolsInProcess:
+    """A `ToolRunner` in this process. A tool that blocks cannot be stopped; breakpoints work."""
+
+    def __init__(self, settings: ToolSettings):
+        self.host = ToolHost(settings)
+
+    async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
+        """See `ToolRunner.call`."""
+        try:
+            async with asyncio.timeout(seconds) as deadline:
+                return await getattr(self.host, method)(trajectory, **arguments)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise late(seconds) from error
+            raise ToolFailure(describe(error)) from error
+
+    def forget(self, trajectory: str) -> None:
+        """See `ToolRunner.forget`."""
+
+    def close(self) -> None:
+        """See `ToolRunner.close`."""

@@ -1,0 +1,252 @@
+"""Tools in worker processes: calls with deadlines, also for tools that block or crash.
+
+    tools = ToolProcesses(settings, size=4)
+    observation = await tools.call("trajectory 7", "execute", {"name": "add", "parameters": {"a": 1}, "kwargs": {}}, 30)
+
+All calls of a trajectory run in one process, which holds its instances, in an event loop that it shares with other
+trajectories. A call that exceeds its time limit is cancelled; if it cannot be cancelled, the process is killed and
+started again. Calls of functions that were lost with it are repeated one at a time in a separate process, so that
+only the call at fault fails. Instances of classes are lost with their process, and their next call says so.
+"""
+
+import asyncio
+import itertools
+import pickle
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from typing import Any, Literal
+
+from verl.agents.tools.function_tool import FunctionTool
+from verl.agents.tools.load import load_tools
+from verl.agents.tools.runner import ToolFailure, ToolSettings, describe, late
+from verl.processes.child import PythonProcess, describe_exit, helper_environment
+
+START_SECONDS = 300.0  # for a worker to start and load the files of the tools
+_GRACE_SECONDS = 1.0  # for a worker to report a timeout itself
+_POLL_SECONDS = 0.25
+
+
+@dataclass
+class _Result:
+    """The result of a call. generation: of the process that ran it to its end."""
+
+    kind: Literal["value", "error", "late", "lost", "broken"]
+    content: Any = None
+    generation: int = -1
+
+
+@dataclass
+class _Call:
+    """A call of a slot. deadline: when the process is killed; the time limit counts from the start of the call."""
+
+    method: str
+    arguments: dict[str, Any]
+    seconds: float | None
+    future: "Future[_Result]" = field(default_factory=Future)
+    deadline: float = float("inf")
+
+
+class _Slot:
+    """A worker process that is started on demand, again after it has ended.
+
+    Args:
+        settings: for the host of the process.
+        one_at_a_time: run one call at a time.
+    """
+
+    def __init__(self, settings: ToolSettings, one_at_a_time: bool = False):
+        self._settings, self._one_at_a_time = settings, one_at_a_time
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: deque[_Call] = deque()
+        self._running: dict[int, _Call] = {}
+        self._process: PythonProcess | None = None
+        self._is_ready = self._is_closed = False
+        #: number of processes that have ended
+        self.generation = 0
+        #: trajectories that use it
+        self.users = 0
+
+    def submit(self, call: _Call) -> "Future[_Result]":
+        with self._lock:
+            self._waiting.append(call)
+            if self._process is None:
+                self._start()
+            self._send_waiting()
+        return call.future
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            environment = helper_environment(OMP_NUM_THREADS="1")
+            self._process = PythonProcess("verl.agents.tools.worker", [theirs.fileno()], environment)
+        self._is_ready = False
+        self._connection.send_bytes(pickle.dumps(self._settings))
+        watched = self._process, self._connection
+        threading.Thread(target=self._watch, args=watched, name="tools", daemon=True).start()
+
+    def _send_waiting(self) -> None:
+        while self._is_ready and self._waiting and not (self._one_at_a_time and self._running):
+            call, number = self._waiting.popleft(), next(self._numbers)
+            try:
+                message = pickle.dumps((number, call.method, call.arguments, call.seconds))
+            except Exception as error:  # pickling runs code of the values' classes
+                call.future.set_result(_Result("error", f"the arguments cannot be sent: {describe(error)}"))
+                continue
+            self._running[number] = call
+            call.deadline = time.monotonic() + START_SECONDS
+            try:
+                self._connection.send_bytes(message)
+            except OSError:  # it has ended: the thread that watches it reports that
+                return
+
+    def _watch(self, process: PythonProcess, connection: Any) -> None:
+        """In a thread: read the replies of a process until it ends, and kill it at a deadline."""
+        broken, unreadable, started = None, None, time.monotonic()
+        try:
+            while broken is None:
+                has_ended = process.poll() is not None  # a child of it may hold its end of the connection
+                if connection.poll(0 if has_ended else _POLL_SECONDS):
+                    broken = self._read(*pickle.loads(connection.recv_bytes()))
+                elif has_ended:
+                    break
+                with self._lock:
+                    if any(call.deadline <= time.monotonic() for call in self._running.values()):
+                        break
+                    if not self._is_ready and time.monotonic() - started > START_SECONDS:
+                        broken = f"not loaded within {START_SECONDS:g} s"
+        except (EOFError, OSError):
+            process.wait(5.0)
+        except Exception as error:  # unpickling runs code of the values' classes
+            unreadable = f"sent a result that cannot be read: {describe(error)}"
+        status = process.poll()
+        process.kill()
+        exit_status = process.wait() if status is None else status
+        if broken is None and not self._is_ready and not self._is_closed:
+            broken = f"the process {describe_exit(exit_status)} while it started"
+        self._end(unreadable or describe_exit(exit_status), status is not None, broken)
+        connection.close()
+
+    def _read(self, kind: str, *content: Any) -> str | None:
+        """Handle one message. Returns a message if the process cannot load its tools; raises EOFError to end it."""
+        if kind == "ready":
+            with self._lock:
+                self._is_ready = True
+                self._send_waiting()
+            return None
+        if kind == "broken":
+            return content[0]
+        number, *rest = content
+        with self._lock:
+            if kind == "started":
+                call = self._running[number]
+                call.deadline = float("inf") if call.seconds is None else _in(call.seconds + _GRACE_SECONDS)
+                return None
+            if kind == "late" and rest[0]:  # it still runs
+                self._running[number].deadline = 0.0
+                return None
+            call = self._running.pop(number)
+            result = _Result(kind, rest[0], self.generation)
+            self._send_waiting()
+        call.future.set_result(result)
+        return None
+
+    def _end(self, reason: str, ended_itself: bool, broken: str | None) -> None:
+        """Report the calls that the process has not finished, and start it again for those that wait.
+
+        reason: why they are lost, after "the process".
+        """
+        now = time.monotonic()
+        with self._lock:
+            calls, self._running = list(self._running.values()), {}
+            self._process, self._is_ready = None, False
+            self.generation += 1
+            if broken is not None:
+                calls += self._waiting
+                self._waiting.clear()
+            elif self._waiting and not self._is_closed:
+                self._start()
+                self._send_waiting()
+        for call in calls:
+            if broken is not None:
+                result = _Result("broken", broken)
+            elif not ended_itself and call.deadline <= now:
+                result = _Result("late")
+            else:
+                result = _Result("lost", reason)
+            call.future.set_result(result)
+
+
+def _in(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+class ToolProcesses:
+    """A `ToolRunner` with worker processes.
+
+    Args:
+        settings: for the hosts.
+        size: number of worker processes.
+    """
+
+    def __init__(self, settings: ToolSettings, size: int):
+        if size < 1:
+            raise ValueError(f"tool processes: expected at least 1, found {size}")
+        # loaded here too: errors of the files are found before the first call
+        self._tools = load_tools(settings.tool_config_path, settings.function_tool_path)
+        self._slots = [_Slot(settings) for _ in range(size)]
+        self._repeats = _Slot(settings, one_at_a_time=True)
+        self._home: dict[str, _Slot] = {}
+        self._state: dict[str, int] = {}  # trajectory -> generation of the process with its instances
+        self._finalizer = weakref.finalize(self, _close_all, [*self._slots, self._repeats])
+
+    async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
+        """See `ToolRunner.call`."""
+        if trajectory not in self._home:
+            self._home[trajectory] = min(self._slots, key=lambda slot: slot.users)
+            self._home[trajectory].users += 1
+        slot = self._home[trajectory]
+        is_function = method == "execute" and isinstance(self._tools.get(arguments["name"]), FunctionTool)
+        if not is_function and self._state.get(trajectory, slot.generation) != slot.generation:
+            del self._state[trajectory]
+            raise ToolFailure("the process of the tool has ended, and the state of this trajectory is lost")
+        sent = {"trajectory": trajectory, **arguments}
+        result = await asyncio.wrap_future(slot.submit(_Call(method, sent, seconds)))
+        if result.kind == "lost" and is_function:
+            result = await asyncio.wrap_future(self._repeats.submit(_Call(method, sent, seconds)))
+        if not is_function and result.kind in ("value", "error"):
+            self._state[trajectory] = result.generation
+        if result.kind == "value":
+            return result.content
+        if result.kind == "broken":
+            raise ValueError(f"the tools cannot be loaded in a worker process: {result.content}")
+        if result.kind == "late":
+            raise late(seconds if seconds is not None else START_SECONDS)
+        raise ToolFailure(f"the process {result.content}" if result.kind == "lost" else result.content)
+
+    def forget(self, trajectory: str) -> None:
+        """See `ToolRunner.forget`."""
+        self._state.pop(trajectory, None)
+        if (slot := self._home.pop(trajectory, None)) is not None:
+            slot.users -= 1
+
+    def close(self) -> None:
+        """See `ToolRunner.close`."""
+        self._finalizer()
+
+
+def _close_all(slots: list[_Slot]) -> None:
+    for slot in slots:
+        slot.close()

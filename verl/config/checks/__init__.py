@@ -1,0 +1,1 @@
+"""Checks of several settings together, by subject."""

@@ -1,0 +1,443 @@
+"""Python processes that start in milliseconds: forks of a process that has already imported their modules.
+
+    server = server_for(env)
+    process = server.start("verl.single_controller.local.worker_main", [theirs.fileno()], env, preload=["transformers"])
+
+A `ForkedProcess` has the interface of `PythonProcess`. The server is a child of this process. It imports modules and
+forks; it has one thread, holds no lock and uses no device. It exits when this process ends for any reason, and kills
+its children. The children share the memory of the libraries.
+
+A child starts with the state of a fresh interpreter: environment, working directory, output, `sys.argv`, `__main__`,
+signals and unseeded random generators. At its end, threads are joined and atexit handlers run. The differences are:
+
+- A module that reads environment variables when it is imported has read those of the server. Processes therefore share
+  a server only if their environments are equal except for `_LATE_VARIABLES`.
+- The children of a server have the same hash seed.
+- The BLAS of numpy has one thread. A server with OPENBLAS_NUM_THREADS above 1 has several threads and cannot fork.
+
+Linux only.
+"""
+
+import gc
+import importlib
+import os
+import pickle
+import resource
+import select
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.processes.child import STACK_SIGNAL, ChildProcess, PythonProcess, describe_exit, import_path
+
+START_SECONDS = 300.0  # for the server to import the libraries: a shared disk can be slow at first
+_MAX_IDLE_SERVERS = 3
+_HANDED_OUT_SECONDS = 10.0  # between `server_for` and `start`, at most: the server is not idle yet
+
+# Variables that no module reads when it is imported. The server has OMP_NUM_THREADS=1, its children their own number.
+_LATE_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_LATE_VARIABLES |= {"OMP_NUM_THREADS", "PWD", "OLDPWD", "SHLVL", "_"}
+_LATE_PREFIXES = ("VERL_", "NCCL_", "GLOO_", "PYTEST_")
+
+_LENGTH = struct.Struct("<I")  # bytes of a pickled message
+_STATUS = struct.Struct("<i")
+_MAX_FDS = 16  # per message
+
+
+class ForkServerError(RuntimeError):
+    """The server cannot start processes; the message has the reason."""
+
+
+# ---- in the parent --------------------------------------------------------------------------------------------------
+
+
+class ForkedProcess(ChildProcess):
+    """A process started by a `ForkServer`. `poll` and `wait` raise ChildProcessError if the server has ended."""
+
+    def __init__(self, server: "ForkServer", stacks: bool):
+        super().__init__(stacks)
+        self._server = server
+        self._status: int | None = None
+        self._status_reader, self._status_writer = os.pipe()  # the server writes the exit status
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if self._status is None and _is_readable(self._status_reader, timeout):
+            data = os.read(self._status_reader, _STATUS.size)
+            if not data:
+                raise ChildProcessError(f"process {self.pid} was lost: {self._server.exit_message()}")
+            (self._status,) = _STATUS.unpack(data)
+        return self._status
+
+    def exit_message(self) -> str | None:
+        try:
+            return super().exit_message()
+        except ChildProcessError as error:
+            return str(error)
+
+    def close(self) -> None:
+        with suppress(ChildProcessError):
+            self.wait()
+        self._server.processes.discard(self)
+        os.close(self._status_reader)
+        self.close_stacks()
+
+
+def _is_readable(descriptor: int, timeout: float | None) -> bool:
+    """Whether data or the end of file arrives within `timeout` seconds."""
+    poll = select.poll()  # `select.select` does not take descriptors above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+
+class ForkServer:
+    """A server process. Can be used from several threads.
+
+    Args:
+        env: Environment variables. Those that children may differ in are removed.
+    """
+
+    def __init__(self, env: Mapping[str, str]):
+        self.processes: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()
+        self.handed_out = time.monotonic()  # by `server_for`, last
+        self._requests: set[ForkedProcess] = set()  # in flight
+        self._lock = threading.Lock()
+        self._refusal: str | None = None
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            # With more threads, OpenBLAS starts them when numpy is imported.
+            server_env = {**_without_late(env), "OMP_NUM_THREADS": "1"}
+            self._process = PythonProcess("verl.processes.fork_server", [theirs.fileno()], server_env)
+        self.pid = self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def is_idle(self) -> bool:
+        """Whether the server has no process, is not starting one, and is not about to for who has just asked for it."""
+        # The order matters: a process is added before its request is removed.
+        recent = time.monotonic() - self.handed_out < _HANDED_OUT_SECONDS
+        return not (recent or self._requests or self.processes)
+
+    def exit_message(self) -> str:
+        """How the server ended, as a sentence."""
+        status = self._process.wait(5.0)
+        how = "closed its socket" if status is None else describe_exit(status)
+        return f"the fork server (process {self.pid}) {how}"
+
+    def start(
+        self,
+        module: str,
+        inherited: Sequence[int],
+        env: Mapping[str, str],
+        *,
+        stacks: bool = False,
+        preload: Sequence[str] = (),
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> ForkedProcess:
+        """Start a process that calls `main()` of a module.
+
+        Args:
+            module: The module. The server imports it.
+            inherited: File descriptors for the child. Their numbers in the child are its command-line arguments.
+            env: Environment variables of the child; PYTHONPATH is set here.
+            stacks: Pass a further descriptor, of a file for the stacks of the child (see `dump_stacks_on_request`).
+            preload: Further modules for the server to import. Children then need not import them.
+            cancelled: Called every 0.1 s while the server imports modules; True ends the wait.
+
+        Raises:
+            ForkServerError: The server has ended, could not import a module, or has several threads.
+            InterruptedError: The wait was cancelled.
+        """
+        process = ForkedProcess(self, stacks)
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+        descriptors = [process._status_writer, folder, 1, 2, *inherited, *process.stack_descriptors]
+        modules = [*preload, module]
+        request = {"modules": modules, "env": {**env, "PYTHONPATH": import_path()}, "stacks": stacks}
+        request["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._requests.add(process)
+        try:
+            process.pid = self._ask(request, descriptors, cancelled)
+            self.processes.add(process)
+        except BaseException:
+            os.close(process._status_reader)
+            process.close_stacks()
+            raise
+        finally:
+            self._requests.discard(process)
+            os.close(folder)
+            os.close(process._status_writer)
+        return process
+
+    def _ask(self, request: dict[str, Any], descriptors: Sequence[int], cancelled: Callable[[], bool]) -> int:
+        """The process id that the server replies with.
+
+        If the server cannot fork or has not replied, every later request is refused. If it could not import a module,
+        only this request is.
+        """
+        with self._lock:
+            if self._refusal is not None:
+                raise ForkServerError(self._refusal)
+            self._refusal = f"a request to the fork server (process {self.pid}) was interrupted"
+            fatal = True
+            try:
+                _send(self._socket, request, descriptors)
+                self._wait_for_reply(cancelled)
+                (pid, error, fatal), _ = _receive(self._socket)
+            except TimeoutError:
+                error = f"the fork server (process {self.pid}) did not reply within {START_SECONDS:g} s"
+            except InterruptedError:
+                if not self.processes:
+                    self.close()
+                raise
+            except (EOFError, ConnectionError):
+                error = self.exit_message()
+            self._refusal = error if fatal else None
+            if error is not None:
+                raise ForkServerError(error)
+            return pid
+
+    def _wait_for_reply(self, cancelled: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not _is_readable(self._socket.fileno(), 0.1):
+            if cancelled():
+                raise InterruptedError("the start of a process was cancelled")
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+    def close(self) -> None:
+        """End the server. Its processes must have ended."""
+        self._process.kill()
+        self._process.close()
+        self._socket.close()
+
+
+_servers: dict[tuple, ForkServer] = {}  # least recently used first
+_servers_lock = threading.Lock()
+
+
+def server_for(env: Mapping[str, str]) -> ForkServer:
+    """The server for processes with these environment variables. It is started if there is none, or if it has ended.
+
+    Raises:
+        ForkServerError: This process has closed its standard output or error, which children would share.
+    """
+    for descriptor in (1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError as error:
+            raise ForkServerError(f"file descriptor {descriptor} is closed") from error
+    key = (os.getpid(), sys.executable, import_path(), _inherited(), *sorted(_without_late(env).items()))
+    with _servers_lock:
+        server = _servers.pop(key, None)
+        if server is None or not server.is_alive():
+            server = ForkServer(env)
+        server.handed_out = time.monotonic()
+        idle = [other for other, unused in _servers.items() if other[0] == os.getpid() and unused.is_idle()]
+        for other in idle[: max(len(idle) - _MAX_IDLE_SERVERS, 0)]:
+            _servers.pop(other).close()
+        _servers[key] = server
+        return server
+
+
+def server_pids() -> set[int]:
+    """The process ids of the servers of this process."""
+    with _servers_lock:
+        return {server.pid for key, server in _servers.items() if key[0] == os.getpid()}
+
+
+def _without_late(env: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in env.items() if k not in _LATE_VARIABLES and not k.startswith(_LATE_PREFIXES)}
+
+
+def _inherited() -> tuple:
+    """State that a child process inherits from its parent and that a request does not contain."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    umask = status.partition("Umask:")[2].split(maxsplit=1)[0]
+    names = {name for name in dir(resource) if name.startswith("RLIMIT_")} - {"RLIMIT_NOFILE", "RLIMIT_OFILE"}
+    limits = [resource.getrlimit(getattr(resource, name)) for name in sorted(names)]
+    return umask, tuple(sorted(os.sched_getaffinity(0))), os.getpriority(os.PRIO_PROCESS, 0), tuple(limits)
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+def _send(to: socket.socket, value: Any, descriptors: Sequence[int] = ()) -> None:
+    data = pickle.dumps(value)
+    socket.send_fds(to, [_LENGTH.pack(len(data))], descriptors)
+    to.sendall(data)
+
+
+def _receive(source: socket.socket) -> tuple[Any, list[int]]:
+    """The value and the file descriptors of the next message. Raises EOFError if the other process has ended."""
+    header, descriptors, _, _ = socket.recv_fds(source, _LENGTH.size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    (size,) = _LENGTH.unpack(header + _read(source, _LENGTH.size - len(header)))
+    return pickle.loads(_read(source, size)), descriptors
+
+
+def _read(source: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = source.recv(size - len(data))
+        if not chunk:
+            raise EOFError("the other process has ended")
+        data += chunk
+    return bytes(data)
+
+
+# ---- in the server and its children ---------------------------------------------------------------------------------
+
+
+class _Server:
+    """Forks a child for each request, and reports the exit status of each.
+
+    The reply to a request is (process id or None, error or None, whether the error is that of every later request).
+    """
+
+    def __init__(self, control: socket.socket):
+        self._control = control
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        # process id -> (descriptor of the process, pipe for its exit status)
+        self._children: dict[int, tuple[int, int]] = {}
+
+    def serve(self) -> ModuleType:
+        """Serve requests until the parent ends. Returns in the children only: the module to run."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._control:
+                    self._report_exit(key.data)
+                    continue
+                try:
+                    request, descriptors = _receive(self._control)
+                    module = self._start(request, descriptors)
+                except (EOFError, ConnectionError):  # the parent has ended, perhaps while modules were imported
+                    for pid in self._children:
+                        with suppress(ProcessLookupError):
+                            os.killpg(pid, signal.SIGKILL)
+                    os._exit(0)
+                if module is not None:
+                    return module
+
+    def _start(self, request: dict[str, Any], descriptors: list[int]) -> ModuleType | None:
+        """Fork a child and reply with its process id, or with an error. Returns the module in the child."""
+        status_pipe, *for_child = descriptors
+        imported = False
+        try:
+            module = _import(request["modules"])
+            imported = True
+            _require_one_thread(request["modules"])
+            ready, child_ready = os.pipe()
+            pid = os.fork()
+        except BaseException as error:  # modules can raise anything, SystemExit included
+            for descriptor in descriptors:
+                os.close(descriptor)
+            message = f"the fork server (process {os.getpid()}): {type(error).__name__}: {error}"
+            _send(self._control, (None, message, imported))
+            return None
+        if pid == 0:
+            os.setsid()
+            os.close(ready)
+            os.close(child_ready)
+            os.close(status_pipe)
+            self._close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
+            _become(module, for_child, request["env"], request["stacks"])
+            return module
+        os.close(child_ready)
+        os.read(ready, 1)  # a process group can be killed when it exists
+        os.close(ready)
+        for descriptor in for_child:
+            os.close(descriptor)
+        process = os.pidfd_open(pid)
+        self._children[pid] = process, status_pipe
+        self._selector.register(process, selectors.EVENT_READ, pid)
+        _send(self._control, (pid, None, False))
+        return None
+
+    def _report_exit(self, pid: int) -> None:
+        process, status_pipe = self._children.pop(pid)
+        self._selector.unregister(process)
+        _, status = os.waitpid(pid, 0)
+        with suppress(BrokenPipeError):  # the parent does not wait for it
+            os.write(status_pipe, _STATUS.pack(os.waitstatus_to_exitcode(status)))
+        os.close(process)
+        os.close(status_pipe)
+
+    def _close(self) -> None:
+        """In a child: close what belongs to the server."""
+        self._control.close()
+        self._selector.close()
+        for descriptors in self._children.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _import(modules: Sequence[str]) -> ModuleType:
+    """Import modules; the last one. Raises what they raise."""
+    if any(name not in sys.modules for name in modules):
+        importlib.invalidate_caches()  # folders may have changed since the server read them
+        for name in modules:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # the collector does not write to the objects, so that children share their memory
+    return sys.modules[modules[-1]]
+
+
+def _require_one_thread(modules: Sequence[str]) -> None:
+    """Raise RuntimeError if this process cannot be forked."""
+    os.close(os.pidfd_open(os.getpid()))  # OSError: an old system
+    num_threads = len(os.listdir("/proc/self/task"))
+    if num_threads > 1:
+        raise RuntimeError(f"expected one thread after the import of {', '.join(modules)}, found {num_threads}")
+
+
+def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, str], stacks: bool) -> None:
+    """In a child: set what a fresh interpreter that runs `module` would have."""
+    folder, stdout, stderr, *inherited = descriptors
+    os.fchdir(folder)
+    for source, target in ((stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    os.close(folder)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))
+    os.environ.clear()
+    os.environ.update(env)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {STACK_SIGNAL} if stacks else ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.argv[:] = [module.__file__, *map(str, inherited)]
+    sys.modules["__main__"] = module
+    importlib.invalidate_caches()  # folders may have changed since the server read them
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:  # Python seeds its own generator after a fork
+        sys.modules["torch"].default_generator.seed()
+        sys.modules["torch"].set_num_threads(_num_threads(env))
+
+
+def _num_threads(env: Mapping[str, str]) -> int:
+    """Number of threads that OMP_NUM_THREADS sets; of a list, with one number per nesting level, the first."""
+    number = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(number) if number.isdigit() and int(number) > 0 else len(os.sched_getaffinity(0))
+
+
+def main() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})  # blocked until the child has a handler
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals every process of a job; the parent ends this one
+        signal.signal(number, signal.SIG_IGN)
+    module = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    module.main()
+
+
+if __name__ == "__main__":
+    main()

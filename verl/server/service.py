@@ -1,0 +1,297 @@
+"""Calls to engine requests, and completions to choices."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from verl.agents.chat import shows_tools
+from verl.rollout.request import Completion, Request, SamplingParams
+from verl.server.protocol import ApiError, Call
+from verl.server.text import ResponseText, text_of
+from verl.server.tool_calls import split_tool_calls
+
+
+class Generator(Protocol):
+    """The engine as the server uses it. Called in the server's event loop (see `EngineLoop`)."""
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version of the weights; None if it is not known."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Generate one response. Cancelling the caller cancels the request."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that is served, and the defaults of its calls.
+
+    Args:
+        name: its name in the API.
+        tokenizer: with the chat template.
+        params: sampling parameters of calls that do not give them; `max_tokens` is the default response length.
+        vocab_size: number of tokens.
+        max_model_len: maximum length of prompt and response.
+        tool_parser: registered name of the parser of tool calls.
+        sampling_keys: the sampling parameters that the engine supports; None: not declared.
+    """
+
+    name: str
+    tokenizer: Any
+    params: SamplingParams
+    vocab_size: int
+    max_model_len: int
+    tool_parser: str = "hermes"
+    sampling_keys: frozenset[str] | None = None
+
+    def encode_chat(self, call: Call) -> list[int]:
+        """Token ids of the messages with the generation prompt. Raises ApiError."""
+        if self.tokenizer.chat_template is None:
+            raise ApiError(
+                400, f"the tokenizer of {self.name} has no chat template: use /v1/completions", param="messages"
+            )
+        if call.tools and not shows_tools(self.tokenizer, call.template_kwargs):
+            raise ApiError(
+                400,
+                f"the chat template of {self.name} ignores tools, so the model would not see them: use a model whose "
+                "template has tools, or set a template (verl serve --chat-template, or "
+                "actor_rollout_ref.model.custom_chat_template)",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                call.messages, tools=call.tools, add_generation_prompt=True, tokenize=False, **call.template_kwargs
+            )
+        except Exception as error:  # templates raise their own errors for messages that they do not support
+            message = f"the chat template does not support these messages: {type(error).__name__}: {error}"
+            raise ApiError(400, message, param="messages") from error
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode_prompts(self, call: Call) -> list[list[int]]:
+        """Token ids of each prompt of a call. Raises ApiError."""
+        if call.is_chat:
+            return [self.encode_chat(call)]
+        encoded = [list(p) if isinstance(p, list) else self.tokenizer(p)["input_ids"] for p in call.prompts]
+        for ids in encoded:
+            if not ids or min(ids) < 0 or max(ids) >= self.vocab_size:
+                raise ApiError(400, f"prompt: expected token ids from 0 to {self.vocab_size - 1}", param="prompt")
+        return encoded
+
+    def sampling(self, call: Call, prompt_length: int) -> SamplingParams:
+        """Sampling parameters of a call. Raises ApiError if the engine does not support one, or for a long prompt."""
+        room = self.max_model_len - prompt_length
+        if room < 1 or (call.max_tokens or 1) > room:
+            raise ApiError(
+                400,
+                f"the prompt has {prompt_length} tokens and max_tokens is {call.max_tokens or 1}, but the maximum "
+                f"length is {self.max_model_len} tokens: shorten the messages or the response",
+                param="messages" if call.is_chat else "prompt",
+                code="context_length_exceeded",
+            )
+        for name in call.sampling:
+            if self.sampling_keys is not None and name not in self.sampling_keys:
+                raise ApiError(400, f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
+        seed = secrets.randbits(63) if call.seed is None else call.seed
+        limit = min(call.max_tokens or self.params.max_tokens, room)
+        try:
+            params = replace(self.params, max_tokens=limit, seed=seed, **call.sampling)
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_value") from None
+        return self.with_stops(call, params)
+
+    def with_stops(self, call: Call, params: SamplingParams) -> SamplingParams:
+        """Add the stop strings and tokens of a call. Raises ApiError for a token that does not exist."""
+        if any(token >= self.vocab_size for token in call.stop_token_ids):
+            raise ApiError(400, f"stop_token_ids: expected ids below {self.vocab_size}", param="stop_token_ids")
+        return params.with_stops(call.stop, call.stop_token_ids, self.tokenizer.decode)
+
+
+@dataclass
+class Choice:
+    """One response.
+
+    Args:
+        index: of the choice.
+        request: the request to the engine.
+        completion: its completion.
+        content: the text; without tool calls, if the call has tools.
+        tool_calls: in OpenAI's form.
+        weight_version: the oldest version of the weights that sampled it.
+    """
+
+    index: int
+    request: Request
+    completion: Completion
+    content: str
+    tool_calls: list[dict[str, Any]]
+    weight_version: int | None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant message."""
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.content if self.content or not calls else None, **calls}
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.tool_calls else self.completion.finish_reason
+
+
+@dataclass
+class Delta:
+    """New tokens of one choice. choice: set once it is complete."""
+
+    index: int
+    token_ids: list[int]
+    log_probs: list[float]
+    text: str = ""
+    choice: Choice | None = None
+
+
+class Conversation(Protocol):
+    """Makes the requests of a call, and receives its choices. A call outside of an episode has a `SingleCall`."""
+
+    generator: Generator
+
+    def requests(self, call: Call) -> list[Request]:
+        """Raises ApiError."""
+
+    def complete(self, call: Call, choices: list[Choice]) -> None:
+        """The call has succeeded."""
+
+    def release(self) -> None:
+        """The call has ended without success."""
+
+
+class SingleCall:
+    """A call outside of an episode."""
+
+    def __init__(self, model: ServedModel, generator: Generator):
+        self.model, self.generator = model, generator
+
+    def requests(self, call: Call) -> list[Request]:
+        if call.model != self.model.name:
+            message = f"no model {call.model!r}: this server has {self.model.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        requests = []
+        for prompt in self.model.encode_prompts(call):
+            params = self.model.sampling(call, len(prompt))
+            for _ in range(call.n):
+                index = len(requests)
+                requests.append(Request(prompt, params, index, f"{call.call_id}-{index}"))
+        return requests
+
+    def complete(self, call: Call, choices: list[Choice]) -> None: ...
+
+    def release(self) -> None: ...
+
+
+@dataclass
+class Running:
+    """A call that has been started.
+
+    Args:
+        call: its parameters.
+        requests: one per choice.
+    """
+
+    call: Call
+    requests: list[Request]
+    conversation: Conversation
+    model: ServedModel
+    created: int = field(default_factory=lambda: int(time.time()))
+    _is_done: bool = False
+
+    @classmethod
+    def start(cls, call: Call, conversation: Conversation, model: ServedModel) -> "Running":
+        """Check a call and make its requests. Raises ApiError."""
+        return cls(call, conversation.requests(call), conversation, model)
+
+    async def choices(self) -> list[Choice]:
+        """Generate all choices."""
+        async with aclosing(self.deltas(progress=False)) as deltas:
+            return sorted([delta.choice async for delta in deltas], key=lambda choice: choice.index)
+
+    async def deltas(self, progress: bool = True) -> AsyncIterator[Delta]:
+        """Generate, and return new tokens as the engine reports them; the last delta of a choice has the choice.
+
+        If the iteration is stopped early, the requests are aborted.
+        """
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        tasks = [asyncio.ensure_future(self._one(i, events, progress)) for i in range(len(self.requests))]
+        texts = [ResponseText(self.model.tokenizer, self._strings(request)) for request in self.requests]
+        choices: list[Choice | None] = [None] * len(tasks)
+        try:
+            while None in choices:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                index, token_ids, log_probs, completion = event
+                seen = len(texts[index].token_ids)
+                if completion is None:
+                    yield Delta(index, token_ids, log_probs, texts[index].feed(token_ids))
+                    continue
+                choices[index] = choice = await self._choice(index, completion)
+                texts[index].token_ids = self._visible(choice.request, completion)
+                if None not in choices:
+                    self.conversation.complete(self.call, sorted(choices, key=lambda each: each.index))
+                    self._is_done = True
+                rest = completion.token_ids[seen:], completion.log_probs[seen:]
+                yield Delta(index, *rest, texts[index].finish(), choice)
+        finally:
+            self.end()
+            for task in tasks:
+                task.cancel()
+
+    def end(self) -> None:
+        """Abort the requests that are still running."""
+        if not self._is_done:
+            self._is_done = True
+            self.conversation.generator.abort([request.request_id for request in self.requests])
+            self.conversation.release()
+
+    async def _one(self, index: int, events: asyncio.Queue[Any], progress: bool) -> None:
+        request, loop = self.requests[index], asyncio.get_running_loop()
+
+        def report(token_ids: list[int], log_probs: list[float]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, (index, token_ids, log_probs, None))
+
+        try:
+            request = replace(request, on_tokens=report if progress else None)
+            completion = await self.conversation.generator.generate(request)
+        except asyncio.CancelledError:
+            events.put_nowait(ApiError(503, "the request was cancelled", code="cancelled"))
+            raise
+        except Exception as error:
+            events.put_nowait(error)
+            return
+        events.put_nowait((index, [], [], completion))
+
+    async def _choice(self, index: int, completion: Completion) -> Choice:
+        request = self.requests[index]
+        text = text_of(self.model.tokenizer, self._visible(request, completion), self._strings(request))
+        content, calls = text, []
+        if self.call.tools:
+            content, calls = await split_tool_calls(self.model, text, completion.token_ids)
+        current = self.conversation.generator.weight_version
+        version = min((version for _, version in completion.weight_versions), default=current)
+        return Choice(index, request, completion, content, calls, version)
+
+    @staticmethod
+    def _visible(request: Request, completion: Completion) -> list[int]:
+        """The tokens of a response that are shown as text: without its stop token."""
+        ids = completion.token_ids
+        return ids[:-1] if ids and ids[-1] in request.params.active_stop_ids else ids
+
+    @staticmethod
+    def _strings(request: Request) -> Sequence[str]:
+        return request.params.stop.strings if request.params.stop else ()

@@ -1,0 +1,126 @@
+"""OperatorWatch: ends an operator of the controller that hangs, such as a reward function or a tool.
+
+Calls of workers in other processes have limits of their own (`verl.single_controller`), and name the rank. The watch
+covers the rest: its limit is that of the operator as a whole. It raises in the thread that runs the flow, so code in C
+that holds the interpreter lock cannot be ended.
+"""
+
+import ctypes
+import logging
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from verl.processes.limits import Durations
+from verl.single_controller.cluster import wait_limits
+
+if TYPE_CHECKING:
+    from verl.trainer.base import Trainer
+
+logger = logging.getLogger("verl.trainer")
+
+_LOOK_SECONDS = 1.0
+_MARGIN_SECONDS = 30.0  # a call of a worker reports its own limit first
+_SIGNAL = signal.SIGUSR2
+
+
+class OperatorTimeout(RuntimeError):
+    """An operator has exceeded its limit."""
+
+
+class _Interrupt(BaseException):
+    """Raised in the operator: code of users that retries after any Exception does not catch it."""
+
+
+def thread_stacks() -> str:
+    """The stacks of the other threads of this process."""
+    frames = sys._current_frames()
+    return "\n".join(
+        f"--- thread {thread.name}\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for thread in threading.enumerate()
+        if thread.ident in frames and thread is not threading.current_thread()
+    )
+
+
+class OperatorWatch:
+    """Context manager around the steps of a run, in the thread that runs the flow. It can be entered again, after a
+    restart: the durations of operators are kept.
+
+    Args:
+        trainer: the operators of its `pipelines` are watched, except those of `unwatched`.
+    """
+
+    def __init__(self, trainer: "Trainer"):
+        self._trainer = trainer
+        self._durations = Durations(wait_limits(trainer.config))
+        self._seen: dict[str, float] = {}  # operator -> its last start that is recorded
+        self._ended = threading.Event()
+        self._message = ""
+        self._late: tuple[str, float] = ("", 0.0)  # the operator that was ended last, and its start
+        self._signal_handled = True  # by the flow thread
+        self._handler: Any = None
+
+    def __enter__(self) -> "OperatorWatch":
+        self._ended.clear()
+        self._flow_thread = threading.current_thread()
+        if self._flow_thread is threading.main_thread():
+            self._handler = signal.signal(_SIGNAL, self._raise)
+        self._watcher = threading.Thread(target=self._watch, name="operator watch", daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._ended.set()
+        self._watcher.join()
+        if self._flow_thread is threading.main_thread():
+            # None: a handler that was not installed from Python, which cannot be restored
+            signal.signal(_SIGNAL, signal.SIG_DFL if self._handler is None else self._handler)
+        if isinstance(error, _Interrupt):
+            raise OperatorTimeout(self._message) from None
+
+    def _watch(self) -> None:
+        source = self._trainer.pipeline.operators[0].name
+        while not self._ended.wait(_LOOK_SECONDS):
+            for pipeline in self._trainer.pipelines():
+                for operator, (start, end) in dict(pipeline.spans).items():
+                    name = pipeline.label + operator
+                    if self._seen.get(name) != start:
+                        self._seen[name] = start
+                        # a batch that threads have prepared took longer than the wait for it
+                        ahead = self._trainer.source.seconds_ahead if name == source else 0.0
+                        self._durations.record(name, max(end - start, ahead))
+            for name, start in self._trainer.running_operators().items():
+                if name in self._trainer.unwatched:
+                    continue
+                if (name, start) == self._late:
+                    if not self._signal_handled:  # it arrived just before a system call, which it does not interrupt
+                        signal.pthread_kill(self._flow_thread.ident, _SIGNAL)
+                    continue
+                limit = self._durations.limit(name)
+                if time.perf_counter() - start > limit.seconds + _MARGIN_SECONDS:
+                    self._late = name, start
+                    self._interrupt(name, f"{limit.seconds:g} s (limit: {limit.reason})")
+
+    def _interrupt(self, name: str, limit: str) -> None:
+        """Raise OperatorTimeout in the thread that runs the flow."""
+        frame = sys._current_frames()[self._flow_thread.ident]
+        where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        self._message = f"operator {name!r} has not ended after {limit}: it is in {where}; stacks of all threads:"
+        self._message += f"\n{thread_stacks()}"
+        if self._flow_thread is threading.main_thread():
+            self._signal_handled = False
+            signal.pthread_kill(self._flow_thread.ident, _SIGNAL)
+        else:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._flow_thread.ident), ctypes.py_object(_Interrupt)
+            )
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        handled, self._signal_handled = self._signal_handled, True
+        name, start = self._late
+        if not handled and self._trainer.running_operators().get(name) == start:  # it has not ended at this moment
+            raise _Interrupt

@@ -1,0 +1,232 @@
+"""The contracts of a weight sync: what a training engine provides, what a rollout engine receives, and the report."""
+
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from verl.utils.shards import Shard
+from verl.weight_sync.reshard.plan import Stored
+
+#: the configuration of adapters: that of PEFT (r, lora_alpha, target_modules), and `scaling`: layer -> factor of B A
+AdapterConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Result of one push.
+
+    Attributes:
+        version: weight version.
+        bytes: sent to each rollout rank.
+        seconds: duration of the push.
+        checksum: of what was sent, as verified by the receiver; 0 if nothing was sent.
+        bandwidth: bytes per second that the link reaches, measured once; 0 if not measured.
+        kept: bytes that the rollout rank had already and that were not sent to it.
+    """
+
+    version: int
+    bytes: int = 0
+    seconds: float = 0.0
+    checksum: int = 0
+    bandwidth: float = 0.0
+    kept: int = 0
+
+
+class WeightSource(Protocol):
+    """The part of a training engine that a sync reads (see verl.engines.base.TrainEngine)."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HuggingFace name, full tensor) of every parameter, adapters merged. Collective: all ranks must
+        iterate."""
+
+
+class AdapterSource(WeightSource, Protocol):
+    """A training engine with adapters."""
+
+    def adapter_config(self) -> AdapterConfig | None:
+        """The configuration of the adapters; None if there are none."""
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (PEFT name, full tensor) of the adapters. Collective."""
+
+    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HuggingFace name, full tensor) of every parameter without the adapters. Collective."""
+
+
+@runtime_checkable
+class ShardSource(WeightSource, Protocol):
+    """A training engine whose shards can be read without gathering them.
+
+    Attributes:
+        replicas: the replicas of the weights that this rank belongs to, the smallest one first. Ranks with the same
+            number hold the weights together, or those of the experts. Empty: one replica.
+    """
+
+    replicas: tuple[int, ...]
+
+    def shard_layout(self) -> Sequence[Shard] | None:
+        """Which chunk of each parameter this rank has; the same object in every call. None: use `weights`."""
+
+    def shards(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that `shard_layout` describes, in that order. Collective."""
+
+
+class WeightReceiver(Protocol):
+    """The rollout engine's side of a weight sync."""
+
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load all parameters, by HuggingFace name: iterate to the end of `weights`. A tensor is valid until the next
+        one is read. Raises ValueError for missing or unknown parameters."""
+
+    def release(self) -> None:
+        """Free the weights until the next `receive`."""
+
+
+class StoredWeights(ABC):
+    """A receiver whose loaded parameters can be read: the sync compares their checksums with what was sent."""
+
+    @abstractmethod
+    def stored(self, name: str) -> torch.Tensor | None:
+        """The tensor that is stored for a loaded parameter; None if the engine stores it in another form."""
+
+    def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """The slice of a sent parameter that is stored, such as that of a tensor-parallel rank. Default: all of it."""
+        return full
+
+
+class SlicedWeights(ABC):
+    """A receiver with a layout of what it stores of each parameter, into which a sync writes."""
+
+    #: whether a sync writes them by default: few bytes are needed, or `receive` is slower
+    prefers_slices: bool = False
+
+    def obstacle(self) -> str:
+        """Why they cannot be written, with the parameter; empty: they can be. Called before the first push, on all
+        ranks, which return the same."""
+        return ""
+
+    @abstractmethod
+    def slice_layout(self) -> Mapping[str, Stored]:
+        """HuggingFace name -> what this rank stores of the parameter; the same object in every call."""
+
+    @abstractmethod
+    def open_slices(self, version: int) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Context of a push: name -> the contiguous tensor to write into. The engine has no weights until its end, nor
+        after an error."""
+
+
+class AdapterReceiver(ABC):
+    """A receiver that also takes LoRA adapters, so that a push need not contain the base weights again."""
+
+    #: whether the engine applies adapters without merging them, so that they are preferred in one process too
+    applies_adapters: bool = False
+
+    @property
+    @abstractmethod
+    def has_base(self) -> bool:
+        """Whether the base weights are loaded."""
+
+    @abstractmethod
+    def receive_adapters(
+        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        """Use these adapters from now on instead of the previous ones. `receive` has loaded the base weights.
+
+        Args:
+            config: their configuration.
+            tensors: (PEFT name, tensor), as in a PEFT file.
+            version: weight version.
+        """
+
+
+class Channel(Protocol):
+    """A connection to another process, such as `multiprocessing.connection.Connection`."""
+
+    def send_bytes(self, buf: bytes) -> None:
+        """Send one message."""
+
+    def recv_bytes(self) -> bytes:
+        """Receive one message. Raises EOFError if the other process has ended."""
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether a message arrives within `timeout` seconds."""
+
+
+class RemoteReceiver(ABC):
+    """What `RolloutEngine.receiver` returns if the weights are in other processes that share the device.
+
+    Each of these processes calls `receive_ipc` with its end of a channel, once per push.
+    """
+
+    @abstractmethod
+    def start_receiving(self, version: int) -> list[Channel]:
+        """Make every process call `receive_ipc` for this version. Returns one channel to each."""
+
+    @abstractmethod
+    def finish_receiving(self) -> None:
+        """Wait until every process has loaded the weights. Raises the error of one that has not."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the weights until the next push."""
+
+
+class ReceivesWeights(Protocol):
+    """What a weight sync uses of a rollout engine."""
+
+    #: number of completed training steps of the engine's weights
+    weight_version: int
+
+    def receiver(self) -> "WeightReceiver | None":
+        """The receiver of new weights; None for an engine that generates with the trainer's parameters."""
+
+
+class WeightSync(ABC):
+    """Copies the weights of a training engine to the rollout engines."""
+
+    @abstractmethod
+    def push(self, engine: WeightSource, version: int) -> SyncReport:
+        """Push the current weights. Called on every training rank."""
+
+
+def check_parameters(
+    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], version: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a push, and check that each of `shapes` is sent once.
+
+    Raises:
+        ValueError: unknown, repeated or missing parameters, or another shape.
+    """
+    missing = set(shapes)
+    for name, tensor in weights:
+        if name not in missing:
+            raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
+        if shapes[name] != tensor.shape:
+            raise ValueError(
+                f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected {tuple(shapes[name])}"
+            )
+        missing.remove(name)
+        yield name, tensor
+    if missing:
+        raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {sorted(missing)[:3]}")
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message of an error, for other processes. Valid UTF-8: surrogates of a path are replaced."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text.encode(errors="replace").decode()
+
+
+def incomplete(receiver: object) -> ValueError:
+    return ValueError(f"{type(receiver).__name__}.receive returned before it had read all weights")
+
+
+def require_weights(filled: bool) -> None:
+    """Raise ValueError for an engine that has no weights."""
+    if not filled:
+        raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")

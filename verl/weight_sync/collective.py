@@ -1,0 +1,303 @@
+"""`collective`: rollout ranks have their own devices, and training rank 0 broadcasts buckets over torch.distributed.
+
+GPU tensors are sent over NCCL, others over gloo. Three stages overlap: while bucket i is sent, rank 0 gathers and packs
+bucket i + 1 and the rollout ranks verify and load bucket i - 1. Each side has two buckets in memory.
+
+A push has one or two parts (base weights, adapters). Per part:
+
+- Rank 0 broadcasts a head: version, adapter configuration, size of a bucket.
+- Before each bucket, all ranks exchange a record (`_exchange`): that of rank 0 announces the bucket, that of a rollout
+  rank says whether it can continue, which covers all buckets up to the one before the last. So no rank waits for one
+  that has failed. Rank 0 sends the layout of a bucket only if it differs from that of the previous push.
+- The checksums follow each bucket and are compared by the rollout ranks before they load it.
+- A record announces the end; a last exchange confirms that all ranks have loaded everything.
+"""
+
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch import distributed as dist
+
+from verl.weight_sync.adapters import Part, parts_of
+from verl.weight_sync.base import (
+    AdapterConfig,
+    SyncReport,
+    WeightReceiver,
+    WeightSource,
+    WeightSync,
+    describe_error,
+)
+from verl.weight_sync.buckets import BUCKET_BYTES, Bucket, pack
+from verl.weight_sync.checksums import COLUMNS, ROW_BYTES, combine, fold, hexadecimal, sums_of
+from verl.weight_sync.loading import Loading, transit_fault
+from verl.weight_sync.transfer_group import TransferGroup
+
+_ERROR_BYTES = 2000  # max length of an error message sent to the other ranks
+_END = (-1, 0, 0)  # record of rank 0 after the last bucket: number, bytes, bytes of its layout
+_NOTHING = (0, 0, 0)
+
+
+class CollectiveSync(WeightSync):
+    """The training side of `collective`, on every training rank. Rollout ranks call `receive_collective`.
+
+    Args:
+        group: the group with the rollout ranks; None on training ranks other than 0, which only gather weights.
+        dtype: dtype of the sent weights; None: not cast.
+        bucket_bytes: max size of a bucket of several parameters.
+        adapters: whether adapters are sent separately from the base weights, which are then sent once.
+    """
+
+    def __init__(
+        self,
+        group: TransferGroup | None,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        adapters: bool = False,
+    ):
+        self.group = group
+        self.dtype = dtype
+        self.bucket_bytes = bucket_bytes
+        self.adapters = adapters
+        self._has_base = False
+
+    def push(self, engine: WeightSource, version: int) -> SyncReport:
+        start, sent, checksums = time.perf_counter(), 0, []
+        parts = parts_of(engine, self.adapters, self._has_base)
+        self._has_base = False  # until this push has succeeded
+        for number, part in enumerate(parts):
+            if self.group is None:
+                for _ in part.tensors:
+                    pass
+                continue
+            count, checksum = _Sending(self, part, version).send(is_last=number == len(parts) - 1)
+            sent += count
+            checksums.append(checksum)
+        self._has_base = self.adapters
+        bandwidth = self.group.bandwidth if self.group is not None else 0.0
+        return SyncReport(version, sent, time.perf_counter() - start, fold(checksums), bandwidth)
+
+
+class _Sending:
+    """One part of a push on rank 0."""
+
+    def __init__(self, sync: CollectiveSync, part: Part, version: int):
+        self.sync = sync
+        self.group: TransferGroup = sync.group
+        self.part = part
+        self.version = version
+        self.works: dict[int, list[dist.Work]] = {}
+        self.sums: list[torch.Tensor] = []
+
+    def send(self, is_last: bool) -> tuple[int, int]:
+        """Send all buckets. Returns their bytes and checksum."""
+        group, sync, sent = self.group, self.sync, 0
+        group.broadcast_object((self.version, self.part.config, sync.bucket_bytes, is_last))
+        _exchange(group)
+        # adapters are not cast: B A of rounded matrices would differ from the trainer's
+        dtype = sync.dtype if self.part.config is None else None
+        buckets = pack(
+            self.part.tensors,
+            device=group.device,
+            dtype=dtype,
+            bucket_bytes=sync.bucket_bytes,
+            wait=self._wait,
+            allocate=lambda size: torch.empty(size, dtype=torch.uint8, device=group.device),
+        )
+        try:
+            while (ready := self._next(buckets)) is not None:
+                bucket, sums = ready
+                self._announce(bucket)
+                if len(bucket.content) > sync.bucket_bytes:
+                    _exchange(group)  # every rollout rank has memory for it
+                self.works[bucket.number] = [group.start_broadcast(bucket.content), group.start_broadcast(sums)]
+                sent += bucket.bytes
+                del bucket, ready
+            _exchange(group, _END)
+            _exchange(group)  # all ranks have loaded everything
+        except BaseException:
+            with suppress(RuntimeError):  # of the group
+                self._wait_for_all()
+            raise
+        self._wait_for_all()
+        return sent, combine(self.sums)
+
+    def _next(self, buckets: Iterator[Bucket]) -> tuple[Bucket, torch.Tensor] | None:
+        """The next bucket and its sums; None at the end. An error is reported to the rollout ranks and raised
+        unchanged."""
+        try:
+            bucket = next(buckets, None)
+            if bucket is None:
+                return None
+            sums = sums_of(bucket.content)
+            self.sums.append(sums)
+            return bucket, sums
+        except BaseException as error:
+            with suppress(RuntimeError):  # of the group
+                _exchange(self.group, reason=describe_error(error), raises=False)
+            raise
+
+    def _announce(self, bucket: Bucket) -> None:
+        """Exchange records, and send the layout of the bucket unless the rollout ranks have it."""
+        layout = pickle.dumps(bucket.entries)
+        key = (self.part.config is None, bucket.number)
+        known = self.group.layouts.get(key) == layout
+        _exchange(self.group, (bucket.number, len(bucket.content), 0 if known else len(layout)))
+        if not known:
+            self.group.broadcast_bytes(layout, len(layout))
+            self.group.layouts[key] = layout
+
+    def _wait(self, number: int) -> None:
+        for work in self.works.pop(number, ()):
+            work.wait()
+
+    def _wait_for_all(self) -> None:
+        for number in list(self.works):
+            self._wait(number)
+
+
+def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: int) -> SyncReport:
+    """The rollout side of `collective`: receive one push.
+
+    Raises:
+        ValueError: a checksum differs (it names the bucket and the first differing parameter), another version arrives
+            than expected, another rank cannot load the weights, or the sender fails. An error of a rank is raised
+            unchanged on that rank, SystemExit and KeyboardInterrupt included; the other ranks raise a ValueError that
+            quotes it.
+    """
+    start, received, checksums, is_last = time.perf_counter(), 0, [], False
+    while not is_last:
+        pushed, config, bucket_bytes, is_last = group.broadcast_object(None)
+        wrong = "" if pushed == version else f"expected weights of version {version}, found version {pushed}"
+        _exchange(group, reason=wrong)
+        receiving = _Receiving(receiver, group, version, config, bucket_bytes)
+        checksums.append(receiving.receive())
+        received += receiving.bytes
+    return SyncReport(version, received, time.perf_counter() - start, fold(checksums), group.bandwidth)
+
+
+class _Receiving:
+    """One part of a push on a rollout rank."""
+
+    def __init__(
+        self,
+        receiver: WeightReceiver,
+        group: TransferGroup,
+        version: int,
+        config: AdapterConfig | None,
+        bucket_bytes: int,
+    ):
+        self.loading = Loading(receiver, version)
+        self.group = group
+        self.config = config
+        self.bucket_bytes = bucket_bytes
+        self.works: dict[int, tuple[list[dist.Work], torch.Tensor]] = {}
+        self.sums: list[torch.Tensor] = []
+        self.transferring = False  # whether an error comes from the group, not from the receiver
+
+    @property
+    def bytes(self) -> int:
+        return self.loading.bytes
+
+    def receive(self) -> int:
+        """Receive and load all buckets. Returns their checksum."""
+        try:
+            self.loading.load(Part(self.config, self._tensors()))
+        except BaseException as error:
+            with suppress(RuntimeError):  # of the group
+                if not self.transferring:
+                    _exchange(self.group, reason=describe_error(error), raises=False)
+                for works, _ in self.works.values():
+                    for work in works:
+                        work.wait()
+            raise
+        _exchange(self.group)
+        return combine(self.sums)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.transferring = True
+        bucket = self._start(0)
+        while bucket is not None:
+            following = self._start(bucket.number + 1)
+            self._finish(bucket)
+            self.transferring = False
+            yield from bucket.parameters()
+            self.transferring = True
+            bucket = following
+        self.transferring = False
+
+    def _start(self, number: int) -> Bucket | None:
+        """Start to receive the next bucket; None at the end."""
+        group = self.group
+        content, reason = self._allocate(self.bucket_bytes)
+        announced, size, layout_size = _exchange(group, reason=reason)
+        if announced == _END[0]:
+            return None
+        key = (self.config is None, number)
+        if layout_size:
+            group.layouts[key] = group.broadcast_bytes(b"", layout_size)
+        if size > self.bucket_bytes:
+            del content
+            content, reason = self._allocate(size)
+            _exchange(group, reason=reason)
+        content = content[:size]
+        rows = -(-size // ROW_BYTES)
+        sums = content.new_empty(rows + COLUMNS, dtype=torch.int64)
+        self.works[number] = [group.start_broadcast(content), group.start_broadcast(sums)], sums
+        return Bucket(number, pickle.loads(group.layouts[key]), content)
+
+    def _allocate(self, size: int) -> tuple[torch.Tensor | None, str]:
+        """Memory for one bucket, or the error. It is not reused, so that a receiver may keep what it has read."""
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=self.group.device), ""
+        except Exception as error:  # out of memory
+            return None, describe_error(error)
+
+    def _finish(self, bucket: Bucket) -> None:
+        """Wait for a bucket and compare its checksums."""
+        works, sent = self.works.pop(bucket.number)
+        for work in works:
+            work.wait()
+        found = sums_of(bucket.content)
+        row = transit_fault(sent, found)
+        self.sums.append(found)
+        if row is None:
+            return
+        name = bucket.parameter_at(row * ROW_BYTES) if row >= 0 else "(none: the checksums themselves differ)"
+        _exchange(
+            self.group,
+            reason=f"bucket {bucket.number} is corrupted on rollout rank {self.group.rank - 1}: its checksum is "
+            f"{hexadecimal(combine([found]))}, expected {hexadecimal(combine([sent]))}; the first differing "
+            f"parameter is {name}",
+        )
+
+
+def _exchange(
+    group: TransferGroup, record: tuple[int, int, int] = _NOTHING, reason: str = "", raises: bool = True
+) -> tuple[int, int, int]:
+    """Exchange records, and check that every rank can continue with the push.
+
+    Args:
+        record: of rank 0: number, bytes and layout bytes of the next bucket.
+        reason: why this rank cannot continue; empty if it can.
+        raises: False for a rank that raises its own error.
+
+    Returns:
+        The record of rank 0.
+
+    Raises:
+        ValueError: on every rank, with the reason of the first rank that cannot continue.
+    """
+    gathered = group.gather([int(bool(reason)), *record])
+    if any(failed for failed, *_ in gathered):
+        content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+        texts = [bytes(found).rstrip(b"\0").decode(errors="ignore") for found in group.gather(list(content))]
+        group.layouts.clear()  # of a bucket that some ranks may not have received
+        if raises:
+            rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+            if rank == 0:
+                raise ValueError(f"weight sync: training rank 0 cannot send the weights: {text}")
+            raise ValueError(f"weight sync: rollout rank {rank - 1} cannot load the weights: {text}")
+    return tuple(gathered[0][1:])

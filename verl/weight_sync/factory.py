@@ -1,0 +1,101 @@
+"""Selects the method of the weight sync (`rollout.weight_sync`), and measures the bandwidth of a copy."""
+
+import logging
+import time
+
+import torch
+
+from verl.weight_sync.adapters import sends_adapters
+from verl.weight_sync.base import AdapterReceiver, ReceivesWeights, RemoteReceiver, SlicedWeights, WeightSync
+from verl.weight_sync.in_process import InProcessSync
+from verl.weight_sync.ipc import IpcSync
+from verl.weight_sync.replica import ReplicaSync
+from verl.weight_sync.reshard.grouping import HybridGroups
+from verl.weight_sync.reshard.sync import ReshardSync
+
+logger = logging.getLogger("verl.rollout")
+
+_COPIED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}  # of the measured copy
+
+
+def local_sync(
+    setting: str,
+    engine: ReceivesWeights,
+    device: torch.device,
+    *,
+    lora_sync: str = "auto",
+    has_adapters: bool = False,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int,
+    has_shards: bool = False,
+    prefers_shards: bool = False,
+    grouping: HybridGroups | None = None,
+) -> WeightSync:
+    """The sync of an engine that shares the trainer's device.
+
+    Args:
+        setting: `rollout.weight_sync`.
+        engine: the rollout engine.
+        device: of both.
+        lora_sync: `rollout.lora_sync`.
+        has_adapters: whether the policy is trained with LoRA.
+        dtype: dtype in which weights are sent to other processes.
+        bucket_bytes: max size of a bucket.
+        has_shards: whether the shards of the training engine can be read.
+        prefers_shards: whether to read them for a full copy, too.
+        grouping: which ranks generate together.
+
+    Raises:
+        ValueError: the method does not fit the engine.
+    """
+    receiver = engine.receiver()
+    takes = isinstance(receiver, AdapterReceiver)
+    applies = takes and receiver.applies_adapters
+    sliced = setting in ("auto", "reshard") and has_shards and isinstance(receiver, SlicedWeights)
+    obstacle = receiver.obstacle() if sliced else ""
+    methods = _methods(receiver, sliced and not obstacle, prefers_shards)
+    if setting not in ("auto", *methods):
+        raise ValueError(
+            f"rollout.weight_sync={setting}: {type(engine).__name__} on the devices of the trainer is synchronized "
+            f"by {' or '.join(map(repr, methods))}{obstacle and f', because {obstacle}'}: use auto or {methods[0]}"
+        )
+    method = methods[0] if setting == "auto" else setting
+    if obstacle:
+        logger.warning("rollout.weight_sync=auto: %s instead of reshard: %s", method, obstacle)
+    if method == "in_process":
+        return InProcessSync(engine)
+    adapters = sends_adapters(lora_sync, has_adapters, takes, method == "ipc" or applies)
+    if method == "reshard" and not adapters:
+        sync = ReshardSync(engine, device, bucket_bytes, grouping=grouping)
+        if sync.peers.size == 1:
+            sync.bandwidth = copy_bandwidth(device)
+        return sync
+    if setting == "reshard":
+        raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
+    if method == "ipc":
+        return IpcSync(engine, device, dtype, bucket_bytes, adapters, copy_bandwidth(device))
+    return ReplicaSync(engine, adapters, copy_bandwidth(device))
+
+
+def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[str]:
+    """The methods for a receiver, the one that `auto` chooses first. has_slices: whether its slices can be written."""
+    if receiver is None:
+        return ["in_process"]
+    if isinstance(receiver, RemoteReceiver):
+        return ["ipc"]
+    if not has_slices:
+        return ["replica"]
+    return ["reshard", "replica"] if receiver.prefers_slices or prefers_shards else ["replica", "reshard"]
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy on the device: the best of three."""
+    source = torch.zeros(_COPIED_BYTES.get(device.type, _COPIED_BYTES["cpu"]), dtype=torch.uint8, device=device)
+    target, seconds = torch.zeros_like(source), []
+    for _ in range(3):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return len(source) / min(seconds)
