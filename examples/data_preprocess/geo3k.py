@@ -33,7 +33,7 @@ def local_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
         try:
             yield geo3k_row(row, split, index)
         except ValueError as error:
-            raise ValueError(f"{rows.where(index)}: {error}") from error
+            raise ValueError(f"{rows.location(index)}: {error}") from error
 
 
 def hub_rows(name: str, split: str) -> Iterator[dict[str, Any]]:

@@ -29,7 +29,7 @@ def local_rows(folder: Path, split: str) -> list[dict[str, Any]]:
         try:
             converted.append(gsm8k_row(row, split, index))
         except ValueError as error:
-            raise ValueError(f"{rows.where(index)}: {error}") from error
+            raise ValueError(f"{rows.location(index)}: {error}") from error
     return converted
 
 

@@ -218,6 +218,8 @@ MOVED = {
     "verl.utils.streams": "verl.processes.streams",
     "verl.utils.subprocess_pool": "verl.processes.child",
     "verl.utils.waiting": "verl.processes.limits",
+    "verl.rewards.sandbox.alarm": "verl.rewards.sandbox.calls",
+    "verl.data.lazy_prompts": "verl.data.rlhf_dataset",
     # modules of public verl that exist here under another path
     "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
     "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_correction",

@@ -70,7 +70,7 @@ class ResumableSampler:
     def next_batch(self) -> tuple[int, list[int]]:
         """The epoch and the row numbers of the next batch; advances by one step."""
         if self._order is None:
-            self._order = self._order_of(self.epoch)
+            self._order = self._epoch_order(self.epoch)
         start = self.step_in_epoch * self.batch_size
         epoch, rows = self.epoch, self._order[start : start + self.batch_size].tolist()
         self.step_in_epoch += 1
@@ -87,7 +87,7 @@ class ResumableSampler:
         """No shares of sources: there is one dataset."""
         return {}
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(self.num_rows)
         return shuffled(self.num_rows, self.seed, epoch)
@@ -233,17 +233,17 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any], positi
     """Raise ValueError unless a saved data position belongs to the order that `identity` describes.
 
     Args:
-        state: what was saved.
+        state: the saved state.
         identity: everything that the order depends on.
         position: the other keys of the state.
     """
     expected = {*identity, *position}
     if set(state) != expected:
         raise ValueError(f"data position: expected the keys {sorted(expected)}, found {sorted(state)}")
-    for name, mine in identity.items():
-        if state[name] != mine:
+    for name, current in identity.items():
+        if state[name] != current:
             raise ValueError(
-                f"cannot resume the data position: {name} is {mine!r}, but {state[name]!r} in the checkpoint, so "
+                f"cannot resume the data position: {name} is {current!r}, but {state[name]!r} in the checkpoint, so "
                 f"rows would be repeated or skipped. Restore the old value, or start a new run"
             )
 

@@ -152,7 +152,7 @@ class _Batch:
         self._read, self._collate = read, collate
         self._rows: list[Any] = [None] * len(items)
         self._lock = threading.Lock()
-        self._left = len(items)
+        self._remaining = len(items)
         self._failed = len(items)  # the first row that could not be read
         self._error: BaseException | None = None
         self._batch: DataProto | None = None
@@ -171,8 +171,8 @@ class _Batch:
                     if position < self._failed:
                         self._failed, self._error = position, error
         with self._lock:
-            self._left -= 1
-            if self._left:
+            self._remaining -= 1
+            if self._remaining:
                 return
         try:
             if self._error is None:

@@ -1,7 +1,7 @@
 """Readers of one data file: its rows as dicts, in memory or from disk.
 
 A reader has `path`, `source` (the data source of rows that name none), `columns`, a length, `[row]`, iteration,
-`where(row)` (file and position, for errors) and `to_table()`. JSON Lines are always read from disk by byte offsets.
+`location(row)` (file and position, for errors) and `to_table()`. JSON Lines are always read from disk by byte offsets.
 Parquet and CSV files are read into memory, or with streaming from a memory-mapped Arrow copy in the cache folder, which
 gives any row in constant time.
 """
@@ -32,17 +32,17 @@ logger = logging.getLogger("verl.data")
 
 _CHUNK = 1024  # rows converted from Arrow to Python objects at a time, and per batch of an Arrow copy
 _BOM = b"\xef\xbb\xbf"  # some programs write a byte order mark
-_LOCK = threading.RLock()  # of readers that several threads must not use at once
+_LOCK = threading.RLock()  # for readers that are not thread-safe
 _SAMPLE = 1024  # lines of a streamed file that define its columns
 
 
 class _File:
-    """What all readers of a path share."""
+    """Base class of the readers."""
 
     def __init__(self, path: Path):
         self.path, self.source = path, source_name(path)
 
-    def where(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"{self.path}, row {row} (the first is 0)"
 
     def to_table(self) -> pa.Table:
@@ -107,26 +107,26 @@ class JsonLines(_File):
         try:
             text = line.removeprefix(_BOM).decode().rstrip("\r\n")  # concatenated files have marks in the middle
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.where(row)}: expected UTF-8 text: {error}") from error
-        found = parse_json(text, self.where(row), "one JSON object per line")
-        return _check_object(found, self.where(row))
+            raise ValueError(f"{self.location(row)}: expected UTF-8 text: {error}") from error
+        value = parse_json(text, self.location(row), "one JSON object per line")
+        return _check_object(value, self.location(row))
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        found = self._parse(row)
-        if self.streaming and (extra := found.keys() - self._empty.keys()):
+        record = self._parse(row)
+        if self.streaming and (extra := record.keys() - self._empty.keys()):
             raise ValueError(
-                f"{self.where(row)}: the keys {sorted(extra)} are not in the first {_SAMPLE:,} lines, which define the "
-                "columns of a streamed file: add them to one of these lines, or set data.streaming=false"
+                f"{self.location(row)}: the keys {sorted(extra)} are not in the first {_SAMPLE:,} lines, which define "
+                "the columns of a streamed file: add them to one of these lines, or set data.streaming=false"
             )
-        return self._empty | found
+        return self._empty | record
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
 
-    def where(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"{self.path}, line {self._lines[row]}"
 
 
@@ -141,7 +141,7 @@ class JsonList(_File):
             raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
         rows = parse_json(text, str(path), "a JSON list of objects")
         for index, row in enumerate(rows):
-            _check_object(row, self.where(index))
+            _check_object(row, self.location(index))
         self.columns = tuple(dict.fromkeys(key for row in rows for key in row))
         empty = dict.fromkeys(self.columns)
         self._rows = [json.dumps(empty | row) for row in rows]  # text, so that every access returns a new object
@@ -182,13 +182,13 @@ class ArrowCopy(_File):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self._copy = _copy_of(path)
+        self._copy = _ensure_copy(path)
         try:
             self._open()
         except (pa.ArrowException, OSError, ValueError) as error:
             logger.warning("%s is damaged (%s): it is written again", self._copy, error)
             self._copy.unlink()
-            self._copy = _copy_of(path)
+            self._copy = _ensure_copy(path)
             self._open()
 
     def _open(self) -> None:
@@ -206,8 +206,8 @@ class ArrowCopy(_File):
     def __getitem__(self, row: int) -> dict[str, Any]:
         batch = int(np.searchsorted(self._ends, row, side="right")) - 1
         with _LOCK:
-            found = self._reader.get_batch(batch)
-        return found.slice(row - int(self._ends[batch]), 1).to_pylist()[0]
+            rows = self._reader.get_batch(batch)
+        return rows.slice(row - int(self._ends[batch]), 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with pa.OSFile(str(self._copy)) as file:
@@ -242,8 +242,8 @@ class RowTable(_File):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))  # iterating a torch dataset may not end
 
-    def where(self, row: int) -> str:
-        return super().where(row) if self._name else f"row {row} (the first is 0)"
+    def location(self, row: int) -> str:
+        return super().location(row) if self._name else f"row {row} (the first is 0)"
 
 
 def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonList | CsvFile | ArrowCopy":
@@ -285,9 +285,9 @@ def _is_list(path: Path) -> bool:
     return False
 
 
-def _check_object(row: Any, where: str) -> dict[str, Any]:
+def _check_object(row: Any, location: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f'{where}: expected a JSON object such as {{"prompt": ...}}, found {type(row).__name__}')
+        raise ValueError(f'{location}: expected a JSON object such as {{"prompt": ...}}, found {type(row).__name__}')
     return row
 
 
@@ -317,7 +317,7 @@ def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
 # ---- the Arrow copy -------------------------------------------------------------------------------------------------
 
 
-def _copy_of(path: Path) -> Path:
+def _ensure_copy(path: Path) -> Path:
     """The Arrow copy of a file; it is written if there is none of the file as it is now."""
     state = path.stat()
     cache = cache_folder() / "rows"

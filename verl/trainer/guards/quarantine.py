@@ -66,7 +66,7 @@ def quarantine(trainer: "Trainer", error: BaseException) -> None:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for uid, reason in error.failures.items():
         row = int(uid.rpartition(":")[2])
-        where = dataset.dataframe.where(row) if isinstance(dataset, RLHFDataset) else None
+        where = dataset.dataframe.location(row) if isinstance(dataset, RLHFDataset) else None
         lines.append(
             json.dumps({"row": row, "uid": uid, "place": where, "step": trainer.attempted_step, "reason": reason})
         )

@@ -347,10 +347,10 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
         reward_fn_key=config.data.reward_fn_key,
         config=config.model_dump(),
     )
-    if reward.reward_model.enable and not loaded.compute_score.takes_extra_info:
+    if reward.reward_model.enable and not loaded.compute_score.accepts_extra_info:
         raise ValueError(
-            f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.where} does not take "
-            "extra_info, which holds the score of the model (extra_info['rm_score']): add the parameter extra_info, or "
+            f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.location} does not "
+            "take extra_info, which holds the score of the model (extra_info['rm_score']): add the parameter extra_info, or "
             "remove the function, and the score of the model is the reward"
         )
     return loaded
@@ -404,7 +404,7 @@ def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any
             "THE REWARD MODEL'S SCORE HAS NO EFFECT: the reward function %s returned the same for the scores 0 and 1. "
             "It gets the score as extra_info['rm_score'], and nothing else uses it. Read it in the function, or remove "
             "the function (then the score is the reward), or set reward.reward_model.enable=false",
-            manager.compute_score.where,
+            manager.compute_score.location,
         )
     return set(first["reward_extra_info"])
 
