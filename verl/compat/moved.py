@@ -219,6 +219,8 @@ MOVED = {
     "verl.utils.subprocess_pool": "verl.processes.child",
     "verl.utils.waiting": "verl.processes.limits",
     "verl.rewards.sandbox.alarm": "verl.rewards.sandbox.calls",
+    "verl.tracking.earlier_runs": "verl.tracking.run_record",
+    "verl.utils.alive": "verl.tracking.console",
     "verl.data.lazy_prompts": "verl.data.rlhf_dataset",
     # modules of public verl that exist here under another path
     "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",

@@ -34,7 +34,7 @@ from verl.rewards.outcome import RewardError
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskFullError
 from verl.utils.log import console, setup_logging
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 logger = logging.getLogger("verl.trainer")
 
@@ -225,7 +225,7 @@ def comparison_table(comparison: Comparison, confidence: float) -> Table:
 
 def _cell(name: str) -> Text:
     """A name of the data, which may look like markup or contain control characters."""
-    return Text(shown(name))
+    return Text(console_text(name))
 
 
 def _p(value: float) -> str:
@@ -334,7 +334,7 @@ class Evaluation:
         for name, files, of_file in zip(("evaluated", "compared_with"), paths, scored):
             evaluated = evaluate(of_file, settings)
             report[name] = {"files": files, **as_json(evaluated)}
-            console().print(shown(", ".join(files)), markup=False, highlight=False, soft_wrap=True)
+            console().print(console_text(", ".join(files)), markup=False, highlight=False, soft_wrap=True)
             console().print(metrics_table(evaluated, settings.confidence))
         if len(scored) > 1:
             comparison = compare(*scored, settings)
