@@ -350,8 +350,8 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
     if reward.reward_model.enable and not loaded.compute_score.accepts_extra_info:
         raise ValueError(
             f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.location} does not "
-            "take extra_info, which holds the score of the model (extra_info['rm_score']): add the parameter extra_info, "
-            "or remove the function, and the score of the model is the reward"
+            "take extra_info, which holds the score of the model (extra_info['rm_score']): add the parameter "
+            "extra_info, or remove the function, and the score of the model is the reward"
         )
     return loaded
 
