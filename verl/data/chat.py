@@ -34,8 +34,6 @@ def encode_conversations(
     what the template appends. An assistant message at the start is context only.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        chats: lists of messages.
         chat_template: Jinja text that replaces the tokenizer's template.
         template_kwargs: arguments of the template.
         location: name of chat i in errors.

@@ -21,7 +21,6 @@ class PromptCollator:
     """`collate_prompts`, also for items without token ids: their `raw_prompt`, messages or text, is tokenized.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         data: the section with prompt_format, max_prompt_length, truncation and apply_chat_template_kwargs.
         processor: the processor of a vision-language model, for messages with images or videos.
     """

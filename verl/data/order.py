@@ -70,7 +70,8 @@ class ResumableSampler:
     def next_batch(self) -> tuple[int, list[int]]:
         """The epoch and the row numbers of the next batch; advances by one step."""
         if self._order is None:
-            self._order = self._epoch_order(self.epoch)
+            key = (self.num_rows, self.seed, self.epoch)
+            self._order = shuffled(*key) if self.shuffle else np.arange(self.num_rows)
         start = self.step_in_epoch * self.batch_size
         epoch, rows = self.epoch, self._order[start : start + self.batch_size].tolist()
         self.step_in_epoch += 1
@@ -86,11 +87,6 @@ class ResumableSampler:
     def shares(self) -> dict[str, float]:
         """No shares of sources: there is one dataset."""
         return {}
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.num_rows)
-        return shuffled(self.num_rows, self.seed, epoch)
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -156,24 +156,6 @@ class JsonList(_File):
         return map(json.loads, self._rows)
 
 
-class CsvFile(_File):
-    """The rows of a CSV file in memory. The first line has the names of the columns; every value is text."""
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self._rows = list(_csv_rows(path))
-        self.columns = tuple(self._rows[0]) if self._rows else ()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return dict(self._rows[row])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(dict, self._rows)
-
-
 class ArrowCopy(_File):
     """The rows of a parquet or CSV file, from a memory-mapped copy in the cache folder.
 
@@ -220,7 +202,7 @@ class ArrowCopy(_File):
 
 
 class RowTable(_File):
-    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset) with the interface of a file.
+    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset or the rows of a CSV file) as a file.
 
     Args:
         rows: the rows.
@@ -246,7 +228,7 @@ class RowTable(_File):
         return super().location(row) if self._name else f"row {row} (the first is 0)"
 
 
-def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonList | CsvFile | ArrowCopy":
+def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonList | ArrowCopy | RowTable":
     """Open a data file of any of the supported suffixes. Raises ValueError if it cannot be read."""
     suffix = path.suffix.lower()
     if suffix in (".json", ".jsonl"):
@@ -257,7 +239,9 @@ def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonLis
         return JsonLines(path, streaming)
     if streaming:
         return ArrowCopy(path)
-    return ParquetFile(path) if suffix == ".parquet" else CsvFile(path)
+    if suffix == ".parquet":
+        return ParquetFile(path)
+    return RowTable(list(_csv_rows(path)), name=str(path), source=source_name(path))
 
 
 def count_rows(path: Path) -> int:
@@ -292,7 +276,11 @@ def _check_object(row: Any, location: str) -> dict[str, Any]:
 
 
 def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a CSV file, one at a time. Raises ValueError for a row that does not have one value per column."""
+    """The rows of a CSV file, one at a time; every value is text, and the first line has the names of the columns.
+
+    Raises:
+        ValueError: a row does not have one value per column.
+    """
     csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -332,7 +320,10 @@ def _ensure_copy(path: Path) -> Path:
         for old in cache.glob(f"{name}-*.arrow"):
             old.unlink(missing_ok=True)
         try:
-            _write_copy(path, draft)
+            schema, batches = _batches(path)
+            with pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
             draft.replace(copy)
         finally:
             draft.unlink(missing_ok=True)
@@ -344,13 +335,6 @@ def _ensure_copy(path: Path) -> Path:
             "enough space, or data.streaming=false"
         ) from error
     return copy
-
-
-def _write_copy(path: Path, copy: Path) -> None:
-    schema, batches = _batches(path)
-    with pa.OSFile(str(copy), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
 
 
 def _batches(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

@@ -434,7 +434,6 @@ def create_custom_dataset(
     Args:
         cls: the class. `processor` and `max_samples` are passed if its constructor has such parameters.
         data_files: paths.
-        tokenizer: a Hugging Face tokenizer.
         settings: the `data` section; it becomes `config`, with attribute access, `get` and the keys of public verl
             that are not supported, at their defaults.
         max_samples: number of rows to use; -1: all.

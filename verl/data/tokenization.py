@@ -262,8 +262,6 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str], location: Callable[[in
     prompts that differ from those in the file.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        texts: the texts to check.
         location: name of text i in errors.
 
     Raises:
@@ -309,11 +307,9 @@ def check_round_trips(
     """`check_tokenizer` on some rows of a dataset: every `stride`-th row, and every row with an unknown token.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         texts: texts[i] are the texts of row rows[i].
         encoded: encoded[i] are the token ids of row rows[i].
         stride: distance of the rows to check.
-        rows: row numbers.
         location: name of a row in errors.
     """
     unknown = tokenizer.unk_token_id

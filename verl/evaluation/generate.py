@@ -27,6 +27,7 @@ from verl.registry import import_module
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
+from verl.tracking.formatting import format_clock
 from verl.trainer.checks.model_limits import ModelLimits
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.ppo.operators import Roles, repeat
@@ -314,7 +315,7 @@ class GenerationRun:
                     f"{done:,}",
                     f"{total:,}",
                     tokens / seconds,
-                    _clock(seconds * (total - done) / (done - before)),
+                    format_clock(seconds * (total - done) / (done - before)),
                 )
         except BaseException:
             logger.warning("stopped after %s of %s prompts; run the same command again to resume", done, total)
@@ -359,12 +360,6 @@ def _count_responses(responses: Sequence[Responses]) -> dict[str, int]:
         "tokens": sum(sum(item.tokens) for item in responses),
         "cut": reasons.count("length"),
     }
-
-
-def _clock(seconds: float) -> str:
-    """Format seconds as 1:02:03."""
-    minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 
 
 def run_command(config_path: str | None, overrides: list[str]) -> int:

@@ -174,7 +174,6 @@ def check_output(prompts: PromptSet, path: Path) -> None:
     Paths of images and videos are looked up by the writer; here at most those of the first row.
 
     Args:
-        prompts: The prompts, whose columns are written.
         path: .parquet (keeps the types of the columns) or .jsonl.
 
     Raises:

@@ -1,7 +1,6 @@
 """Evaluation report: metrics by data source with confidence intervals, and the comparison of two models.
 
-Printed as tables and written as JSON. The field names of the dataclasses are those of the code; `as_json` writes the
-keys of the file.
+Printed as tables and written as JSON, whose keys are the fields of the dataclasses.
 """
 
 import json
@@ -253,14 +252,6 @@ def _distinct_metrics(metrics: Metrics) -> list[tuple[str, Metric]]:
     return [(name, metric) for name, metric in metrics.metrics.items() if name not in repeated]
 
 
-# ---- JSON -----------------------------------------------------------------------------------------------------------
-
-
-def as_json(report: "Metrics | Evaluated | Comparison") -> dict[str, Any]:
-    """Return the entry of the report file."""
-    return asdict(report)
-
-
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
@@ -333,12 +324,12 @@ class Evaluation:
         report: dict[str, Any] = {"settings": self.config.model_dump(mode="json")}
         for name, files, scored_prompts in zip(("evaluated", "compared_with"), paths, scored):
             evaluated = evaluate(scored_prompts, settings)
-            report[name] = {"files": files, **as_json(evaluated)}
+            report[name] = {"files": files, **asdict(evaluated)}
             console().print(console_text(", ".join(files)), markup=False, highlight=False, soft_wrap=True)
             console().print(metrics_table(evaluated, settings.confidence))
         if len(scored) > 1:
             comparison = compare(*scored, settings)
-            report["comparison"] = as_json(comparison)
+            report["comparison"] = asdict(comparison)
             console().print(comparison_table(comparison, settings.confidence))
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.output) as draft:

@@ -215,8 +215,6 @@ def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_
     """Score all responses.
 
     Args:
-        prompts: The prompts with their responses.
-        scorer: The operator that scores.
         right_from: A response is correct if its "acc", or its score without one, is at least this.
 
     Raises:

@@ -101,7 +101,6 @@ def as_reward_manager(
 
     Args:
         reward: The object. It may also be a function of the whole batch that returns scores (B, T) or (B,).
-        tokenizer: Decodes the responses.
         reward_kwargs: Values of the function's other parameters.
         **kwargs: Arguments of RewardManager.
 

@@ -81,6 +81,18 @@ def is_public_manager(cls: Any) -> bool:
     return inspect.isfunction(call) and "data" in inspect.signature(call).parameters
 
 
+def reward_result(
+    rewards: torch.Tensor, extras: Sequence[Mapping[str, Any]], failed: int, empty: int
+) -> dict[str, Any]:
+    """The result of a manager with `return_dict`, from the extra values of each sample; a missing value is None."""
+    names = dict.fromkeys(name for extra in extras for name in extra)
+    return {
+        "reward_tensor": rewards,
+        "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
+        "metrics": {"reward/failed_rows": float(failed), "reward/empty_responses": float(empty)},
+    }
+
+
 def check_failure_rate(failures: Collection[RewardError], total: int, limit: float, unit: str = "samples") -> None:
     """Raise RewardError with the most frequent errors if more than one sample and a share above `limit` failed."""
     if len(failures) <= max(1, limit * total):
@@ -253,12 +265,7 @@ class NaiveRewardManager(RewardManager):
         reward_tensor = responses.reward_tensor(scores)
         if not return_dict:
             return reward_tensor
-        names = dict.fromkeys(name for extra in extras for name in extra)
-        return {
-            "reward_tensor": reward_tensor,
-            "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
-            "metrics": {"reward/failed_rows": float(failed), "reward/empty_responses": float(responses.empty)},
-        }
+        return reward_result(reward_tensor, extras, failed, responses.empty)
 
     def outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
         """Score the samples; yields (index, the function that scored it, outcome) in any order."""
@@ -371,8 +378,6 @@ class DAPORewardManager(NaiveRewardManager):
     is not changed.
 
     Args:
-        tokenizer: Decodes the responses.
-        compute_score: A reward function or a ScoreFunction.
         max_resp_len: Maximum response length in tokens; required if the buffer is enabled.
         overlong_buffer: {"enable": bool, "len": int, "penalty_factor": float, "log": bool}. `log` adds the extra values
             "overlong_reward" and "overlong".
@@ -426,8 +431,6 @@ class PrimeRewardManager(NaiveRewardManager):
     picklable.
 
     Args:
-        tokenizer: Decodes the responses.
-        compute_score: A reward function or a ScoreFunction.
         num_processes: Size of the pool; default: the number of cores, at most 16.
         **kwargs: Arguments of RewardManager.
     """

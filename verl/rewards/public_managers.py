@@ -31,6 +31,7 @@ from verl.rewards.managers import (
     REWARD_MANAGER_REGISTRY,
     RewardManager,
     register,  # noqa: F401 (a name of public verl)
+    reward_result,
     scores_single_samples,
 )
 from verl.rewards.outcome import BadOutcome, RewardError, read_outcome
@@ -45,7 +46,6 @@ class ColumnsRewardManager(RewardManager):
     """Calls a function of the whole batch, or a manager of public verl, and checks what it returns.
 
     Args:
-        tokenizer: Decodes the responses.
         compute_score: A function or callable object with the parameter `batch` or `data`.
         scores_with: The reward function that a manager calls; for messages. Default: `compute_score`.
         **kwargs: Arguments of RewardManager. There is one call per batch: `on_error` and `retries` do not apply, and
@@ -146,7 +146,6 @@ class SingleRewardManager(RewardManager):
     """Calls `run_single` of a manager of public verl once per sample, concurrently in one event loop.
 
     Args:
-        tokenizer: Decodes the responses.
         compute_score: The reward function that the manager calls.
         manager: The object with `run_single`.
         **kwargs: Arguments of RewardManager.
@@ -174,15 +173,7 @@ class SingleRewardManager(RewardManager):
         self.judge(failures, data.non_tensor_batch.get("uid", [None] * len(data)))
         if not return_dict:
             return rewards
-        names = dict.fromkeys(name for extra in extras for name in extra)
-        return {
-            "reward_tensor": rewards,
-            "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
-            "metrics": {
-                "reward/failed_rows": float(len(failures)),
-                "reward/empty_responses": float((lengths == 0).sum()),
-            },
-        }
+        return reward_result(rewards, extras, len(failures), int((lengths == 0).sum()))
 
     @property
     def _name(self) -> str:
@@ -280,8 +271,6 @@ def create_public_manager(
     """Construct a manager of public verl and adapt it.
 
     Args:
-        cls: Its class.
-        tokenizer: Decodes the responses.
         function: The reward function that it calls as `compute_score`.
         num_examine: Number of samples per data source that are printed at each call.
         reward_fn_key: The column with the data source of a sample.
@@ -295,7 +284,11 @@ def create_public_manager(
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     scores_samples = scores_single_samples(cls)
     shared = {name: kwargs[name] for name in _SHARED if name in kwargs}
-    manager_kwargs = {name: _with_attributes(value) for name, value in kwargs.items() if name not in _SHARED}
+    manager_kwargs = {
+        name: OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value
+        for name, value in kwargs.items()
+        if name not in _SHARED
+    }
     if "overlong_buffer_cfg" in parameters and "overlong_buffer" in manager_kwargs:  # its name in public verl
         manager_kwargs["overlong_buffer_cfg"] = manager_kwargs.pop("overlong_buffer")
     common = {"num_examine": num_examine, "reward_fn_key": reward_fn_key, **shared}
@@ -350,7 +343,3 @@ def _called_by_manager(function: ScoreFunction, isolation: Isolation, timeout: f
     if pool is not None:
         return IsolatedFunction(function, pool, Limits(timeout, resident_bytes=isolation.memory_bytes))
     return functools.partial(function.func, **function.kwargs) if function.kwargs else function.func
-
-
-def _with_attributes(value: Any) -> Any:
-    return OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value

@@ -209,10 +209,6 @@ def weighted_sum(
     """Return the weighted sum of several rewards.
 
     Args:
-        data_source: Data source of the sample.
-        solution_str: The response.
-        ground_truth: The ground truth.
-        extra_info: Further columns of the sample.
         rewards: One mapping per term. `name`: a registered reward function ("data_source" is the rule of the sample's
             data source), or `path` and `name`: a custom one. Optional: `weight` (1.0), `kwargs`, `label` (the name).
 

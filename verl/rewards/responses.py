@@ -46,7 +46,6 @@ def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Respo
     Args:
         data: Batch with responses (B, T), attention_mask (B, P + T), `reward_fn_key` and reward_model
             ({"ground_truth": ...}); optional are response_mask (B, T), rm_scores (B, T), extra_info and uid.
-        tokenizer: Decodes the responses.
         reward_fn_key: The column with the data source.
 
     Raises:

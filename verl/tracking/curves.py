@@ -46,17 +46,13 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
     ordered = sorted(values)
     if len(ordered) < 8:
         return None
-    low, high = (_quantile(ordered, q) for q in (0.25, 0.75))
+    low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.25, 0.75))
     width = high - low
     kept = [value for value in ordered if low - 4 * width <= value <= high + 4 * width]
     if width == 0 or len(kept) == len(ordered) or len(kept) < 0.95 * len(ordered):
         return None
     margin = 0.05 * (kept[-1] - kept[0])
     return kept[0] - margin, kept[-1] + margin
-
-
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    return ordered[round(q * (len(ordered) - 1))]
 
 
 def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[str] | None = None) -> Path:

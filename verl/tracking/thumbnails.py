@@ -53,11 +53,9 @@ def thumbnail(image: Any) -> str:
 
 def are_thumbnails(value: Any) -> bool:
     """Whether a field of a sample is a list of thumbnails."""
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_thumbnail, value)) and bool(value)
-
-
-def _is_thumbnail(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(_PREFIX)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    return all(isinstance(item, str) and item.startswith(_PREFIX) for item in value)
 
 
 def decode_thumbnail(uri: str) -> Any:

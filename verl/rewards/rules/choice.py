@@ -28,8 +28,6 @@ def multiple_choice(
     """Return 1.0 if the chosen letter is correct, otherwise 0.0; with "acc" and "pred", the letter.
 
     Args:
-        data_source: Not used.
-        solution_str: The response.
         ground_truth: A letter ("B", "(b)") or the index of the correct choice, counted from 0.
         extra_info: May contain "choices", the texts of the choices. A final answer that equals one of them selects it.
 

@@ -16,10 +16,6 @@ def geo3k(
     is wrong. The format is `<think>...</think>` at the start, and `\boxed{...}` after it.
 
     Args:
-        data_source: Not used.
-        solution_str: The response.
-        ground_truth: The answer.
-        extra_info: Not used.
         format_score: Share of the format, from 0 to 1.
 
     Raises:

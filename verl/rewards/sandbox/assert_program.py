@@ -47,7 +47,6 @@ def pack(value: Any, keep: Callable[[Any], int]) -> Any:
     """Convert a value to JSON data. Subclasses become their base type, numpy values become Python values.
 
     Args:
-        value: The value.
         keep: Stores an object that cannot be sent and returns its number.
     """
     if type(value).__module__ == "numpy" and type(value).__name__ != "ufunc":

@@ -135,8 +135,6 @@ def call_samples(
     """Call `function` on every sample; yields (index, outcome) in order of completion.
 
     Args:
-        function: The reward function.
-        samples: Its inputs.
         timeout: Seconds per call; None for no timeout.
         pool: Run the calls in these worker processes.
         concurrency: Maximum number of concurrent calls of an async function.

@@ -50,15 +50,12 @@ def code_reward(
     what it prints or returns (see `assert_program`), so tests can pass plain data to it, but not objects.
 
     Args:
-        data_source: Not used.
-        solution_str: The response.
         ground_truth: The tests, or their JSON text, in one of these forms:
 
             - {"inputs": [...], "outputs": [...]}: texts for standard input, and the expected output
             - {"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]}: calls, and their return values
             - {"test_list": ["assert f(1) == 2", ...]}, a list of such lines, or {"test": code, "entry_point": "f"},
               where the code defines `check(candidate)`
-        extra_info: Not used.
         timeout: Seconds per program run: for each standard input, or for all calls or asserts together.
         memory_limit_mb: Memory limit per program run in MiB (Linux only).
         partial: Score the fraction of passed tests.
