@@ -418,7 +418,7 @@ def _deleting(path: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, or a link to one without what it leads to, if it exists."""
+    """Delete a folder if it exists; of a link, only the link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():

@@ -80,7 +80,7 @@ def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
 def usable_rows(
     rows: Any, indices: Collection[int], check: Callable[[Mapping[str, Any], int], Any], limit: int
 ) -> tuple[Sequence[int], list[dict[str, Any]]]:
-    """Check rows, and drop those that cannot be used.
+    """Check rows, and drop bad ones.
 
     Args:
         rows: rows with `location(index)`.
@@ -141,7 +141,7 @@ class RepeatedRows:
 def write_bad_rows(folder: Path, bad: Sequence[Mapping[str, Any]]) -> Path | None:
     """List bad rows in `bad_rows.jsonl` of a folder. Returns the file; None, and no file, if there are none."""
     if not bad:
-        (folder / FILE).unlink(missing_ok=True)  # of an earlier start, before the data was repaired
+        (folder / FILE).unlink(missing_ok=True)  # left by an earlier start, before the data was repaired
         return None
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / FILE) as draft:

@@ -29,7 +29,7 @@ DatasetConfig = Section | Mapping[str, Any] | HasGet | None
 
 
 def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any, str | None]:
-    """The `data` section of a schema from what a dataset received as its config.
+    """The `data` section of a schema, from the `config` argument of a dataset.
 
     A mapping may have more keys: `max_samples` replaces `train_max_samples`, and `chat_template`, or
     `custom_chat_template`, replaces the tokenizer's chat template.

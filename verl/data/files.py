@@ -233,7 +233,7 @@ def rows_in_memory(data: Any) -> Rows | None:
 
 
 def fingerprint(rows: Rows | None, files: Sequence[str]) -> str:
-    """What tells training data from others: the sizes of files on disk; a digest of rows in memory.
+    """A text that identifies training data: the sizes of files on disk, or a digest of rows in memory.
 
     Of many rows, at most 10,000 evenly spaced ones are read.
     """

@@ -20,7 +20,7 @@ MATH_INSTRUCTION = "Reason step by step. Put the final answer in \\boxed{}."
 
 @dataclass(frozen=True)
 class KnownDataset:
-    """How a hub dataset is loaded and converted.
+    """Loading and conversion of a hub dataset.
 
     Attributes:
         convert: (row, split, index) -> a row with prompt, data_source, ability, reward_model and extra_info. Raises

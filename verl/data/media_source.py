@@ -30,7 +30,7 @@ _TIMEOUT = 20.0  # seconds
 
 
 class MediaError(ValueError):
-    """An image or video that cannot be used. The message names file, row, what was expected and found."""
+    """An image or video that cannot be used. The message names file and row, expected and found value."""
 
 
 def load_media(text: str, folder: Path, allow_urls: bool, error: Callable[[str], MediaError]) -> bytes:
@@ -40,7 +40,7 @@ def load_media(text: str, folder: Path, allow_urls: bool, error: Callable[[str],
         text: a path, a data URI, base64 text or a URL.
         folder: the folder that relative paths start from.
         allow_urls: whether URLs are downloaded (data.allow_image_urls).
-        error: returns an error that names the row, for a message with what was expected and found.
+        error: returns an error that names the row, for a message "expected ..., found ...".
 
     Raises:
         MediaError: no such file, one that cannot be read, invalid base64 text, or a URL that is not allowed or cannot

@@ -54,7 +54,7 @@ class ResumableSampler:
         self.shuffle = shuffle
         self.epoch = 0
         self.step_in_epoch = 0
-        self._order: np.ndarray | None = None  # of the current epoch; None: not computed yet
+        self._order: np.ndarray | None = None  # order of the current epoch; None: not computed yet
 
     @property
     def steps_per_epoch(self) -> int:
@@ -337,7 +337,7 @@ class PromptSource:
 
     @property
     def seconds_ahead(self) -> float:
-        """How long threads have prepared the last batch; 0 without threads."""
+        """Seconds that threads have spent on the last batch; 0 without threads."""
         return 0.0 if self._prefetcher is None else self._prefetcher.seconds
 
     @property

@@ -287,7 +287,7 @@ class ShardFiles:
         return full
 
     def read_chunks(self, key: str, index: Shape = ()) -> torch.Tensor:
-        """The same, by concatenating the chunks as they are stored, in the order of their offsets."""
+        """`read_box` by another code path: concatenate the stored chunks in the order of their offsets."""
         shards, depth = [], len(index)
         for chunk in self.tensors[key].chunks:
             within = [i - first for i, first in zip(index, chunk.offsets)]

@@ -211,7 +211,7 @@ class RewardManager(ABC):
             yield todo, attempt == retries
 
     def judge(self, failures: Mapping[int, RewardError], uids: Sequence[Any]) -> None:
-        """Decide what follows from the samples that have failed.
+        """Handle the samples that have failed, as `on_error` says.
 
         Args:
             failures: Index of a sample -> its error, after the last attempt.

@@ -71,7 +71,7 @@ def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Respo
 
 
 def reward_positions(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the reward of each response is placed, and its length.
+    """The position of the reward of each response, and the length of the response.
 
     Returns:
         (B,) int64, the index of the last token sampled by the policy (0 if there is none); (B,) int64, lengths.

@@ -44,9 +44,9 @@ _MIN_REDRAW_SECONDS = 0.1
 #: warnings that the panel keeps, and their characters
 _WARNINGS = 2
 _WARNING_WIDTH = 400
-#: operators that the panel shows: those that took longest so far
+#: number of operators in the panel: those with the largest total time so far
 _OPERATORS = 8
-#: of the time of a step: a line has the operators that took at least this much, and 0.01 s
+#: smallest share of the time of a step, and at least 0.01 s, of the operators in a line
 _SHARE = 0.01
 
 
@@ -91,9 +91,9 @@ class TrainingProgress:
         self._alive = Alive(self._print_now, self._describe_activity, alive_every)
         self._has_custom_console = console is not None
         self._live: Live | None = None
-        self._drawing = threading.Lock()  # of the panel, by two threads
+        self._drawing = threading.Lock()  # held while a thread draws the panel
         self._lines = StepLine(total_steps, self.console.width)
-        self._labels: set[str] = set()  # of all steps, so that the panel keeps its cells
+        self._labels: set[str] = set()  # labels of all steps, so that the panel keeps its cells
         self._curves: dict[str, list[float]] = {}
         self._seconds: Counter[str] = Counter()  # operator -> of all steps
         self._validations: dict[str, list[tuple[int, float]]] = {}
@@ -136,7 +136,7 @@ class TrainingProgress:
         logger = logging.getLogger("verl")
         if self._live is not None:
             live, self._live = self._live, None
-            live.transient = self._step is None  # nothing to keep
+            live.transient = self._step is None  # no step to keep on the screen
             try:
                 if self._step is not None:
                     self._show(live, self._panel(final=True))

@@ -78,7 +78,7 @@ class RecordedRun:
 
     @property
     def algorithm(self) -> str:
-        """Such as `grpo`, or `sft`."""
+        """Name of the algorithm: `grpo`, `sft`, ..."""
         algorithm = next((self.config[key] for key in _ALGORITHM if self.config.get(key)), None)
         return str(algorithm or ("sft" if "model.path" in self.config else "unknown"))
 
@@ -130,7 +130,7 @@ class RecordedRun:
         return core or sorted(name for name in self.metrics if name.startswith(("val-core/", "val/")))
 
     def validation_label(self, name: str) -> str:
-        """`validation (greedy)`, followed by what tells several validation metrics apart."""
+        """`validation (greedy)`, followed by the metric if there are several."""
         sampling = ""
         if _GREEDY[0] in self.config:
             sampled = self.config[_GREEDY[0]] and self.config.get(_GREEDY[1]) != 0
@@ -187,13 +187,13 @@ def find_runs(folder: str | Path, depth: int = 4) -> list[RecordedRun]:
 
 
 def run_folders(folder: str | Path, depth: int = 4) -> list[Path]:
-    """Their folders. Reads no file."""
+    """The folders of the runs in a folder and its subfolders, the newest first. Reads no file."""
     folders = _search(Path(folder), depth) if Path(folder).is_dir() else ()
     return sorted(folders, key=_last_write, reverse=True)
 
 
 def _last_write(folder: Path) -> float:
-    """When a run last wrote."""
+    """The time of the last write of a run."""
     files = [folder / name for name in ("metrics.jsonl", "run.json")]
     return max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
 

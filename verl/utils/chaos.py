@@ -17,7 +17,7 @@ from typing import Any
 
 logger = logging.getLogger("verl.trainer")
 
-#: fault -> what it does
+#: fault -> its effect
 FAULTS = {
     "kill-reward": "the process of a reward call is killed",
     "hang-reward": "a reward call does not return",
@@ -35,7 +35,7 @@ _IN_WORKERS = {"nan-grad", "nan-weight", "stop-rank"}
 _IN_TRAINER = {"kill-reward", "hang-reward", "tracker-hang", "stale-weights"}
 RECORD = "chaos.jsonl"
 
-_armed: set[str] = set()  # in this process
+_armed: set[str] = set()  # faults that are armed in this process
 
 
 def read_faults(texts: Sequence[str]) -> list[str]:

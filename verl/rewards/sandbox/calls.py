@@ -42,7 +42,7 @@ from verl.utils import chaos
 
 logger = logging.getLogger("verl.rewards")
 
-_GRACE_SECONDS = 2.0  # for an event loop to report a timeout itself
+_GRACE_SECONDS = 2.0  # time for an event loop to report a timeout itself
 
 
 # ---- time limits in the main thread ------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
     Main thread only, since Python delivers signals there. The signal handler is set once for any number of calls. At
     the end a previous alarm is restored, with its remaining time.
     """
-    limit: float | None = None  # of the running call
+    limit: float | None = None  # seconds of the running call
 
     def ring(signum, frame):
         if limit is not None:
@@ -94,7 +94,7 @@ def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
 
 
 class Isolation:
-    """Where custom functions are called: in one worker process, which keeps their state between calls, or in this one.
+    """Selects the process of custom functions: a worker, which keeps their state between calls, or this one.
 
     Args:
         mode: "process" or "none".

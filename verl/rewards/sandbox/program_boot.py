@@ -156,7 +156,7 @@ def can_filter_calls() -> bool:
 
 
 def confine(writable: list[str]) -> None:
-    """Take from this process, for good, what a program does not need (Linux). Each part as far as the kernel has it.
+    """Drop the rights of this process that a program does not need, for good (Linux), as far as the kernel can.
     writable: folders besides the current one."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

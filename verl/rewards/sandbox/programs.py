@@ -2,8 +2,8 @@
 
 All processes that a program starts end with it, and share its memory limit. On Linux it has no network, reads only the
 interpreter with its packages and the system's libraries, and writes only to a temporary folder (program_boot). Where
-the kernel cannot enforce this, a warning says what is open. The kernel itself is the same: a program that attacks the
-kernel needs a virtual machine.
+the kernel cannot enforce this, a warning names the missing protection. The kernel is shared: isolating a program that
+attacks it needs a virtual machine.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _SECONDS_TO_END = 5.0
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
         failure: None if it exited with status 0, otherwise why not.
@@ -94,7 +94,7 @@ def run_program(
         files: Name -> content of further files in the folder.
 
     Returns:
-        How the program ended, and the final content of `files`.
+        The result of the program, and the final content of `files`.
     """
     warn_about_missing_isolation()
     folder = tempfile.mkdtemp(prefix="program-")
@@ -204,7 +204,7 @@ def _enter(current: int, name: str) -> int:
 
 
 def _remove_files(folder: int) -> list[str]:
-    """Remove what is no folder. Returns the names of the folders."""
+    """Remove everything but folders. Returns their names."""
     with os.scandir(folder) as entries:
         is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
     for name in is_folder:
