@@ -41,7 +41,7 @@ def test_the_same_rows(write_any, name):
     for rows in (streamed, loaded):
         assert [rows[i] for i in (0, 1023, 1024, 2499)] == [ROWS[i] for i in (0, 1023, 1024, 2499)]
         assert rows.to_table().to_pylist() == ROWS
-    assert streamed.location(1500) == loaded.where(1500)
+    assert streamed.location(1500) == loaded.location(1500)
     assert streamed.columns == loaded.columns == ("prompt", "answer")
 
 
