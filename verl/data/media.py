@@ -102,11 +102,10 @@ class MediaReader:
         self.limits = ImageLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
         self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
         self._placeholder = functools.lru_cache(_SIZES)(self._placeholder_for_size)
-        self._warned: set[str] = set()  # kinds whose placeholders are text
+        self._warned: set[str] = set()  # modalities whose placeholders are text
         ids = [getattr(processor, f"{modality}_token_id", None) for modality in _MODALITIES]
-        tokens = {self._token(modality) for modality in _MODALITIES} | {
-            *tokenizer.convert_ids_to_tokens(list(filter(None, ids)))
-        }
+        tokens = {self._token(modality) for modality in _MODALITIES}
+        tokens |= {tokenizer.convert_ids_to_tokens(i) for i in ids if i}
         # the token of LLaVA is the placeholder of data files
         tokens -= {None, *(f"<{modality}>" for modality in _MODALITIES)}
         self._media_token = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
