@@ -38,7 +38,7 @@ from verl.config import check_inputs, load_config, unsupported
 from verl.config.load import read_config
 from verl.config.presets import PRESETS
 from verl.config.supported import check_built_in
-from verl.tracking.console import TrainingProgress
+from verl.tracking.console import Alive, TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
@@ -47,7 +47,6 @@ from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.output.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
-from verl.utils.alive import Alive
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")

@@ -24,13 +24,12 @@ from rich.table import Table
 from examples.quickstart import arithmetic
 from examples.quickstart.smollm2 import find_model
 from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, check_output_folder
-from verl.tracking.console import TrainingProgress
+from verl.tracking.console import Alive, TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.samples import generations
 from verl.trainer.startup.command_line import user_errors, whole_number
-from verl.utils.alive import Alive
 from verl.utils.log import setup_logging
 
 SCORER = str(Path(__file__).resolve().parent / "arithmetic.py")
