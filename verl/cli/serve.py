@@ -80,9 +80,7 @@ def serve(
             sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
             name = served_model_name or model
             made, served = stack.enter_context(load(settings, model_settings, device, lengths, name, imports or ()))
-        print(
-            f"serving {console_text(name)} with the engine {engine}, up to {served.max_model_len} tokens per sequence"
-        )
+        print("serving", console_text(name), f"with the engine {engine}, up to {served.max_model_len} tokens per sequence")
         _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
     print("stopped", flush=True)
 
