@@ -100,14 +100,14 @@ class Registry(Generic[T]):
             return lambda decorated: self.register(name, decorated)
         if not isinstance(name, str) or not name:
             raise ValueError(f"{self.kind} name: expected a non-empty string, found {name!r}")
-        known = self._entries.get(name)
-        if known is not None and not _same_definition(known, obj):
-            if not (self._builtins_replaceable and _is_builtin(known) and not _is_builtin(obj)):
-                taken = f"{self.kind} {name!r} is already registered as {_described(known)}"
+        registered = self._entries.get(name)
+        if registered is not None and not _same_definition(registered, obj):
+            if not (self._builtins_replaceable and _is_builtin(registered) and not _is_builtin(obj)):
+                taken = f"{self.kind} {name!r} is already registered as {_described(registered)}"
                 raise ValueError(
                     f"{taken}: choose another name, or replace it by item assignment: registry[{name!r}] = ..."
                 )
-            logger.info("%s %r: %s is replaced by %s", self.kind, name, location_of(known), location_of(obj))
+            logger.info("%s %r: %s is replaced by %s", self.kind, name, location_of(registered), location_of(obj))
         self._entries[name] = obj
         return obj
 

@@ -46,8 +46,8 @@ def actor_loss(
         "rollout_log_prob": columns.get("rollout_log_probs"),
     }
     policy_loss = get_policy_loss_fn(loss_mode)
-    arguments["loss_agg_mode"] = of_loss = agg_of_loss(policy_loss, settings.get("loss_agg_mode"), agg)
-    bound = bind_arguments(policy_loss, arguments, settings, custom_loss_config(settings, of_loss))
+    arguments["loss_agg_mode"] = loss_agg = agg_of_loss(policy_loss, settings.get("loss_agg_mode"), agg)
+    bound = bind_arguments(policy_loss, arguments, settings, custom_loss_config(settings, loss_agg))
     total, metrics = _checked_result(loss_mode, policy_loss(**bound), mask)
     shares = {"actor/pg_loss": total}
     if settings["entropy_coeff"]:
@@ -86,10 +86,10 @@ def custom_loss_config(settings: Mapping[str, Any], agg: LossAggregation) -> dic
         "loss_scale_factor": agg.scale_factor,
     }
     resolved = {name: value for name, value in defaults.items() if settings.get(name) is None}
-    of_loss = dict(settings.get("policy_loss") or {})
-    if of_loss.get("ppo_kl_coef") is None:
-        of_loss["ppo_kl_coef"] = 0.1
-    return {**settings, **resolved, "policy_loss": of_loss, "loss_agg_mode": agg, "global_batch_info": counts}
+    loss_settings = dict(settings.get("policy_loss") or {})
+    if loss_settings.get("ppo_kl_coef") is None:
+        loss_settings["ppo_kl_coef"] = 0.1
+    return {**settings, **resolved, "policy_loss": loss_settings, "loss_agg_mode": agg, "global_batch_info": counts}
 
 
 def _checked_result(loss_mode: str, result: Any, mask: torch.Tensor) -> LossAndMetrics:
@@ -99,11 +99,11 @@ def _checked_result(loss_mode: str, result: Any, mask: torch.Tensor) -> LossAndM
     and the fraction bounded by the dual clip.
     """
     if isinstance(result, tuple | list) and result and all(map(_is_scalar, result[:1])):
-        total, *rest = result
-        if len(rest) == 1 and isinstance(rest[0], Mapping):
-            return total, dict(rest[0])
-        if len(rest) == len(CLIP_METRICS) and all(map(_is_scalar, rest)):
-            return total, as_parts(CLIP_METRICS, rest, mask)
+        total, *metrics = result
+        if len(metrics) == 1 and isinstance(metrics[0], Mapping):
+            return total, dict(metrics[0])
+        if len(metrics) == len(CLIP_METRICS) and all(map(_is_scalar, metrics)):
+            return total, as_parts(CLIP_METRICS, metrics, mask)
     raise ValueError(
         f"policy loss {loss_mode!r}: expected (scalar tensor, dict of metrics), found {_described(result)}: return "
         "agg_loss(losses, response_mask, loss_agg_mode), {}"

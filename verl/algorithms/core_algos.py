@@ -293,13 +293,13 @@ def _aggregation(mode: str, response_mask: torch.Tensor, counts: Mapping[str, An
     """`mode` with the counts of the mini-batch, as far as they are given; the others are those of `response_mask`."""
     if isinstance(mode, LossAggregation) or all(value is None for value in counts.values()):
         return mode
-    own = LossAggregation.of(mode, response_mask, counts.get("loss_scale_factor"))
+    computed = LossAggregation.from_mask(mode, response_mask, counts.get("loss_scale_factor"))
     tokens, sequences = counts.get("batch_num_tokens"), counts.get("global_batch_size")
     return LossAggregation(
         mode,
-        own.num_tokens if tokens is None else tokens,
-        own.num_sequences if sequences is None else sequences,
-        own.scale_factor,
+        computed.num_tokens if tokens is None else tokens,
+        computed.num_sequences if sequences is None else sequences,
+        computed.scale_factor,
     )
 
 

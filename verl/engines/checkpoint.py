@@ -47,8 +47,8 @@ class ShardWriter:
 
     Args:
         folder: where to write.
-        state: nested dictionary of tensors; what the planner understands, if there is one.
-        planner: which values this rank writes; default: those of torch.
+        state: nested dictionary of tensors, or another form that `planner` supports.
+        planner: selects the values that this rank writes; default: torch's.
 
     Raises:
         OSError: on every rank, if one of them cannot start the write.
@@ -185,7 +185,7 @@ class CheckpointWriter:
 
 
 def load_shards(folder: Path, state: dict[str, Any], planner: dcp.LoadPlanner | None = None) -> None:
-    """Load nested state, or what the planner understands, in place.
+    """Load nested state, or another form that `planner` supports, in place.
 
     Raises:
         ValueError: the contents of the folder differ.
@@ -222,20 +222,17 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def _fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters without a gradient so far the state before a first step, if others have a state.
+    """Initialize the state of parameters that never had a gradient, if others have a state.
 
-    Such as a vision tower in a run that has seen no image: a checkpoint has the state of every trained parameter.
+    An example is a vision tower in a run that has seen no image. A checkpoint has the state of every trained parameter.
     """
-    known = next(((p, state) for p, state in optimizer.state.items() if state), None)
-    if known is None:
-        return
-    like, state = known
-    every = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    for parameter in (p for p in every if not optimizer.state.get(p)):
+    like, state = next(((p, state) for p, state in optimizer.state.items() if state), (None, {}))
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    for parameter in (p for p in trained if not optimizer.state.get(p)):
         for key, value in state.items():
             is_moment = value.shape == like.shape and key != "step"
-            fresh = torch.zeros_like(parameter, dtype=value.dtype) if is_moment else torch.zeros_like(value)
-            optimizer.state[parameter][key] = fresh.detach()
+            initial = torch.zeros_like(parameter, dtype=value.dtype) if is_moment else torch.zeros_like(value)
+            optimizer.state[parameter][key] = initial.detach()
 
 
 def trained_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -327,16 +324,16 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"the checkpoint has no weights: no *.safetensors in {folder}")
-    present = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = {name for name, _ in module.named_buffers()}
     saved: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
             saved |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    found = {id(present[name]) for name in saved if name in present}
-    missing = [name for name, p in present.items() if id(p) not in found]
-    unknown = sorted(set(saved) - set(present) - buffers)
-    shapes = [name for name, shape in saved.items() if name in present and tuple(present[name].shape) != shape]
+    loaded = {id(parameters[name]) for name in saved if name in parameters}
+    missing = [name for name, p in parameters.items() if id(p) not in loaded]
+    unknown = sorted(set(saved) - set(parameters) - buffers)
+    shapes = [name for name, shape in saved.items() if name in parameters and tuple(parameters[name].shape) != shape]
     if missing or unknown or shapes:
         raise ValueError(
             f"{folder} contains a different model than this {type(module).__name__}: "
@@ -347,8 +344,8 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         for file in files:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    if name in present:
-                        copy_into(present[name], tensors.get_tensor(name))
+                    if name in parameters:
+                        copy_into(parameters[name], tensors.get_tensor(name))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
-from verl.modeling.moe import routing_of
+from verl.modeling.moe import install_routing
 from verl.modeling.packing import ModelInput
 from verl.modeling.value_head import load_head, value_model
 from verl.modeling.vision import VisionForward
@@ -76,12 +76,12 @@ def resolve_model(spec: EngineSpec) -> ModelSpec:
     # trained weights stay float32 by default: bf16 weights lose updates smaller than 2**-8 of them; the frozen weights
     # under adapters are not trained
     default = compute_dtype if spec.model.has_adapters else torch.float32
-    narrow = spec.engine.model_dtype
+    model_dtype = spec.engine.model_dtype
     return ModelSpec(
         section=spec.model,
         kind=spec.kind,
         device=spec.device,
-        model_dtype=default if narrow == "auto" else resolve_dtype(narrow, spec.device),
+        model_dtype=default if model_dtype == "auto" else resolve_dtype(model_dtype, spec.device),
         compute_dtype=compute_dtype,
         kernels="batch_invariant"
         if spec.deterministic
@@ -101,7 +101,7 @@ def choose_kernels(
     if device.type != "cuda":
         if engine.use_torch_compile:
             logger.info("use_torch_compile has no effect on a %s: layers are compiled on a GPU only", device.type)
-        return "fused" if dtype in (torch.float32, torch.float64) else "plain"  # the CPU functions have no autocast
+        return "fused" if dtype in (torch.float32, torch.float64) else "plain"  # the CPU kernels have no autocast
     if model.use_liger:
         return "liger"
     if engine.use_torch_compile:
@@ -139,14 +139,14 @@ def load_module(spec: ModelSpec) -> nn.Module:
 @torch.no_grad()
 def _check_finite(module: nn.Module, path: str) -> None:
     """Raise ValueError if a parameter has NaN or infinite values. One pass over the weights, no copy."""
-    named = [(name, p) for name, p in module.named_parameters() if p.numel()]
-    extremes = torch.stack([torch.stack(p.aminmax()).float() for _, p in named])  # NaN if there is a NaN
-    broken = [name for (name, _), finite in zip(named, extremes.isfinite().all(1).tolist()) if not finite]
+    parameters = [(name, p) for name, p in module.named_parameters() if p.numel()]
+    extremes = torch.stack([torch.stack(p.aminmax()).float() for _, p in parameters])  # NaN if there is a NaN
+    broken = [name for (name, _), finite in zip(parameters, extremes.isfinite().all(1).tolist()) if not finite]
     if broken:
         raise ValueError(
             f"model.path={path}: expected finite weights, found NaN or infinite values in {len(broken)} of "
-            f"{len(named)} parameters, the first is {broken[0]}: the files are damaged, or were saved from a diverged "
-            "run. Use an earlier checkpoint, or download the model again"
+            f"{len(parameters)} parameters, the first is {broken[0]}: the files are damaged, or were saved from a "
+            "diverged run. Use an earlier checkpoint, or download the model again"
         )
 
 
@@ -289,7 +289,7 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
             f"{type(module).__name__} is not a decoder with a head called `score`: it is not supported as a reward "
             "model"
         )
-    routing_of(module)  # its experts also compute in float64
+    install_routing(module)  # its experts also compute in float64
     trunk, head = trunk_and_head(module, kind)
     ids = torch.arange(min(4, module.config.get_text_config().vocab_size), device=module.device)[None]
     implementation = vision.attention_of(module.config)
@@ -326,7 +326,7 @@ class TokenModel(nn.Module):
         self.vocab_size = module.config.get_text_config().vocab_size
         self.vision = VisionForward(module) if vision.is_vision_config(module.config) else None
         self.batch_invariant = spec.kernels == "batch_invariant"
-        self.routing = routing_of(module)
+        self.routing = install_routing(module)
         if self.batch_invariant and self.routing is not None:
             raise ValueError(
                 f"rollout.deterministic=true: {type(module).__name__} is a mixture of experts, which has no "
@@ -345,14 +345,14 @@ class TokenModel(nn.Module):
                 if set(outputs) != {"values"}:
                     unknown = sorted(set(outputs) - {"values"})
                     raise ValueError(f"a critic or reward model outputs values, not {unknown}")
-                found = {"values": self.head(states)[:, 0]}
+                values_by_name = {"values": self.head(states)[:, 0]}
             else:
-                found = token_statistics(
+                values_by_name = token_statistics(
                     states, model_input.targets, self.head, self.vocab_size, outputs, temperature, self.batch_invariant
                 )
         scattered = {
             name: model_input.scatter(values if values.dtype == torch.float64 else values.float())
-            for name, values in found.items()
+            for name, values in values_by_name.items()
         }
         ranks = model_input.packing.ranks if model_input.packing is not None else None
         return scattered if ranks is None else {k: ranks.sum_of_shares(v) for k, v in scattered.items()}

@@ -186,8 +186,8 @@ class FSDP2(Sharding):
         ranks = dist.get_world_size() // tensor
         shard = ranks if self.section.fsdp_size == -1 else self.section.fsdp_size
         if ranks % shard:
-            of = f" of a tensor-parallel share (tensor_parallel_size {tensor})" if tensor > 1 else ""
-            raise ValueError(f"fsdp_size {shard} does not divide the {ranks} ranks{of}")
+            suffix = f" of a tensor-parallel share (tensor_parallel_size {tensor})" if tensor > 1 else ""
+            raise ValueError(f"fsdp_size {shard} does not divide the {ranks} ranks{suffix}")
         self.replica = dist.get_rank() // (shard * tensor)
         names = ("shard",) if shard == ranks else ("replicate", "shard")
         shape = (ranks // shard, shard)[-len(names) :]
@@ -201,8 +201,8 @@ class FSDP2(Sharding):
         options = self._options(spec)
         if self.ep_size > 1:
             check_ranks(self.ep_size, tensor, shard)
-            over = (*shape[:-1], shard // self.ep_size, self.ep_size)
-            shard_experts(module, device_mesh(device, over, (*names, EXPERT)), **options)
+            expert_shape = (*shape[:-1], shard // self.ep_size, self.ep_size)
+            shard_experts(module, device_mesh(device, expert_shape, (*names, EXPERT)), **options)
         layer_classes = set(module._no_split_modules or ())
         for layer in module.modules():
             if type(layer).__name__ in layer_classes:
@@ -211,12 +211,12 @@ class FSDP2(Sharding):
         self._broadcast_parameters(model)
 
     def _options(self, spec: ModelSpec) -> dict[str, Any]:
-        on_gpu, narrow = self.device.type == "cuda", spec.compute_dtype != spec.model_dtype
+        on_gpu, is_mixed = self.device.type == "cuda", spec.compute_dtype != spec.model_dtype
         return {
             "reshard_after_forward": self.section.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=spec.compute_dtype if narrow else None,
-                reduce_dtype=torch.float32 if narrow else None,  # gradients are summed in full precision
+                param_dtype=spec.compute_dtype if is_mixed else None,
+                reduce_dtype=torch.float32 if is_mixed else None,  # gradients are summed in full precision
                 cast_forward_inputs=False,
             ),
             "offload_policy": CPUOffloadPolicy(on_gpu) if self.section.offload_policy else OffloadPolicy(),

@@ -16,7 +16,7 @@ def value_model(module: nn.Module) -> nn.Module:
     Args:
         module: a vision-language model of transformers.
     """
-    own = type(module)
+    cls = type(module)
     head = module.get_output_embeddings().weight
     with head.device:
         score = nn.Linear(module.config.get_text_config().hidden_size, 1, dtype=head.dtype)
@@ -27,7 +27,7 @@ def value_model(module: nn.Module) -> nn.Module:
     module.config.tie_word_embeddings = False
     # the methods of transformers that look for the head find none
     members = {"_tied_weights_keys": {}, "get_output_embeddings": _none, "can_generate": _no}
-    module.__class__ = type(own.__name__, (own,), members)
+    module.__class__ = type(cls.__name__, (cls,), members)
     module.all_tied_weights_keys = {}
     return module
 
@@ -50,7 +50,7 @@ def load_head(score: nn.Linear, path: str) -> bool:
     from safetensors import safe_open
 
     folder = Path(os.path.expanduser(path))
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for name in ("score.weight", "score.bias"):
         file = folder / _SINGLE
         if (folder / _INDEX).is_file():
@@ -60,7 +60,7 @@ def load_head(score: nn.Linear, path: str) -> bool:
         with safe_open(file, "pt") as tensors:
             if name not in tensors.keys():  # noqa: SIM118  not a dictionary
                 return False
-            found[name] = tensors.get_tensor(name)
-    score.weight.copy_(found["score.weight"])
-    score.bias.copy_(found["score.bias"])
+            weights[name] = tensors.get_tensor(name)
+    score.weight.copy_(weights["score.weight"])
+    score.bias.copy_(weights["score.bias"])
     return True

@@ -22,17 +22,16 @@ from torch.nn.functional import linear, pad
 
 from verl.engines.base import Tensors
 from verl.engines.megatron.experts import MixtureOfExperts
-from verl.engines.megatron.log_probs import ShardedStatistics
 from verl.engines.megatron.routing import ChunkRouting
 from verl.modeling.attention import packed_attention
 from verl.modeling.linear import layer_functions
-from verl.modeling.log_probs import token_statistics
+from verl.modeling.log_probs import ShardedStatistics, token_statistics
 from verl.modeling.packing import ModelInput, Packing
 
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """What attention needs to know about the tokens of a micro-batch; passed as megatron-core's `packed_seq_params`.
+    """Positions of the tokens of a micro-batch, for attention; passed as megatron-core's `packed_seq_params`.
 
     Attributes:
         packing: the sequences.
@@ -131,7 +130,7 @@ def decoder_spec(config: DecoderConfig, vp_stage: int | None) -> Any:
 
     first, count = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
     sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = [layer_spec(config, bool(each)) for each in sparse[first : first + count]]
+    specs = [layer_spec(config, bool(is_sparse)) for is_sparse in sparse[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
@@ -193,8 +192,8 @@ class TokenGPT(GPTModel):
             self.routing.finish(model_input)
         if not self.post_process:
             return states
-        found = self._outputs(states, model_input, outputs, temperature)
-        scattered = {name: model_input.scatter(values.float()) for name, values in found.items()}
+        values_by_name = self._outputs(states, model_input, outputs, temperature)
+        scattered = {name: model_input.scatter(values.float()) for name, values in values_by_name.items()}
         ranks = model_input.packing.ranks
         return scattered if ranks is None else {k: ranks.sum_of_shares(v) for k, v in scattered.items()}
 
@@ -247,10 +246,12 @@ class TokenGPT(GPTModel):
             def head(chunk: torch.Tensor) -> torch.Tensor:
                 return linear(chunk, weight)[:, :entries]
 
-            def sharded(logits, targets, temperature, wanted):
-                return ShardedStatistics.apply(logits, targets, temperature, wanted, first, self.tp_group)
+            def sharded(logits, targets, temperature, requested):
+                return ShardedStatistics.apply(logits, targets, temperature, requested, first, self.tp_group)
 
-        return token_statistics(states, model_input.targets, head, len(weight), outputs, temperature, of_logits=sharded)
+        return token_statistics(
+            states, model_input.targets, head, len(weight), outputs, temperature, sharded_statistics=sharded
+        )
 
 
 def _rotary_embedding(hf: Any) -> nn.Module:

@@ -24,15 +24,15 @@ def rank_of(conversion: Conversion, ranks: ParallelRanks) -> ShardRank:
 
 def global_names(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
     """The parameters of this rank's stage, with the number of a layer in the whole model in its name."""
-    found = {}
+    parameters = {}
     for chunk in chunks:
         numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
         for name, parameter in chunk.named_parameters():
             if name.startswith("decoder.layers."):
-                _, _, local, rest = name.split(".", 3)
-                name = f"decoder.layers.{numbers[local]}.{rest}"
-            found[name] = parameter
-    return found
+                _, _, local, suffix = name.split(".", 3)
+                name = f"decoder.layers.{numbers[local]}.{suffix}"
+            parameters[name] = parameter
+    return parameters
 
 
 @torch.no_grad()
@@ -88,10 +88,10 @@ class WeightShards:
 
     def __init__(self, chunks: list[torch.nn.Module], table: list[Conversion], ranks: ParallelRanks):
         order = {conversion: i for i, conversion in enumerate(table)}
-        own = ((parameter, conversion) for _, parameter, conversion in own_parameters(chunks, table))
+        parameters = ((parameter, conversion) for _, parameter, conversion in own_parameters(chunks, table))
         self._own = [
             (parameter, conversion, rank_of(conversion, ranks))
-            for parameter, conversion in sorted(own, key=lambda each: order[each[1]])
+            for parameter, conversion in sorted(parameters, key=lambda item: order[item[1]])
         ]
         self.layout = [
             Shard(region.source, region.full, box)
@@ -124,11 +124,11 @@ class WeightGatherer:
         self._pipeline = ranks.groups.get_pipeline_model_parallel_group()
         self._tensor = ranks.groups.get_tensor_model_parallel_group()
         self._experts = ranks.groups.get_expert_tensor_and_model_parallel_group()
-        own = {name: (tuple(p.shape), p.dtype) for name, p in self._parameters.items()}
-        stages: list[dict[str, Any]] = [own]
+        shapes = {name: (tuple(p.shape), p.dtype) for name, p in self._parameters.items()}
+        stages: list[dict[str, Any]] = [shapes]
         if ranks.p_size > 1:
             stages = [{} for _ in range(ranks.p_size)]
-            dist.all_gather_object(stages, own, group=self._pipeline)
+            dist.all_gather_object(stages, shapes, group=self._pipeline)
         self._stage_of = {name: i for i, names in reversed(list(enumerate(stages))) for name in names}
         self._shapes = {name: shape for names in stages for name, shape in names.items()}
 
@@ -155,10 +155,10 @@ class WeightGatherer:
     ) -> list[torch.Tensor]:
         """From the ranks of a stage to all ranks: each stage receives its tensor-parallel shard, and gathers."""
         if self._ranks.p_size > 1:
-            shape, own_dtype = self._shapes[conversion.name]
+            shape, parameter_dtype = self._shapes[conversion.name]
             if local is None:
                 device = next(iter(self._parameters.values())).device
-                local = torch.empty(shape, dtype=dtype or own_dtype, device=device)
+                local = torch.empty(shape, dtype=dtype or parameter_dtype, device=device)
             source = dist.get_process_group_ranks(self._pipeline)[stage]
             local = local.contiguous()
             dist.broadcast(local, source, group=self._pipeline)
