@@ -241,8 +241,8 @@ class PublicLoop:
             position = start + len(sampled)
         if any(mask[position:]):
             raise ValueError(
-                f"the agent loop {name}: token {position + mask[position:].index(1)} of the response has mask 1, but the "
-                "engine did not sample it there: append the token ids that server_manager.generate returned, unchanged"
+                f"the agent loop {name}: token {position + mask[position:].index(1)} of the response has mask 1, but "
+                "the engine did not sample it there: append the token ids of server_manager.generate, unchanged"
             )
         trajectory.add_tokens(ids[position:])
         if output.reward_score is not None:

@@ -272,8 +272,8 @@ class Adapters:
         if saved.keys() != parameters.keys() or differing:
             raise ValueError(
                 f"the adapters in {folder} do not match the model: missing "
-                f"{sorted(parameters.keys() - saved.keys())[:3]}, unknown {sorted(saved.keys() - parameters.keys())[:3]}, "
-                f"mismatched {differing[:3]}"
+                f"{sorted(parameters.keys() - saved.keys())[:3]}, unknown "
+                f"{sorted(saved.keys() - parameters.keys())[:3]}, mismatched {differing[:3]}"
             )
         for name, parameter in parameters.items():
             copy_into(parameter, saved[name])

@@ -192,7 +192,7 @@ class RotaryQKV(torch.autograd.Function):
             block = x[rows, :rotated]
             if weights:
                 pairs = zip(block.split(heads, 1), weights)
-                block = torch.cat([heads_ * _scale(heads_, eps) * weight for heads_, weight in pairs], 1)
+                block = torch.cat([block_heads * _scale(block_heads, eps) * weight for block_heads, weight in pairs], 1)
             _rotate(block, cos[rows, None], sin[rows, None], output[rows, :rotated])
             output[rows, rotated:] = x[rows, rotated:]
         return output.split(ctx.heads, 1)

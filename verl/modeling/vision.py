@@ -72,8 +72,8 @@ def tower_sizes(config: Any) -> tuple[int, int, int, int] | None:
     mlp = sizes.get("intermediate_size") or (hidden or 0) * sizes.get("mlp_ratio", 0)
     patches = sizes.get("spatial_merge_size", 0) ** 2
     if not patches and sizes.get("image_size") and sizes.get("patch_size"):
-        patches_ = (sizes["image_size"] // sizes["patch_size"]) ** 2
-        patches = -(-patches_ // getattr(config, "mm_tokens_per_image", patches_))
+        patches = (sizes["image_size"] // sizes["patch_size"]) ** 2
+        patches = -(-patches // getattr(config, "mm_tokens_per_image", patches))
     return (layers, hidden, int(mlp), patches) if layers and hidden and mlp and patches else None
 
 
@@ -313,8 +313,8 @@ class TextTokens:
             text: (b,) number of tokens at the end of each row that are text.
         """
         fields = config.to_dict()
-        ids_ = [fields.get(f"{kind}_token_{key}") for kind in _PIXELS for key in ("id", "index")]
-        tokens = torch.tensor([token for token in ids_ if token is not None], device=ids.device)
+        token_ids = [fields.get(f"{kind}_token_{key}") for kind in _PIXELS for key in ("id", "index")]
+        tokens = torch.tensor([token for token in token_ids if token is not None], device=ids.device)
         is_text = torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - text.to(ids.device)[:, None]
         is_text &= torch.isin(ids, tokens)
         return cls(ids.masked_fill(is_text, 0), ids.masked_fill(~is_text, -1))

@@ -59,7 +59,7 @@ def _chunk_choice(running: Running, delta: Delta, offset: int) -> dict[str, Any]
     if not call.is_chat:
         entry["text"] = delta.text
     elif call.tools and choice is not None:  # sent at once, so that calls are not sent as text first
-        calls = [{"index": i, **call_} for i, call_ in enumerate(choice.tool_calls)]
+        calls = [{"index": i, **function_call} for i, function_call in enumerate(choice.tool_calls)]
         entry["delta"] = ({"content": choice.content} if choice.content else {}) | (
             {"tool_calls": calls} if calls else {}
         )

@@ -96,7 +96,7 @@ def wait_limits(config: RunConfig) -> Limits:
 
 
 def _operator_limits(config: schema.Config) -> dict[str, float]:
-    """Operator -> seconds that scoring or sampling one response may take by the settings of reward, server and tools."""
+    """Operator -> seconds that scoring or sampling one response may take (reward, server and tools)."""
     reward, rollout = config.reward, config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
     scoring = (reward.timeout or 0.0) * (1 + reward.retries)

@@ -287,8 +287,8 @@ def merge_metrics(groups: Sequence[Mapping[str, Any]], keep_pairs: bool = False)
         elif all(isinstance(v, Real) for v in values):
             if not all(_equal(v, values[0]) for v in values):
                 raise ValueError(
-                    f"metric {name!r} differs between the data-parallel ranks: {values}. Return a pair (sum, count) for "
-                    f"a mean over rows or tokens; a plain number must be equal on every rank"
+                    f"metric {name!r} differs between the data-parallel ranks: {values}. Return a pair (sum, count) "
+                    f"for a mean over rows or tokens; a plain number must be equal on every rank"
                 )
             merged[name] = float(values[0])
         else:

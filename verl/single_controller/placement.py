@@ -69,13 +69,13 @@ def place_roles(
         devices = frozenset(configured.get(role, shared))
         for other_devices, pool in pools.items():
             if devices & other_devices and devices != other_devices:
-                assignments = [
-                    _assignment(name, assigned_devices, configured)
-                    for name, assigned_devices in ((role, devices), (pool.name, other_devices))
-                ]
+                first, second = (
+                    _assignment(role, devices, configured),
+                    _assignment(pool.name, other_devices, configured),
+                )
                 raise ValueError(
-                    f"placement: {' and '.join(assignments)} overlap in {sorted(devices & other_devices)}: give these roles the same "
-                    "devices, or none in common"
+                    f"placement: {first} and {second} overlap in {sorted(devices & other_devices)}: give these roles "
+                    "the same devices, or none in common"
                 )
         if devices not in pools:
             counts = [sum(d // devices_per_node == node for d in devices) for node in range(nnodes)]
@@ -105,7 +105,7 @@ def idle_devices(pools: Iterable[ResourcePool], nnodes: int, devices_per_node: i
 
 
 def _expected(total: int) -> str:
-    return "device 0, the only one" if total == 1 else f"distinct numbers from 0 to {total - 1}"
+    return "only device 0, the only one there is" if total == 1 else f"distinct numbers from 0 to {total - 1}"
 
 
 def _fix(role: str, configured: Mapping[str, Sequence[int]], nnodes: int, total: int) -> str:

@@ -22,7 +22,7 @@ from verl.modeling.sequence_parallel import SequenceRanks
 logger = logging.getLogger("verl.engines")
 
 
-# ---- offloading -------------------------------------------------------------------------------------------------------
+# ---- offloading ------------------------------------------------------------------------------------------------------
 
 
 class Storages:
@@ -70,7 +70,7 @@ def optimizer_tensors(optimizer: Any, weights: Iterable[torch.Tensor]) -> list[t
     return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in shared]
 
 
-# ---- recomputation ----------------------------------------------------------------------------------------------------
+# ---- recomputation ---------------------------------------------------------------------------------------------------
 
 
 class AutoRecompute:

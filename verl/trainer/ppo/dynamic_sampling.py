@@ -231,8 +231,8 @@ class DynamicSampling(Stateful):
             raise ValueError(
                 f"dynamic sampling: only {gathered.groups} of {self.num_groups} groups have responses that differ in "
                 f"{self.metric!r}, after {gathered.prompts} prompts ({self.max_passes} generations of "
-                f"{self.pass_size}; mean {self.metric} {gathered.metric_sum / gathered.responses:.3g}). The prompts may be too easy or "
-                "too hard: change the data, raise actor_rollout_ref.rollout.n, raise "
+                f"{self.pass_size}; mean {self.metric} {gathered.metric_sum / gathered.responses:.3g}). The prompts "
+                "may be too easy or too hard: change the data, raise actor_rollout_ref.rollout.n, raise "
                 "algorithm.filter_groups.max_num_gen_batches (0: no limit), or continue with fewer groups: "
                 "algorithm.filter_groups.at_limit=fill"
             )
