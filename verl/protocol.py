@@ -215,14 +215,7 @@ class DataProto(Rows, Containers):
             raise invalid
         return cls._from_state(state)
 
-    def save_to_disk(self, filepath: str | Path) -> None:
-        """The same as `save`."""
-        self.save(filepath)
-
-    @classmethod
-    def load_from_disk(cls, filepath: str | Path) -> Self:
-        """The same as `load`."""
-        return cls.load(filepath)
+    save_to_disk, load_from_disk = save, load  # names of public verl
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:

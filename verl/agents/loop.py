@@ -137,14 +137,8 @@ class Trajectory:
         media = media_of(self.prompt.columns, sampled) | {"continued": len(sampled)}
         return Request(self.prompt_ids + sampled, params, turn_id, f"{sample_id}:{self.turns}", **media)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """`info`, by its name in earlier releases."""
-        return self.info
-
-    @facts.setter
-    def facts(self, info: dict[str, Any]) -> None:
-        self.info = info
+    #: `info`, by its name in earlier releases
+    facts = property(lambda self: self.info, lambda self, info: setattr(self, "info", info))
 
     @property
     def extra_info(self) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 import copy
 import importlib.util
+import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.moe import install_routing
 from verl.modeling.packing import ModelInput
-from verl.modeling.value_head import load_head, value_model
 from verl.modeling.vision import VisionForward
 from verl.modeling.vision_attention import use_vision_attention
 from verl.utils.device import resolve_dtype
@@ -245,7 +247,7 @@ def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any])
     module, new_head = load_pretrained(auto, path, hf, spec.model_dtype, new_prefix, **build)
     if has_images and spec.kind == "value":
         module = _with_head(module, spec)
-        new_head = set() if load_head(module.score, path) else {"score.weight", "score.bias"}
+        new_head = set() if load_value_head(module.score, path) else {"score.weight", "score.bias"}
     if new_head:
         # values start at 0 rather than at noise, so the first advantages are the returns themselves
         logger.info("%s has no value head: initializing it with zeros", path)
@@ -256,7 +258,59 @@ def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any])
 
 def _with_head(module: nn.Module, spec: ModelSpec) -> nn.Module:
     """The module, with a value head if a vision-language model, which transformers has none for, is a value model."""
-    return value_model(module) if spec.kind == "value" and vision.is_vision_config(module.config) else module
+    return add_value_head(module) if spec.kind == "value" and vision.is_vision_config(module.config) else module
+
+
+def add_value_head(module: nn.Module) -> nn.Module:
+    """Replace the language-model head by `score`, hidden size -> 1, initialized with zeros, in place.
+
+    Args:
+        module: a vision-language model of transformers.
+    """
+    cls = type(module)
+    head = module.get_output_embeddings().weight
+    with head.device:
+        score = nn.Linear(module.config.get_text_config().hidden_size, 1, dtype=head.dtype)
+    nn.init.zeros_(score.weight)
+    nn.init.zeros_(score.bias)
+    del module.lm_head
+    module.score = score
+    module.config.tie_word_embeddings = False
+    # the methods of transformers that look for the head find none
+    members = {
+        "_tied_weights_keys": {},
+        "get_output_embeddings": lambda self: None,
+        "can_generate": lambda self: False,
+    }
+    module.__class__ = type(cls.__name__, (cls,), members)
+    module.all_tied_weights_keys = {}
+    return module
+
+
+@torch.no_grad()
+def load_value_head(score: nn.Linear, path: str) -> bool:
+    """Load the head from a folder that `save_pretrained` of a value model wrote.
+
+    Returns:
+        Whether the files have one.
+    """
+    from safetensors import safe_open
+
+    folder = Path(os.path.expanduser(path))
+    weights: dict[str, torch.Tensor] = {}
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+    for name in ("score.weight", "score.bias"):
+        file = folder / files.get(name, "model.safetensors")
+        if not file.is_file():
+            return False
+        with safe_open(file, "pt") as tensors:
+            if name not in tensors.keys():  # noqa: SIM118  not a dictionary
+                return False
+            weights[name] = tensors.get_tensor(name)
+    score.weight.copy_(weights["score.weight"])
+    score.bias.copy_(weights["score.bias"])
+    return True
 
 
 def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
