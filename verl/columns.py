@@ -346,8 +346,8 @@ def _check_routed_experts(tensors: dict[str, torch.Tensor]) -> None:
     partial = (experts < 0).any(-1) & (experts >= 0).any(-1)
     wrong = (repeated | partial | (experts < -1).any(-1)).any(-1)
     if position := _first(wrong):
-        found = f"{experts[position].tolist()} at row {position[0]}, position {position[1]}"
-        _fail("routed_experts", "different experts, or -1 only, in every layer", found)
+        actual = f"{experts[position].tolist()} at row {position[0]}, position {position[1]}"
+        _fail("routed_experts", "different experts, or -1 only, in every layer", actual)
     if "attention_mask" in tensors:
         padded = (experts >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
         if position := _first(padded):

@@ -176,7 +176,7 @@ class DataProto(Rows, Containers):
         batch = cls._build(state["rows"], state["tensors"], state["objects"], state["facts"])
         return (
             batch.rename("agent_facts", "trajectory_info") if "agent_facts" in batch else batch
-        )  # of earlier releases
+        )  # the name in earlier releases
 
     def save(self, path: str | Path) -> None:
         """Write to a file, atomically."""

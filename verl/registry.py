@@ -103,9 +103,9 @@ class Registry(MutableMapping[str, T]):
         registered = self._entries.get(name)
         if registered is not None and not _same_definition(registered, obj):
             if not (self._builtins_replaceable and _is_builtin(registered) and not _is_builtin(obj)):
-                taken = f"{self.kind} {name!r} is already registered as {_described(registered)}"
+                problem = f"{self.kind} {name!r} is already registered as {_described(registered)}"
                 raise ValueError(
-                    f"{taken}: choose another name, or replace it by item assignment: registry[{name!r}] = ..."
+                    f"{problem}: choose another name, or replace it by item assignment: registry[{name!r}] = ..."
                 )
             logger.info("%s %r: %s is replaced by %s", self.kind, name, location_of(registered), location_of(obj))
         self._entries[name] = obj

@@ -39,7 +39,7 @@ GenerateFn = Callable[[Request], Awaitable[Completion]]
 POLICY = "policy"
 #: names of the built-in loop of one turn
 SINGLE_TURN = ("single_turn", "single_turn_agent")
-#: what the reward function gets in extra_info about a trajectory without tools: number of messages, rewards of tool
+#: entries of extra_info for the reward function, of a trajectory without tools: number of messages, rewards of tool
 #: calls and of turns of an interaction in order, and the rewards of tools at the end by name
 NO_TRAJECTORY_INFO = {"num_turns": 2, "tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
 NO_FACTS = NO_TRAJECTORY_INFO  # the name in earlier releases
@@ -142,7 +142,7 @@ class Trajectory:
 
     @property
     def extra_info(self) -> dict[str, Any]:
-        """What the reward function gets in extra_info: `NO_TRAJECTORY_INFO` updated with `info`."""
+        """Entries of extra_info for the reward function: `NO_TRAJECTORY_INFO` updated with `info`."""
         return {**NO_TRAJECTORY_INFO, "num_turns": 1 + self.turns + self.user_turns, **self.info}
 
     def __len__(self) -> int:

@@ -233,10 +233,10 @@ class MultiTurnLoop:
     async def _finish(self, trajectory: Trajectory, state: _State) -> None:
         """Collect the rewards and release the instances."""
         scores: dict[str, float] = {}
-        calls_of_classes = trajectory.metrics["tool_calls"] and self.config.tool_config_path is not None
+        called_tools = trajectory.metrics["tool_calls"] and self.config.tool_config_path is not None
         limit = self.config.tool_timeout
         try:
-            if calls_of_classes or state.tools_kwargs:
+            if called_tools or state.tools_kwargs:
                 result: Rewards = await self.runner.call(state.id, "rewards", {"kwargs": state.tools_kwargs}, limit)
                 scores = result.rewards
                 for name, error in result.errors.items():

@@ -46,7 +46,7 @@ def actor_loss(
         "rollout_log_prob": columns.get("rollout_log_probs"),
     }
     policy_loss = get_policy_loss_fn(loss_mode)
-    arguments["loss_agg_mode"] = loss_agg = agg_of_loss(policy_loss, settings.get("loss_agg_mode"), agg)
+    arguments["loss_agg_mode"] = loss_agg = loss_aggregation(policy_loss, settings.get("loss_agg_mode"), agg)
     bound = bind_arguments(policy_loss, arguments, settings, custom_loss_config(settings, loss_agg))
     total, metrics = _checked_result(loss_mode, policy_loss(**bound), mask)
     shares = {"actor/pg_loss": total}
@@ -65,7 +65,7 @@ def actor_loss(
     return total, {**metrics, **{name: agg.share(value, mask) for name, value in shares.items()}}
 
 
-def agg_of_loss(policy_loss: PolicyLossFn, mode: str | None, agg: LossAggregation) -> LossAggregation:
+def loss_aggregation(policy_loss: PolicyLossFn, mode: str | None, agg: LossAggregation) -> LossAggregation:
     """Return `agg`, or, if no mode was set, the same counts with the mode that is the default of the loss."""
     default = inspect.signature(policy_loss).parameters.get("loss_agg_mode")
     return agg.with_mode(default.default) if mode is None and default and isinstance(default.default, str) else agg
@@ -105,7 +105,7 @@ def _checked_result(loss_mode: str, result: Any, mask: torch.Tensor) -> LossAndM
         if len(metrics) == len(CLIP_METRICS) and all(map(_is_scalar, metrics)):
             return total, as_parts(CLIP_METRICS, metrics, mask)
     raise ValueError(
-        f"policy loss {loss_mode!r}: expected (scalar tensor, dict of metrics), found {_described(result)}: return "
+        f"policy loss {loss_mode!r}: expected (scalar tensor, dict of metrics), found {_describe(result)}: return "
         "agg_loss(losses, response_mask, loss_agg_mode), {}"
     )
 
@@ -114,9 +114,9 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
-def _described(result: Any) -> str:
+def _describe(result: Any) -> str:
     if isinstance(result, tuple | list):
-        return f"({', '.join(map(_described, result))})"
+        return f"({', '.join(map(_describe, result))})"
     if isinstance(result, torch.Tensor):
         return f"a tensor of shape {tuple(result.shape)}"
     return "None" if result is None else type(result).__name__

@@ -132,7 +132,7 @@ def vanilla(
 
 
 CLIP_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-"""What `compute_policy_loss` returns after the loss."""
+"""Metrics that `compute_policy_loss` returns after the loss."""
 
 
 def as_parts(names: Iterable[str], means: Iterable[torch.Tensor], mask: torch.Tensor) -> dict[str, object]:

@@ -48,7 +48,7 @@ class Pipeline:
         self.log_level = logging.INFO
         self.label = ""
         self._held: list[RunReports] = []  # reports of the runs that ended with HOLD
-        self._stage = operators  # those that `run` executes
+        self._stage = operators  # the operators that `run` executes
         self._dependencies = dependencies(operators)
 
     def __repr__(self) -> str:

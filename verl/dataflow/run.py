@@ -62,8 +62,8 @@ class PipelineRun:
         processes: the processes that run each operator; None is the thread of the flow.
         batch: the input of the first operator; None for a source.
         observer: called after each operator.
-        log_level: of the line about each operator.
-        label: precedes the names of operators in limits of waits.
+        log_level: level of the log line per operator.
+        label: prefix of the operators' names in the limits of waits.
 
     Attributes:
         spans: operator name -> (start, end).
@@ -305,7 +305,7 @@ def _replaced(op: Operator, op_input: OperatorInput | None, result: Any) -> Data
     if op_input is not None and op_input.batch.columns:
         _require_any_column(result)
     meta_info = op_input.batch.meta_info if op_input is not None else {}
-    return DataProto(meta_info=meta_info).union(result)  # which checks the columns too
+    return DataProto(meta_info=meta_info).union(result)  # `union` checks the columns
 
 
 def _require_untouched(op_input: OperatorInput | None, problem: str, returned: Iterable[str] = ()) -> None:

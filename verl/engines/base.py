@@ -113,7 +113,7 @@ class TrainEngine(ABC):
     """One model with its optimizer. B samples, T response tokens.
 
     Attributes:
-        dp_rank: which share of the samples this rank computes.
+        dp_rank: index of the share of the samples that this rank computes.
         dp_size: number of shares.
         model_parallel_rank: rank among the ranks that compute the same samples (tensor or sequence parallelism) with
             the same layers.
@@ -186,7 +186,7 @@ class TrainEngine(ABC):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def shard_layout(self) -> Sequence[Shard] | None:
-        """Which chunk of each parameter `shards` yields on this rank; the same object in every call.
+        """The chunk of each parameter that `shards` yields on this rank; the same object in every call.
 
         A parameter may have several shards, such as the heads of a fused projection, or none on this rank. Every
         element is on some rank. None: shards cannot be read; `weights` is used.
@@ -262,7 +262,7 @@ class TrainEngine(ABC):
         """Write a checkpoint.
 
         Args:
-            folder: where to write it.
+            folder: the folder to write.
             contents: any of "model", "optimizer", "extra" (schedule) and "hf_model".
             background: return as soon as the state is copied to host memory; `finish_save` waits for the write.
         """

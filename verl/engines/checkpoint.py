@@ -46,7 +46,7 @@ class ShardWriter:
     communicate, so it can run in a background thread during training.
 
     Args:
-        folder: where to write.
+        folder: the folder to write.
         state: nested dictionary of tensors, or another form that `planner` supports.
         planner: selects the values that this rank writes; default: torch's.
 
@@ -60,10 +60,10 @@ class ShardWriter:
         self._files = dcp.FileSystemWriter(folder)
         self._planner = planner or dcp.DefaultSavePlanner()
         self._metadata: Metadata | None = None  # on the first rank
-        with self._named_errors():
-            self._plan = self._ranks.reduce_scatter("plan", lambda: self._plan_own(state), self._plan_all)
+        with self._raise_os_error():
+            self._plan = self._ranks.reduce_scatter("plan", lambda: self._plan_local(state), self._plan_all)
 
-    def _plan_own(self, state: dict[str, Any]) -> dcp.SavePlan:
+    def _plan_local(self, state: dict[str, Any]) -> dcp.SavePlan:
         first = self._ranks.is_coordinator
         self._planner.set_up_planner(state, self._files.storage_meta(), first)
         self._files.set_up_storage_writer(first)
@@ -86,11 +86,11 @@ class ShardWriter:
         Raises:
             OSError: on every rank, if one of them failed to write.
         """
-        with self._named_errors():
+        with self._raise_os_error():
             self._ranks.all_reduce("write", written, lambda results: self._files.finish(self._metadata, results))
 
     @contextmanager
-    def _named_errors(self) -> Iterator[None]:
+    def _raise_os_error(self) -> Iterator[None]:
         try:
             yield
         except dcp.api.CheckpointException as error:  # a BaseException, which `except Exception` misses
@@ -135,7 +135,7 @@ class CheckpointWriter:
         self,
         folder: Path,
         shards: dict[str, Any],
-        write_rest: Callable[[], None],
+        write_files: Callable[[], None],
         background: bool,
         planner: dcp.SavePlanner | None = None,
     ) -> None:
@@ -144,28 +144,28 @@ class CheckpointWriter:
         Args:
             folder: the checkpoint.
             shards: nested state for `folder / "shards"`; may be empty.
-            write_rest: writes the other files of this rank.
+            write_files: writes the other files of this rank.
             background: return immediately; `finish` waits for the write. The state must not change until then.
-            planner: as of `ShardWriter`.
+            planner: see `ShardWriter`.
 
         Raises:
             OSError: the checkpoint cannot be written; raised on every rank if shards cannot be written.
         """
         self._shards = ShardWriter(folder / "shards", shards, planner) if shards else None
         if background:
-            self._write = self._threads.submit(self._run, self._shards, write_rest)
+            self._write = self._threads.submit(self._run, self._shards, write_files)
             return
         self._write = Future()
         try:
-            self._write.set_result(self._run(self._shards, write_rest))
+            self._write.set_result(self._run(self._shards, write_files))
         except Exception as error:
             self._write.set_exception(error)
         self.finish()
 
     @staticmethod
-    def _run(shards: ShardWriter | None, write_rest: Callable[[], None]) -> list[WriteResult]:
+    def _run(shards: ShardWriter | None, write_files: Callable[[], None]) -> list[WriteResult]:
         written = shards.write() if shards is not None else []
-        write_rest()
+        write_files()
         return written
 
     def is_done(self) -> bool:
@@ -202,7 +202,7 @@ def load_shards(folder: Path, state: dict[str, Any], planner: dcp.LoadPlanner | 
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{folder / 'shards'}: the file .metadata cannot be read: {error}") from error
     except (RuntimeError, ValueError, dcp.api.CheckpointException) as error:
-        failures = getattr(error, "failures", {})  # of a CheckpointException: rank -> (error, stack)
+        failures = getattr(error, "failures", {})  # a CheckpointException has rank -> (error, stack)
         first = next((failed for failed, _ in failures.values()), error)
         raise ValueError(
             f"{folder} contains a different model, is damaged, or lacks some of load_contents: "

@@ -52,7 +52,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     Args:
         module: a HuggingFace model.
         mesh: its last dimension, EXPERT, has the ranks that share the experts; FSDP uses the others.
-        options: of `fully_shard`.
+        options: arguments of `fully_shard`.
 
     Raises:
         ValueError: the model has no experts, or the ranks do not divide them.

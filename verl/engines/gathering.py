@@ -52,7 +52,7 @@ class _Parameter:
 
 
 def gather_tensors(
-    named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor), in order. Collective: all ranks must iterate.
 
@@ -60,12 +60,12 @@ def gather_tensors(
     one by one.
 
     Args:
-        named: (name, parameter); unsharded ones are yielded unchanged, apart from the dtype.
+        parameters: (name, parameter); unsharded ones are yielded unchanged, apart from the dtype.
         dtype: dtype of the result; sharded parameters are cast before they are gathered. None: not cast.
         bucket_bytes: size of a bucket.
     """
     previous = None
-    for bucket in _buckets(named, dtype, bucket_bytes):
+    for bucket in _buckets(parameters, dtype, bucket_bytes):
         current = _Gather(bucket, dtype)  # while the caller uses the previous bucket
         if previous is not None:
             yield from previous.finish()
@@ -76,12 +76,12 @@ def gather_tensors(
 
 
 def _buckets(
-    named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, bucket_bytes: int
+    parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, bucket_bytes: int
 ) -> Iterator[list[_Parameter]]:
     """Split the parameters into lists that are gathered together."""
     bucket: list[_Parameter] = []
     size = 0
-    for name, tensor in named:
+    for name, tensor in parameters:
         parameter = _Parameter.describe(name, tensor)
         nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
         if bucket and (size + nbytes > bucket_bytes or not bucket[0].can_join(parameter)):
@@ -156,7 +156,7 @@ def shard_of(name: str, tensor: torch.Tensor) -> Shard | None:
     mesh, placements = tensor.device_mesh, tensor.placements
     sizes, position = mesh.shape, mesh.get_coordinate()
     ranges = [[0, size] for size in shape]
-    # where FSDP shards the rows of a tensor-parallel share, the share is taken first, although its dimension is last
+    # if FSDP shards the rows of a tensor-parallel slice, apply the slice first, although its mesh dimension is last
     order = sorted(range(mesh.ndim), key=lambda i: type(placements[i]).__name__ == "_StridedShard")
     for i in order:
         if placements[i].is_replicate():

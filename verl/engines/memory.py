@@ -93,7 +93,7 @@ def with_images(activations: ActivationBytes, module: nn.Module, itemsize: int) 
     A tower with unknown sizes (`tower_sizes`) is not counted.
 
     Args:
-        activations: of the text.
+        activations: activations of the text.
         module: the HuggingFace model.
         itemsize: bytes of an element of the computation.
     """

@@ -52,7 +52,7 @@ def split_to(chunks: list[list[int]], count: int) -> list[list[int]]:
     return chunks
 
 
-def columns_of(batch: DataProto, names: tuple[str, ...], config: PretrainedConfig) -> tuple[Tensors, Media | None]:
+def host_columns(batch: DataProto, names: tuple[str, ...], config: PretrainedConfig) -> tuple[Tensors, Media | None]:
     """Tensor columns on the host, where micro-batches are assembled, and the images of the rows, if any.
 
     Args:

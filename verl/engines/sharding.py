@@ -27,11 +27,11 @@ class Sharding(ABC):
     """The layout of one model over the ranks of a process group.
 
     Attributes:
-        dp_rank, dp_size: which share of the samples this rank computes, and the number of shares.
+        dp_rank, dp_size: index of the share of the samples that this rank computes, and the number of shares.
         model_parallel_rank: rank among the ranks that compute the same samples.
         sp_size: ranks that share the tokens of a sequence.
         sequence_ranks: the process group of these ranks; None without sequence parallelism.
-        replica: which replica of the weights this rank has a shard of.
+        replica: index of the replica of the weights that this rank has a shard of.
         is_unsharded: whether this process holds every parameter and computes its full gradient.
         is_first_rank: whether this rank writes the files that are not sharded.
     """
@@ -129,7 +129,7 @@ class FSDP2(Sharding):
         self._assign_samples(spec)
 
     def _assign_samples(self, spec: EngineSpec) -> None:
-        """Which ranks compute the same samples."""
+        """Assign samples to ranks, and make the process groups of ranks that compute the same samples."""
         world, sequence, tensor = dist.get_world_size(), self.sp_size, self.tp_size
         for key, size in (("ulysses_sequence_parallel_size", sequence), ("tensor_parallel_size", tensor)):
             if world % size:
@@ -191,7 +191,7 @@ class FSDP2(Sharding):
         self.replica = dist.get_rank() // (shard * tensor)
         names = ("shard",) if shard == ranks else ("replicate", "shard")
         shape = (ranks // shard, shard)[-len(names) :]
-        # what the ranks of a tensor-parallel group all compute is sharded over them too
+        # layers outside of the tensor-parallel plan are sharded over the ranks of a tensor-parallel group too
         full_mesh = device_mesh(device, (*shape[:-1], shard * tensor), names)
         layer_mesh = full_mesh
         if tensor > 1:

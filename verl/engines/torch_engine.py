@@ -24,7 +24,7 @@ from verl.engines.loading import ModelSpec, TokenModel, checked, resolve_model
 from verl.engines.lora import Adapters
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import columns_of, plan_micro_batches, take_rows
+from verl.engines.micro_batch import host_columns, plan_micro_batches, take_rows
 from verl.engines.optimizer import check_change, clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.routing import (
     ROUTED_EXPERTS,
@@ -97,7 +97,7 @@ class TorchEngine(TrainEngine):
         self._checkpoints_activations = False
         self._activation_bytes: memory.ActivationBytes | None = None  # measured at the first update
         self._logged_choice = ""
-        self._statistics: RoutingStatistics | None = None  # of the routers, during an update
+        self._statistics: RoutingStatistics | None = None  # set during an update of a mixture of experts
         if trains:
             self._checkpoint_activations(spec.model.enable_gradient_checkpointing is True)
         self._weight_cache = WeightCache()
@@ -128,7 +128,7 @@ class TorchEngine(TrainEngine):
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
         names = (*_INPUTS, *set_replay(self.model.routing, batch))
-        columns, media = columns_of(batch, names, self.module.config)
+        columns, media = host_columns(batch, names, self.module.config)
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
         result: Tensors = {}
         chunks = []
@@ -150,7 +150,7 @@ class TorchEngine(TrainEngine):
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
         set_replay(self.model.routing, batch)
-        columns, media = columns_of(batch, tuple(batch.tensors), self.module.config)
+        columns, media = host_columns(batch, tuple(batch.tensors), self.module.config)
         sums, losses = MetricSums(), []
         routing = self.model.routing if self.spec.kind == "causal_lm" else None
         self._statistics = RoutingStatistics(routing) if routing is not None else None
@@ -341,16 +341,16 @@ class TorchEngine(TrainEngine):
 
     def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         adapters = self.adapters
-        named = adapters.merged() if adapters is not None else _detached(self.module.named_parameters())
-        return self._gathered(named, dtype)
+        parameters = adapters.merged() if adapters is not None else _detached(self.module.named_parameters())
+        return self._gathered(parameters, dtype)
 
     def shard_layout(self) -> Sequence[Shard] | None:
         return self._shard_layout
 
     @cached_property
     def _shard_layout(self) -> Sequence[Shard] | None:
-        named = self.adapters.base() if self.adapters is not None else self.module.named_parameters()
-        layout = [shard_of(name, tensor) for name, tensor in named]
+        parameters = self.adapters.base() if self.adapters is not None else self.module.named_parameters()
+        layout = [shard_of(name, tensor) for name, tensor in parameters]
         return None if None in layout else layout
 
     def shards(self) -> Iterator[torch.Tensor]:
@@ -371,10 +371,10 @@ class TorchEngine(TrainEngine):
         return self._gathered(self.adapters.base(), dtype)
 
     def _gathered(
-        self, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+        self, parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         with self.on_device():
-            yield from gather_tensors(named, dtype)
+            yield from gather_tensors(parameters, dtype)
 
     def reference(self) -> AbstractContextManager[None]:
         if self.adapters is None:
@@ -482,6 +482,6 @@ def make_torch_engine(spec: EngineSpec) -> TorchEngine:
     return TorchEngine(spec, make_sharding(spec))
 
 
-def _detached(named: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in named:
+def _detached(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in parameters:
         yield name, parameter.detach()

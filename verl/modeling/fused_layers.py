@@ -60,7 +60,7 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
         attention.forward = partial(_attention, attention, cache, _WINDOWS[model_type], head_norms)
         if silu and expert_modules(layer.mlp):
             set_experts_function(layer.mlp, partial(fused_experts, cache=cache))
-            if not has_noise:  # which the forward pass of transformers adds
+            if not has_noise:  # the forward pass of transformers adds it
                 layer.mlp.forward = partial(_mixture, layer.mlp)
         elif silu:
             layer.mlp.forward = partial(_mlp, layer.mlp, cache)

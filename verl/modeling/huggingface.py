@@ -65,7 +65,7 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
     """The HuggingFace config of a model.
 
     Args:
-        path: as in `model_source`.
+        path: see `model_source`.
         overrides: attributes to set (`model.override_config`).
         trust_remote_code: whether code that comes with the model may run.
 
@@ -117,9 +117,9 @@ def load_pretrained(
 
     Args:
         auto: the Auto class of transformers.
-        path: as in `read_config`.
+        path: see `read_config`.
         config: the HuggingFace config.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
         new_prefix: parameters whose names start with it may be missing from the files.
         build: further arguments of `from_pretrained`.
 

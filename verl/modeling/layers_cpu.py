@@ -66,7 +66,7 @@ def _normed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x or x + branch; its norm; the scale of each row, (N, 1))."""
     flat = x.reshape(-1, x.shape[-1])
-    # not views: the output of a layer under FSDP2 must not be a view
+    # copies: the output of a layer under FSDP2 must not be a view
     total = x if branch is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     sums, normed, scale = total.reshape(flat.shape), y.view(flat.shape), flat.new_empty(len(flat), 1)

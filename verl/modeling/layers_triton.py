@@ -292,8 +292,8 @@ def _norm_gradients(
         gy: gradient of the norm.
         g_total: gradient of the sum, or None.
         saved: the normalized tensor, the weight, and the scale of each row.
-        dtype: of the gradient of x.
-        branch_dtype: of the gradient of the branch, or None without a branch.
+        dtype: dtype of the gradient of x.
+        branch_dtype: dtype of the gradient of the branch; None without a branch.
     """
     x, weight, scale = saved
     width, rows = x.shape[-1], scale.numel()

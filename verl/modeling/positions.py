@@ -45,7 +45,7 @@ def multimodal_positions(
     Args:
         config: the HuggingFace config of the whole model.
         input_ids: (L,) tokens without padding, with the placeholders of each image and video expanded.
-        inputs: what the processor returned with them: image_grid_thw and video_grid_thw (n, 3) in patches,
+        inputs: outputs of the processor for them: image_grid_thw and video_grid_thw (n, 3) in patches,
             second_per_grid_ts (n,) in seconds. None: text only; a placeholder token is then text.
         continued: number of tokens at the end of `input_ids` that are text, placeholder tokens included.
 
@@ -119,7 +119,7 @@ def batch_positions(
         config: as in `multimodal_positions`.
         input_ids, attention_mask: (B, P + T).
         width: T.
-        inputs: for each row, what the processor returned for its prompt; None without images.
+        inputs: for each row, the outputs of the processor for its prompt; None without images.
         continued: the same for each row, at the end of its prompt; None: 0.
 
     Returns:
@@ -143,7 +143,7 @@ def _grids(config: Any, inputs: Mapping[str, Any]) -> dict[str, Iterator[torch.T
     second = config.vision_config.to_dict().get("tokens_per_second", 1)  # positions of one second; 1 if time is ignored
     seconds = inputs.get("second_per_grid_ts")
 
-    def of_kind(media: str) -> Iterator[torch.Tensor]:
+    def grids_of(media: str) -> Iterator[torch.Tensor]:
         thw = inputs.get(f"{media}_grid_thw")
         for index, (t, h, w) in enumerate([] if thw is None else torch.as_tensor(thw).tolist()):
             step = 1.0
@@ -153,7 +153,7 @@ def _grids(config: Any, inputs: Mapping[str, Any]) -> dict[str, Iterator[torch.T
             for length in frames:
                 yield _grid(length, h // merge, w // merge, step)
 
-    return {kind: of_kind(kind) for kind in ("image", "video")}
+    return {kind: grids_of(kind) for kind in ("image", "video")}
 
 
 def _grid(t: int, h: int, w: int, step: float) -> torch.Tensor:

@@ -432,7 +432,7 @@ def insert_features(
     Args:
         embeds: (b, L, H).
         features: as `VisionForward.features` returns them.
-        vision: where they belong.
+        vision: positions of the placeholders, and the feature of each.
 
     Returns:
         The embeddings, and the arguments of a language model that reads deepstack features.

@@ -146,7 +146,7 @@ class ServerAgentLoop:
     def _empty(self, prompt: Prompt) -> Trajectory:
         """The trajectory of an agent that got no response: one end token, which the policy is not trained on."""
         trajectory = Trajectory(prompt)
-        ends = prompt.params.stop_token_ids or (self.model.tokenizer.eos_token_id,)
-        trajectory.add_tokens([ends[0]], author="server")
+        end_tokens = prompt.params.stop_token_ids or (self.model.tokenizer.eos_token_id,)
+        trajectory.add_tokens([end_tokens[0]], author="server")
         trajectory.finish_reason = "abort"
         return trajectory

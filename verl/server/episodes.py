@@ -72,7 +72,7 @@ class _Conversation:
     Args:
         call: its first call.
         trajectory: the trajectory.
-        tokenizer: with the chat template.
+        tokenizer: has the chat template.
     """
 
     def __init__(self, call: Call, trajectory: Trajectory, tokenizer: Any):

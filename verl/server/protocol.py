@@ -68,10 +68,10 @@ class Call:
     """A call of /chat/completions or /completions.
 
     Args:
-        is_chat: which of the two.
+        is_chat: whether it is a call of /chat/completions.
         model: the model's name, as the client gave it.
-        messages, tools: of a chat. Message contents are text; `arguments` of tool calls are parsed.
-        prompts: of /completions: texts or token ids.
+        messages, tools: for a chat. Message contents are text; `arguments` of tool calls are parsed.
+        prompts: for /completions: texts or token ids.
         n: choices per prompt.
         max_tokens: maximum response length; None: the server's default.
         sampling: the sampling parameters that were given, by their names in `SamplingParams`.

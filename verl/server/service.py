@@ -36,7 +36,7 @@ class ServedModel:
 
     Args:
         name: its name in the API.
-        tokenizer: with the chat template.
+        tokenizer: has the chat template.
         params: sampling parameters of calls that do not give them; `max_tokens` is the default response length.
         vocab_size: number of tokens.
         max_model_len: maximum length of prompt and response.
@@ -120,7 +120,7 @@ class Choice:
     """One response.
 
     Args:
-        index: of the choice.
+        index: index of the choice.
         request: the request to the engine.
         completion: its completion.
         content: the text; without tool calls, if the call has tools.

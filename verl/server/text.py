@@ -28,7 +28,7 @@ class ResponseText:
         self.stop = tuple(stop)
         self.token_ids: list[int] = []
         self._start = self._read = 0  # window of tokens that are decoded again with the next ones
-        self._held = ""
+        self._held_back = ""
         self._sent = ""
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -39,21 +39,21 @@ class ResponseText:
         if extended.endswith("\ufffd") or len(extended) <= len(decoded):
             return ""
         self._start, self._read = self._read, len(self.token_ids)
-        self._held += extended[len(decoded) :]
-        return self._send(len(self._held) - max((len(text) - 1 for text in self.stop), default=0))
+        self._held_back += extended[len(decoded) :]
+        return self._send(len(self._held_back) - max((len(text) - 1 for text in self.stop), default=0))
 
     def finish(self) -> str:
         """The rest of the text."""
         text = self._cut(self._decode(self.token_ids))
         if not text.startswith(self._sent):
-            return self._send(len(self._held))
+            return self._send(len(self._held_back))
         remaining = text[len(self._sent) :]
         self._sent = text
         return remaining
 
     def _send(self, length: int) -> str:
-        text = self._held[: max(0, min(length, len(self._cut(self._held))))]
-        self._held = self._held[len(text) :]
+        text = self._held_back[: max(0, min(length, len(self._cut(self._held_back))))]
+        self._held_back = self._held_back[len(text) :]
         self._sent += text
         return text
 

@@ -105,7 +105,7 @@ def _operator_limits(config: schema.Config) -> dict[str, float]:
     if rollout.mode == "server":
         sampling = rollout.server.timeout
     operators = {"reward": scoring, "reward_baseline": scoring, "gen": sampling, "gen_baseline": sampling}
-    return operators | {"group": sampling + scoring}  # of asynchronous training
+    return operators | {"group": sampling + scoring}  # for asynchronous training
 
 
 def start_pools(

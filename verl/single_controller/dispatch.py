@@ -1,4 +1,4 @@
-"""How a call on a worker group becomes one call per rank, and how the results are combined.
+"""Dispatch modes: turn a call on a worker group into one call per rank, and combine the results.
 
     class Actor(Worker):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -98,7 +98,7 @@ def timeout_error(
     """The error of a call that waits for a rank.
 
     Args:
-        states: Of all ranks.
+        states: States of all ranks.
         stacks: Rank -> the stacks of its threads.
         role: Role of the call.
         method: Method of the call.

@@ -73,7 +73,7 @@ def truncate_text(text: str, limit: int, side: str) -> str:
     """At most `limit` characters of a text, and a note if it was longer.
 
     Args:
-        side: what is kept, as in public verl: "left" the start, "right" the end, "middle" both, half of it each.
+        side: the part that is kept, as in public verl: "left": the start, "right": the end, "middle": half of each.
     """
     if len(text) <= limit:
         return text
@@ -94,7 +94,7 @@ class ToolHost:
     """Tools and interactions, and their instances: one per trajectory, created before its first call.
 
     Args:
-        settings: what to load.
+        settings: the files to load.
     """
 
     def __init__(self, settings: ToolSettings):

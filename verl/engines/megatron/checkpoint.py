@@ -21,7 +21,7 @@ from verl.checkpoints.shard_files import ShardReader
 from verl.engines.checkpoint import load_shards
 from verl.engines.megatron.layout import Conversion
 from verl.engines.megatron.runtime import ParallelRanks
-from verl.engines.megatron.weights import own_parameters, rank_of
+from verl.engines.megatron.weights import local_parameters, rank_of
 
 _STEP = "optimizer.step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,10 +32,10 @@ class EngineState:
     """The weights and the optimizer state of a rank as boxes of HuggingFace tensors.
 
     Args:
-        chunks: of the model.
+        chunks: this rank's chunks of the model.
         table: its conversions.
         ranks: the position of this rank.
-        optimizer: of megatron-core; None for a model without one.
+        optimizer: megatron-core's; None for a model that is not trained.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EngineState:
     ):
         self._ranks = ranks
         self._optimizers = [] if optimizer is None else [x for x in optimizer.chained_optimizers if x.optimizer]
-        self._parameters = {p: conversion for _, p, conversion in own_parameters(chunks, table)}
+        self._parameters = {p: conversion for _, p, conversion in local_parameters(chunks, table)}
 
     # ---- saving -------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class _Slot:
     """The state of one parameter in an optimizer.
 
     Attributes:
-        parameter: of the model.
+        parameter: the parameter of the model.
         main: the tensor that the optimizer updates: the parameter, a float32 copy, or a run of its elements.
         run: the elements of this run; None for all.
         group: the parameter group.

@@ -22,7 +22,7 @@ def decoder_config(
         hf: the HuggingFace config.
         megatron: the `megatron` section.
         ranks: the position of this rank.
-        dtype: of parameters and computation.
+        dtype: dtype of parameters and computation.
         recompute: recompute all activations, if the section does not say how.
     """
     interleaved = megatron.virtual_pipeline_model_parallel_size is not None

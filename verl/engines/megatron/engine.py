@@ -106,7 +106,7 @@ class MegatronEngine(TrainEngine):
         self._stages: list[Any] = list(self.chunks)
         self._routing = StageRouting(self.chunks, self.hf, ranks) if self.config.num_moe_experts else None
         self._writer = CheckpointWriter()
-        self.steps = 0  # of the schedule
+        self.steps = 0  # position in the learning-rate schedule
         self.optimizer: Any = None
         if spec.optimizer is not None:
             self._prepare_training(spec.optimizer)
@@ -290,7 +290,7 @@ class MegatronEngine(TrainEngine):
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._stages if len(self._stages) > 1 else self._stages[0],
             num_microbatches=len(micro_batches),
-            seq_length=longest * self.ranks.c_size,  # of all context-parallel ranks
+            seq_length=longest * self.ranks.c_size,  # over all context-parallel ranks
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -322,7 +322,7 @@ class MegatronEngine(TrainEngine):
         lengths = row_lengths(columns["attention_mask"])
         shares_prefix = (
             shares_prefix
-            and ROUTED_EXPERTS not in columns  # of every row, also those of its prompt
+            and ROUTED_EXPERTS not in columns  # recorded for every token of every row
             and self.ranks.c_size == 1
             and attends_in_one_call(lengths, self.dtype, self.device)
         )
@@ -437,7 +437,7 @@ class MegatronEngine(TrainEngine):
                 full[name] = tensor.cpu()
         steps = self.steps
 
-        def write_rest() -> None:
+        def write_files() -> None:
             if not self.ranks.is_first_rank:
                 return
             module = empty_module(ModelSpec(self.spec.model, self.spec.kind, model_dtype=self.dtype))
@@ -448,7 +448,7 @@ class MegatronEngine(TrainEngine):
             if "extra" in contents:
                 torch.save({"steps": steps}, folder / "extra.pt")
 
-        self._writer.start(folder, shards, write_rest, background, BoxSavePlanner())
+        self._writer.start(folder, shards, write_files, background, BoxSavePlanner())
         if not background:
             dist.barrier()
 

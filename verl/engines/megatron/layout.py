@@ -43,7 +43,7 @@ _DIMENSION = {"rows": 0, "columns": 1, "qkv": 0, "gated": 0, "experts_gated": 1,
 
 @dataclass(frozen=True)
 class ShardRank:
-    """Which shard of a parameter: `rank` of `size` (expert-)tensor-parallel ranks, `e` of `e_size` of experts."""
+    """The position of a shard: `rank` of `size` (expert-)tensor-parallel ranks, `e` of `e_size` of experts."""
 
     rank: int = 0
     size: int = 1
@@ -58,8 +58,8 @@ class Conversion:
     Attributes:
         name: its name, with the number of the layer in the whole model.
         sources: HuggingFace names.
-        shapes: of the full tensors.
-        layout: as in the module docstring.
+        shapes: shapes of the full tensors.
+        layout: see the module docstring.
         per_group: query heads of each key/value head, and their size, for "qkv".
     """
 

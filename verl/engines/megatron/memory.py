@@ -93,7 +93,7 @@ class AutoRecompute:
 
         Args:
             tokens: tokens of each micro-batch of this rank.
-            optimizer: of megatron-core.
+            optimizer: megatron-core's.
             max_over_ranks: see `TrainEngine.max_over_ranks`.
         """
         device = next(self.chunks[0].parameters()).device
@@ -108,7 +108,7 @@ class AutoRecompute:
         """Whether the activations of an update do not fit on this rank.
 
         Args:
-            tokens: of its largest micro-batch.
+            tokens: tokens of the largest micro-batch.
             micro_batches: their number.
             free: bytes for activations.
         """
@@ -135,7 +135,7 @@ class AutoRecompute:
         config.recompute_method, config.recompute_num_layers = ("uniform", 1) if on else (None, None)
 
     def _saved_by(self, chunk: TokenGPT) -> float:
-        return saved_bytes_per_token(lambda tokens: self.probe_forward(chunk, tokens), chunk.own_entries[1])
+        return saved_bytes_per_token(lambda tokens: self.probe_forward(chunk, tokens), chunk.local_entries[1])
 
     def probe_forward(self, chunk: TokenGPT, tokens: int) -> torch.Tensor | Tensors:
         """The outputs of a chunk for one sequence, of which this rank has a number of tokens."""

@@ -138,11 +138,11 @@ class TokenGPT(GPTModel):
     """One pipeline stage (or one chunk of it, if stages are interleaved).
 
     Args:
-        config: of megatron-core.
+        config: the configuration for megatron-core.
         hf: the HuggingFace config.
-        kind: as in `EngineSpec`.
+        kind: see `EngineSpec`.
         pre_process, post_process: whether it has the embedding, and the output layer.
-        vp_stage: which chunk of the stage.
+        vp_stage: index of the chunk in the stage; None without interleaving.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class TokenGPT(GPTModel):
             del self.output_layer
             self.score = nn.Linear(hf.hidden_size, 1, dtype=config.params_dtype)
         self.rotary = _rotary_embedding(hf)
-        self.routing: ChunkRouting | None = None  # of a model with experts
+        self.routing: ChunkRouting | None = None  # set if the model has experts
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> torch.Tensor | Tensors:
         """Hidden states (n, 1, H) of a stage that is not the last; else each output, (b, T), float32."""
@@ -213,7 +213,7 @@ class TokenGPT(GPTModel):
         return self.rotary(torch.empty(0, dtype=dtype, device=position_ids.device), position_ids)
 
     @property
-    def own_entries(self) -> tuple[int, int]:
+    def local_entries(self) -> tuple[int, int]:
         """First and number of the vocabulary entries of this rank, without those that make the ranks divide it."""
         size, rank = self.config.tensor_model_parallel_size, self.tp_group.rank()
         first, last = VocabUtility.vocab_range_from_global_vocab_size(self.vocab_size, rank, size)
@@ -241,7 +241,7 @@ class TokenGPT(GPTModel):
         if self.config.tensor_model_parallel_size == 1:
             head, sharded = (lambda chunk: linear(chunk, weight)), None
         else:
-            first, entries = self.own_entries
+            first, entries = self.local_entries
 
             def head(chunk: torch.Tensor) -> torch.Tensor:
                 return linear(chunk, weight)[:, :entries]

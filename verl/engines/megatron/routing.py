@@ -27,7 +27,7 @@ class LayerRouting:
 
     Args:
         stage: the settings of the pass.
-        index: of the layer among the L.
+        index: index of the layer among the L.
         scores_are_probabilities: whether the router takes the top k of probabilities, not of logits.
     """
 
@@ -131,7 +131,7 @@ class StageRouting:
     """The routers of this rank.
 
     Args:
-        chunks: of the model.
+        chunks: this rank's chunks of the model.
         hf: the HuggingFace config.
         ranks: the position of this rank.
 
@@ -191,7 +191,7 @@ class StageRouting:
         """The column routed_experts (B, P + T, L, k) int16 of the last pass. Collective.
 
         Args:
-            rows: of each micro-batch.
+            rows: rows of each micro-batch.
             inputs: its input on this rank.
         """
         width, shape = inputs[0].width, (self.layers, self.top_k)

@@ -110,7 +110,7 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
         raise ValueError(
             f"megatron: all engines of a process need the same parallel sizes, found {current} and {sizes | experts}"
         )
-    # not used for initialization, which reads the weights from files; recomputation saves and restores its state
+    # recomputation saves and restores this state; weights are read from files, not initialized
     tensor_parallel.model_parallel_cuda_manual_seed(megatron.seed)
     return ParallelRanks(
         t=parallel_state.get_tensor_model_parallel_rank(),

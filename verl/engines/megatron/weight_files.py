@@ -98,7 +98,7 @@ def _parts(source: str) -> tuple[str, ...]:
 def _source_of(name: str) -> tuple[str, _Key]:
     """The tensor of a module that a tensor in a file is a part of."""
     if not name.startswith("model.") and name.split(".")[0] not in _HEADS:
-        name = f"model.{name}"  # of a model without a head
+        name = f"model.{name}"  # written by a model without a head
     if ".block_sparse_moe." in name:
         for theirs, ours in _MIXTRAL.items():
             name = name.replace(theirs, ours)

@@ -46,7 +46,7 @@ from verl.single_controller.worker_group import (
 
 _SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is the cause
 _SHUTDOWN_SECONDS = 5.0  # for an actor to end by itself, or to report its progress
-_WAIT_SECONDS = 1.0  # of one wait for replies, between two looks at the heartbeats
+_WAIT_SECONDS = 1.0  # one wait for replies; heartbeats are checked between two
 _MAX_INLINE_BYTES = 1 << 16  # larger arguments are put into the object store once for all ranks
 
 

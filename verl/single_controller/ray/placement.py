@@ -13,7 +13,7 @@ logger = logging.getLogger("verl.single_controller")
 
 START_TIMEOUT = 300.0  # default limit for the cluster to provide the resources of a run, seconds
 _QUIET_SECONDS = 2.0  # before the first log line: a cluster that has the resources needs a moment
-_WAIT_SECONDS = 0.5  # of one wait: Ray does not handle Ctrl-C during it
+_WAIT_SECONDS = 0.5  # one wait; Ray does not handle Ctrl-C during it
 
 
 def reserve(

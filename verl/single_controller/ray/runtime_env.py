@@ -16,7 +16,7 @@ import yaml
 from verl.utils.paths import resolved
 
 _DEFAULTS = Path(__file__).with_name("runtime_env.yaml")
-_IGNORE_FILES = (".gitignore", ".rayignore")  # that Ray reads too
+_IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads them too
 _RAY_LIMIT = "RAY_max_grpc_message_size"
 _LISTED = 5  # largest entries that the error about a too large package lists
 
@@ -60,10 +60,12 @@ def check_package(folder: Path, excludes: Sequence[str], limit: int) -> None:
     total = sum(sizes.values())
     if total < limit:
         return
-    largest = "; ".join(f"{_words(size)} excluded by the pattern {path!r}" for path, size in sizes.most_common(_LISTED))
+    largest = "; ".join(
+        f"{_format_size(size)} excluded by the pattern {path!r}" for path, size in sizes.most_common(_LISTED)
+    )
     raise ValueError(
-        f"runtime_env.working_dir {str(folder)!r} is too large to send to the nodes: {_words(total)}, and Ray sends "
-        f"less than {_words(limit)}. Its largest entries: {largest}. Add such patterns to "
+        f"runtime_env.working_dir {str(folder)!r} is too large to send to the nodes: {_format_size(total)}, and Ray sends "
+        f"less than {_format_size(limit)}. Its largest entries: {largest}. Add such patterns to "
         "ray_kwargs.ray_init.runtime_env.excludes (or to a file .rayignore), or remove working_dir if all nodes share "
         "a file system"
     )
@@ -119,5 +121,5 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile(("(?:.*/)?" if anywhere else "") + "".join(parts) + ending)
 
 
-def _words(size: int) -> str:
+def _format_size(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"

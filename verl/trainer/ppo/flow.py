@@ -48,7 +48,7 @@ from verl.trainer.ppo.operators import (
 if TYPE_CHECKING:
     from verl.trainer.ppo.weights import RolloutWeights
 
-#: what generation reads
+#: columns that generation reads
 PROMPTS = ("prompt_ids", "uid")
 #: the experts that the routers of a mixture of experts chose
 ROUTED_EXPERTS = ("routed_experts",)

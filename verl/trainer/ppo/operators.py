@@ -31,7 +31,7 @@ logger = logging.getLogger("verl.trainer")
 if TYPE_CHECKING:
     from verl.trainer.ppo.weights import RolloutWeights
 
-#: what `gen` adds to the prompts
+#: columns that `gen` adds to the prompts
 GENERATED = (
     "prompts",
     "responses",
@@ -48,7 +48,7 @@ GENERATED = (
 _COUNTS = ("reward/failed_rows", "reward/empty_responses")
 #: reserved names of extra reward values: reward_<name> is already another column or metric
 RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
-#: what a forward pass over whole sequences reads
+#: columns that a forward pass over whole sequences reads
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
 
 
