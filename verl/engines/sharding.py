@@ -6,7 +6,6 @@ layer (tensor parallelism). Ranks with different samples may share the experts o
 """
 
 import dataclasses
-from abc import ABC, abstractmethod
 from typing import Any, final
 
 import torch
@@ -23,8 +22,8 @@ from verl.engines.parallel import device_mesh, init_process_group, reduce_values
 from verl.modeling.sequence_parallel import SequenceRanks
 
 
-class Sharding(ABC):
-    """The layout of one model over the ranks of a process group.
+class Sharding:
+    """The layout of one model over the ranks of a process group; here, the whole model on the device of this process.
 
     Attributes:
         dp_rank, dp_size: index of the share of the samples that this rank computes, and the number of shares.
@@ -42,64 +41,33 @@ class Sharding(ABC):
     sp_size: int = 1
     sequence_ranks: SequenceRanks | None = None
     replica: int = 0
-    is_unsharded: bool
-    is_first_rank: bool
+    is_unsharded: bool = True
+    is_first_rank: bool = True
 
-    @abstractmethod
     def build(self, spec: ModelSpec) -> torch.nn.Module:
         """The module that `shard` lays out."""
-
-    @abstractmethod
-    def shard(self, model: TokenModel, spec: ModelSpec) -> None:
-        """Shard the parameters of `model`, in place, and load them."""
-
-    @abstractmethod
-    def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
-        """Split the micro-batches of this rank to the number that every rank needs."""
-
-    @abstractmethod
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale the loss so that the backward pass sums the gradients over ranks."""
-
-    @abstractmethod
-    def free_gathered(self, model: TokenModel) -> None:
-        """Free parameters that a forward pass left gathered."""
-
-    @abstractmethod
-    def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Sum each value over the data-parallel ranks."""
-
-    @abstractmethod
-    def max_over_ranks(self, values: list[float]) -> list[float]:
-        """Maximum of each value over all ranks."""
-
-
-@final
-class SingleDevice(Sharding):
-    """The whole model on the device of this process."""
-
-    is_unsharded = True
-    is_first_rank = True
-
-    def build(self, spec: ModelSpec) -> torch.nn.Module:
         return checked(load_module(spec), spec.kind)
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:
-        """Nothing to shard."""
+        """Shard the parameters of `model`, in place, and load them."""
 
     def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
+        """Split the micro-batches of this rank to the number that every rank needs."""
         return chunks
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Scale the loss so that the backward pass sums the gradients over ranks."""
         return loss
 
     def free_gathered(self, model: TokenModel) -> None:
-        """Nothing is ever gathered."""
+        """Free parameters that a forward pass left gathered."""
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Sum each value over the data-parallel ranks."""
         return list(values)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
+        """Maximum of each value over all ranks."""
         return list(values)
 
 
@@ -280,7 +248,7 @@ def make_sharding(spec: EngineSpec) -> Sharding:
         size = spec.engine.model_dump()[key]
         if size > 1:
             raise ValueError(f"{key} is {size}, but there is one process: use 1")
-    return SingleDevice()
+    return Sharding()
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ from verl.engines.routing import (
     routing_metrics,
     set_replay,
 )
-from verl.engines.sharding import Sharding, SingleDevice, make_sharding
+from verl.engines.sharding import Sharding, make_sharding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling.attention import attends_in_one_call
 from verl.modeling.batch_invariant.model import BatchInvariantForward
@@ -79,7 +79,7 @@ class TorchEngine(TrainEngine):
         module: torch.nn.Module | None = None,
     ):
         self.spec = spec
-        self.sharding = sharding if sharding is not None else SingleDevice()
+        self.sharding = sharding if sharding is not None else Sharding()
         self.model_spec = model if model is not None else resolve_model(spec)
         self.device = spec.device
         self.dp_rank, self.dp_size = self.sharding.dp_rank, self.sharding.dp_size

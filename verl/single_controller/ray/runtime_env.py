@@ -64,8 +64,8 @@ def check_package(folder: Path, excludes: Sequence[str], limit: int) -> None:
         f"{_format_size(size)} excluded by the pattern {path!r}" for path, size in sizes.most_common(_LISTED)
     )
     raise ValueError(
-        f"runtime_env.working_dir {str(folder)!r} is too large to send to the nodes: {_format_size(total)}, and Ray sends "
-        f"less than {_format_size(limit)}. Its largest entries: {largest}. Add such patterns to "
+        f"runtime_env.working_dir {str(folder)!r} is too large to send to the nodes: {_format_size(total)}, and Ray "
+        f"sends less than {_format_size(limit)}. Its largest entries: {largest}. Add such patterns to "
         "ray_kwargs.ray_init.runtime_env.excludes (or to a file .rayignore), or remove working_dir if all nodes share "
         "a file system"
     )
