@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl import DataProto, DataProtoValidationError
-from verl.utils.equality import same
+from verl.batch.containers import same
 
 
 def numbered(rows: int) -> DataProto:
