@@ -232,8 +232,8 @@ def _first(condition: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _check_binary(name: str, mask: torch.Tensor) -> None:
-    if position := _first((mask != 0) & (mask != 1)):
-        _fail(name, "0 or 1 everywhere", f"{mask[position].item()} at row {position[0]}, position {position[1]}")
+    if index := _first((mask != 0) & (mask != 1)):
+        _fail(name, "0 or 1 everywhere", f"{mask[index].item()} at row {index[0]}, position {index[1]}")
 
 
 def _check_attention(tensors: dict[str, torch.Tensor]) -> None:
@@ -246,23 +246,21 @@ def _check_attention(tensors: dict[str, torch.Tensor]) -> None:
         _fail("attention_mask", "at least one token in every row", f"row {empty[0].item()} without any")
     if "prompts" in tensors:
         prompt = attention[:, : tensors["prompts"].shape[1]]
-        if position := _first(prompt[:, :-1] & ~prompt[:, 1:]):
+        if index := _first(prompt[:, :-1] & ~prompt[:, 1:]):
             _fail(
-                "attention_mask",
-                "prompts padded on the left only",
-                f"a hole in row {position[0]} after token {position[1]}",
+                "attention_mask", "prompts padded on the left only", f"a hole in row {index[0]} after token {index[1]}"
             )
     response = _response_part(tensors)
     if response is None:
         return
-    if position := _first(~response[:, :-1] & response[:, 1:]):
+    if index := _first(~response[:, :-1] & response[:, 1:]):
         _fail(
             "attention_mask",
             "responses padded on the right only",
-            f"a hole in row {position[0]} at response token {position[1]}",
+            f"a hole in row {index[0]} at response token {index[1]}",
         )
-    if "response_mask" in tensors and (position := _first(tensors["response_mask"].bool() & ~response)):
-        _fail("response_mask", "0 where attention_mask is 0", f"1 at row {position[0]}, token {position[1]}")
+    if "response_mask" in tensors and (index := _first(tensors["response_mask"].bool() & ~response)):
+        _fail("response_mask", "0 where attention_mask is 0", f"1 at row {index[0]}, token {index[1]}")
 
 
 def _response_part(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
@@ -287,8 +285,8 @@ class BadValues:
     first: float
 
     def __str__(self) -> str:
-        position = self.positions[0].tolist()
-        location = f"row {position[0]}" + (f", token {position[1]}" if len(position) > 1 else "")
+        index = self.positions[0].tolist()
+        location = f"row {index[0]}" + (f", token {index[1]}" if len(index) > 1 else "")
         others = f" and {len(self.positions) - 1} more" if len(self.positions) > 1 else ""
         return f"{self.first} at {location}{others}"
 
@@ -328,11 +326,11 @@ def _check_positions(tensors: dict[str, torch.Tensor], media: Any) -> None:
     expected = attention.cumsum(1) - 1
     if positions.dim() == 3:
         _check_axes(attention, positions, expected, media)
-    elif position := _first(attention & (positions != expected)):
+    elif index := _first(attention & (positions != expected)):
         _fail(
             "position_ids",
-            f"{expected[position].item()} at row {position[0]}, position {position[1]} (the tokens before it)",
-            f"{positions[position].item()}",
+            f"{expected[index].item()} at row {index[0]}, position {index[1]} (the tokens before it)",
+            f"{positions[index].item()}",
         )
 
 
@@ -345,17 +343,13 @@ def _check_routed_experts(tensors: dict[str, torch.Tensor]) -> None:
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & (ordered[..., -1] >= 0)
     partial = (experts < 0).any(-1) & (experts >= 0).any(-1)
     wrong = (repeated | partial | (experts < -1).any(-1)).any(-1)
-    if position := _first(wrong):
-        actual = f"{experts[position].tolist()} at row {position[0]}, position {position[1]}"
+    if index := _first(wrong):
+        actual = f"{experts[index].tolist()} at row {index[0]}, position {index[1]}"
         _fail("routed_experts", "different experts, or -1 only, in every layer", actual)
     if "attention_mask" in tensors:
         padded = (experts >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
-        if position := _first(padded):
-            _fail(
-                "routed_experts",
-                "-1 where attention_mask is 0",
-                f"experts at row {position[0]}, position {position[1]}",
-            )
+        if index := _first(padded):
+            _fail("routed_experts", "-1 where attention_mask is 0", f"experts at row {index[0]}, position {index[1]}")
 
 
 def _check_axes(attention: torch.Tensor, positions: torch.Tensor, expected_positions: torch.Tensor, media: Any) -> None:
@@ -408,14 +402,14 @@ def _check_ids(tensors: dict[str, torch.Tensor], vocab_size: int | None) -> None
         if name not in tensors:
             continue
         ids = tensors[name]
-        if position := outside_vocabulary(ids, vocab_size):
+        if index := outside_vocabulary(ids, vocab_size):
             limit = "of at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
-            _fail(name, f"token ids {limit}", f"{ids[position].item()} at row {position[0]}, position {position[1]}")
+            _fail(name, f"token ids {limit}", f"{ids[index].item()} at row {index[0]}, position {index[1]}")
     if all(k in tensors for k in ("prompts", "responses", "input_ids")):
         joined = torch.cat([tensors["prompts"], tensors["responses"]], 1)
-        if position := _first(joined != tensors["input_ids"]):
+        if index := _first(joined != tensors["input_ids"]):
             _fail(
                 "input_ids",
-                f"prompts followed by responses: {joined[position].item()}",
-                f"{tensors['input_ids'][position].item()} at row {position[0]}, position {position[1]}",
+                f"prompts followed by responses: {joined[index].item()}",
+                f"{tensors['input_ids'][index].item()} at row {index[0]}, position {index[1]}",
             )

@@ -193,13 +193,11 @@ class ToolHost:
         return self._instances[key]
 
     async def _create(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
-        create_kwargs = kwargs.get("create_kwargs") or {}
+        arguments = kwargs.get("create_kwargs") or {}
         parameters = inspect.signature(tool.create).parameters
         accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        nested = {"create_kwargs": create_kwargs} if accepts_any or "create_kwargs" in parameters else {}
-        unpacked = (
-            create_kwargs if accepts_any else {k: v for k, v in create_kwargs.items() if k in parameters or not nested}
-        )
+        nested = {"create_kwargs": arguments} if accepts_any or "create_kwargs" in parameters else {}
+        unpacked = arguments if accepts_any else {k: v for k, v in arguments.items() if k in parameters or not nested}
         instance = await tool.create(trajectory, **unpacked, **nested)
         return instance[0] if isinstance(instance, tuple) else instance
 
