@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl import DataProto, DataProtoValidationError
-from verl.batch.containers import same
+from verl.utils.equality import same
 
 
 def numbered(rows: int) -> DataProto:

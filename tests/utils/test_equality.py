@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.batch.containers import same
+from verl.utils.equality import same
 
 
 @pytest.mark.parametrize(

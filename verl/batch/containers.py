@@ -1,7 +1,6 @@
 """The containers of a batch, and operations on columns and metadata; `rows.py` has the operations on rows."""
 
 import copy
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -9,38 +8,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from verl.batch.padding import DataProtoConfig
 from verl.columns import DataProtoValidationError, check_layout
 from verl.registry import did_you_mean
+from verl.utils.equality import same
 
 # entries of meta_info that every operator adds to: merged, while other entries are replaced
 MERGED_ENTRIES = ("metrics", "timing")
-
-
-class _AutoPadding(type):
-    """Gives `DataProtoConfig` a class property."""
-
-    auto_padding_key = "_verl_auto_padding"
-    _enabled = False
-
-    @property
-    def auto_padding(cls) -> bool:
-        """Whether every batch may be split into chunks of unequal size; VERL_AUTO_PADDING=1 sets it too."""
-        return cls._enabled or os.environ.get("VERL_AUTO_PADDING", "").upper() in ("TRUE", "1")
-
-    @auto_padding.setter
-    def auto_padding(cls, enabled: bool) -> None:
-        if not isinstance(enabled, bool):
-            raise ValueError(f"DataProtoConfig.auto_padding: expected True or False, found {enabled!r}")
-        cls._enabled = enabled
-
-
-class DataProtoConfig(metaclass=_AutoPadding):
-    """Settings of all batches of this process.
-
-    Attributes:
-        auto_padding: let `chunk` split a number of rows that the number of chunks does not divide.
-        auto_padding_key: the `meta_info` entry that does the same for one batch.
-    """
 
 
 class Containers:
@@ -260,30 +234,6 @@ class Containers:
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal; NaN equals NaN.
-
-    Tensors are equal if shape, dtype and all entries are, on any device. A tensor, an array and a list are never equal
-    to each other.
-    """
-    if a is b:
-        return True
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        b = b.to(a.device)
-        return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.shape == b.shape and all(map(same, a.ravel().tolist(), b.ravel().tolist()))
-    if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
-        return False
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) or bool(a != a and b != b)
 
 
 def _object_column(name: str, values: Any) -> np.ndarray:

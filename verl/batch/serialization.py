@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from verl.batch.containers import same
 from verl.columns import DataProtoValidationError
+from verl.utils.equality import same
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:

@@ -218,8 +218,6 @@ MOVED = {
     "verl.utils.streams": "verl.processes.streams",
     "verl.utils.subprocess_pool": "verl.processes.child",
     "verl.utils.waiting": "verl.processes.limits",
-    "verl.batch.padding": "verl.batch.containers",
-    "verl.utils.equality": "verl.batch.containers",
     "verl.modeling.value_head": "verl.engines.loading",
     "verl.engines.megatron.log_probs": "verl.modeling.log_probs",
     "verl.engines.megatron.offload": "verl.engines.megatron.memory",
