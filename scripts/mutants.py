@@ -336,12 +336,12 @@ def key_of(mutant: Mutant) -> str:
 def judge(place: Copy, mutant: Mutant, calls: Calls, seconds: float, without: set[str]) -> dict[str, Any]:
     """Runs the tests of one fault."""
     original = (ROOT / mutant.path).read_text(encoding="utf-8")
-    verdict = {name: getattr(mutant, name) for name in ("path", "line", "function", "fault")}
-    verdict |= {"key": key_of(mutant), "diff": mutant.diff(original), "seconds": 0.0, "by": None}
+    entry = {name: getattr(mutant, name) for name in ("path", "line", "function", "fault")}
+    entry |= {"key": key_of(mutant), "diff": mutant.diff(original), "seconds": 0.0, "by": None}
     tests = calls.of(mutant, seconds, without)
-    verdict["tests"] = len(tests)
+    entry["tests"] = len(tests)
     if not tests:
-        return verdict | {"status": "survived", "why": "no test calls it"}
+        return entry | {"status": "survived", "why": "no test calls it"}
     source = mutant.source(original)
     limit = 5 * sum(calls.seconds[test] for test in tests) + 60
     begin = time.monotonic()
@@ -354,7 +354,7 @@ def judge(place: Copy, mutant: Mutant, calls: Calls, seconds: float, without: se
     # 5, no test is left: a parametrized test of something that the fault removes
     status = {0: "survived", "timeout": "timeout"}.get(ran["code"], "killed")
     by = ran["failed"][0] if ran["failed"] else f"exit status {ran['code']}" if status == "killed" else None
-    return verdict | {"status": status, "by": by, "seconds": round(time.monotonic() - begin, 1)}
+    return entry | {"status": status, "by": by, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def say(text: str) -> None:
@@ -390,27 +390,24 @@ def share_out(items: list[Any], jobs: int, work: Any) -> list[Any]:
 
 def judge_all(mutants: list[Mutant], calls: Calls, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Judges the faults that were not found before. A kill counts if its test passes without the fault."""
-    notes, verdicts = BUILD / "found.jsonl", {}
+    notes, entries = BUILD / "found.jsonl", {}
     if arguments.fresh:
         notes.unlink(missing_ok=True)
     elif arguments.record and arguments.record.is_file():
-        verdicts = {
-            verdict["key"]: verdict for verdict in json.loads(arguments.record.read_text(encoding="utf-8"))["mutants"]
-        }
+        entries = {entry["key"]: entry for entry in json.loads(arguments.record.read_text(encoding="utf-8"))["mutants"]}
     lines = notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []
-    verdicts |= {verdict["key"]: verdict for verdict in map(json.loads, lines)}
+    entries |= {entry["key"]: entry for entry in map(json.loads, lines)}
 
-    def note(verdict: dict[str, Any]) -> None:
+    def note(entry: dict[str, Any]) -> None:
         with notes.open("a", encoding="utf-8") as file:
-            print(json.dumps(verdict), file=file, flush=True)
-        verdicts[verdict["key"]] = verdict
+            print(json.dumps(entry), file=file, flush=True)
+        entries[entry["key"]] = entry
 
     def one(place: Copy, mutant: Mutant, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-        verdict = judge(place, mutant, calls, arguments.seconds, set(without))
-        place_of_fault = f"{mutant.path}:{mutant.line} {mutant.fault}"
-        say(f"{verdict['status']:8} {verdict['seconds']:6.1f} s  {place_of_fault}  {verdict['by']}")
-        note(verdict)
-        return verdict
+        entry = judge(place, mutant, calls, arguments.seconds, set(without))
+        say(f"{entry['status']:8} {entry['seconds']:6.1f} s  {mutant.path}:{mutant.line} {mutant.fault}  {entry['by']}")
+        note(entry)
+        return entry
 
     def undisturbed(place: Copy, file: str) -> list[str]:
         tests = sorted({test for test in killers if test.startswith(f"{file}::")})
@@ -418,41 +415,38 @@ def judge_all(mutants: list[Mutant], calls: Calls, arguments: argparse.Namespace
         ran = run_tests(place, [file], calls.options, limit, selected=tests)
         return sorted(set(tests) - set(ran["passed"]))
 
-    todo = [
-        mutant for mutant in mutants if verdicts.get(key_of(mutant), {"status": "survived"})["status"] == "survived"
-    ]
+    todo = [mutant for mutant in mutants if entries.get(key_of(mutant), {"status": "survived"})["status"] == "survived"]
     say(f"{len(mutants) - len(todo)} of {len(mutants)} faults were found before")
-    verdicts |= {verdict["key"]: verdict for verdict in share_out(todo, arguments.jobs, one)}
-    unchecked = [verdicts[key_of(m)] for m in mutants if not verdicts[key_of(m)].get("checked")]
-    killers = [verdict["by"] for verdict in unchecked if "::" in (verdict["by"] or "")]
+    entries |= {entry["key"]: entry for entry in share_out(todo, arguments.jobs, one)}
+    unchecked = [entries[key_of(m)] for m in mutants if not entries[key_of(m)].get("checked")]
+    killers = [entry["by"] for entry in unchecked if "::" in (entry["by"] or "")]
     files = sorted({test.partition("::")[0] for test in killers})
     unstable = {test for tests in share_out(files, arguments.jobs, undisturbed) for test in tests}
-    for verdict in unchecked:
-        if verdict["status"] != "survived" and verdict["by"] not in unstable:
-            note(verdict | {"checked": True})
-    again = [mutant for mutant in mutants if verdicts[key_of(mutant)]["by"] in unstable]
+    for entry in unchecked:
+        if entry["status"] != "survived" and entry["by"] not in unstable:
+            note(entry | {"checked": True})
+    again = [mutant for mutant in mutants if entries[key_of(mutant)]["by"] in unstable]
     if again:
         say(f"fail without a fault too: {sorted(unstable)}; {len(again)} faults are judged again without them")
         second = share_out(again, arguments.jobs, lambda place, mutant: one(place, mutant, frozenset(unstable)))
-        verdicts |= {verdict["key"]: verdict for verdict in second}
-    return [verdicts[key_of(mutant)] for mutant in mutants]
+        entries |= {entry["key"]: entry for entry in second}
+    return [entries[key_of(mutant)] for mutant in mutants]
 
 
 def report(results: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
     """Prints a table and the survivors; the record of a run."""
     counts: dict[str, dict[str, int]] = {}
-    for verdict in results:
-        for group in ("/".join(verdict["path"].split("/")[:2]), "all"):
+    for entry in results:
+        for group in ("/".join(entry["path"].split("/")[:2]), "all"):
             row = counts.setdefault(group, {"killed": 0, "timeout": 0, "survived": 0})
-            row[verdict["status"]] += 1
+            row[entry["status"]] += 1
     print(f"\n{'':28}{'killed':>9}{'timeout':>9}{'survived':>9}")
     for group, row in sorted(counts.items(), key=lambda pair: (pair[0] == "all", pair[0])):
         print(f"{group:28}{row['killed']:9}{row['timeout']:9}{row['survived']:9}")
-    for verdict in results:
-        if verdict["status"] == "survived":
-            fault = f"{verdict['fault']}, {verdict['tests']} tests"
-            print(f"\n{verdict['path']}:{verdict['line']}  {verdict['function']}  ({fault})")
-            print(verdict["diff"])
+    for entry in results:
+        if entry["status"] == "survived":
+            print(f"\n{entry['path']}:{entry['line']}  {entry['function']}  ({entry['fault']}, {entry['tests']} tests)")
+            print(entry["diff"])
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, encoding="utf-8")
     short = [{k: v for k, v in f.items() if k != "diff" or f["status"] == "survived"} for f in results]
     return about | {"commit": commit.stdout.strip(), "counts": counts, "mutants": short}
@@ -478,9 +472,8 @@ def main() -> None:
     arguments = arguments_of()
     mutants = draw(arguments.number, arguments.seed, arguments.only)
     if arguments.list:
-        for mutant in mutants:
-            original = (ROOT / mutant.path).read_text(encoding="utf-8")
-            print(f"{mutant.path}:{mutant.line} {mutant.fault}\n{mutant.diff(original)}")
+        for m in mutants:
+            print(f"{m.path}:{m.line} {m.fault}\n{m.diff((ROOT / m.path).read_text(encoding='utf-8'))}")
         return
     sys.path[:] = [p for p in sys.path if p and Path(p).resolve() not in (ROOT, ROOT / "scripts")]
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -50,20 +50,14 @@ _COUNTS = ("reward/failed_rows", "reward/empty_responses")
 RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
 #: columns that a forward pass over whole sequences reads
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
-
-
+#: role -> its workers
 Roles = Mapping[str, WorkerGroup]
-"""role -> its workers."""
 
 
 class Prompts(Stateful):
     """The source of training prompts.
 
-    Args:
-        source: reads the dataset.
-        step: returns the current training step.
-        vocab_size: the model's; with `media_tokens`, `verl.columns` checks token ids against it.
-        media_tokens: placeholder ids of images and videos, if the model accepts them.
+    meta_info has global_step and, for the checks of `verl.columns`, vocab_size and (with images) media_tokens.
     """
 
     def __init__(
@@ -79,7 +73,7 @@ class Prompts(Stateful):
         self.media_tokens = media_tokens
 
     def meta_info(self) -> dict[str, Any]:
-        """The `meta_info` of a batch that is sampled now."""
+
         media = {} if self.media_tokens is None else {"media_tokens": self.media_tokens}
         return {"global_step": self.step(), "vocab_size": self.vocab_size, **media}
 
@@ -119,7 +113,6 @@ def generate(
     """Generate responses to the prompts of the batch.
 
     Args:
-        roles: role -> its workers.
         sampling: "train", "greedy" or "validate"; or sampling parameters that replace those of training.
         all_columns: also send the other columns, for agent loops that read them.
     """
@@ -291,8 +284,7 @@ def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
 
     def rm(batch: DataProto) -> DataProto:
         chats = ["raw_prompt"] if "raw_prompt" in batch else []
-        inputs = batch.select([*SEQUENCES, "response_mask"], chats, [])
-        output = roles["reward"].compute_rm_score(inputs)
+        output = roles["reward"].compute_rm_score(batch.select([*SEQUENCES, "response_mask"], chats, []))
         output.meta_info["metrics"] = {"reward/rm_score_mean": (output.batch["rm_scores"].sum().item(), len(output))}
         return output
 
@@ -346,7 +338,6 @@ def old_log_prob(roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = 
     """Columns old_log_probs and entropys (B, T): the policy before the update, computed by the training engine.
 
     Args:
-        roles: role -> its workers.
         extra: further outputs of the model.
         reads: further columns for the workers.
     """
@@ -386,13 +377,9 @@ def values(roles: Roles) -> Callable[[DataProto], DataProto]:
 
 
 class KLInReward(Stateful):
-    """reward_t <- reward_t - coefficient * KL_t. The coefficient may adapt, so it is state.
+    """reward_t <- reward_t - coefficient * KL_t, by a kind of `kl_penalty`. The coefficient may adapt, so it is state.
 
     The penalty is subtracted from the current rewards, so changes by earlier operators are kept.
-
-    Args:
-        controller: has the coefficient.
-        kl_estimator: a kind of `verl.algorithms.kl.kl_penalty`.
     """
 
     def __init__(self, controller: FixedKLController, kl_estimator: str):
@@ -459,13 +446,7 @@ def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, s
     """Order the units of one pass so that splitting them evenly gives each rank its share of every mini-batch.
 
     A mini-batch contains the same rows for any number of ranks. The shares of the ranks have about the same number of
-    tokens.
-
-    Args:
-        lengths: tokens of each unit.
-        plan: how the batch is split.
-        ranks: data-parallel ranks.
-        seed: seed of the shuffle.
+    tokens. lengths: tokens of each unit.
     """
     rows = list(range(len(lengths)))
     if plan.shuffle:
@@ -494,8 +475,7 @@ class Update:
         self.plan = plan
 
     def __call__(self, batch: DataProto) -> None:
-        plan = self.plan
-        step = batch.meta_info["global_step"]
+        step, plan = batch.meta_info["global_step"], self.plan
         if step < 1:
             raise ValueError(
                 f"training steps are numbered from 1, found global_step {step}: call trainer.step(), or increment "
