@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from verl.agents.loop import NO_FACTS
+from verl.agents.loop import NO_TRAJECTORY_INFO
 from verl.config import schema
 from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
@@ -391,7 +391,7 @@ def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | Non
 def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any] | None) -> set[str]:
     manager, batch = inputs.reward_manager, _trial_batch(inputs, row)
     if facts is not None:
-        batch = batch.replace(agent_facts=[dict(facts) for _ in range(len(batch))])
+        batch = batch.replace(trajectory_info=[dict(facts) for _ in range(len(batch))])
     if not uses_model:
         return set(_score_trial(manager, batch)["reward_extra_info"])
     zeros = torch.zeros(batch.batch["responses"].shape)
@@ -411,7 +411,9 @@ def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any
 
 def _trial_batch(inputs: Inputs, row: int) -> DataProto:
     tokenizer, item = inputs.tokenizer, inputs.train_dataset[row]
-    prompts = inputs.collate([item, item]).replace(uid=["trial", "trial"], agent_facts=[NO_FACTS, NO_FACTS])
+    prompts = inputs.collate([item, item]).replace(
+        uid=["trial", "trial"], trajectory_info=[NO_TRAJECTORY_INFO, NO_TRAJECTORY_INFO]
+    )
     truth = (item.get("reward_model") or {}).get("ground_truth")
     truth = "" if truth is None else str(truth)
     right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
