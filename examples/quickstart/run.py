@@ -43,8 +43,8 @@ from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.output.samples import generations
+from verl.trainer.output.summary import next_lines, offline_commands
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
 from verl.utils.alive import Alive

@@ -110,11 +110,11 @@ class Pipeline:
         self._held = [*held, current.reports]
         if result is HOLD:
             return HOLD
-        metrics, timing = merge_reports(self.take_held())
+        metrics, timing = merge_reports(self.pop_held())
         current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
         return current.batch
 
-    def take_held(self) -> list[RunReports]:
+    def pop_held(self) -> list[RunReports]:
         """Return and forget the reports of the runs since the last batch that `run` returned."""
         runs, self._held = self._held, []
         return runs

@@ -132,7 +132,7 @@ class SampleBuffer:
             self._drops.clear()
             self._last_take = time.perf_counter()
 
-    def start_at(self, step: int, total_steps: int) -> None:
+    def reset_to(self, step: int, total_steps: int) -> None:
         """Begin after this many completed steps, with weights of that version."""
         with self.lock:
             self.version = self._first_version = self._steps_taken = step
@@ -250,7 +250,7 @@ class SampleBuffer:
         batch.meta_info = facts | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
         return batch
 
-    def undo_take(self) -> None:
+    def requeue(self) -> None:
         """Return the prompts of the last `take` to the queue, since their step has failed."""
         with self.lock:
             if self._taken:
