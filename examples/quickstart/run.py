@@ -123,7 +123,7 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     rewards: list[float] = []
     random = Random(args.seed)
     title = f"{name_of(args)} on {args.task}: 64 prompts x 8 responses per step"
-    shown = {"running": trainer.running_operators, "alive_every": ALIVE_SECONDS}
+    shown = {"running": trainer.view.running_operators, "alive_every": ALIVE_SECONDS}
     with TrainingProgress(trainer.total_steps, title, **shown) as progress:
 
         def show(report: StepReport) -> None:

@@ -102,7 +102,8 @@ class Showcase:
 
     def run(self, title: str) -> None:
         """Train and display the steps."""
-        shown = {"print_every": SAMPLES_EVERY, "running": self.trainer.running_operators, "alive_every": ALIVE_SECONDS}
+        shown = {"print_every": SAMPLES_EVERY, "alive_every": ALIVE_SECONDS}
+        shown["running"] = self.trainer.view.running_operators
         with TrainingProgress(self.trainer.total_steps, title, **shown) as progress:
 
             def show(report: StepReport) -> None:

@@ -16,7 +16,7 @@ from verl.dataflow import DataFlow, Operator
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import Future, WorkerDied, WorkerGroup
 from verl.trainer.base import StepReport
-from verl.trainer.ppo.runner import PPORunner
+from verl.trainer.ppo.flow import PPORunner
 from verl.trainer.ppo_trainer import PPOTrainer
 
 ROLLOUT = "actor_rollout_ref.rollout"

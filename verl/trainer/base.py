@@ -20,8 +20,8 @@ from verl.single_controller import WorkerGroup
 from verl.single_controller.cluster import StartedRoles
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
-from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Action, ask, decide
-from verl.trainer.guards.built_in import make_guards
+from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Guard, ask, decide
+from verl.trainer.guards.built_in import GUARDS
 from verl.trainer.guards.early_stopping import ValidationWatch
 from verl.trainer.guards.interruption import Stopped, UnfinishedStep
 from verl.trainer.guards.quarantine import drop_quarantined
@@ -80,7 +80,7 @@ class Trainer(ABC):
         self.roles: dict[str, WorkerGroup] = StartedRoles()
         self.batch: DataProto | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
-        self.guards = make_guards(run.config)
+        self.guards: list[Guard] = [make(run.config) for make in GUARDS]
         self._watch = next(guard for guard in self.guards if isinstance(guard, ValidationWatch))
         total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.view = RunView(run, source, self.roles, self.folder, total_steps, self.unwatched)
@@ -154,10 +154,8 @@ class Trainer(ABC):
         logger.info("%s", self.plan().replace("would train", "training", 1))
 
     def before_first_step(self) -> None:  # noqa: B027 (optional hook)
-        """Called after `init_workers` and `load`, before the first step or validation."""
-
-    def after_restore(self) -> None:  # noqa: B027 (optional hook)
-        """Called after running workers have loaded a checkpoint again, and before the step after a failed one."""
+        """Called after `init_workers` and `load`, before the first step or validation; also after running workers have
+        loaded a checkpoint again, and before the step after a failed one."""
 
     def checkpoints_to_keep(self) -> dict[str, int | None]:
         """Role -> how many of its newest checkpoints are kept; None keeps all."""
@@ -186,10 +184,10 @@ class Trainer(ABC):
                 try:
                     metrics |= self._begin()
                     while not self._is_over():
-                        self._ask("before_step")
+                        ask(self.guards, view, "before_step")
                         report = self.step()
                         self._log.step(report)
-                        self._skips_step = SKIP in self._ask("after_step", report)
+                        self._skips_step = SKIP in ask(self.guards, view, "after_step", report)
                         report.metrics.update(self._validate_if_due())
                         metrics |= report.metrics
                         self._save_if_due()
@@ -221,11 +219,10 @@ class Trainer(ABC):
         for guard in self.guards:
             self._attempt.callback(guard.at_end, view)
             guard.at_start(view)
-        if trainer.val_only or (trainer.val_before_train and view.step == 0):
-            return self._validate()
-        if not self._watch.is_pending:
+        # pending: it was due when the run was interrupted
+        if not (trainer.val_only or (trainer.val_before_train and view.step == 0) or self._watch.is_pending):
             return {}
-        metrics = self._validate()  # which was due when the run was interrupted
+        metrics = self._validate()
         if self._watch.improved:
             self.checkpointer.save(view.step, is_due=self._is_due(trainer.save_freq))
         return metrics
@@ -250,7 +247,7 @@ class Trainer(ABC):
             Whether the run continues. Raises the error that a guard has replaced it by.
         """
         action, last = decide(self.guards, self.view, error)
-        if action is SKIP or self._is_stop(action):
+        if action not in (None, ROLL_BACK, RESTART):  # the step is undone
             return True
         self._log = None
         try:
@@ -265,7 +262,11 @@ class Trainer(ABC):
             except BaseException as second:
                 return self._recover(second)
         elif action is RESTART:
-            self._restart(last)
+            self.view.restarts += 1
+            if self.config.trainer.allow_smaller:
+                self.run.config = settings_for_devices_left(self.view, last)
+            log_restart(self.view, last)
+            self.rewind()
         elif last is not error:
             raise last
         return action is not None
@@ -283,27 +284,6 @@ class Trainer(ABC):
             "%s. Rolled back from step %d to step %d; the prompts of the steps in between are not used again",
             *(error, failed, self.global_step),
         )
-
-    def _restart(self, error: BaseException) -> None:
-        """Return to the newest checkpoint, which new workers load."""
-        self.view.restarts += 1
-        if self.config.trainer.allow_smaller:
-            self.run.config = settings_for_devices_left(self.view, error)
-        log_restart(self.view, error)
-        self.rewind()
-
-    def _ask(self, hook: str, *args: Any) -> list[Action]:
-        """Call a hook of the guards, in their order."""
-        actions = ask(self.guards, self.view, hook, *args)
-        any(map(self._is_stop, actions))
-        return actions
-
-    def _is_stop(self, action: Action | None) -> bool:
-        """Whether an action ends the run, which is noted."""
-        if action is None or action.name != "stop":
-            return False
-        self.view.stop_reason = action.reason
-        return True
 
     def _is_over(self) -> bool:
         """Whether `fit` trains no further step."""
@@ -344,7 +324,7 @@ class Trainer(ABC):
             self._log.validation(metrics, self.validation_samples())
             logger.log(self.operator_level, "[validate] %.2fs", metrics["timing_s/testing"])
         if not self._skips_step:
-            self._ask("after_validation", metrics)
+            ask(self.guards, self.view, "after_validation", metrics)
         return metrics
 
     # ---- steps and workers ------------------------------------------------------------------------------------------
@@ -363,7 +343,7 @@ class Trainer(ABC):
         self.checkpointer.poll()
         view, total = self.view, self.total_steps
         if view.failed_step is not None:
-            self.after_restore()
+            self.before_first_step()
         position, view.failed_step = self.runner.position(), None
         view.step += 1
         view.total_steps = max(total, view.step)
@@ -457,16 +437,16 @@ class Trainer(ABC):
         that are running load it now, others when they start. Raises ValueError if there is neither."""
         self.checkpointer.check_can_rewind()  # before the weights are lost
         was_saved = self._started and self.checkpointer.saved_path is not None
-        if was_saved and not self.runner.keeps_workers:
-            self.checkpointer.wait()
         if not (was_saved and self.runner.keeps_workers):
+            if was_saved:
+                self.checkpointer.wait()
             self.shutdown()
         self._save_is_pending = False
         self.view.step = self.checkpointer.rewind(self._started)
         self.view.stop_reason = self._watch.reason
         if self._started:
             self.runner.reset_to(self.global_step, self.total_steps)
-            self.after_restore()
+            self.before_first_step()
         elif was_saved:
             self.start()
 
@@ -489,11 +469,6 @@ class Trainer(ABC):
         self.view.total_steps = steps
 
     @property
-    def end_reason(self) -> str | None:
-        """Why the run has ended; None while there are further steps."""
-        return self.view.end_reason
-
-    @property
     def operator_level(self) -> int:
         """Log level of the lines `[gen] 1.24s`."""
         setting = self.config.trainer.log_operators
@@ -502,10 +477,6 @@ class Trainer(ABC):
     @property
     def world_size(self) -> int:
         return self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
-
-    def running_operators(self) -> Mapping[str, float]:
-        """Operators that are running -> start by `time.perf_counter`."""
-        return self.view.running_operators()
 
     def __repr__(self) -> str:
         flow = " -> ".join(op.name for op in self.pipeline.operators)

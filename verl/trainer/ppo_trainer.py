@@ -24,7 +24,6 @@ from verl.trainer.checks.planning import describe_estimate
 from verl.trainer.checks.preflight import INPUTS, prepare_run, run_checks
 from verl.trainer.guards.faults import Faults
 from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
-from verl.trainer.output.recording import step_record
 from verl.trainer.output.samples import (
     check_sampling,
     choose_rows,
@@ -33,14 +32,21 @@ from verl.trainer.output.samples import (
     generations,
     prompt_items,
     response_texts,
+    step_record,
     write_jsonl,
 )
 from verl.trainer.ppo.canary import Canary
 from verl.trainer.ppo.dynamic_sampling import sample_dynamically
-from verl.trainer.ppo.flow import build_ppo_flow, build_validation_flow, check_writers, frees_cache, needs_critic
+from verl.trainer.ppo.flow import (
+    PPORunner,
+    build_ppo_flow,
+    build_validation_flow,
+    check_writers,
+    frees_cache,
+    needs_critic,
+)
 from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import correct_rollout
-from verl.trainer.ppo.runner import PPORunner
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.startup.arguments import ConfigSource, read_arguments
 from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, prompt_source, stop_token_ids
@@ -104,7 +110,7 @@ class PPOTrainer(Trainer):
         setup_logging()
         print_config_errors_plainly()
         recipe = recipe_of(type(self))
-        given = read_arguments(
+        arguments = read_arguments(
             config,
             config_path,
             overrides,
@@ -117,19 +123,20 @@ class PPOTrainer(Trainer):
             settings={"use_critic": use_critic, "use_reference_policy": use_reference_policy, "use_rm": use_rm},
         )
         run = prepare_run(
-            given.config,
-            given.path,
-            given.overrides,
+            arguments.config,
+            arguments.path,
+            arguments.overrides,
             recipe=recipe,
-            train_dataset=given.train_dataset,
-            val_dataset=given.val_dataset,
+            train_dataset=arguments.train_dataset,
+            val_dataset=arguments.val_dataset,
             cluster=cluster,
             backend=self.backend,
         )
-        run.reward_given = given.reward is not None
-        inputs = run.inputs = load_inputs(run.config, given.train_dataset, given.val_dataset, given.reward, tokenizer)
+        run.reward_given = arguments.reward is not None
+        rows = arguments.train_dataset, arguments.val_dataset
+        inputs = run.inputs = load_inputs(run.config, *rows, arguments.reward, tokenizer)
         run_checks(run, INPUTS)
-        run.own_reward = own_reward(given.reward, inputs.reward_manager, run.config.reward.reward_function)
+        run.own_reward = own_reward(arguments.reward, inputs.reward_manager, run.config.reward.reward_function)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         self.reward_manager = self.val_reward_manager = inputs.reward_manager
         if val_reward_fn is not None:
@@ -139,12 +146,10 @@ class PPOTrainer(Trainer):
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
         super().__init__(run, prompt_source(run.config.data, inputs))
-        if run.config.trainer.chaos:
-            self.guards.append(Faults(run.config))
         self._set_up()
 
     def _set_up(self) -> None:
-        """Make the specs of the workers and the pipeline of the validation."""
+        """Make the specs of the workers, the pipeline of the validation, and the guard that injects faults."""
         specs = self.worker_specs().items()
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
         if self.config.trainer.overlap:
@@ -154,6 +159,8 @@ class PPOTrainer(Trainer):
         )
         self.validation.log_level, self.validation.label = self.operator_level, "validation: "
         self.view.pipelines.append(self.validation)
+        if self.config.trainer.chaos:
+            self.guards.append(Faults(self.config))
 
     # ---- flow and workers -------------------------------------------------------------------------------------------
 
@@ -206,9 +213,6 @@ class PPOTrainer(Trainer):
     def before_first_step(self) -> None:
         if "sync_weights" in (op.name for op in self.pipeline.operators):
             self.sync_weights()
-
-    def after_restore(self) -> None:
-        self.before_first_step()
 
     def sync_weights(self) -> None:
         """Push the current weights to the rollout unless it already has them. The version is the number of completed

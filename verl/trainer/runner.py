@@ -1,5 +1,6 @@
 """FlowRunner: runs the flow of a trainer once per step."""
 
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,13 +38,15 @@ class FlowRunner:
         Raises:
             UnfinishedStep: the run is to end, and the step needs further samples.
         """
-        pipeline, timings, seconds = self.pipeline, dict[str, float](), 0.0
-        while (batch := pipeline.run()) is HOLD:
-            timings = _sum(timings, pipeline.timings)
-            seconds += pipeline.seconds
+        timings, seconds = Counter[str](), 0.0
+        while True:
+            batch = self.pipeline.run()
+            timings.update(self.pipeline.timings)
+            seconds += self.pipeline.seconds
+            if batch is not HOLD:
+                return batch, dict(timings), seconds
             if self.view.interrupted is not None:
                 raise UnfinishedStep(self.view.step)
-        return batch, _sum(timings, pipeline.timings), seconds + pipeline.seconds
 
     def position(self) -> Any:
         """The state of the flow before a step, for `undo`."""
@@ -78,7 +81,3 @@ class FlowRunner:
     def describe(self) -> dict[str, str]:
         """Lines for the summary of the run: topic -> description."""
         return {}
-
-
-def _sum(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-    return a | {name: a.get(name, 0.0) + seconds for name, seconds in b.items()}

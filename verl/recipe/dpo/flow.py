@@ -51,7 +51,7 @@ def check_settings(config: DPOConfig) -> Iterator[Problem]:
             "true here or in actor.use_kl_loss, but DPO limits the KL by dpo.beta: use false",
         ),
     }
-    yield from (Problem(key, what) for key, (found, what) in wrong.items() if found)
+    yield from (Problem(key, what) for key, (is_wrong, what) in wrong.items() if is_wrong)
 
 
 def check_pairs(config: DPOConfig, inputs: Inputs) -> None:
@@ -84,9 +84,9 @@ def pairs(batch: DataProto) -> DataProto:
     """
     rewards, uids = batch.batch["token_level_rewards"].sum(1), batch.non_tensor_batch["uid"]
     chosen, rejected, ties = select_pairs(rewards, uids)
-    found = {uids[better]: (better, worse) for better, worse in zip(chosen.tolist(), rejected.tolist())}
-    rows = [found.get(uids[group[0]], (group[0], group[1])) for group in group_rows(batch)]
-    weights = [float(uids[better] in found) for better, _ in rows]
+    pair_of = {uids[better]: (better, worse) for better, worse in zip(chosen.tolist(), rejected.tolist())}
+    rows = [pair_of.get(uids[group[0]], (group[0], group[1])) for group in group_rows(batch)]
+    weights = [float(uids[better] in pair_of) for better, _ in rows]
     batch.meta_info["metrics"] = {
         "dpo/score_mean": rewards.mean().item(),  # of all responses, before the selection
         "dpo/ties": ties / len(rows),

@@ -91,8 +91,8 @@ def process_rewards(roles: Roles, prime: PrimeSection) -> Callable[[DataProto], 
     """rm_scores: beta * (log phi - log ref) for every token."""
 
     def prm(batch: DataProto) -> DataProto:
-        found = roles["prm"].compute_prm_log_prob(sequences_of(batch))
-        log_ratio = found.batch["prm_log_prob"] - batch.batch["ref_log_prob"]
+        output = roles["prm"].compute_prm_log_prob(sequences_of(batch))
+        log_ratio = output.batch["prm_log_prob"] - batch.batch["ref_log_prob"]
         mask = batch.batch["response_mask"]
         scores = implicit_process_rewards(log_ratio, mask, beta=prime.beta, batch_norm=prime.batch_norm)
         metrics = {"prm/log_ratio_mean": log_ratio[mask.bool()].mean().item()}
@@ -124,7 +124,7 @@ def check_settings(config: PrimeConfig) -> Iterator[Problem]:
     """Settings that are invalid for PRIME."""
     batch, mini = config.data.train_batch_size, config.prime.ppo_mini_batch_size
     bounds = config.prime.filter
-    found = {
+    problems = {
         "algorithm.adv_estimator": (
             config.algorithm.adv_estimator != "prime",
             "PRIME has its own: use prime",
@@ -143,4 +143,4 @@ def check_settings(config: PrimeConfig) -> Iterator[Problem]:
             "above accuracy_upper_bound: no prompt could be preferred",
         ),
     }
-    yield from (Problem(key, what) for key, (wrong, what) in found.items() if wrong)
+    yield from (Problem(key, what) for key, (wrong, what) in problems.items() if wrong)

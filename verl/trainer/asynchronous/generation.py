@@ -24,9 +24,9 @@ from verl.protocol import DataProto
 from verl.single_controller.cluster import wait_limits
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, Gathered, group_rows
+from verl.trainer.ppo.flow import PPORunner
 from verl.trainer.ppo.operators import Prompts, Roles, check_vocabulary, prompt_columns, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import sampled_log_probs
-from verl.trainer.ppo.runner import PPORunner
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.view import RunView
 
@@ -81,8 +81,8 @@ class Generation:
         if not self._prompts:
             return []
         groups = []
-        for found in self.roles["rollout"].collect_finished(_COLLECT_SECONDS):
-            for group in found:
+        for finished in self.roles["rollout"].collect_finished(_COLLECT_SECONDS):
+            for group in finished:
                 prompts = self._prompts.pop(group.non_tensor_batch["uid"][0])
                 check_vocabulary(group.batch["responses"], prompts.meta_info.get("vocab_size"))
                 prompts.meta_info = {}

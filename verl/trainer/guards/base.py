@@ -74,18 +74,13 @@ class GuardRequest(RuntimeError):
         self.action = action
 
 
-def ask(guards: Iterable[Guard], view: "RunView", hook: str, *args: Any) -> list[Action]:
+def ask(guards: Iterable[Guard], view: "RunView", hook: str, *args: Any) -> list[Action | None]:
     """Call a hook of all guards. Returns their actions; raises GuardRequest for ROLL_BACK and RESTART."""
     actions = []
     for guard in guards:
-        action = getattr(guard, hook)(view, *args)
-        if action in (None, CONTINUE):
-            continue
-        if not isinstance(action, Action):
-            raise ValueError(f"{type(guard).__name__}.{hook} returned {action!r}, expected None or an Action")
-        if action in (ROLL_BACK, RESTART):
-            raise GuardRequest(guard, action, view.step)
-        actions.append(action)
+        actions.append(_call(guard, view, hook, *args))
+        if actions[-1] in (ROLL_BACK, RESTART):
+            raise GuardRequest(guard, actions[-1], view.step)
     return actions
 
 
@@ -95,11 +90,20 @@ def decide(guards: Iterable[Guard], view: "RunView", error: BaseException) -> tu
         return error.action, error
     for guard in guards:
         try:
-            actions = ask([guard], view, "on_error", error)
-        except GuardRequest as request:
-            actions = [request.action]
+            action = _call(guard, view, "on_error", error)
         except BaseException as other:
-            error, actions = other, []
-        if actions:
-            return actions[0], error
+            error, action = other, None
+        if action is not None:
+            return action, error
     return None, error
+
+
+def _call(guard: Guard, view: "RunView", hook: str, *args: Any) -> Action | None:
+    """Call a hook. The reason of STOP is noted."""
+    action = getattr(guard, hook)(view, *args)
+    if action is None or action is CONTINUE:
+        return None
+    if not isinstance(action, Action):
+        raise ValueError(f"{type(guard).__name__}.{hook} returned {action!r}, expected None or an Action")
+    view.stop_reason = action.reason or view.stop_reason
+    return action

@@ -1,6 +1,5 @@
 """The guards of every run."""
 
-from verl.config.fields import Schema
 from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import Guard
 from verl.trainer.guards.early_stopping import ValidationWatch
@@ -18,7 +17,3 @@ GUARDS: tuple[type[Guard], ...] = (
     Restarts,  # last: what no other guard can repair
 )
 """In the order in which they are asked: of an error, the first action counts."""
-
-
-def make_guards(config: Schema) -> list[Guard]:
-    return [make(config) for make in GUARDS]

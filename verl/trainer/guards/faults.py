@@ -152,16 +152,16 @@ def corrupt(checkpoint: Path) -> None:
 # ---- in the process of the fault ------------------------------------------------------------------------------------
 
 _armed: dict[str, list[tuple[Any, str, Any]]] = {}
-"""Armed faults of this process -> (owner, name, value) of what they have replaced."""
+"""Armed faults of this process -> (owner, attribute, function) that they have replaced."""
 
 
 def arm(name: str) -> None:
     """Inject a fault where its function is called next in this process."""
     disarm(name)
-    targets, make = _REPLACED[name]()
-    _armed[name] = [(owner, attribute, getattr(owner, attribute)) for owner, attribute in targets]
-    for owner, attribute, original in _armed[name]:
-        setattr(owner, attribute, make(original))
+    owners, attribute, replacement = _REPLACED[name]
+    _armed[name] = [(owner, attribute, getattr(owner, attribute)) for owner in owners()]
+    for owner, _, original in _armed[name]:
+        setattr(owner, attribute, lambda *args, f=original, **kwargs: replacement(name, f, *args, **kwargs))
 
 
 def disarm(*names: str) -> None:
@@ -171,76 +171,46 @@ def disarm(*names: str) -> None:
             setattr(owner, attribute, original)
 
 
-Replacement = tuple[Sequence[tuple[Any, str]], Callable[[Callable], Callable]]
-"""(owner, attribute) of functions, and what makes the replacement of one."""
+def _replace_reward(name: str, original: Callable, pool: ProcessPool, calls: list[Any], limits: Any) -> Any:
+    if calls:
+        disarm(name)
+        ends = {"kill-reward": ("os", os.__file__, "abort"), "hang-reward": ("signal", signal.__file__, "pause")}
+        calls = [replace(calls[0], address=ends[name], arguments={}), *calls[1:]]
+    return original(pool, calls, limits)
 
 
-def _reward_call(name: str, address: tuple[str, str, str]) -> Replacement:
-    """address: module, file and name of the function that is called instead."""
-
-    def make(original: Callable) -> Callable:
-        def run(pool: ProcessPool, calls: list[Any], *args: Any) -> Any:
-            if calls:
-                disarm(name)
-                calls = [replace(calls[0], address=address, arguments={}), *calls[1:]]
-            return original(pool, calls, *args)
-
-        return run
-
-    return [(ProcessPool, "map")], make
+def _hang_tracker(name: str, original: Callable, *args: Any) -> None:
+    disarm(name)
+    threading.Event().wait()
 
 
-def _tracker_call() -> Replacement:
-    def make(original: Callable) -> Callable:
-        def log(*args: Any) -> None:
-            disarm("tracker-hang")
-            threading.Event().wait()
-
-        return log
-
-    return [(tracker, "log") for tracker in TRACKER_REGISTRY.values() if tracker.background], make
+def _push_nothing(name: str, original: Callable, weights: RolloutWeights, version: int) -> list[SyncReport]:
+    """All pushes, until the run ends."""
+    return [SyncReport(version, 0, 0.0)]
 
 
-def _push() -> Replacement:
-    """Of all pushes, until the run ends."""
-    return [(RolloutWeights, "_push")], lambda original: lambda weights, version: [SyncReport(version, 0, 0.0)]
-
-
-def _objective() -> Replacement:
+def _spoil_gradient(name: str, original: Callable, *args: Any) -> Any:
     """The objective of one update has the same loss, and a gradient that is not finite."""
+    disarm(name)
+    objective = original(*args)
 
-    def make(original: Callable) -> Callable:
-        def policy_objective(*args: Any) -> Any:
-            disarm("nan-grad")
-            objective = original(*args)
+    def loss(outputs: Mapping[str, Any], columns: Mapping[str, Any]) -> tuple[Any, Any]:
+        value, metrics = objective.loss(outputs, columns)
+        zero = outputs["log_probs"] - outputs["log_probs"].detach()
+        return value + zero.sqrt().sum(), metrics  # 0, with an infinite slope
 
-            def loss(outputs: Mapping[str, Any], columns: Mapping[str, Any]) -> tuple[Any, Any]:
-                value, metrics = objective.loss(outputs, columns)
-                zero = outputs["log_probs"] - outputs["log_probs"].detach()
-                return value + zero.sqrt().sum(), metrics  # 0, with an infinite slope
-
-            return replace(objective, loss=loss)
-
-        return policy_objective
-
-    return [(policy, "policy_objective")], make
+    return replace(objective, loss=loss)
 
 
-def _update_pass(name: str) -> Replacement:
-    def make(original: Callable) -> Callable:
-        @contextmanager
-        def update_pass(worker: EngineWorker, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            disarm(name)
-            if name == "stop-rank" and worker.rank == worker.world_size - 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            with original(worker, *args, **kwargs) as update:
-                yield update
-                if name == "nan-weight":
-                    _spoil_weight(worker.engine)
-
-        return update_pass
-
-    return [(EngineWorker, "update_pass")], make
+@contextmanager
+def _spoil_update(name: str, original: Callable, worker: EngineWorker, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    disarm(name)
+    if name == "stop-rank" and worker.rank == worker.world_size - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with original(worker, *args, **kwargs) as update:
+        yield update
+        if name == "nan-weight":
+            _spoil_weight(worker.engine)
 
 
 def _spoil_weight(engine: Any) -> None:
@@ -252,13 +222,11 @@ def _spoil_weight(engine: Any) -> None:
             return
 
 
-#: fault -> what it replaces
-_REPLACED: dict[str, Callable[[], Replacement]] = {
-    "kill-reward": lambda: _reward_call("kill-reward", ("os", os.__file__, "abort")),
-    "hang-reward": lambda: _reward_call("hang-reward", ("signal", signal.__file__, "pause")),
-    "tracker-hang": _tracker_call,
-    "stale-weights": _push,
-    "nan-grad": _objective,
-    "nan-weight": lambda: _update_pass("nan-weight"),
-    "stop-rank": lambda: _update_pass("stop-rank"),
+#: fault -> owners of the function that it replaces, its name, and the replacement
+_REPLACED: dict[str, tuple[Callable[[], Sequence[Any]], str, Callable[..., Any]]] = {
+    **dict.fromkeys(("kill-reward", "hang-reward"), (lambda: [ProcessPool], "map", _replace_reward)),
+    **dict.fromkeys(("nan-weight", "stop-rank"), (lambda: [EngineWorker], "update_pass", _spoil_update)),
+    "nan-grad": (lambda: [policy], "policy_objective", _spoil_gradient),
+    "stale-weights": (lambda: [RolloutWeights], "_push", _push_nothing),
+    "tracker-hang": (lambda: [kind for kind in TRACKER_REGISTRY.values() if kind.background], "log", _hang_tracker),
 }

@@ -2,14 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from verl.config import differences, to_flat_dict
-from verl.config.fields import Schema
 from verl.protocol import DataProto
 from verl.tracking.console import TrainingProgress
 from verl.tracking.run_record import RunRecord
@@ -29,26 +28,6 @@ logger = logging.getLogger("verl.trainer")
 #: seconds between two choices of samples for the panel
 _SAMPLE_SECONDS = 3.0
 _SAMPLES = 2
-
-
-def run_record(
-    folder: Path,
-    config: Schema,
-    total_steps: int,
-    warnings: Sequence[logging.LogRecord] = (),
-    step: Callable[[], int] | None = None,
-    is_new: bool = True,
-) -> RunRecord:
-    """The record of a run with these settings. warnings: of the checks before the run. Others: as in `RunRecord`."""
-    trainer, flat, defaults = config.trainer, redacted(to_flat_dict(config)), to_flat_dict(type(config)())
-    about = {
-        "project": trainer.project_name,
-        "experiment": trainer.experiment_name,
-        "total_steps": total_steps,
-        "config": flat,
-        "changed": {key: {"value": flat[key], "default": defaults[key]} for key in differences(config)},
-    }
-    return RunRecord(folder, about, warnings, step, is_new)
 
 
 def warn_nothing_to_train(view: RunView) -> None:
@@ -100,18 +79,22 @@ class RunLog:
         record: Callable[[DataProto], Mapping[str, Any]],
     ):
         self._view, self._draw, self._make_record = view, draw, record
-        self._settings = view.config.trainer
-        self._folder = record_folder(view.folder, self._settings.val_only)
-        self._record = run_record(
-            self._folder,
-            view.config,
-            view.total_steps,
-            view.run.warnings,
-            lambda: view.step,
-            is_new=not view.run.is_recorded,
-        )
+        self._settings = trainer = view.config.trainer
+        self._folder = record_folder(view.folder, trainer.val_only)
+        self._flat, defaults = redacted(to_flat_dict(view.config)), to_flat_dict(type(view.config)())
+        self._changed = list(differences(view.config))
+        about = {
+            "project": trainer.project_name,
+            "experiment": trainer.experiment_name,
+            "total_steps": view.total_steps,
+            "config": self._flat,
+            "changed": {key: {"value": self._flat[key], "default": defaults[key]} for key in self._changed},
+        }
+        is_new = not view.run.is_recorded
+        self._record = RunRecord(self._folder, about, view.run.warnings, lambda: view.step, is_new)
         dataset = view.run.inputs.val_dataset
         self._divergence = DivergenceWatch(prompts=None if dataset is None else len(dataset))
+        self._count = self._settings.get("log_samples", 0)  # not in SFT
         self._shown = 0.0  # when the panel got its samples
         self._progress: TrainingProgress | None = None
         self._tracking: Tracking
@@ -143,11 +126,11 @@ class RunLog:
                     settings.logger,
                     settings.project_name,
                     settings.experiment_name,
-                    config=redacted(to_flat_dict(view.config)),
+                    config=self._flat,
                     default_local_dir=self._folder,
                     resume_step=recorded,
                     progress=self._progress,
-                    changed=list(differences(view.config)),
+                    changed=self._changed,
                 )
                 with self._tracking:
                     yield
@@ -171,8 +154,8 @@ class RunLog:
             self._shown = now
             progress.show_samples([(row["input"], row["output"], row["score"]) for row in self._draw(batch, _SAMPLES)])
         self._log(step, report.metrics)
-        if count := self._settings.get("log_samples"):
-            self._tracking.log_samples("train/generations", self._draw(batch, count), step)
+        if self._count:
+            self._tracking.log_samples("train/generations", self._draw(batch, self._count), step)
         self._record.add_step(step, lambda: self._make_record(batch), step == self._view.total_steps)
 
     def validation(self, metrics: Mapping[str, float], samples: Rows) -> None:

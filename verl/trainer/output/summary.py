@@ -195,5 +195,5 @@ def _typed(path: Path) -> str:
 
 def _shown(path: Path) -> Path:
     """A path as the user would type it: relative to the working directory, if it is below."""
-    path, here = Path(path), Path.cwd()
-    return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
+    path, folder = Path(path), Path.cwd()
+    return path.relative_to(folder) if path.is_absolute() and path.is_relative_to(folder) else path
