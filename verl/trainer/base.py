@@ -67,8 +67,6 @@ class Trainer(ABC):
     logs_operators: ClassVar[bool] = False
     #: operators that limit their waits themselves
     unwatched: frozenset[str] = frozenset()
-    #: the validation data; None: no validation
-    val_dataset: Any = None
 
     def __init__(self, run: Run, source: PromptSource):
         trainer = run.config.trainer
@@ -332,9 +330,8 @@ class Trainer(ABC):
     def step(self) -> StepReport:
         """Train one step: run the flow until it returns a batch. The first call starts the workers.
 
-        `fit` calls it, and then logs, validates and saves. Guards and functions in `on_step` are called by `fit` only.
-        A step that raises does not count, and the next one draws its prompts again; updates of weights that it has made
-        remain.
+        Guards and functions in `on_step` are called by `fit` only, which also logs, validates and saves. A step that
+        raises does not count, and the next one draws its prompts again; updates of weights that it has made remain.
 
         Returns:
             The metrics, a mapping with the attributes step, timings and batch.
@@ -342,7 +339,7 @@ class Trainer(ABC):
         self.start()
         self.checkpointer.poll()
         view, total = self.view, self.total_steps
-        if view.failed_step is not None:
+        if view.failed_step is not None and self.runner.keeps_workers:
             self.before_first_step()
         position, view.failed_step = self.runner.position(), None
         view.step += 1
