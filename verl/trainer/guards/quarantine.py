@@ -72,10 +72,9 @@ class Quarantine(Guard):
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         for uid, reason in error.failures.items():
             row = int(uid.rpartition(":")[2])
-            place = dataset.dataframe.where(row) if isinstance(dataset, RLHFDataset) else None
-            lines.append(
-                json.dumps({"row": row, "uid": uid, "place": place, "step": view.attempted_step, "reason": reason})
-            )
+            location = dataset.dataframe.where(row) if isinstance(dataset, RLHFDataset) else None
+            entry = {"row": row, "uid": uid, "place": location, "step": view.attempted_step, "reason": reason}
+            lines.append(json.dumps(entry))
         with atomic_write(path) as draft:
             draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         error.add_note(
