@@ -42,8 +42,8 @@ from verl.trainer.ppo.flow import (
     build_ppo_flow,
     build_validation_flow,
     check_writers,
-    frees_cache,
     needs_critic,
+    should_free_cache,
 )
 from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import correct_rollout
@@ -340,7 +340,7 @@ class PPOTrainer(Trainer):
         with self.runner.paused():
             self.sync_weights()
             responses = generate(self.roles, sampling, uses_agent_loop(config))(repeat(n)(batch))
-            if frees_cache(config):
+            if should_free_cache(config):
                 free_rollout_cache(self.roles)(responses)
         texts = response_texts(responses, self.tokenizer)
         return texts if n == 1 else [texts[i : i + n] for i in range(0, len(texts), n)]

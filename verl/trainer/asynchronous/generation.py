@@ -128,7 +128,7 @@ class FilterGroups:
 
     def reset(self) -> None:
         """Begin a new training batch."""
-        self.sampling.so_far = Gathered()
+        self.sampling.gathered = Gathered()
 
 
 class Producer:
@@ -211,7 +211,7 @@ class Producer:
         with self.buffer.lock:
             for batch in self.generation.waiting:
                 self.buffer.admit(batch)
-                self.buffer.add_reports(_uids(batch), self.prompting.pop_held())
+                self.buffer.add_reports(_uids(batch), self.prompting.pop_held_reports())
         self.generation.send()
         return True
 
@@ -225,7 +225,7 @@ class Producer:
             reports = {-1: ({"metrics": group.meta_info["metrics"], "timing": {}}, len(group))}
             self.buffer.add_reports(_uids(group), [reports])
         self.scoring.run(self.buffer.join(groups))
-        self.buffer.settle(uids, self.scoring.pop_held())
+        self.buffer.settle(uids, self.scoring.pop_held_reports())
         return True
 
 
@@ -301,7 +301,7 @@ class AsyncRunner(PPORunner):
         self._stages = pipeline.stage("prompts", "gen"), pipeline.stage(after_gen, "buffer")
         for stage in self._stages:
             stage.log_level = logging.DEBUG  # they run many times per step
-        pipeline.begin_at("buffer")
+        pipeline.start_from("buffer")
         self.reset()
         return pipeline
 
@@ -311,7 +311,7 @@ class AsyncRunner(PPORunner):
         return None
 
     def undo(self, position: None) -> None:
-        self.pipeline.pop_held()
+        self.pipeline.pop_held_reports()
         self.buffer.requeue()
 
     def reset(self) -> None:
@@ -322,7 +322,7 @@ class AsyncRunner(PPORunner):
         if self._filter is not None:
             self._filter.reset()
         for stage in self._stages:
-            stage.pop_held()
+            stage.pop_held_reports()
         self.producer = Producer(*self._stages, self.generation, self.buffer)
         self.buffer.on_take = self.producer.start
 

@@ -16,7 +16,7 @@ from verl.data.bad_rows import parse_json
 from verl.data.order import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.rewards.outcome import QuarantineError
-from verl.tracking.formatting import one_line
+from verl.tracking.formatting import format_line
 from verl.trainer.guards.base import Guard
 from verl.trainer.view import RunView
 
@@ -53,7 +53,7 @@ def _rows_of(lines: Iterable[str], path: Path, count: int) -> Iterable[int]:
         if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < count:
             raise ValueError(
                 f'{where}: expected an object with "row", a row of the training data from 0 to {count - 1}, found '
-                f"{one_line(line)}: fix the line, or delete the file to use all rows"
+                f"{format_line(line)}: fix the line, or delete the file to use all rows"
             )
         yield row
 
@@ -72,7 +72,7 @@ class Quarantine(Guard):
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         for uid, reason in error.failures.items():
             row = int(uid.rpartition(":")[2])
-            location = dataset.dataframe.where(row) if isinstance(dataset, RLHFDataset) else None
+            location = dataset.dataframe.location(row) if isinstance(dataset, RLHFDataset) else None
             entry = {"row": row, "uid": uid, "place": location, "step": view.attempted_step, "reason": reason}
             lines.append(json.dumps(entry))
         with atomic_write(path) as draft:
