@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.trainer.output.step_report import StepReport
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # this module is imported before torch
+    from verl.trainer.output.step_report import StepReport
     from verl.trainer.view import RunView
 
 
@@ -53,7 +52,7 @@ class Guard:
     def before_step(self, view: "RunView") -> None:
         """Before each step of `fit`."""
 
-    def after_step(self, view: "RunView", report: StepReport) -> Action | None:
+    def after_step(self, view: "RunView", report: "StepReport") -> Action | None:
         """After the flow of a step has ended and its metrics are logged."""
 
     def after_validation(self, view: "RunView", metrics: dict[str, float]) -> Action | None:
