@@ -43,8 +43,8 @@ from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.output.samples import generations
+from verl.trainer.output.summary import next_lines, offline_commands
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
 
@@ -122,7 +122,7 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     rewards: list[float] = []
     random = Random(args.seed)
     title = f"{name_of(args)} on {args.task}: 64 prompts x 8 responses per step"
-    display = {"running": trainer.running_operators, "alive_every": ALIVE_SECONDS}
+    display = {"running": trainer.view.running_operators, "alive_every": ALIVE_SECONDS}
     with TrainingProgress(trainer.total_steps, title, **display) as progress:
 
         def show(report: StepReport) -> None:

@@ -55,10 +55,10 @@ from verl.tracking.tracking import check_trackers
 from verl.trainer.checks import planning
 from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings
-from verl.trainer.checks.faults import check_faults
 from verl.trainer.checks.model_limits import MegatronRole, check_megatron, check_moe, check_reads_tokens_of
 from verl.trainer.checks.models import check_model
 from verl.trainer.checks.unused_settings import unused_settings
+from verl.trainer.guards.faults import check_faults
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.ppo.flow import needs_critic
 from verl.trainer.ppo.rollout_correction import check_correction
