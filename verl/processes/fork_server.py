@@ -23,10 +23,8 @@ import importlib
 import os
 import pickle
 import resource
-import select
 import selectors
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -38,6 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verl.processes.channel import Channel, is_readable
 from verl.processes.child import STACK_SIGNAL, ChildProcess, PythonProcess, describe_exit, import_path
 
 START_SECONDS = 300.0  # for the server to import the libraries: a shared disk can be slow at first
@@ -49,9 +48,7 @@ _LATE_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAST
 _LATE_VARIABLES |= {"OMP_NUM_THREADS", "PWD", "OLDPWD", "SHLVL", "_"}
 _LATE_PREFIXES = ("VERL_", "NCCL_", "GLOO_", "PYTEST_")
 
-_LENGTH = struct.Struct("<I")  # bytes of a pickled message
 _STATUS = struct.Struct("<i")
-_MAX_FDS = 16  # per message
 
 
 class ForkServerError(RuntimeError):
@@ -64,14 +61,14 @@ class ForkServerError(RuntimeError):
 class ForkedProcess(ChildProcess):
     """A process started by a `ForkServer`. `poll` and `wait` raise ChildProcessError if the server has ended."""
 
-    def __init__(self, server: "ForkServer", stacks: bool):
-        super().__init__(stacks)
+    def __init__(self, server: "ForkServer", reports: bool):
+        super().__init__(reports)
         self._server = server
         self._status: int | None = None
         self._status_reader, self._status_writer = os.pipe()  # the server writes the exit status
 
     def wait(self, timeout: float | None = None) -> int | None:
-        if self._status is None and _is_readable(self._status_reader, timeout):
+        if self._status is None and is_readable(self._status_reader, timeout):
             data = os.read(self._status_reader, _STATUS.size)
             if not data:
                 raise ChildProcessError(f"process {self.pid} was lost: {self._server.exit_message()}")
@@ -89,14 +86,7 @@ class ForkedProcess(ChildProcess):
             self.wait()
         self._server.processes.discard(self)
         os.close(self._status_reader)
-        self.close_stacks()
-
-
-def _is_readable(descriptor: int, timeout: float | None) -> bool:
-    """Whether data or the end of file arrives within `timeout` seconds."""
-    poll = select.poll()  # `select.select` does not take descriptors above 1023
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if timeout is None else timeout * 1000))
+        self.close_reports()
 
 
 class ForkServer:
@@ -112,7 +102,7 @@ class ForkServer:
         self._requests: set[ForkedProcess] = set()  # in flight
         self._lock = threading.Lock()
         self._refusal: str | None = None
-        self._socket, theirs = socket.socketpair()
+        self._channel, theirs = Channel.pair()
         with theirs:
             # With more threads, OpenBLAS starts them when numpy is imported.
             server_env = {**_without_late(env), "OMP_NUM_THREADS": "1"}
@@ -131,7 +121,7 @@ class ForkServer:
     def exit_message(self) -> str:
         """How the server ended, as a sentence."""
         status = self._process.wait(5.0)
-        how = "closed its socket" if status is None else describe_exit(status)
+        how = "closed its channel" if status is None else describe_exit(status)
         return f"the fork server (process {self.pid}) {how}"
 
     def start(
@@ -140,7 +130,7 @@ class ForkServer:
         inherited: Sequence[int],
         env: Mapping[str, str],
         *,
-        stacks: bool = False,
+        reports: bool = False,
         preload: Sequence[str] = (),
         cancelled: Callable[[], bool] = lambda: False,
     ) -> ForkedProcess:
@@ -150,7 +140,7 @@ class ForkServer:
             module: The module. The server imports it.
             inherited: File descriptors for the child. Their numbers in the child are its command-line arguments.
             env: Environment variables of the child; PYTHONPATH is set here.
-            stacks: Pass a further descriptor, of a file for the stacks of the child (see `dump_stacks_on_request`).
+            reports: Pass a further descriptor, of a file for the reports of the child (see `start_reports`).
             preload: Further modules for the server to import. Children then need not import them.
             cancelled: Called every 0.1 s while the server imports modules; True ends the wait.
 
@@ -158,11 +148,11 @@ class ForkServer:
             ForkServerError: The server has ended, could not import a module, or has several threads.
             InterruptedError: The wait was cancelled.
         """
-        process = ForkedProcess(self, stacks)
+        process = ForkedProcess(self, reports)
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
-        descriptors = [process._status_writer, folder, 1, 2, *inherited, *process.stack_descriptors]
+        descriptors = [process._status_writer, folder, 1, 2, *inherited, *process.report_descriptors]
         modules = [*preload, module]
-        request = {"modules": modules, "env": {**env, "PYTHONPATH": import_path()}, "stacks": stacks}
+        request = {"modules": modules, "env": {**env, "PYTHONPATH": import_path()}, "reports": reports}
         request["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._requests.add(process)
         try:
@@ -170,7 +160,7 @@ class ForkServer:
             self.processes.add(process)
         except BaseException:
             os.close(process._status_reader)
-            process.close_stacks()
+            process.close_reports()
             raise
         finally:
             self._requests.discard(process)
@@ -188,37 +178,31 @@ class ForkServer:
             if self._refusal is not None:
                 raise ForkServerError(self._refusal)
             self._refusal = f"a request to the fork server (process {self.pid}) was interrupted"
-            fatal = True
+            deadline = time.monotonic() + START_SECONDS
             try:
-                _send(self._socket, request, descriptors)
-                self._wait_for_reply(cancelled)
-                (pid, error, fatal), _ = _receive(self._socket)
+                self._channel.send(pickle.dumps(request), descriptors)
+                while not self._channel.has_message(0.1):
+                    if cancelled():
+                        if not self.processes:
+                            self.close()
+                        raise InterruptedError("the start of a process was cancelled")
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                pid, error, fatal = pickle.loads(self._channel.receive()[0])
             except TimeoutError:
-                error = f"the fork server (process {self.pid}) did not reply within {START_SECONDS:g} s"
-            except InterruptedError:
-                if not self.processes:
-                    self.close()
-                raise
+                pid, error, fatal = 0, f"no reply of the fork server (process {self.pid}) in {START_SECONDS:g} s", True
             except (EOFError, ConnectionError):
-                error = self.exit_message()
+                pid, error, fatal = 0, self.exit_message(), True
             self._refusal = error if fatal else None
             if error is not None:
                 raise ForkServerError(error)
             return pid
 
-    def _wait_for_reply(self, cancelled: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while not _is_readable(self._socket.fileno(), 0.1):
-            if cancelled():
-                raise InterruptedError("the start of a process was cancelled")
-            if time.monotonic() > deadline:
-                raise TimeoutError
-
     def close(self) -> None:
         """End the server. Its processes must have ended."""
         self._process.kill()
         self._process.close()
-        self._socket.close()
+        self._channel.close()
 
 
 _servers: dict[tuple, ForkServer] = {}  # least recently used first
@@ -268,32 +252,6 @@ def _inherited() -> tuple:
     return umask, tuple(sorted(os.sched_getaffinity(0))), os.getpriority(os.PRIO_PROCESS, 0), tuple(limits)
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------
-
-
-def _send(to: socket.socket, value: Any, descriptors: Sequence[int] = ()) -> None:
-    data = pickle.dumps(value)
-    socket.send_fds(to, [_LENGTH.pack(len(data))], descriptors)
-    to.sendall(data)
-
-
-def _receive(source: socket.socket) -> tuple[Any, list[int]]:
-    """The value and the file descriptors of the next message. Raises EOFError if the other process has ended."""
-    header, descriptors, _, _ = socket.recv_fds(source, _LENGTH.size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-    (size,) = _LENGTH.unpack(header + _read(source, _LENGTH.size - len(header)))
-    return pickle.loads(_read(source, size)), descriptors
-
-
-def _read(source: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = source.recv(size - len(data))
-        if not chunk:
-            raise EOFError("the other process has ended")
-        data += chunk
-    return bytes(data)
-
-
 # ---- in the server and its children ---------------------------------------------------------------------------------
 
 
@@ -303,10 +261,10 @@ class _Server:
     The reply to a request is (process id or None, error or None, whether the error is that of every later request).
     """
 
-    def __init__(self, control: socket.socket):
-        self._control = control
+    def __init__(self, channel: Channel):
+        self._channel = channel
         self._selector = selectors.DefaultSelector()
-        self._selector.register(control, selectors.EVENT_READ)
+        self._selector.register(channel, selectors.EVENT_READ)
         # process id -> (descriptor of the process, pipe for its exit status)
         self._children: dict[int, tuple[int, int]] = {}
 
@@ -314,12 +272,12 @@ class _Server:
         """Serve requests until the parent ends. Returns in the children only: the module to run."""
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj is not self._control:
+                if key.fileobj is not self._channel:
                     self._report_exit(key.data)
                     continue
                 try:
-                    request, descriptors = _receive(self._control)
-                    module = self._start(request, descriptors)
+                    data, descriptors = self._channel.receive()
+                    module = self._start(pickle.loads(data), descriptors)
                 except (EOFError, ConnectionError):  # the parent has ended, perhaps while modules were imported
                     for pid in self._children:
                         with suppress(ProcessLookupError):
@@ -342,7 +300,7 @@ class _Server:
             for descriptor in descriptors:
                 os.close(descriptor)
             message = f"the fork server (process {os.getpid()}): {type(error).__name__}: {error}"
-            _send(self._control, (None, message, imported))
+            self._channel.send(pickle.dumps((None, message, imported)))
             return None
         if pid == 0:
             os.setsid()
@@ -351,7 +309,7 @@ class _Server:
             os.close(status_pipe)
             self._close()
             resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
-            _become(module, for_child, request["env"], request["stacks"])
+            _become(module, for_child, request["env"], request["reports"])
             return module
         os.close(child_ready)
         os.read(ready, 1)  # a process group can be killed when it exists
@@ -361,7 +319,7 @@ class _Server:
         process = os.pidfd_open(pid)
         self._children[pid] = process, status_pipe
         self._selector.register(process, selectors.EVENT_READ, pid)
-        _send(self._control, (pid, None, False))
+        self._channel.send(pickle.dumps((pid, None, False)))
         return None
 
     def _report_exit(self, pid: int) -> None:
@@ -375,7 +333,7 @@ class _Server:
 
     def _close(self) -> None:
         """In a child: close what belongs to the server."""
-        self._control.close()
+        self._channel.close()
         self._selector.close()
         for descriptors in self._children.values():
             for descriptor in descriptors:
@@ -401,7 +359,7 @@ def _require_one_thread(modules: Sequence[str]) -> None:
         raise RuntimeError(f"expected one thread after the import of {', '.join(modules)}, found {num_threads}")
 
 
-def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, str], stacks: bool) -> None:
+def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, str], reports: bool) -> None:
     """In a child: set what a fresh interpreter that runs `module` would have."""
     folder, stdout, stderr, *inherited = descriptors
     os.fchdir(folder)
@@ -412,7 +370,7 @@ def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, st
     sys.stdout.reconfigure(line_buffering=os.isatty(1))
     os.environ.clear()
     os.environ.update(env)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {STACK_SIGNAL} if stacks else ())
+    signal.pthread_sigmask(signal.SIG_SETMASK, {STACK_SIGNAL} if reports else ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv[:] = [module.__file__, *map(str, inherited)]
@@ -435,7 +393,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})  # blocked until the child has a handler
     for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals every process of a job; the parent ends this one
         signal.signal(number, signal.SIG_IGN)
-    module = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    module = _Server(Channel(int(sys.argv[1]))).serve()
     module.main()
 
 

@@ -19,15 +19,14 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from typing import Any, Literal
 
 from verl.agents.tools.function_tool import FunctionTool
 from verl.agents.tools.load import load_tools
 from verl.agents.tools.runner import ToolFailure, ToolSettings, describe, late
-from verl.processes.child import PythonProcess, describe_exit, helper_environment
+from verl.processes.child import describe_exit
+from verl.processes.pool import EXIT_SECONDS, START_SECONDS, HelperProcess
 
-START_SECONDS = 300.0  # for a worker to start and load the files of the tools
 _GRACE_SECONDS = 1.0  # for a worker to report a timeout itself
 _POLL_SECONDS = 0.25
 
@@ -66,7 +65,7 @@ class _Slot:
         self._numbers = itertools.count()
         self._waiting: deque[_Call] = deque()
         self._running: dict[int, _Call] = {}
-        self._process: PythonProcess | None = None
+        self._process: HelperProcess | None = None
         self._is_ready = self._is_closed = False
         #: number of processes that have ended
         self.generation = 0
@@ -88,14 +87,9 @@ class _Slot:
                 self._process.kill()
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
-            environment = helper_environment(OMP_NUM_THREADS="1")
-            self._process = PythonProcess("verl.agents.tools.worker", [theirs.fileno()], environment)
-        self._is_ready = False
-        self._connection.send_bytes(pickle.dumps(self._settings))
-        watched = self._process, self._connection
-        threading.Thread(target=self._watch, args=watched, name="tools", daemon=True).start()
+        self._process, self._is_ready = HelperProcess("verl.agents.tools.worker", OMP_NUM_THREADS="1"), False
+        self._process.send(pickle.dumps(self._settings))
+        threading.Thread(target=self._watch, args=(self._process,), name="tools", daemon=True).start()
 
     def _send_waiting(self) -> None:
         while self._is_ready and self._waiting and not (self._one_at_a_time and self._running):
@@ -107,40 +101,30 @@ class _Slot:
                 continue
             self._running[number] = call
             call.deadline = time.monotonic() + START_SECONDS
-            try:
-                self._connection.send_bytes(message)
-            except OSError:  # it has ended: the thread that watches it reports that
-                return
+            self._process.send(message)
 
-    def _watch(self, process: PythonProcess, connection: Any) -> None:
+    def _watch(self, process: HelperProcess) -> None:
         """In a thread: read the replies of a process until it ends, and kill it at a deadline."""
-        broken, unreadable, started = None, None, time.monotonic()
+        broken, lost, is_late, started = None, None, False, time.monotonic()
         try:
-            while broken is None:
-                has_ended = process.poll() is not None  # a child of it may hold its end of the connection
-                if connection.poll(0 if has_ended else _POLL_SECONDS):
-                    broken = self._read(*pickle.loads(connection.recv_bytes()))
-                elif has_ended:
-                    break
+            while broken is None and not is_late:
+                if (message := process.receive(_POLL_SECONDS)) is not None:
+                    broken = self._read(*message)
                 with self._lock:
-                    if any(call.deadline <= time.monotonic() for call in self._running.values()):
-                        break
+                    is_late = any(call.deadline <= time.monotonic() for call in self._running.values())
                     if not self._is_ready and time.monotonic() - started > START_SECONDS:
                         broken = f"not loaded within {START_SECONDS:g} s"
-        except (EOFError, OSError):
-            process.wait(5.0)
+        except EOFError:
+            pass
         except Exception as error:  # unpickling runs code of the values' classes
-            unreadable = f"sent a result that cannot be read: {describe(error)}"
-        status = process.poll()
-        process.kill()
-        exit_status = process.wait() if status is None else status
+            lost = f"sent a result that cannot be read: {describe(error)}"
+        status = process.end(0.0 if broken or lost or is_late else EXIT_SECONDS)
         if broken is None and not self._is_ready and not self._is_closed:
-            broken = f"the process {describe_exit(exit_status)} while it started"
-        self._end(unreadable or describe_exit(exit_status), status is not None, broken)
-        connection.close()
+            broken = f"the process {describe_exit(status)} while it started"
+        self._end(lost or describe_exit(status), is_late, broken)
 
     def _read(self, kind: str, *content: Any) -> str | None:
-        """Handle one message. Returns a message if the process cannot load its tools; raises EOFError to end it."""
+        """Handle one message. Returns why the process cannot load its tools, if it says so."""
         if kind == "ready":
             with self._lock:
                 self._is_ready = True
@@ -163,10 +147,13 @@ class _Slot:
         call.future.set_result(result)
         return None
 
-    def _end(self, reason: str, ended_itself: bool, broken: str | None) -> None:
+    def _end(self, reason: str, is_late: bool, broken: str | None) -> None:
         """Report the calls that the process has not finished, and start it again for those that wait.
 
-        reason: why they are lost, after "the process".
+        Args:
+            reason: Why they are lost, after "the process".
+            is_late: Whether the process was killed at the deadline of a call.
+            broken: Why no process can run the tools, if it is so.
         """
         now = time.monotonic()
         with self._lock:
@@ -182,7 +169,7 @@ class _Slot:
         for call in calls:
             if broken is not None:
                 result = _Result("broken", broken)
-            elif not ended_itself and call.deadline <= now:
+            elif is_late and call.deadline <= now:
                 result = _Result("late")
             else:
                 result = _Result("lost", reason)

@@ -5,8 +5,8 @@
     outcome = pool.run(call, Limits(wall_seconds=5))             # outcome.value, or outcome.failure
     for position, outcome in pool.map(calls, limits): ...        # in the order in which the calls finish
 
-`verl.rewards.sandbox.worker` is the program of the worker processes. A worker is a fresh interpreter (see
-`verl.processes.child`), so it finds a function by its address, and the return value must be picklable.
+`verl.rewards.sandbox.worker` is the program of the worker processes (see `verl.processes.pool`). A worker is a fresh
+interpreter, so it finds a function by its address, and the return value must be picklable.
 """
 
 import atexit
@@ -17,7 +17,6 @@ import math
 import os
 import pickle
 import queue
-import select
 import signal
 import sys
 import threading
@@ -25,19 +24,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
 
-from verl.processes.child import (
-    PythonProcess,
-    describe_exit,
-    helper_environment,
-    process_status,
-    resident_memory,
-)
+from verl.processes.channel import Channel
+from verl.processes.child import describe_exit, process_status, resident_memory
+from verl.processes.pool import EXIT_SECONDS, START_SECONDS, HelperProcess
 from verl.processes.streams import print_printable
 
 logger = logging.getLogger(__name__)
@@ -46,7 +40,6 @@ _CHECK_SECONDS = 0.5  # between checks of the memory and the exit of a worker
 _MESSAGE_SECONDS = 0.05  # of work that a worker receives in one message
 _MESSAGE_BYTES = 1 << 22  # of arguments in one message
 STOPPED_SECONDS = 10.0  # after which a worker that is stopped (SIGSTOP) is killed
-START_SECONDS = 300.0  # for a worker to start and import the file of the function: a shared disk can be slow at first
 
 
 class WorkerError(RuntimeError):
@@ -146,11 +139,7 @@ def late(seconds: float, cause: BaseException | None = None) -> Outcome:
     return Outcome(failure=f"did not end within {seconds:g} s and was stopped", cause=cause, over_limit=True)
 
 
-class _WrongReply(Exception):
-    """A worker replied to another call than its current one."""
-
-
-class _Worker:
+class _Worker(HelperProcess):
     """A worker process, idle or running calls one after the other.
 
     Attributes:
@@ -161,20 +150,15 @@ class _Worker:
     """
 
     def __init__(self, shares_cores: bool) -> None:
-        self.connection, theirs = Pipe()
         # Many workers share the cores: one thread each, unless the user sets another number.
-        environment = helper_environment(**({"OMP_NUM_THREADS": "1"} if shares_cores else {}))
-        with theirs:
-            self.process = PythonProcess("verl.rewards.sandbox.worker", [theirs.fileno()], environment)
+        super().__init__("verl.rewards.sandbox.worker", **({"OMP_NUM_THREADS": "1"} if shares_cores else {}))
         self.positions: deque[int] = deque()
         self.deadline = math.inf
         self.seconds = 0.0
-        self.checked = time.monotonic()  # when its exit and memory were checked last
+        self._checked = time.monotonic()  # when its exit and memory were checked last
         self._number = 0  # of the running call
         self._stopped = 0.0  # seconds for which the process was stopped, by the checks
         self._ready = False
-        self._readable = select.poll()
-        self._readable.register(self.connection, select.POLLIN)
 
     def start_calls(self, positions: Sequence[int], jobs: Sequence[tuple], limits: Limits) -> None:
         """Run calls. A worker that is still starting receives them when it is ready.
@@ -187,31 +171,27 @@ class _Worker:
         self.positions, self.calls, self._limits = deque(positions), len(positions), limits
         self._number += 1
         self._message = pickle.dumps((self._number, limits, jobs))
-        self._phase, self.seconds = "start", 0.0
+        self._is_called, self.seconds = False, 0.0
         self._start_clock()
         if self._ready:
-            self._send()
+            self.send(self._message)
 
-    def has_message(self) -> bool:
-        """Whether there is something to read: a message, or the end of the connection."""
-        return bool(self._readable.poll(0))
-
-    def read_message(self) -> Outcome | None:
+    def read_outcome(self) -> Outcome | None:
         """Read one message; the outcome of the running call if the message has it.
 
         Raises:
-            EOFError, ConnectionResetError: The process ended.
-            _WrongReply: The message belongs to another call.
+            EOFError: The process ended.
+            ValueError: The message belongs to another call.
         """
-        kind, number, *content = pickle.loads(self.connection.recv_bytes())
+        kind, number, *content = self.receive(START_SECONDS)
         if kind == "ready":
             self._ready = True
-            self._send()
+            self.send(self._message)
             return None
         if number != self._number:
-            raise _WrongReply
+            raise ValueError(f"expected a reply to call {self._number}, found one to call {number}")
         if kind == "called":
-            self._phase, self._begun = "call", time.monotonic()
+            self._is_called, self._begun = True, time.monotonic()
             self._start_clock()
             return None
         self._number += 1
@@ -223,7 +203,7 @@ class _Worker:
 
     def _start_clock(self) -> None:
         now = time.monotonic()
-        if self._phase == "start":
+        if not self._is_called:
             self.deadline = now + START_SECONDS
         else:
             self.seconds = now - self._begun
@@ -231,57 +211,44 @@ class _Worker:
 
     def deadline_outcome(self) -> Outcome:
         """The outcome of a call that was stopped at its deadline."""
-        if self._phase == "start":
-            return Outcome(failure=f"could not be loaded in another process within {START_SECONDS:g} s")
-        return late(self._limits.wall_seconds)
+        if self._is_called:
+            return late(self._limits.wall_seconds)
+        return Outcome(failure=f"could not be loaded in another process within {START_SECONDS:g} s")
 
-    def has_ended(self) -> bool:
-        """Whether the process has ended without a further message. A fork of it keeps the connection open."""
-        return self.process.poll() is not None and not self.has_message()
+    def check_is_due(self, now: float) -> bool:
+        """Whether it is time to check the exit, the memory and the state of the process."""
+        is_due = now - self._checked >= _CHECK_SECONDS
+        self._checked = now if is_due else self._checked
+        return is_due
 
     def is_stopped(self) -> bool:
         """Whether the process is stopped for `STOPPED_SECONDS`."""
-        now = process_status(self.process.pid) == psutil.STATUS_STOPPED
+        now = process_status(self.pid) == psutil.STATUS_STOPPED
         self._stopped = self._stopped + _CHECK_SECONDS if now else 0.0
         return self._stopped >= STOPPED_SECONDS
 
     def stopped_outcome(self) -> Outcome | None:
         """The outcome of a call whose worker is stopped; None if it has not begun, and may be sent again."""
-        logger.warning("process %d of a reward function is stopped (SIGSTOP): it is killed", self.process.pid)
-        failure = f"did not end: its process {self.process.pid} was stopped by SIGSTOP"
-        return Outcome(None, failure, over_limit=True) if self._phase == "call" else None
+        logger.warning("process %d of a reward function is stopped (SIGSTOP): it is killed", self.pid)
+        failure = f"did not end: its process {self.pid} was stopped by SIGSTOP"
+        return Outcome(None, failure, over_limit=True) if self._is_called else None
 
     def memory_outcome(self) -> Outcome | None:
         """The outcome of a call whose worker exceeds its memory limit; None if it does not."""
         limit = self._limits.resident_bytes
         if limit is None or sys.platform != "linux":
             return None
-        if resident_memory(self.process.pid) <= limit or resident_memory(self.process.pid, shared_once=True) <= limit:
+        if resident_memory(self.pid) <= limit or resident_memory(self.pid, shared_once=True) <= limit:
             return None
         return Outcome(failure=f"used more than {limit >> 20:,} MiB of memory and was stopped", over_limit=True)
 
     def exit_outcome(self) -> Outcome:
         """The outcome of a call whose process ended."""
-        # The connection is closed before the process has ended: wait for its own exit status, not that of a kill.
-        self.process.wait(5.0)
-        status = self.kill()
+        status = self.end(EXIT_SECONDS)
         if status == -signal.SIGXCPU:
             phrase = f"used more than {self._limits.cpu_seconds:g} s of processor time and was stopped"
             return Outcome(failure=phrase, over_limit=True)
-        failure = f"ended its process, which {describe_exit(status)}"
-        return Outcome(failure=failure, over_limit=self._phase == "call")
-
-    def kill(self) -> int:
-        """Kill the process and everything it started. Returns its exit status (negative: the signal)."""
-        status = self.process.poll()
-        self.process.kill()
-        self.connection.close()
-        return self.process.wait() if status is None else status
-
-    def _send(self) -> None:
-        # If the worker has just ended, reading its next message reports that.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send_bytes(self._message)
+        return Outcome(failure=f"ended its process, which {describe_exit(status)}", over_limit=self._is_called)
 
 
 def value_outcome(value: bytes) -> Outcome:
@@ -346,7 +313,7 @@ class ProcessPool:
                 slots.append(self._slots.get_nowait())
         for worker in slots:
             if worker is not None:
-                worker.kill()
+                worker.end()
             self._slots.put(None)
 
     def run(self, call: Call, limits: Limits) -> Outcome:
@@ -376,7 +343,7 @@ class ProcessPool:
             return None
         try:
             # A worker that was killed from outside while it was idle is replaced.
-            return slot if slot is not None and slot.process.poll() is None else _Worker(self.size > 1)
+            return slot if slot is not None and slot.poll() is None else _Worker(self.size > 1)
         except OSError:
             self._slots.put(None)
             raise
@@ -384,7 +351,7 @@ class ProcessPool:
     def release(self, worker: _Worker, alive: bool) -> None:
         """Return a worker to the pool. alive: whether it can be used again; otherwise it is killed."""
         if not alive:
-            worker.kill()
+            worker.end()
         self._slots.put(worker if alive else None)
 
 
@@ -394,14 +361,14 @@ class _Run:
     def __init__(self, pool: ProcessPool, calls: Sequence[Call], limits: Limits):
         self._pool, self._calls, self._limits = pool, calls, limits
         self._pending, self._pace = deque(range(len(calls))), _Pace(pool.size)
-        self._busy: dict[Connection, _Worker] = {}
+        self._busy: dict[Channel, _Worker] = {}
 
     def outcomes(self) -> Iterator[tuple[int, Outcome]]:
         """Run all calls; yield (position, outcome)."""
         try:
             while self._pending or self._busy:
                 while self._pending and (worker := self._pool.acquire(wait_for_one=not self._busy)):
-                    self._busy[worker.connection] = worker
+                    self._busy[worker.channel] = worker
                     yield from self._start(worker)
                 yield from self._poll()
         finally:
@@ -432,34 +399,34 @@ class _Run:
     def _poll(self) -> Iterator[tuple[int, Outcome]]:
         """Wait until a worker sends a message, ends or reaches its deadline; yield the calls that are finished."""
         nearest = min((w.deadline for w in self._busy.values()), default=0.0)
-        for connection in wait(list(self._busy), min(max(nearest - time.monotonic(), 0.0), _CHECK_SECONDS)):
-            yield from self._read(self._busy[connection])
+        for channel in wait(list(self._busy), min(max(nearest - time.monotonic(), 0.0), _CHECK_SECONDS)):
+            yield from self._read(self._busy[channel])
         now = time.monotonic()
-        for worker in [w for w in self._busy.values() if not w.has_message()]:
-            outcome = worker.deadline_outcome() if worker.deadline <= now else None
-            if outcome is None and now - worker.checked >= _CHECK_SECONDS:
-                worker.checked = now
-                outcome = worker.exit_outcome() if worker.has_ended() else worker.memory_outcome()
-                if outcome is None and worker.is_stopped():
+        for worker in [w for w in self._busy.values() if not w.channel.has_message()]:
+            if worker.deadline <= now:
+                yield from self._stop(worker, worker.deadline_outcome())
+            elif worker.check_is_due(now):
+                if worker.has_ended():
+                    yield from self._stop(worker, worker.exit_outcome())
+                elif (outcome := worker.memory_outcome()) is not None:
+                    yield from self._stop(worker, outcome)
+                elif worker.is_stopped():
                     yield from self._stop(worker, worker.stopped_outcome())
-            if outcome is not None:
-                yield from self._stop(worker, outcome)
 
     def _read(self, worker: _Worker) -> Iterator[tuple[int, Outcome]]:
         """Read the messages of a worker; yield the calls that are finished."""
         try:
-            while worker.positions and worker.has_message():
-                outcome = worker.read_message()
-                if outcome is None:
+            while worker.positions and worker.channel.has_message():
+                if (outcome := worker.read_outcome()) is None:
                     continue
                 position = worker.positions.popleft()
                 if not worker.positions:  # released before the yield: the caller may stop iterating
                     self._pace.record(worker.calls, worker.seconds)
                     self._release(worker)
                 yield position, outcome
-        except (EOFError, ConnectionResetError):
+        except EOFError:
             yield from self._stop(worker, worker.exit_outcome())
-        except _WrongReply:
+        except ValueError:
             failure = "shares its worker process with another call, which replied in its place"
             yield from self._stop(worker, Outcome(failure=f"{failure}: does a function fork this process?"))
 
@@ -472,7 +439,7 @@ class _Run:
             yield position, outcome
 
     def _release(self, worker: _Worker, alive: bool = True) -> None:
-        del self._busy[worker.connection]
+        del self._busy[worker.channel]
         self._pool.release(worker, alive)
 
 

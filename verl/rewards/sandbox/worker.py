@@ -1,11 +1,9 @@
 """The worker process of `ProcessPool`: runs calls under limits until its parent ends.
 
-Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready", 0) and
-reads messages: pickled (number, limits, calls), where a call is (addresses, pickled arguments). The calls are numbered
-from `number` on and run in order: the functions at all addresses are loaded and the last one is called. The worker
-replies with ("called", number) when the first call starts, and with ("value", number, pickled value, output) or
-("error", number, description, traceback, output) at the end of each. A fork of the worker, made by a function, never
-replies.
+It sends ("ready", 0) and reads messages: (number, limits, calls), where a call is (addresses, pickled arguments). The
+calls are numbered from `number` on and run in order: the functions at all addresses are loaded and the last one is
+called. The worker replies with ("called", number) when the first call starts, and with ("value", number, pickled value,
+output) or ("error", number, description, traceback, output) at the end of each.
 """
 
 import asyncio
@@ -14,19 +12,16 @@ import importlib
 import importlib.util
 import inspect
 import io
-import os
 import pickle
 import resource
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 
+from verl.processes.pool import Parent
 from verl.registry import import_module
 from verl.rewards.sandbox.pool import Limits, describe_error
 
@@ -189,13 +184,6 @@ def pickled(value: object) -> bytes:
         ) from error
 
 
-def exit_with_parent(parent: int) -> None:
-    """End this process when its parent ends, also while a function hangs."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
 def no_breakpoint(*args: object, **kwargs: object) -> None:
     """`breakpoint()` in a worker, which has no terminal."""
     raise RuntimeError(
@@ -206,22 +194,10 @@ def no_breakpoint(*args: object, **kwargs: object) -> None:
 
 def main() -> None:
     sys.breakpointhook = no_breakpoint
-    with contextlib.suppress(OSError):  # if the machine runs out of memory, this process ends, not the trainer
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
-    connection, worker = Connection(int(sys.argv[1])), os.getpid()
-
-    def reply(*message: object) -> None:
-        # A function that forks returns twice. The fork has the same connection, and its reply would be taken for the
-        # result of the next call.
-        if os.getpid() != worker:
-            os._exit(0)
-        connection.send_bytes(pickle.dumps(message))
-
-    threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    reply("ready", 0)
-    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        while True:
-            run_calls(reply, *pickle.loads(connection.recv_bytes()))
+    parent = Parent()
+    parent.send("ready", 0)
+    while True:
+        run_calls(parent.send, *parent.receive())
 
 
 if __name__ == "__main__":
