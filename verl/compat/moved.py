@@ -208,6 +208,7 @@ MOVED = {
     "verl.tools.runner": "verl.agents.tools.runner",
     "verl.tools.schemas": "verl.agents.tools.schemas",
     "verl.tools.worker": "verl.agents.tools.worker",
+    "verl.rewards.sandbox.alarm": "verl.rewards.sandbox.calls",
     "verl.single_controller.local.heartbeat": "verl.processes.child",
     "verl.trainer.state.bad_steps": "verl.trainer.guards.bad_steps",
     "verl.trainer.state.interruption": "verl.trainer.guards.interruption",

@@ -165,18 +165,18 @@ def resident_memory(pid: int, shared_once: bool = False) -> int:
     Args:
         shared_once: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
     """
-    found, pids = 0, [pid]
+    total, pids = 0, [pid]
     while pids:
         folder = Path(f"/proc/{pids.pop()}")
         with suppress(OSError, IndexError, ValueError):
             if shared_once:
                 lines = (folder / "smaps_rollup").read_text(encoding="utf-8").splitlines()
-                found += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+                total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
             else:
-                found += int((folder / "statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                total += int((folder / "statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
             for thread in (folder / "task").iterdir():
                 pids += map(int, (thread / "children").read_text(encoding="utf-8").split())
-    return found
+    return total
 
 
 def import_path() -> str:

@@ -63,12 +63,12 @@ class Durations:
     def __init__(self, limits: Limits):
         self.limits = limits
         self._lock = threading.Lock()
-        self._found: dict[Hashable, deque[float]] = {}
+        self._recorded: dict[Hashable, deque[float]] = {}
 
     def record(self, name: Hashable, seconds: float) -> None:
         """Add the duration of an operation that has finished."""
         with self._lock:
-            self._found.setdefault(name, deque(maxlen=_WINDOW)).append(seconds)
+            self._recorded.setdefault(name, deque(maxlen=_WINDOW)).append(seconds)
 
     @property
     def start_limit(self) -> Limit:
@@ -80,10 +80,10 @@ class Durations:
         """The limit of the next operation of this name; of None, `Limits.timeout`."""
         limits = self.limits
         with self._lock:
-            found = list(self._found.get(name, ()))
-        if limits.factor is None or name is None or not found:
+            recorded = list(self._recorded.get(name, ()))
+        if limits.factor is None or name is None or not recorded:
             return Limit(limits.timeout, "trainer.worker_timeout")
-        median = statistics.median(found)
+        median = statistics.median(recorded)
         own = limits.own.get(_operator(name), 0.0)
         seconds = max(limits.factor * median, limits.minimum) + own
         if seconds >= limits.timeout:

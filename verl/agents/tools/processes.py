@@ -11,6 +11,7 @@ only the call at fault fails. Instances of classes are lost with their process, 
 
 import asyncio
 import itertools
+import math
 import pickle
 import threading
 import time
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from verl.agents.tools.function_tool import FunctionTool
 from verl.agents.tools.load import load_tools
@@ -31,24 +32,25 @@ _GRACE_SECONDS = 1.0  # for a worker to report a timeout itself
 _POLL_SECONDS = 0.25
 
 
-@dataclass
-class _Result:
-    """The result of a call. generation: of the process that ran it to its end."""
-
-    kind: Literal["value", "error", "late", "lost", "broken"]
-    content: Any = None
-    generation: int = -1
+class _Lost(ToolFailure):
+    """The process of a call has ended."""
 
 
 @dataclass
 class _Call:
-    """A call of a slot. deadline: when the process is killed; the time limit counts from the start of the call."""
+    """A call of a slot.
+
+    Attributes:
+        deadline: When the process is killed; the time limit counts from the start of the call.
+        generation: Of the process that ran the call to its end; None if the call was stopped.
+    """
 
     method: str
     arguments: dict[str, Any]
     seconds: float | None
-    future: "Future[_Result]" = field(default_factory=Future)
-    deadline: float = float("inf")
+    future: "Future[Any]" = field(default_factory=Future)
+    deadline: float = math.inf
+    generation: int | None = None
 
 
 class _Slot:
@@ -67,12 +69,10 @@ class _Slot:
         self._running: dict[int, _Call] = {}
         self._process: HelperProcess | None = None
         self._is_ready = self._is_closed = False
-        #: number of processes that have ended
-        self.generation = 0
-        #: trajectories that use it
-        self.users = 0
+        self.generation = 0  # number of processes that have ended
+        self.users = 0  # trajectories that use it
 
-    def submit(self, call: _Call) -> "Future[_Result]":
+    def submit(self, call: _Call) -> "Future[Any]":
         with self._lock:
             self._waiting.append(call)
             if self._process is None:
@@ -97,7 +97,7 @@ class _Slot:
             try:
                 message = pickle.dumps((number, call.method, call.arguments, call.seconds))
             except Exception as error:  # pickling runs code of the values' classes
-                call.future.set_result(_Result("error", f"the arguments cannot be sent: {describe(error)}"))
+                call.future.set_exception(ToolFailure(f"the arguments cannot be sent: {describe(error)}"))
                 continue
             self._running[number] = call
             call.deadline = time.monotonic() + START_SECONDS
@@ -136,15 +136,18 @@ class _Slot:
         with self._lock:
             if kind == "started":
                 call = self._running[number]
-                call.deadline = float("inf") if call.seconds is None else _in(call.seconds + _GRACE_SECONDS)
+                call.deadline = math.inf if call.seconds is None else time.monotonic() + call.seconds + _GRACE_SECONDS
                 return None
             if kind == "late" and rest[0]:  # it still runs
                 self._running[number].deadline = 0.0
                 return None
             call = self._running.pop(number)
-            result = _Result(kind, rest[0], self.generation)
+            call.generation = None if kind == "late" else self.generation
             self._send_waiting()
-        call.future.set_result(result)
+        if kind == "value":
+            call.future.set_result(rest[0])
+        else:
+            call.future.set_exception(_late(call) if kind == "late" else ToolFailure(rest[0]))
         return None
 
     def _end(self, reason: str, is_late: bool, broken: str | None) -> None:
@@ -168,16 +171,16 @@ class _Slot:
                 self._send_waiting()
         for call in calls:
             if broken is not None:
-                result = _Result("broken", broken)
+                error: Exception = ValueError(f"the tools cannot be loaded in a worker process: {broken}")
             elif is_late and call.deadline <= now:
-                result = _Result("late")
+                error = _late(call)
             else:
-                result = _Result("lost", reason)
-            call.future.set_result(result)
+                error = _Lost(f"the process {reason}")
+            call.future.set_exception(error)
 
 
-def _in(seconds: float) -> float:
-    return time.monotonic() + seconds
+def _late(call: _Call) -> ToolFailure:
+    return late(START_SECONDS if call.seconds is None else call.seconds)
 
 
 class ToolProcesses:
@@ -209,19 +212,16 @@ class ToolProcesses:
         if not is_function and self._state.get(trajectory, slot.generation) != slot.generation:
             del self._state[trajectory]
             raise ToolFailure("the process of the tool has ended, and the state of this trajectory is lost")
-        sent = {"trajectory": trajectory, **arguments}
-        result = await asyncio.wrap_future(slot.submit(_Call(method, sent, seconds)))
-        if result.kind == "lost" and is_function:
-            result = await asyncio.wrap_future(self._repeats.submit(_Call(method, sent, seconds)))
-        if not is_function and result.kind in ("value", "error"):
-            self._state[trajectory] = result.generation
-        if result.kind == "value":
-            return result.content
-        if result.kind == "broken":
-            raise ValueError(f"the tools cannot be loaded in a worker process: {result.content}")
-        if result.kind == "late":
-            raise late(seconds if seconds is not None else START_SECONDS)
-        raise ToolFailure(f"the process {result.content}" if result.kind == "lost" else result.content)
+        call = _Call(method, {"trajectory": trajectory, **arguments}, seconds)
+        try:
+            return await asyncio.wrap_future(slot.submit(call))
+        except _Lost:
+            if not is_function:
+                raise
+            return await asyncio.wrap_future(self._repeats.submit(_Call(method, call.arguments, seconds)))
+        finally:
+            if not is_function and call.generation is not None:
+                self._state[trajectory] = call.generation
 
     def forget(self, trajectory: str) -> None:
         """See `ToolRunner.forget`."""

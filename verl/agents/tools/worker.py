@@ -7,42 +7,34 @@ seconds), replies ("started", number) when the call starts, and ("value", number
 
 import asyncio
 import contextlib
-import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from verl.agents.tools.function_tool import FunctionTool
 from verl.agents.tools.host import ToolHost
 from verl.agents.tools.runner import describe
 from verl.processes.pool import Parent
+from verl.processes.streams import BoundedText
 from verl.utils.redaction import printable
 
 OUTPUT_CHARACTERS = 1 << 16  # of a worker; the rest is dropped
 
 
-class BoundedStream(io.TextIOBase):
-    """Passes the first characters on to a stream and drops the others."""
+class _Output(BoundedText):
+    """Passes the first characters on to a stream."""
 
-    encoding = "utf-8"
+    def __init__(self, stream: TextIO):
+        super().__init__(OUTPUT_CHARACTERS)
+        self._stream = stream
 
-    def __init__(self, stream: Any, limit: int):
-        self._stream, self._remaining = stream, limit
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if self._remaining > 0:
-            self._stream.write(printable(text[: self._remaining]))
-            self._remaining -= len(text)
-            if self._remaining <= 0:
-                self._stream.write("\n[further output of this tool process is dropped]\n")
-            self._stream.flush()
-        return len(text)
+    def keep(self, text: str) -> None:
+        note = "" if self.remaining else "\n[further output of this tool process is dropped]\n"
+        self._stream.write(printable(text) + note)
+        self._stream.flush()
 
 
 async def run_call(
@@ -74,7 +66,7 @@ def limit_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(null, descriptor)
-    sys.stdout = sys.stderr = BoundedStream(stream, OUTPUT_CHARACTERS)
+    sys.stdout = sys.stderr = _Output(stream)
 
 
 def main() -> None:

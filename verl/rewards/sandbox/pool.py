@@ -119,8 +119,8 @@ def address_of(func: Callable) -> tuple[str, str, str]:
         ValueError: The function has no address: a lambda, an inner function, a callable object, or a function of
             `__main__` (a worker that imports the main script would run it again).
     """
-    found = inspect.isfunction(func) or inspect.isclass(func)
-    module, name = (func.__module__, func.__qualname__) if found else ("__main__", "")
+    has_name = inspect.isfunction(func) or inspect.isclass(func)
+    module, name = (func.__module__, func.__qualname__) if has_name else ("__main__", "")
     if module == "__main__" or vars(sys.modules[module]).get(name) is not func:
         raise ValueError(
             f"{func!r} cannot be called in another process: expected a top-level function of a module or of a file "
@@ -267,28 +267,6 @@ def _error_outcome(limits: Limits, description: str, trace: str) -> Outcome:
     return Outcome(failure=f"raised {description}", cause=cause)
 
 
-class _Pace:
-    """Number of calls in a message: as many as a worker runs in `_MESSAGE_SECONDS`.
-
-    The first message has one call. The rest is shared between the workers in several messages each, so that a slow call
-    delays few others.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._shares = 1 if workers == 1 else 2 * workers
-        self._calls, self._seconds = 0, 0.0
-
-    def calls(self, pending: int) -> int:
-        """Calls of the next message when `pending` are left."""
-        fitting = _MESSAGE_SECONDS * self._calls / max(self._seconds, 1e-9)
-        return max(1, int(min(fitting, 8 * self._calls, pending / self._shares)))
-
-    def record(self, calls: int, seconds: float) -> None:
-        """Update the estimate with the measured time of a message."""
-        self._calls += calls
-        self._seconds += seconds
-
-
 class ProcessPool:
     """Up to `size` workers, started on demand and reused. Can be used from several threads at the same time."""
 
@@ -360,7 +338,9 @@ class _Run:
 
     def __init__(self, pool: ProcessPool, calls: Sequence[Call], limits: Limits):
         self._pool, self._calls, self._limits = pool, calls, limits
-        self._pending, self._pace = deque(range(len(calls))), _Pace(pool.size)
+        self._pending = deque(range(len(calls)))
+        self._shares = 1 if pool.size == 1 else 2 * pool.size  # of the calls, in one message each
+        self._finished, self._seconds = 0, 0.0  # calls, and the time that they took
         self._busy: dict[Channel, _Worker] = {}
 
     def outcomes(self) -> Iterator[tuple[int, Outcome]]:
@@ -378,8 +358,11 @@ class _Run:
     def _start(self, worker: _Worker) -> Iterator[tuple[int, Outcome]]:
         """Start the next pending calls on a worker; yield those that cannot be sent."""
         positions, jobs, size = [], [], 0
-        wanted = self._pace.calls(len(self._pending))
-        while self._pending and len(jobs) < wanted and size < _MESSAGE_BYTES:
+        # As many as a worker runs in `_MESSAGE_SECONDS`; the first message has one call. The rest is shared between the
+        # workers in several messages each, so that a slow call delays few others.
+        in_time = _MESSAGE_SECONDS * self._finished / max(self._seconds, 1e-9)
+        count = max(1, int(min(in_time, 8 * self._finished, len(self._pending) / self._shares)))
+        while self._pending and len(jobs) < count and size < _MESSAGE_BYTES:
             position = self._pending.popleft()
             call = self._calls[position]
             try:
@@ -421,7 +404,8 @@ class _Run:
                     continue
                 position = worker.positions.popleft()
                 if not worker.positions:  # released before the yield: the caller may stop iterating
-                    self._pace.record(worker.calls, worker.seconds)
+                    self._finished += worker.calls
+                    self._seconds += worker.seconds
                     self._release(worker)
                 yield position, outcome
         except EOFError:

@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import io
 import pickle
 import resource
 import signal
@@ -22,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from verl.processes.pool import Parent
+from verl.processes.streams import BoundedText
 from verl.registry import import_module
 from verl.rewards.sandbox.pool import Limits, describe_error
 
@@ -31,8 +31,7 @@ def find_function(module: str, file: str, name: str) -> Callable:
     """Load the function at an address: from the module if that is the same file here, otherwise from the file."""
     spec = importlib.util.find_spec(module) if _parent_exists(module) else None
     same = spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
-    found = importlib.import_module(module) if same else import_module(file)
-    return vars(found)[name]
+    return vars(importlib.import_module(module) if same else import_module(file))[name]
 
 
 def _parent_exists(module: str) -> bool:
@@ -41,61 +40,27 @@ def _parent_exists(module: str) -> bool:
     return not parent or (_parent_exists(parent) and importlib.util.find_spec(parent) is not None)
 
 
-class BoundedOutput(io.TextIOBase):
-    """A text stream that keeps the first `limit` characters of each call and counts the others.
-
-    The stream is the same for all calls, since the handlers of `logging` keep the one with which they were created.
-    Subprocesses that inherit it write to the stdout of the worker.
-    """
-
-    encoding, errors = "utf-8", "replace"
+class _Output(BoundedText):
+    """The output of a call: the first characters, and the number of the others."""
 
     def __init__(self) -> None:
-        self.buffer = _TextBytes(self)
+        super().__init__(0)
         self.begin(0)
 
     def begin(self, limit: int) -> None:
         """Discard the text and keep up to `limit` characters from here on."""
         self._chunks: list[str] = []
-        self._remaining, self._dropped = limit, 0
+        self.remaining, self.dropped = limit, 0
 
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 1
-
-    def close(self) -> None:
-        """Do nothing: the next call writes to the same stream."""
-
-    def write(self, text: str) -> int:
-        kept = text[: self._remaining]
-        if kept:
-            self._chunks.append(kept)
-            self._remaining -= len(kept)
-        self._dropped += len(text) - len(kept)
-        return len(text)
+    def keep(self, text: str) -> None:
+        self._chunks.append(text)
 
     def text(self) -> str:
-        note = f"\n[{self._dropped} more characters of output were dropped]\n" if self._dropped else ""
+        note = f"\n[{self.dropped} more characters of output were dropped]\n" if self.dropped else ""
         return "".join(self._chunks) + note
 
 
-class _TextBytes(io.RawIOBase):
-    """The `buffer` of a text stream."""
-
-    def __init__(self, text: io.TextIOBase):
-        self._text = text
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:
-        self._text.write(bytes(data).decode(errors="replace"))
-        return len(data)
-
-
-_OUTPUT = BoundedOutput()
+_OUTPUT = _Output()
 
 
 @contextlib.contextmanager

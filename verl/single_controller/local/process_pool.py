@@ -171,10 +171,6 @@ class ProcessPool:
     def _send_all(self, role: str, method: str, messages: Sequence[tuple[Kind, Parcel] | None]) -> Future[list]:
         """Send one message to each rank that has one."""
         outgoing = [(rank, *message) for rank, message in zip(self._ranks, messages) if message is not None]
-        pending = self._begin(role, method, outgoing)
-        return Future(lambda timeout: self._result(pending, len(messages), timeout))
-
-    def _begin(self, role: str, method: str, outgoing: list[tuple[_Rank, Kind, Parcel]]) -> _PendingCall:
         operator = running_operator()
         limit = limit_of_call(self.durations, role, method, operator)
         watch = CallWatch(self.durations.limits, limit, role, method, operator)
@@ -192,7 +188,7 @@ class ProcessPool:
             for rank, kind, parcel in outgoing:
                 with suppress(ConnectionError):  # the process has ended; the monitor sees it and fails this call
                     parcel.send(rank.channel, kind, self._num_calls)
-        return pending
+        return Future(lambda timeout: self._result(pending, len(messages), timeout))
 
     def _result(self, pending: _PendingCall, n: int, timeout: float | None) -> list:
         if not pending.done.wait(timeout):
@@ -323,9 +319,9 @@ class ProcessPool:
         if isinstance(error, WorkerTimeout):
             return self._diagnosed(states, error, error.message)
         if not isinstance(error, WorkerDied) and any(state.is_stopped for state in states):
-            found = self._diagnosed(states, error, f"rank {error.rank} raised {error.message.splitlines()[0]}")
-            found.__notes__ = getattr(error, "__notes__", [])
-            return found
+            diagnosed = self._diagnosed(states, error, f"rank {error.rank} raised {error.message.splitlines()[0]}")
+            diagnosed.__notes__ = getattr(error, "__notes__", [])
+            return diagnosed
         return error
 
     def _diagnosed(self, states: Sequence[RankState], error: WorkerError, waited: str) -> WorkerTimeout:

@@ -16,13 +16,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any
 
 from verl.processes.channel import Channel
 from verl.single_controller.remote_batch import dumps, loads
 
 _HEADER = struct.Struct("<BQ?")  # kind, call id, whether the content is the first file instead of what follows
-_SIZE = struct.Struct("<Q")
 _INLINE_LIMIT = 4096  # bytes; larger pickles are sent in a memory file
 _ALIGNMENT = 64
 
@@ -48,14 +48,13 @@ class MemoryFile:
     @classmethod
     def of(cls, buffers: Sequence[memoryview]) -> tuple["MemoryFile", list[int]]:
         """Write buffers to a new file. Returns the file, and the offset of each buffer in bytes."""
-        file = cls(_memory_file())
-        offsets, end = [], 0
-        for buffer in buffers:
-            offsets.append(_aligned(end))
-            _write(file.descriptor, buffer, offsets[-1])
-            end = offsets[-1] + buffer.nbytes
-        os.ftruncate(file.descriptor, end)  # an empty last buffer has not extended the file
-        return file, offsets
+        file, offsets = cls(_memory_file()), _offsets([buffer.nbytes for buffer in buffers])
+        for buffer, offset in zip(buffers, offsets):
+            done = 0
+            while done < buffer.nbytes:  # a single call writes at most 2 GiB
+                done += os.pwrite(file.descriptor, buffer[done:], offset + done)
+        os.ftruncate(file.descriptor, offsets[-1])  # an empty last buffer has not extended the file
+        return file, offsets[:-1]
 
     def map(self) -> mmap.mmap:
         """Map the file copy-on-write: writes are not visible to other processes."""
@@ -69,7 +68,7 @@ class Message:
     Attributes:
         kind: Type of the message.
         call_id: The call that it belongs to.
-        content: The pickle, or a mapped file with the pickle and its buffers.
+        content: The pickle, or a mapped file with the sizes of the pickle and its buffers, and these.
         files: Further memory files that were sent with it.
     """
 
@@ -83,14 +82,11 @@ class Message:
         if isinstance(self.content, bytearray):
             return loads(self.content, (), resolve)
         view = memoryview(self.content)
-        (count,) = _SIZE.unpack_from(view)
-        table = struct.unpack_from(f"<{2 * count}Q", view, _SIZE.size)
-        head, *buffers = (view[start : start + size] for start, size in zip(table[::2], table[1::2]))
+        (count,) = struct.unpack_from("<Q", view)
+        sizes = struct.unpack_from(f"<{count + 1}Q", view)
+        _, *offsets, _ = _offsets([8 * len(sizes), *sizes[1:]])
+        head, *buffers = (view[offset : offset + size] for offset, size in zip(offsets, sizes[1:]))
         return loads(head, buffers, resolve)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 class Parcel:
@@ -108,7 +104,10 @@ class Parcel:
         self._head, buffers = dumps(value, to_reference)
         self._files, self._in_file = tuple(files), bool(buffers) or len(self._head) > _INLINE_LIMIT
         if self._in_file:
-            self._files, self._head = (_content_file([memoryview(self._head), *buffers]), *files), b""
+            contents = [memoryview(self._head), *buffers]
+            sizes = struct.pack(f"<{1 + len(contents)}Q", len(contents), *(content.nbytes for content in contents))
+            file, _ = MemoryFile.of([memoryview(sizes), *contents])
+            self._files, self._head = (file, *files), b""
 
     def send(self, channel: Channel, kind: Kind, call_id: int) -> None:
         """Send the value. Raises ConnectionError if the receiver has closed the channel."""
@@ -125,26 +124,14 @@ def receive(channel: Channel) -> Message:
     return Message(Kind(kind), call_id, content, tuple(files))
 
 
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where buffers of these sizes are in a file: one after the other, aligned. The last number is the end."""
+    return [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+
+
 def _memory_file() -> int:
     """The descriptor of an anonymous file, which exists while it is open or mapped anywhere."""
     if sys.platform == "linux":
         return os.memfd_create("verl-message")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def _content_file(buffers: Sequence[memoryview]) -> MemoryFile:
-    """A file with the number of buffers, the (offset, size) of each, and the buffers."""
-    first = _aligned(_SIZE.size * (1 + 2 * len(buffers)))
-    table, end = [len(buffers)], first
-    for buffer in buffers:
-        table += [_aligned(end), buffer.nbytes]
-        end = _aligned(end) + buffer.nbytes
-    return MemoryFile.of([memoryview(struct.pack(f"<{len(table)}Q", *table)), *buffers])[0]
-
-
-def _write(file: int, data: memoryview, offset: int) -> None:
-    """Write all of `data`; a single call writes at most 2 GiB."""
-    done = 0
-    while done < data.nbytes:
-        done += os.pwrite(file, data[done:], offset + done)
