@@ -38,11 +38,6 @@ class Limits:
     minimum: float = 120.0
     own: Mapping[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, value: "float | Limits") -> "Limits":
-        """Limits as given; of a number, the limit of every operation."""
-        return value if isinstance(value, Limits) else cls(value)
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -58,10 +53,14 @@ class Limit:
 
 
 class Durations:
-    """Durations of finished operations, by name. Can be used from several threads."""
+    """Durations of finished operations, by name. Can be used from several threads.
 
-    def __init__(self, limits: Limits):
-        self.limits = limits
+    Args:
+        limits: Settings of waits; a number is the limit of every operation.
+    """
+
+    def __init__(self, limits: float | Limits):
+        self.limits = limits if isinstance(limits, Limits) else Limits(limits)
         self._lock = threading.Lock()
         self._recorded: dict[Hashable, deque[float]] = {}
 

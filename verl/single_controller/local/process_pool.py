@@ -124,7 +124,7 @@ class ProcessPool:
         env: Mapping[str, str] | None = None,
     ):
         self.roles = set(specs)
-        self.durations = Durations(Limits.of(timeout))
+        self.durations = Durations(timeout)
         self._lock = threading.Lock()
         self._pending: dict[int, _PendingCall] = {}
         self._num_calls = 0

@@ -46,7 +46,7 @@ class MemoryFile:
         weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def of(cls, buffers: Sequence[memoryview]) -> tuple["MemoryFile", list[int]]:
+    def write(cls, buffers: Sequence[memoryview]) -> tuple["MemoryFile", list[int]]:
         """Write buffers to a new file. Returns the file, and the offset of each buffer in bytes."""
         file, offsets = cls(_memory_file()), _offsets([buffer.nbytes for buffer in buffers])
         for buffer, offset in zip(buffers, offsets):
@@ -106,7 +106,7 @@ class Parcel:
         if self._in_file:
             contents = [memoryview(self._head), *buffers]
             sizes = struct.pack(f"<{1 + len(contents)}Q", len(contents), *(content.nbytes for content in contents))
-            file, _ = MemoryFile.of([memoryview(sizes), *contents])
+            file, _ = MemoryFile.write([memoryview(sizes), *contents])
             self._files, self._head = (file, *files), b""
 
     def send(self, channel: Channel, kind: Kind, call_id: int) -> None:
