@@ -16,6 +16,8 @@ from typing import Self
 
 _HEADER = struct.Struct("<QI")  # size in bytes, number of descriptors
 _MAX_DESCRIPTORS = 250  # of one system call; Linux accepts up to 253
+_DESCRIPTOR = struct.Struct("i")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR.size)
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux only
 
 
@@ -24,6 +26,8 @@ class Channel:
 
     def __init__(self, descriptor: int):
         self._socket = socket.socket(fileno=descriptor)
+        self._readable = select.poll()  # `select.select` does not take descriptors above 1023
+        self._readable.register(descriptor, select.POLLIN)
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
@@ -42,7 +46,7 @@ class Channel:
             header = b"+"  # descriptors cannot be sent without data
         self._socket.sendall(data if descriptors else header + data)
 
-    def receive(self) -> tuple[bytearray, list[int]]:
+    def receive(self) -> tuple[bytes, list[int]]:
         """The next message: its bytes and file descriptors. Raises EOFError if the other end is closed."""
         header, descriptors = self._receive_descriptors(_HEADER.size)
         size, count = _HEADER.unpack(header + self._read(_HEADER.size - len(header)))
@@ -52,26 +56,25 @@ class Channel:
 
     def _receive_descriptors(self, size: int) -> tuple[bytes, list[int]]:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, size, _MAX_DESCRIPTORS, _FLAGS)
+            data, items, _, _ = self._socket.recvmsg(size, _ANCILLARY_BYTES, _FLAGS)
         except ConnectionResetError:
-            data = b""
+            data, items = b"", []
         if not data:
             raise EOFError("the other process closed the connection")
-        return data, descriptors
+        return data, [descriptor for *_, content in items for (descriptor,) in _DESCRIPTOR.iter_unpack(content)]
 
-    def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        unread = memoryview(data)
-        while unread:
-            count = self._socket.recv_into(unread)
-            if not count:
+    def _read(self, size: int) -> bytes:
+        chunks = []
+        while size:
+            chunks.append(self._socket.recv(size, socket.MSG_WAITALL))
+            size -= len(chunks[-1])
+            if not chunks[-1]:
                 raise EOFError("the other process closed the connection during a message")
-            unread = unread[count:]
-        return data
+        return b"".join(chunks)
 
     def has_message(self, timeout: float | None = 0.0) -> bool:
         """Whether a message or the end of the connection arrives within `timeout` seconds."""
-        return is_readable(self.fileno(), timeout)
+        return bool(self._readable.poll(None if timeout is None else timeout * 1000))
 
     def close(self) -> None:
         self._socket.close()
@@ -81,10 +84,3 @@ class Channel:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def is_readable(descriptor: int, timeout: float | None) -> bool:
-    """Whether data or the end of file arrives within `timeout` seconds."""
-    poll = select.poll()  # `select.select` does not take descriptors above 1023
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if timeout is None else timeout * 1000))

@@ -133,6 +133,9 @@ class PythonProcess(ChildProcess):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._popen.pid
 
+    def poll(self) -> int | None:
+        return self._popen.poll()
+
     def wait(self, timeout: float | None = None) -> int | None:
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)

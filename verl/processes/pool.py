@@ -54,9 +54,11 @@ class HelperProcess(PythonProcess):
             EOFError: The process has ended, and all its messages are read.
             Exception: The message cannot be unpickled, which runs code of the user.
         """
+        if self.channel.has_message(timeout):
+            return pickle.loads(self.channel.receive()[0])
         if self.has_ended():
             raise EOFError(f"process {self.pid} has ended")
-        return pickle.loads(self.channel.receive()[0]) if self.channel.has_message(timeout) else None
+        return None
 
     def has_ended(self) -> bool:
         """Whether the process has ended, and all its messages are read. A fork of it may keep the channel open."""

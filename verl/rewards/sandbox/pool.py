@@ -139,6 +139,13 @@ def late(seconds: float, cause: BaseException | None = None) -> Outcome:
     return Outcome(failure=f"did not end within {seconds:g} s and was stopped", cause=cause, over_limit=True)
 
 
+class _ProcessOver(Exception):
+    """A process must be killed. outcome: of its running call; None: the call has not begun, and may be sent again."""
+
+    def __init__(self, outcome: Outcome | None):
+        self.outcome = outcome
+
+
 class _Worker(HelperProcess):
     """A worker process, idle or running calls one after the other.
 
@@ -176,20 +183,15 @@ class _Worker(HelperProcess):
         if self._ready:
             self.send(self._message)
 
-    def read_outcome(self) -> Outcome | None:
-        """Read one message; the outcome of the running call if the message has it.
-
-        Raises:
-            EOFError: The process ended.
-            ValueError: The message belongs to another call.
-        """
-        kind, number, *content = self.receive(START_SECONDS)
+    def read_outcome(self, kind: str, number: int, *content: Any) -> Outcome | None:
+        """The outcome of the running call, if a message has it. Raises _ProcessOver if it belongs to another call."""
         if kind == "ready":
             self._ready = True
             self.send(self._message)
             return None
         if number != self._number:
-            raise ValueError(f"expected a reply to call {self._number}, found one to call {number}")
+            failure = "shares its worker process with another call, which replied in its place"
+            raise _ProcessOver(Outcome(failure=f"{failure}: does a function fork this process?"))
         if kind == "called":
             self._is_called, self._begun = True, time.monotonic()
             self._start_clock()
@@ -209,41 +211,29 @@ class _Worker(HelperProcess):
             self.seconds = now - self._begun
             self.deadline = math.inf if self._limits.wall_seconds is None else now + self._limits.wall_seconds
 
-    def deadline_outcome(self) -> Outcome:
-        """The outcome of a call that was stopped at its deadline."""
-        if self._is_called:
-            return late(self._limits.wall_seconds)
-        return Outcome(failure=f"could not be loaded in another process within {START_SECONDS:g} s")
-
-    def check_is_due(self, now: float) -> bool:
-        """Whether it is time to check the exit, the memory and the state of the process."""
-        is_due = now - self._checked >= _CHECK_SECONDS
-        self._checked = now if is_due else self._checked
-        return is_due
-
-    def is_stopped(self) -> bool:
-        """Whether the process is stopped for `STOPPED_SECONDS`."""
-        now = process_status(self.pid) == psutil.STATUS_STOPPED
-        self._stopped = self._stopped + _CHECK_SECONDS if now else 0.0
-        return self._stopped >= STOPPED_SECONDS
-
-    def stopped_outcome(self) -> Outcome | None:
-        """The outcome of a call whose worker is stopped; None if it has not begun, and may be sent again."""
-        logger.warning("process %d of a reward function is stopped (SIGSTOP): it is killed", self.pid)
-        failure = f"did not end: its process {self.pid} was stopped by SIGSTOP"
-        return Outcome(None, failure, over_limit=True) if self._is_called else None
-
-    def memory_outcome(self) -> Outcome | None:
-        """The outcome of a call whose worker exceeds its memory limit; None if it does not."""
-        limit = self._limits.resident_bytes
-        if limit is None or sys.platform != "linux":
-            return None
-        if resident_memory(self.pid) <= limit or resident_memory(self.pid, shared_once=True) <= limit:
-            return None
-        return Outcome(failure=f"used more than {limit >> 20:,} MiB of memory and was stopped", over_limit=True)
+    def check(self) -> None:
+        """Raise _ProcessOver if the running call is over a limit, or if the process has ended or is stopped."""
+        now, limit = time.monotonic(), self._limits.resident_bytes
+        if self.deadline <= now:
+            load_failure = f"could not be loaded in another process within {START_SECONDS:g} s"
+            raise _ProcessOver(late(self._limits.wall_seconds) if self._is_called else Outcome(failure=load_failure))
+        if now - self._checked < _CHECK_SECONDS:
+            return
+        self._checked = now
+        if self.has_ended():
+            raise _ProcessOver(self.exit_outcome())
+        if limit is not None and all(resident_memory(self.pid, shared_once) > limit for shared_once in (False, True)):
+            failure = f"used more than {limit >> 20:,} MiB of memory and was stopped"
+            raise _ProcessOver(Outcome(failure=failure, over_limit=True))
+        is_stopped = process_status(self.pid) == psutil.STATUS_STOPPED
+        self._stopped = self._stopped + _CHECK_SECONDS if is_stopped else 0.0
+        if self._stopped >= STOPPED_SECONDS:
+            logger.warning("process %d of a reward function is stopped (SIGSTOP): it is killed", self.pid)
+            failure = f"did not end: its process {self.pid} was stopped by SIGSTOP"
+            raise _ProcessOver(Outcome(failure=failure, over_limit=True) if self._is_called else None)
 
     def exit_outcome(self) -> Outcome:
-        """The outcome of a call whose process ended."""
+        """The outcome of a call whose process has ended."""
         status = self.end(EXIT_SECONDS)
         if status == -signal.SIGXCPU:
             phrase = f"used more than {self._limits.cpu_seconds:g} s of processor time and was stopped"
@@ -384,23 +374,17 @@ class _Run:
         nearest = min((w.deadline for w in self._busy.values()), default=0.0)
         for channel in wait(list(self._busy), min(max(nearest - time.monotonic(), 0.0), _CHECK_SECONDS)):
             yield from self._read(self._busy[channel])
-        now = time.monotonic()
         for worker in [w for w in self._busy.values() if not w.channel.has_message()]:
-            if worker.deadline <= now:
-                yield from self._stop(worker, worker.deadline_outcome())
-            elif worker.check_is_due(now):
-                if worker.has_ended():
-                    yield from self._stop(worker, worker.exit_outcome())
-                elif (outcome := worker.memory_outcome()) is not None:
-                    yield from self._stop(worker, outcome)
-                elif worker.is_stopped():
-                    yield from self._stop(worker, worker.stopped_outcome())
+            try:
+                worker.check()
+            except _ProcessOver as over:
+                yield from self._stop(worker, over.outcome)
 
     def _read(self, worker: _Worker) -> Iterator[tuple[int, Outcome]]:
         """Read the messages of a worker; yield the calls that are finished."""
         try:
-            while worker.positions and worker.channel.has_message():
-                if (outcome := worker.read_outcome()) is None:
+            while worker.positions and (message := worker.receive(0.0)) is not None:
+                if (outcome := worker.read_outcome(*message)) is None:
                     continue
                 position = worker.positions.popleft()
                 if not worker.positions:  # released before the yield: the caller may stop iterating
@@ -410,9 +394,8 @@ class _Run:
                 yield position, outcome
         except EOFError:
             yield from self._stop(worker, worker.exit_outcome())
-        except ValueError:
-            failure = "shares its worker process with another call, which replied in its place"
-            yield from self._stop(worker, Outcome(failure=f"{failure}: does a function fork this process?"))
+        except _ProcessOver as over:
+            yield from self._stop(worker, over.outcome)
 
     def _stop(self, worker: _Worker, outcome: Outcome | None) -> Iterator[tuple[int, Outcome]]:
         """End a worker with the outcome of its running call, if it has one. Its other calls are sent again."""

@@ -74,12 +74,12 @@ class Message:
 
     kind: Kind
     call_id: int
-    content: bytearray | mmap.mmap
+    content: bytes | mmap.mmap
     files: tuple[MemoryFile, ...] = ()
 
     def load(self, resolve: Callable[[Any], Any] = lambda reference: None) -> Any:
         """Unpack the value. `resolve` maps the references of `Parcel` back to values."""
-        if isinstance(self.content, bytearray):
+        if isinstance(self.content, bytes):
             return loads(self.content, (), resolve)
         view = memoryview(self.content)
         (count,) = struct.unpack_from("<Q", view)
