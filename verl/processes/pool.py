@@ -44,7 +44,7 @@ class HelperProcess(PythonProcess):
 
     def send(self, message: bytes) -> None:
         """Send a pickled message. If the process has ended, `receive` reports that."""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # the channel may also be closed already, by another thread
             self.channel.send(message)
 
     def receive(self, timeout: float) -> Any:
