@@ -42,106 +42,24 @@ from verl.utils import chaos
 
 logger = logging.getLogger("verl.rewards")
 
-_GRACE_SECONDS = 2.0  # for an event loop to report a timeout itself
+_GRACE_SECONDS = 2.0  # time for an event loop to report a timeout itself
 
 
-class Isolation:
-    """Where custom functions are called: in one worker process, which keeps their state between calls, or in this one.
-
-    Args:
-        mode: "process" or "none".
-        memory_limit_mb: Limit of the resident memory of the worker process, MiB; None: half of the host memory.
-    """
-
-    def __init__(self, mode: str, memory_limit_mb: int | None):
-        if mode not in ("process", "none"):
-            raise ValueError(f"reward manager: isolation: expected 'process' or 'none', found {mode!r}")
-        self.mode = mode
-        self.memory_bytes = memory_limit_mb << 20 if memory_limit_mb else machine_memory() // 2
-        self._pool = ProcessPool(1)
-        self._can_be_sent: dict[int, bool] = {}
-
-    def pool_for(self, function: ScoreFunction) -> ProcessPool | None:
-        """The pool in which `function` is called; None: it is called in this process."""
-        if self.mode == "none" or function.is_builtin or function.bounded:
-            return None
-        key = id(function.func)
-        if key not in self._can_be_sent:
-            try:
-                remote_call(function, {})
-                self._can_be_sent[key] = True
-            except ValueError as error:
-                self._can_be_sent[key] = False
-                logger.info("the reward function %s is called in the trainer's process: %s", function.where, error)
-        return self._pool if self._can_be_sent[key] else None
-
-
-def call_samples(
-    function: ScoreFunction,
-    samples: Sequence[Sample],
-    timeout: float | None,
-    pool: ProcessPool | None,
-    concurrency: int,
-    memory_bytes: int | None = None,
-) -> Iterator[tuple[int, Outcome]]:
-    """Call `function` on every sample; yields (index, outcome) in order of completion.
-
-    Args:
-        function: The reward function.
-        samples: Its inputs.
-        timeout: Seconds per call; None for no timeout.
-        pool: Run the calls in these worker processes.
-        concurrency: Maximum number of concurrent calls of an async function.
-        memory_bytes: Limit of the resident memory of a worker process.
-    """
-    if pool is not None and function.is_async:
-        return _call_async_in(pool, function, samples, timeout, concurrency, memory_bytes)
-    if pool is None and function.is_async:
-        return _call_async(function, samples, timeout, concurrency)
-    if pool is None and (timeout is None or function.bounded):
-        return _call_here(function, samples, None)
-    if pool is None and threading.current_thread() is threading.main_thread():
-        return _call_here(function, samples, timeout)
-    return _call_in(pool or shared_pool(), function, samples, Limits(timeout, resident_bytes=memory_bytes))
-
-
-def arguments(function: ScoreFunction, sample: Sample) -> dict:
-    """Return the keyword arguments of `function` for one sample."""
-    return function.arguments(sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
-
-
-def _call_here(
-    function: ScoreFunction, samples: Sequence[Sample], timeout: float | None
-) -> Iterator[tuple[int, Outcome]]:
-    with alarm() if timeout is not None else nullcontext() as interrupt:
-        for index, sample in enumerate(samples):
-            keywords = arguments(function, sample)
-            try:
-                if interrupt is None:
-                    value = function.func(**keywords)
-                else:
-                    value = interrupt(timeout, lambda keywords=keywords: function.func(**keywords))
-            except DeadlineExceeded as error:
-                outcome = late(timeout, error)
-            except (Exception, SystemExit) as error:  # any error of a user's function is an error of this sample
-                outcome = Outcome.raised(error)
-            else:
-                outcome = Outcome(value)
-            yield index, outcome
+# ---- time limits in the main thread ------------------------------------------------------------------------------
 
 
 class DeadlineExceeded(BaseException):
-    """The alarm of `interrupt`. Not an Exception, so that `except Exception` in user code does not catch it."""
+    """The alarm of `interrupt_after`. Not an Exception, so that `except Exception` in user code does not catch it."""
 
 
 @contextmanager
 def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
     """Yield a function `interrupt(seconds, call)`, which runs `call()` and raises DeadlineExceeded after `seconds`.
 
-    For slow functions, not for untrusted ones. Main thread only, since Python delivers signals there. The signal
-    handler is set once for any number of calls. At the end a previous alarm is restored, with its remaining time.
+    Main thread only, since Python delivers signals there. The signal handler is set once for any number of calls. At
+    the end a previous alarm is restored, with its remaining time.
     """
-    limit: float | None = None  # of the running call
+    limit: float | None = None  # seconds of the running call
 
     def ring(signum, frame):
         if limit is not None:
@@ -170,6 +88,92 @@ def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
         signal.signal(signal.SIGALRM, handler)
         if remaining:
             signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - start), 1e-3), interval)
+
+
+# ---- calls --------------------------------------------------------------------------------------------------------
+
+
+class Isolation:
+    """Selects the process of custom functions: a worker, which keeps their state between calls, or this one.
+
+    Args:
+        mode: "process" or "none".
+        memory_limit_mb: Limit of the resident memory of the worker process, MiB; None: half of the host memory.
+    """
+
+    def __init__(self, mode: str, memory_limit_mb: int | None):
+        if mode not in ("process", "none"):
+            raise ValueError(f"reward manager: isolation: expected 'process' or 'none', found {mode!r}")
+        self.mode = mode
+        self.memory_bytes = memory_limit_mb << 20 if memory_limit_mb else machine_memory() // 2
+        self._pool = ProcessPool(1)
+        self._can_be_sent: dict[int, bool] = {}
+
+    def pool_for(self, function: ScoreFunction) -> ProcessPool | None:
+        """The pool in which `function` is called; None: it is called in this process."""
+        if self.mode == "none" or function.is_builtin or function.bounded:
+            return None
+        key = id(function.func)
+        if key not in self._can_be_sent:
+            try:
+                remote_call(function, {})
+                self._can_be_sent[key] = True
+            except ValueError as error:
+                self._can_be_sent[key] = False
+                logger.info("the reward function %s is called in the trainer's process: %s", function.location, error)
+        return self._pool if self._can_be_sent[key] else None
+
+
+def call_samples(
+    function: ScoreFunction,
+    samples: Sequence[Sample],
+    timeout: float | None,
+    pool: ProcessPool | None,
+    concurrency: int,
+    memory_bytes: int | None = None,
+) -> Iterator[tuple[int, Outcome]]:
+    """Call `function` on every sample; yields (index, outcome) in order of completion.
+
+    Args:
+        timeout: Seconds per call; None for no timeout.
+        pool: Run the calls in these worker processes.
+        concurrency: Maximum number of concurrent calls of an async function.
+        memory_bytes: Limit of the resident memory of a worker process.
+    """
+    if pool is not None and function.is_async:
+        return _call_async_in(pool, function, samples, timeout, concurrency, memory_bytes)
+    if pool is None and function.is_async:
+        return _call_async(function, samples, timeout, concurrency)
+    if pool is None and (timeout is None or function.bounded):
+        return _call_in_process(function, samples, None)
+    if pool is None and threading.current_thread() is threading.main_thread():
+        return _call_in_process(function, samples, timeout)
+    return _call_in(pool or shared_pool(), function, samples, Limits(timeout, resident_bytes=memory_bytes))
+
+
+def arguments(function: ScoreFunction, sample: Sample) -> dict:
+    """Return the keyword arguments of `function` for one sample."""
+    return function.arguments(sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
+
+
+def _call_in_process(
+    function: ScoreFunction, samples: Sequence[Sample], timeout: float | None
+) -> Iterator[tuple[int, Outcome]]:
+    with alarm() if timeout is not None else nullcontext() as interrupt:
+        for index, sample in enumerate(samples):
+            keywords = arguments(function, sample)
+            try:
+                if interrupt is None:
+                    value = function.func(**keywords)
+                else:
+                    value = interrupt(timeout, lambda keywords=keywords: function.func(**keywords))
+            except DeadlineExceeded as error:
+                outcome = late(timeout, error)
+            except (Exception, SystemExit) as error:  # any error of a user's function is an error of this sample
+                outcome = Outcome.raised(error)
+            else:
+                outcome = Outcome(value)
+            yield index, outcome
 
 
 def _call_in(
@@ -207,8 +211,8 @@ def _remote_caller(function: ScoreFunction) -> Callable[[dict[str, Any]], Call]:
         return lambda keywords: Call(
             address_of(call_with_rules), {"rules": rules, "address": address, "keywords": keywords}, imports
         )
-    cls, made_with = function.source
-    address, spec = address_of(call_object), pickle.dumps((address_of(cls), tuple(sorted(made_with.items()))))
+    cls, constructor_kwargs = function.source
+    address, spec = address_of(call_object), pickle.dumps((address_of(cls), tuple(sorted(constructor_kwargs.items()))))
     return lambda keywords: Call(address, {"spec": spec, "keywords": keywords})
 
 
@@ -233,8 +237,8 @@ def _register(rules: bytes) -> None:
 
 @cache
 def _object(spec: bytes) -> Any:
-    address, made_with = pickle.loads(spec)
-    return find_function(*address)(**dict(made_with))
+    address, constructor_kwargs = pickle.loads(spec)
+    return find_function(*address)(**dict(constructor_kwargs))
 
 
 def _call_async_in(
@@ -281,7 +285,7 @@ def run_async(
     """
     func = _object(spec.arguments["spec"]) if "spec" in spec.arguments else find_function(*spec.address)
     function = ScoreFunction(func, kwargs)
-    found = []
+    results = []
     for index, outcome in _call_async(function, samples, timeout, concurrency):
         value = b""
         if outcome.failure is None:
@@ -290,8 +294,8 @@ def run_async(
             except TypeError as error:
                 outcome = Outcome.raised(error)
         trace = "".join(traceback.format_exception(outcome.cause)) if outcome.cause is not None else ""
-        found.append((index, value, outcome.failure, trace[-20000:], outcome.over_limit))
-    return found
+        results.append((index, value, outcome.failure, trace[-20000:], outcome.over_limit))
+    return results
 
 
 def _call_async(
