@@ -121,8 +121,8 @@ def _check_devices(device: str, size: int) -> None:
     """Raise ValueError unless there is a device for each rank."""
     on = resolve_device(device)
     if on.type == "cuda" and (torch.cuda.device_count() < size or ":" in device):
-        found = f"--device {device}" if ":" in device else f"{torch.cuda.device_count()}"
-        raise ValueError(f"--tensor-parallel-size {size}: expected {size} GPUs, found {found}")
+        gpus = f"--device {device}" if ":" in device else f"{torch.cuda.device_count()}"
+        raise ValueError(f"--tensor-parallel-size {size}: expected {size} GPUs, found {gpus}")
     if on.type == "cpu" and size > (most := max(_CPU_RANKS, os.cpu_count() or 1)):
         raise ValueError(f"--tensor-parallel-size {size}: expected at most {most} processes on this CPU")
 
