@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from verl.env_check import machine
-from verl.env_check.check import needed_by
 from verl.env_check.machine import Cards, check_gpus, check_variables, nvidia_smi
 from verl.env_check.packages import CORE, OPTIONAL, check_attention, check_core, check_fsdp2, check_optional
 from verl.env_check.probe import Probe
@@ -81,10 +80,7 @@ def test_the_table_of_core_packages_is_that_of_the_project():
     )
     assert dict(CORE.values()) == found
     extras = {line.split(">")[0].split("[")[0] for lines in wanted["optional-dependencies"].values() for line in lines}
-    unused = needed_by(supported=False) - needed_by(supported=True)
-    # an extra is a package that something here can use
-    assert {p.distributions[0] for p in OPTIONAL if p.name not in unused} <= extras
-    assert not {p.distributions[0] for p in OPTIONAL if p.name in unused} & extras
+    assert {package.distributions[0] for package in OPTIONAL} <= extras
 
 
 def probes(**errors):
@@ -105,8 +101,6 @@ def test_old_and_missing_packages(monkeypatch):
 def test_optional_packages_that_are_absent_are_no_fault():
     checks = check_optional(probes())
     assert {check.state for check in checks} == {NOTE} and all(check.fix.startswith("pip install") for check in checks)
-    found = [check.name for check in check_optional(probes(sglang=None), unused={"vLLM", "SGLang"})]
-    assert "vLLM" not in found and "SGLang" in found  # nothing uses vLLM, so nobody is told to install it
     assert check_fsdp2(probes(fsdp2="ImportError: x")).state == FAULT
     assert check_attention(probes(), gpu=True).found == "torch varlen_attn"
     assert check_attention(probes(varlen="ImportError: x"), gpu=True).state == NOTE
@@ -240,18 +234,12 @@ def test_network_interfaces_that_nccl_is_told_to_use(words, state):
     assert state == OK or check.fix.endswith(" NCCL_SOCKET_IFNAME") or "export NCCL_SOCKET_IFNAME=" in check.fix
 
 
-def test_modes_follow_the_findings(tmp_path, monkeypatch):
-    for file in ("trainer/local_trainer.py", "single_controller/ray/group.py", "rollout/vllm/engine.py"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
-    monkeypatch.setattr("verl.env_check.check._PACKAGE", tmp_path)
-    names = ("FSDP2", "vLLM", "SGLang", "Megatron", "GPU")
-    checks = [Check(name, OK, "") for name in names] + [Check("Ray", FAULT, "does not import")]
+def test_modes_follow_the_findings():
+    names = ("FSDP2", "vLLM", "megatron-core", "GPU")
+    checks = [Check(name, OK, "") for name in names] + [Check(name, FAULT, "") for name in ("Ray", "SGLang")]
     modes = possible_modes(checks)
     assert modes["local trainer, one process"] is None and modes["rollout.name=vllm"] is None
-    assert modes["Ray, one or many hosts"] == "needs Ray"
-    assert modes["rollout.name=sglang"] == "not supported in this version"
+    assert modes["strategy=megatron"] is None and modes["strategy=fsdp"] is None
+    assert modes["Ray, one or many hosts"] == "needs Ray" and modes["rollout.name=sglang"] == "needs SGLang"
     broken = possible_modes([*checks, Check("torch", FAULT, "", required=True)])
-    assert set(broken.values()) == {"fix torch first", "not supported in this version"}
-    assert broken["rollout.name=vllm"] == "fix torch first"
-    assert broken["rollout.name=sglang"] == "not supported in this version"
+    assert set(broken.values()) == {"fix torch first"}

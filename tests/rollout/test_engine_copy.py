@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import LlamaConfig, LlavaConfig
+from verl.rollout.vision_models import check_images
 
 from tests.vl_models import make_config, save_vl_model
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
-from verl.rollout.vision_models import check_images
 from verl.trainer.checks.model_limits import ModelLimits
 
 

@@ -55,6 +55,11 @@ def format_value(value: object) -> str:
             return str(value)
 
 
+def format_plain(value: object) -> str:
+    """Format a value as in `key=value`."""
+    return value if isinstance(value, str) else format_value(value)
+
+
 def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
     """The known key that `wanted` is most likely a typo of, or None if no key is close.
 

@@ -1,7 +1,6 @@
 """Import probes in a subprocess, so that a package that hangs or crashes does not affect this process."""
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -90,15 +89,6 @@ def _ending(returncode: int) -> str:
     if returncode < 0:
         return f"the process was killed by {signal.Signals(-returncode).name}"
     return f"the process exited with status {returncode}"
-
-
-def is_installed(module: str) -> bool:
-    """Whether `import module` finds code. An empty folder of that name (in the working directory) does not count."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
-    return spec is not None and spec.origin is not None
 
 
 def version_of(*distributions: str) -> str | None:

@@ -173,19 +173,19 @@ def _where(plan: Plan, group: Group, numbers: Sequence[int]) -> str:
     names = list(group.names)
     if plan.job.generator == "actor" and "actor" in names:
         names.insert(1, "rollout")
-    return f"{', '.join(names)} on {device_words(numbers)}{_size_words(plan, group)}"
+    return f"{', '.join(names)} on {device_words(numbers)}{_format_sizes(plan, group)}"
 
 
-def placement_words(plan: Plan) -> str:
+def format_placement(plan: Plan) -> str:
     """The groups with their sizes, and the sizes of model parallelism that are not 1."""
-    return "; ".join(_group_words(plan, group) for group in plan.groups)
+    return "; ".join(_format_group(plan, group) for group in plan.groups)
 
 
-def _group_words(plan: Plan, group: Group) -> str:
-    return f"{', '.join(group.names)} on {group.devices}{_size_words(plan, group)}"
+def _format_group(plan: Plan, group: Group) -> str:
+    return f"{', '.join(group.names)} on {group.devices}{_format_sizes(plan, group)}"
 
 
-def _size_words(plan: Plan, group: Group) -> str:
+def _format_sizes(plan: Plan, group: Group) -> str:
     """Sizes of model parallelism that are not 1, such as " (TP 2, rollout TP 4)"."""
     found = dict.fromkeys(role.layout for role in group.roles if role.name != "rollout")
     sizes = [(("TP", x.tensor), ("PP", x.pipeline), ("CP", x.sequence), ("EP", x.expert)) for x in found]
@@ -202,7 +202,7 @@ def reason(plans: Sequence[Plan]) -> str:
     longer = other.seconds / best.seconds - 1
     words = f"the runner-up takes {longer:.1%} longer: {_difference(best, other)}"
     if simplest is not best:
-        name = "the runner-up" if simplest is other else placement_words(simplest)
+        name = "the runner-up" if simplest is other else format_placement(simplest)
         return f"{words}; within 5 % of the best: prefer {name}, the simpler one"
     return words + ("; within 5 % of the best, which is the simpler one" if longer <= NEAR - 1 else "")
 

@@ -135,8 +135,7 @@ class Search:
         base = self.split_job if split else self.job
         tensors = (base.rollout_tensor,)
         if base.generator in names:
-            # hf has the whole model on every device
-            tensors = (1,) if base.engine == "hf" else self.space.rollout_sizes
+            tensors = self.space.rollout_sizes if base.traits.tensor_parallel else (1,)
         roles = [base.role(name) for name in names]
         shapes = list(dict.fromkeys(role.shape for role in roles))
         if self.space.same_sizes:

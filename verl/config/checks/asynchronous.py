@@ -21,14 +21,14 @@ def placement_is_open(config: "Config") -> bool:
     return config.placement.auto or (config.trainer.max_staleness > 0 and not config.rollout_is_separate)
 
 
-def asynchronous(config: "Config") -> Iterator[Problem]:
+def check_asynchronous(config: "Config") -> Iterator[Problem]:
     """What asynchronous training does not support, and the hosts of its rollout."""
     rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     if k := config.trainer.max_staleness:
-        missing_hosts = rollout.nnodes and config.placement.rollout_devices is None  # a problem of `_hosts`
+        missing_hosts = rollout.nnodes and config.placement.rollout_devices is None  # a problem of `_check_hosts`
         if not (config.rollout_is_separate or config.placement.auto or missing_hosts):
             yield Problem("trainer.async.max_staleness", f"{k}, but {_needs_devices(config)}")
-        found = {
+        conflicts = {
             "rollout.deterministic=true generates with the weights that are trained: turn it off": (
                 rollout.deterministic
             ),
@@ -43,15 +43,15 @@ def asynchronous(config: "Config") -> Iterator[Problem]:
             ),
         }
         yield from (
-            Problem("trainer.async.max_staleness", f"{k}, but {what}") for what, wrong in found.items() if wrong
+            Problem("trainer.async.max_staleness", f"{k}, but {what}") for what, is_set in conflicts.items() if is_set
         )
-    yield from _hosts(config)
+    yield from _check_hosts(config)
     if config.reward.on_error == "quarantine" and (config.trainer.max_staleness or groups.enable):
         what = "quarantine, but prompts wait in a queue with algorithm.filter_groups or trainer.async.max_staleness"
         yield Problem("reward.on_error", f"{what}: this is not supported, use count")
 
 
-def _hosts(config: "Config") -> Iterator[Problem]:
+def _check_hosts(config: "Config") -> Iterator[Problem]:
     """`rollout.nnodes` and `hybrid_engine` agree with the placement."""
     rollout, devices = config.actor_rollout_ref.rollout, config.placement.rollout_devices
     if not config.actor_rollout_ref.hybrid_engine and not has_separate_rollout(config):
@@ -80,8 +80,8 @@ def _needs_devices(config: "Config") -> str:
         return (
             f"{need}: use more devices, with placement.actor_devices and placement.rollout_devices, or placement=auto"
         )
-    there = f"{need}, and {total} device{'s are' if total > 1 else ' is'} not enough"
-    return f"{there}: set trainer.n_gpus_per_node={larger} {_devices(split_of(config, larger), larger)}"
+    need += f", and {total} device{'s are' if total > 1 else ' is'} not enough"
+    return f"{need}: set trainer.n_gpus_per_node={larger} {_devices(split_of(config, larger), larger)}"
 
 
 def _devices(actor: int, total: int) -> str:

@@ -1,13 +1,13 @@
-"""What strategy=megatron does not support."""
+"""Checks of the `megatron` sections: what model-parallel training does not support."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl.config.checks.critic import may_have_critic
+from verl.config.checks.algorithm import may_have_critic
 from verl.config.errors import Problem, format_value
+from verl.config.schema.megatron import MegatronConfig
 
 if TYPE_CHECKING:
-    from verl.config.schema.megatron import MegatronConfig
     from verl.config.schema.ppo import Config
     from verl.config.schema.sft import SFTConfig
 
@@ -27,11 +27,11 @@ Role = tuple[str, Any, str, "MegatronConfig", str, Any]
 """Key of the model, its section, key of the engine, its section, key of the optimizer, its section or None."""
 
 
-def megatron(config: "Config | SFTConfig") -> Iterator[Problem]:
+def check_megatron_settings(config: "Config | SFTConfig") -> Iterator[Problem]:
     """Settings of the roles with strategy=megatron that it does not support."""
     reported: set[str] = set()
     policy = getattr(config, "actor_rollout_ref", None)
-    if policy is not None and policy.actor.strategy == "megatron" and policy.rollout.deterministic:
+    if policy is not None and isinstance(policy.actor.engine, MegatronConfig) and policy.rollout.deterministic:
         what = f"true, but strategy=megatron does not support it: use false, or {_FSDP}"
         yield Problem("actor_rollout_ref.rollout.deterministic", what)
     for role in _roles(config):
@@ -50,15 +50,15 @@ def megatron_notes(config: "Config | SFTConfig") -> Iterator[str]:
 
 def _roles(config: "Config | SFTConfig") -> Iterator[Role]:
     if not hasattr(config, "actor_rollout_ref"):
-        if config.engine.strategy == "megatron":
+        if isinstance(config.engine.selected, MegatronConfig):
             yield "model", config.model, "engine.megatron", config.engine.megatron, "optim", config.optim
         return
     policy, critic = config.actor_rollout_ref, config.critic
     for name, role in (("actor", policy.actor), ("ref", policy.ref)):
-        if role.strategy == "megatron":
+        if isinstance(role.engine, MegatronConfig):
             prefix, optim = f"actor_rollout_ref.{name}", getattr(role, "optim", None)
             yield "actor_rollout_ref.model", policy.model, f"{prefix}.megatron", role.megatron, f"{prefix}.optim", optim
-    if critic.strategy == "megatron" and may_have_critic(config):
+    if isinstance(critic.engine, MegatronConfig) and may_have_critic(config):
         yield "critic.model", critic.model, "critic.megatron", critic.megatron, "critic.optim", critic.optim
 
 
@@ -80,7 +80,7 @@ def _unsupported(
     if unknown and transformer.recompute_granularity == "selective":
         what = f"{unknown} cannot be recomputed: use some of {sorted(RECOMPUTED_MODULES)}"
         yield Problem(f"{engine_key}.override_transformer_config.recompute_modules", what)
-    given = sorted(set(optim.override_optimizer_config or ()) - OPTIMIZER_PLACEMENT) if optim is not None else []
-    if given:
-        what = f"{given} are not supported by strategy=megatron: remove them, or {_FSDP}"
+    overrides = sorted(set(optim.override_optimizer_config or ()) - OPTIMIZER_PLACEMENT) if optim is not None else []
+    if overrides:
+        what = f"{overrides} are not supported by strategy=megatron: remove them, or {_FSDP}"
         yield Problem(f"{optim_key}.override_optimizer_config", what)

@@ -5,7 +5,6 @@ from verl.config.schema.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
     KLControlConfig,
-    PFPPOConfig,
     RolloutCorrectionConfig,
 )
 from verl.config.schema.data import CustomClassConfig, DataConfig, MediaSection
@@ -37,7 +36,6 @@ from verl.config.schema.reward import (
     RewardConfig,
     RewardManagerConfig,
     RewardModelConfig,
-    SandboxConfig,
 )
 from verl.config.schema.rollout import (
     AgentConfig,
@@ -96,7 +94,6 @@ __all__ = [
     "MultiTurnConfig",
     "OfflineTrainerConfig",
     "OptimConfig",
-    "PFPPOConfig",
     "PlacementConfig",
     "PolicyLossConfig",
     "RayConfig",
@@ -116,7 +113,6 @@ __all__ = [
     "SFTOptimConfig",
     "SFTTrainerConfig",
     "SamplingConfig",
-    "SandboxConfig",
     "ServerAgentConfig",
     "ServerConfig",
     "TrainerConfig",

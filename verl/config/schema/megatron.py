@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from verl.config.fields import Precision, Section, StrList, field, section
+from verl.config.fields import Precision, Section, StrList, field, other_than, section
 
 _ACTOR = "${actor_rollout_ref.actor.megatron."
+_STAGES = ("pipeline_model_parallel_size", other_than(1))
 
 
 class MegatronTransformerConfig(Section):
@@ -13,9 +14,18 @@ class MegatronTransformerConfig(Section):
     recompute_granularity: Literal["full", "selective"] | None = field(
         None, "recompute whole layers or some modules in the backward pass; null: as enable_gradient_checkpointing says"
     )
-    recompute_modules: StrList = field(["core_attn"], "modules that selective recomputes")
-    recompute_method: Literal["uniform", "block"] | None = field(None, "which layers full recomputes; null: uniform")
-    recompute_num_layers: int | None = field(None, "layers per recomputed unit (uniform) or stage (block)", ge=1)
+    recompute_modules: StrList = field(
+        ["core_attn"], "modules that selective recomputes", active_when=("recompute_granularity", "selective")
+    )
+    recompute_method: Literal["uniform", "block"] | None = field(
+        None, "which layers full recomputes; null: uniform", active_when=("recompute_granularity", "full")
+    )
+    recompute_num_layers: int | None = field(
+        None,
+        "layers per recomputed unit (uniform) or stage (block)",
+        active_when=("recompute_granularity", "full"),
+        ge=1,
+    )
     moe_router_dtype: Literal["fp32", "fp64"] | None = field(None, "dtype of the router; null: that of the model")
     moe_aux_loss_coeff: float = field(0.0, "coefficient of the load-balancing loss of the experts; 0: none", ge=0)
     moe_z_loss_coeff: float | None = field(None, "coefficient of the router's z-loss (ST-MoE); null: none", ge=0)
@@ -25,8 +35,12 @@ class MegatronTransformerConfig(Section):
     num_layers_in_last_pipeline_stage: int | None = field(
         None, "layers of the last stage; null: as many as the others", ge=1
     )
-    account_for_embedding_in_pipeline_split: bool = field(False, "count the embedding as a layer of the first stage")
-    account_for_loss_in_pipeline_split: bool = field(False, "count the loss as a layer of the last stage")
+    account_for_embedding_in_pipeline_split: bool = field(
+        False, "count the embedding as a layer of the first stage", active_when=_STAGES
+    )
+    account_for_loss_in_pipeline_split: bool = field(
+        False, "count the loss as a layer of the last stage", active_when=_STAGES
+    )
 
 
 class MegatronConfig(Section):

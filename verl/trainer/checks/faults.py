@@ -1,6 +1,6 @@
 """What the faults of `trainer.chaos` need to have an effect."""
 
-from verl.config.schema import Config
+from verl.config.schema import Config, MegatronConfig
 from verl.tracking.trackers import TRACKER_REGISTRY
 from verl.utils.chaos import read_faults
 
@@ -14,7 +14,10 @@ def check_faults(config: Config) -> None:
     conditions = {
         "kill-reward": (isolated, "reward.isolation=process"),
         "hang-reward": (isolated and reward.timeout, "reward.isolation=process and a reward.timeout"),
-        "nan-weight": (policy.actor.strategy != "megatron", "another actor.strategy than megatron"),
+        "nan-weight": (
+            not isinstance(policy.actor.engine, MegatronConfig),
+            f"another actor.strategy than {policy.actor.strategy}",
+        ),
         "stop-rank": (in_processes, "worker processes: trainer.n_gpus_per_node of at least 2, or trainer.backend=ray"),
         "tracker-hang": (in_thread, "a tracker that runs in a thread in trainer.logger, such as wandb"),
         "stale-weights": (
@@ -23,6 +26,6 @@ def check_faults(config: Config) -> None:
         ),
     }
     names = dict.fromkeys(fault.partition("@")[0] for fault in read_faults(trainer.chaos))
-    unmet = {name: words for name, (is_met, words) in conditions.items() if name in names and not is_met}
+    unmet = {name: need for name, (is_met, need) in conditions.items() if name in names and not is_met}
     if unmet:
-        raise ValueError(f"trainer.chaos: {'; '.join(f'{name} needs {words}' for name, words in unmet.items())}")
+        raise ValueError(f"trainer.chaos: {'; '.join(f'{name} needs {need}' for name, need in unmet.items())}")

@@ -130,10 +130,10 @@ def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
 
 def _fix(found: Estimate) -> str:
     """The smallest change that makes an estimate fit, as text."""
-    return _change_words(found.change())
+    return _describe_change(found.change())
 
 
-def _change_words(change: tuple[Change, Plan] | None) -> str:
+def _describe_change(change: tuple[Change, Plan] | None) -> str:
     if change is None:
         return "no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits"
     return f"smallest change that fits ({report.gib(change[1].peak)} GiB): {describe(*change)}"
@@ -178,10 +178,10 @@ def _search(config: schema.Config, found: Estimate) -> Search:
     if "rollout" in job.names:
         roles = tuple(role for role in job.roles if role.name != "rollout")
         job = replace(job, roles=roles)
-    fixed = policy.model.has_adapters or rollout.name == "hf" or rollout.deterministic
+    fixed = policy.model.has_adapters or not job.traits.tensor_parallel or rollout.deterministic
     sizes = (rollout.tensor_model_parallel_size,) if fixed else ROLLOUT_SIZES
     models = None
-    if job.kind == "megatron":  # the sizes of the settings, and those of the search
+    if job.model_parallel:  # the sizes of the settings, and those of the search
         now = job.role("actor").layout
         free = () if policy.actor.megatron.virtual_pipeline_model_parallel_size else MEGATRON_SIZES
         models = tuple(dict.fromkeys(((now.tensor, now.pipeline), *free)))
@@ -204,7 +204,7 @@ def _nothing_fits(config: schema.Config, found: Estimate) -> str:
         return plans[0] if plans else None
 
     separate = f" with a rollout on separate devices, which trainer.async.max_staleness={k} needs," if k else ""
-    words = _change_words(first_that_fits(found.job, found.device, plan_of))
+    words = _describe_change(first_that_fits(found.job, found.device, plan_of))
     words += "; or use trainer.async.max_staleness=0" if k else ""
     return f"no placement on {total} devices{separate} fits; {words}"
 
@@ -262,7 +262,7 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
         why += f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
     logger.info(
         "placement=auto: %s, about %.3g s per step (%s; rates: %s); sets %s",
-        report.placement_words(best),
+        report.format_placement(best),
         best.seconds,
         why,
         best.device.source,
