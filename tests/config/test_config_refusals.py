@@ -352,7 +352,7 @@ def test_a_missing_local_model_is_not_looked_up_on_the_hub(path, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     config = load_config(overrides=[f"actor_rollout_ref.model.path={path}"])
-    problems = [problem.what for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"]
+    problems = [problem.message for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"]
     assert problems == [f"there is no folder {path!r}"]
 
 

@@ -381,6 +381,6 @@ def test_keys_of_fsdp1_are_accepted_at_their_defaults_and_refused_otherwise(sect
     refused = {name: (value, advice) for name, (_, value, advice) in FSDP1.items() if value is not None}
     with pytest.raises(ConfigError) as error:
         load_config(overrides=[f"{section}.{name}={value}" for name, (value, _) in refused.items()])
-    told = {problem.key: problem.what for problem in error.value.problems}
+    told = {problem.key: problem.message for problem in error.value.problems}
     assert told.keys() == {f"{section}.{name}" for name in refused}
     assert all(advice in told[f"{section}.{name}"] for name, (_, advice) in refused.items())

@@ -56,9 +56,9 @@ def _wrong_first_form(arguments: list[str]) -> str | None:
     if any(argument.partition("=")[0] == "--calibrate" for argument in arguments):
         return f"--calibrate measures this host and takes no other arguments, found {' '.join(arguments)}"
     options = {name for action in _parser()._actions for name in action.option_strings}
-    given = next((argument for argument in arguments if argument.partition("=")[0] in options), None)
-    if given is not None:
-        return f"{given.partition('=')[0]} is an option of a simulation, which needs the number of GPUs: add --gpus N"
+    option = next((argument for argument in arguments if argument.partition("=")[0] in options), None)
+    if option is not None:
+        return f"{option.partition('=')[0]} is an option of a simulation, which needs the number of GPUs: add --gpus N"
     for argument in arguments:
         name = argument.partition("=")[0].lower().lstrip("-")
         meant = [option for option in sorted(options) if len(name) > 1 and option.startswith(f"--{name}")]

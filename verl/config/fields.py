@@ -30,6 +30,9 @@ appended to the message; it names an exception.
 ActiveWhen = Condition | tuple[Condition, ...] | list[Any] | None
 """When a setting has an effect: a condition, a tuple of which one must hold, a list of such of which all must hold."""
 
+ALWAYS: list[Any] = []
+"""`active_when` of a field that has an effect even if its section has none."""
+
 
 def field(
     default: Any, help: str, *, default_from: str | None = None, active_when: ActiveWhen = None, **limits: Any
@@ -106,11 +109,7 @@ class Section(pydantic.BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        coerce_numbers_to_str=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
+        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False, protected_namespaces=()
     )
 
     @field_validator("*", mode="before")
@@ -314,11 +313,13 @@ def plain_defaults(schema: type[Section]) -> Mapping[str, Any]:
 def _walk(schema: type[Section], prefix: str) -> Iterator[tuple[str, ConfigField]]:
     for name, info in schema.model_fields.items():
         kind, extra, key = info.annotation, info.json_schema_extra or {}, prefix + name
-        own = ((prefix, extra["active_when"]),) if extra.get("active_when") else ()
+        own = ((prefix, extra["active_when"]),) if extra.get("active_when") is not None else ()
         if isinstance(kind, type) and issubclass(kind, Section):
             below = {f"{key}.{inner}": ((prefix, when),) for inner, when in extra["below"].items()}
             for inner, field in _walk(kind, f"{key}."):
-                yield inner, replace(field, active_when=own + below.get(inner, ()) + field.active_when)
+                if all(when != ALWAYS for _, when in field.active_when):
+                    field = replace(field, active_when=own + below.get(inner, ()) + field.active_when)
+                yield inner, field
         else:
             yield key, ConfigField(kind, info, extra.get("default_from"), own)
 
@@ -339,7 +340,7 @@ def requirements_of(schema: type[Section]) -> dict[str, list[list[Condition]]]:
         conditions = (conditions,) if isinstance(conditions[0], str) else conditions
         return [(full_key(section, name), *value) for name, *value in conditions]
 
-    found: dict[str, list[list[Condition]]] = {}
+    requirements: dict[str, list[list[Condition]]] = {}
     for key, field in known.items():
         declared = [
             (section, item)
@@ -348,8 +349,8 @@ def requirements_of(schema: type[Section]) -> dict[str, list[list[Condition]]]:
         ]
         required = [alternatives(section, item) for section, item in declared]
         # the key of a condition in a section is not subject to it
-        found[key] = [conditions for conditions in required if key not in (condition[0] for condition in conditions)]
-    return {key: required for key, required in found.items() if required}
+        requirements[key] = [items for items in required if key not in (item[0] for item in items)]
+    return {key: required for key, required in requirements.items() if required}
 
 
 def settings_without_effect(config: Schema) -> list[str]:

@@ -61,7 +61,7 @@ def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, 
         process.kill()
         output, _ = process.communicate()
         ending = f"timed out after {timeout:g} s"
-    found: dict[str, Probe] = {}
+    probes: dict[str, Probe] = {}
     started = None
     for line in output.splitlines():
         record = _record(line)
@@ -69,11 +69,11 @@ def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, 
             continue
         started = record["name"]
         if "error" in record or "info" in record:
-            found[started] = Probe(record.get("error"), record.get("info"))
+            probes[started] = Probe(record.get("error"), record.get("info"))
     for name in codes:
-        if name not in found:
-            found[name] = Probe(ending if name == started else f"not tried: {started} failed before it ({ending})")
-    return found
+        if name not in probes:
+            probes[name] = Probe(ending if name == started else f"not tried: {started} failed before it ({ending})")
+    return probes
 
 
 def _record(line: str) -> dict[str, Any] | None:
@@ -105,7 +105,7 @@ def at_least(version: str, minimum: str) -> bool:
     """Compare dotted version numbers, ignoring suffixes (+cpu, rc1, .dev0)."""
 
     def numbers(text: str) -> list[int]:
-        found = [int(n) for n in re.match(r"\d+(?:\.\d+)*", text).group().split(".")]
-        return found + [0] * (4 - len(found))
+        parts = [int(n) for n in re.match(r"\d+(?:\.\d+)*", text).group().split(".")]
+        return parts + [0] * (4 - len(parts))
 
     return numbers(version) >= numbers(minimum)

@@ -192,8 +192,8 @@ def _micro_tokens(job: Job, tokens: int) -> Change:
     return Change(tuple(dict.fromkeys(settings)), apply)
 
 
-def _is_more(found: int | None, tokens: int) -> bool:
-    return found is None or found > tokens
+def _is_more(current: int | None, tokens: int) -> bool:
+    return current is None or current > tokens
 
 
 def _more_devices(factor: int) -> Change:
@@ -216,9 +216,9 @@ def _lora(job: Job) -> list[Change]:
 
 def describe(change: Change, plan: Plan) -> str:
     """Such as "set a=1 b=2" or "use 4 devices"."""
-    words = []
+    steps = []
     if change.settings:
-        words.append("set " + " ".join(change.settings))
+        steps.append("set " + " ".join(change.settings))
     if change.factor > 1:
-        words.append(f"use {plan.devices} devices")
-    return " and ".join(words)
+        steps.append(f"use {plan.devices} devices")
+    return " and ".join(steps)

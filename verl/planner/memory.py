@@ -136,8 +136,8 @@ def gathered(job: Job, role: Role, training: bool) -> float:
 
 def _logit_tokens(job: Job, role: Role, tokens: float, on_gpu: bool) -> float:
     """Response tokens of a micro-batch of `tokens` tokens."""
-    found = tokens_of(job, role, rows_per_rank(job, role.layout.data), on_gpu)
-    return tokens * found.response / found.total
+    rank_tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data), on_gpu)
+    return tokens * rank_tokens.response / rank_tokens.total
 
 
 def _own_vocabulary(job: Job, role: Role) -> int:
@@ -214,8 +214,8 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
 
 def _prompt_share(job: Job, role: Role, device: Device) -> float:
     """Prompt tokens of a micro-batch, as a share of its tokens."""
-    found = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda")
-    return found.prompt / found.total
+    tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda")
+    return tokens.prompt / tokens.total
 
 
 def _head_states(role: Role) -> float:
@@ -312,7 +312,7 @@ def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, I
         Phase -> what -> bytes.
     """
     by_name = {role.name: role for role in roles}
-    found: dict[str, Items] = {}
+    phases: dict[str, Items] = {}
     for phase in PHASES:
         role = by_name.get(job.generator if phase == "generation" else PHASES[phase])
         if role is None or (phase == "old log-probs" and not job.old_log_probs):
@@ -328,10 +328,10 @@ def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, I
             more = push_items(job, role)
         else:
             more = infer_items(job, role, device)
-        found[phase] = items | more
+        phases[phase] = items | more
         if device.reserved:
-            found[phase]["process"] = device.reserved
-    return found
+            phases[phase]["process"] = device.reserved
+    return phases
 
 
 def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) -> Items:

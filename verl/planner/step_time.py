@@ -155,15 +155,15 @@ def activations_exchange(role: Role, tokens: float, device: Device) -> float:
     s, c, layout = role.shape, role.compute_bytes, role.layout
     size = tokens * s.hidden * c
     layers = s.layers / layout.pipeline
-    found = 0.0
+    seconds = 0.0
     if layout.tensor > 1:  # two all-reduces per layer
-        found += layers * 4 * collective_seconds(size, layout.tensor, device)
+        seconds += layers * 4 * collective_seconds(size, layout.tensor, device)
     if layout.expert > 1:  # two all-to-alls per layer with experts, of the tokens of each expert and of its outputs
         count = 2 * s.sparse_layers / layout.pipeline
-        found += count * collective_seconds(size * s.active_experts, layout.expert, device)
+        seconds += count * collective_seconds(size * s.active_experts, layout.expert, device)
     if layout.sequence > 1:  # two all-to-alls per layer, of queries, keys, values and outputs
-        found += layers * 4 * collective_seconds(size / layout.sequence, layout.sequence, device)
-    return found
+        seconds += layers * 4 * collective_seconds(size / layout.sequence, layout.sequence, device)
+    return seconds
 
 
 def _overlapped(compute: float, exchange: float, device: Device) -> float:

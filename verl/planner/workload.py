@@ -232,8 +232,8 @@ def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
     # balancing the ranks spreads the samples of a prompt over them
     together = min(job.samples / role.layout.data, rows) if shares_prefix(job, role, on_gpu) else 1
     together = max(1.0, together)
-    found = Tokens(rows / together * job.prompt_tokens, rows * job.response_tokens, rows)
-    return found.share(1 / role.layout.sequence)
+    tokens = Tokens(rows / together * job.prompt_tokens, rows * job.response_tokens, rows)
+    return tokens.share(1 / role.layout.sequence)
 
 
 def rows_per_rank(job: Job, data: int) -> int:

@@ -5,13 +5,10 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from verl.config.errors import Problem
 from verl.config.fields import fields_of
-
-if TYPE_CHECKING:
-    from verl.config.schema.ppo import Config
+from verl.config.schema.ppo import Config
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -36,7 +33,7 @@ def declared_signature(decorator: str, name: str) -> ast.arguments | None:
     return None
 
 
-def may_have_critic(config: "Config") -> bool:
+def may_have_critic(config: Config) -> bool:
     """Whether the run may train a critic, as far as is known before the estimators are imported."""
     if config.critic.enable is not None:
         return config.critic.enable
@@ -44,7 +41,7 @@ def may_have_critic(config: "Config") -> bool:
     return signature is None or any(argument.arg == "values" for argument in signature.args)
 
 
-def check_critic(config: "Config", needed: bool) -> Iterator[Problem]:
+def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
     """`critic.enable` must match the advantage estimator.
 
     Args:
@@ -61,17 +58,16 @@ def check_critic(config: "Config", needed: bool) -> Iterator[Problem]:
         yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} does not read values: use null")
     warmup = config.trainer.critic_warmup
     if warmup and not needed:
-        what = f"{warmup}, but algorithm.adv_estimator={estimator} has no critic, so nothing would be trained: use 0"
-        yield Problem("trainer.critic_warmup", what)
+        message = f"{warmup}, but algorithm.adv_estimator={estimator} has no critic, so nothing would be trained: use 0"
+        yield Problem("trainer.critic_warmup", message)
 
 
-def check_groups(config: "Config") -> Iterator[Problem]:
+def check_groups(config: Config) -> Iterator[Problem]:
     """Dynamic sampling (`filter_groups`) has groups, and can fill a batch."""
     enabled, n = config.algorithm.filter_groups.enable, config.actor_rollout_ref.rollout.n
     if enabled and n < 2:
         yield Problem(
-            _ROLLOUT + "n",
-            f"found {n}, but algorithm.filter_groups drops zero-variance groups: use 2 or more",
+            _ROLLOUT + "n", f"found {n}, but algorithm.filter_groups drops zero-variance groups: use 2 or more"
         )
     if enabled and config.algorithm.filter_groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         yield Problem(
@@ -94,7 +90,7 @@ def check_groups(config: "Config") -> Iterator[Problem]:
         )
 
 
-def check_kl(config: "Config") -> Iterator[Problem]:
+def check_kl(config: Config) -> Iterator[Problem]:
     """A KL has a reference."""
     use = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
     if use and config.actor_rollout_ref.ref.enable is False:
@@ -104,7 +100,7 @@ def check_kl(config: "Config") -> Iterator[Problem]:
         )
 
 
-def check_losses(config: "Config") -> Iterator[Problem]:
+def check_losses(config: Config) -> Iterator[Problem]:
     """The policy loss has the settings that it requires."""
     loss, section = config.actor_rollout_ref.actor.policy_loss, _ACTOR + "policy_loss."
     signature = declared_signature("register_policy_loss", loss.loss_mode)
@@ -118,7 +114,7 @@ def check_losses(config: "Config") -> Iterator[Problem]:
         yield Problem(section + "clip_cov_lb", f"found {lower}, expected less than clip_cov_ub={upper}")
 
 
-def algorithm_notes(config: "Config") -> Iterator[str]:
+def algorithm_notes(config: Config) -> Iterator[str]:
     """Settings of the algorithm that are valid but may be surprising."""
     if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
         yield f"the KL to the reference is applied twice: by algorithm.use_kl_in_reward and by {_ACTOR}use_kl_loss"

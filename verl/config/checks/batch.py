@@ -2,21 +2,18 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from verl.config.checks.algorithm import may_have_critic
 from verl.config.checks.asynchronous import placement_is_open
 from verl.config.errors import Problem
+from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.model import EngineConfig
+from verl.config.schema.offline import GenerationConfig
+from verl.config.schema.ppo import Config
+from verl.config.schema.rollout import RolloutEngineConfig
+from verl.config.schema.sft import SFTConfig
 from verl.rollout.traits import engine_traits
-
-if TYPE_CHECKING:
-    from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
-    from verl.config.schema.offline import GenerationConfig
-    from verl.config.schema.ppo import Config
-    from verl.config.schema.rollout import RolloutEngineConfig
-    from verl.config.schema.sft import SFTConfig
 
 _ACTOR = "actor_rollout_ref.actor."
 _CANDIDATES = 10_000  # numbers tried for a hint
@@ -28,7 +25,7 @@ _MODEL_PARALLEL_SIZES = (
 )
 
 
-def check_batches(config: "Config") -> Iterator[Problem]:
+def check_batches(config: Config) -> Iterator[Problem]:
     """A batch is a number of whole mini-batches."""
     batch, actor = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     critic = config.critic.ppo_mini_batch_size
@@ -56,7 +53,7 @@ def _divisors_near(number: int, size: int) -> str:
     return " or ".join(str(d) for d in nearest if d) or f"1 or {number}"
 
 
-def check_ranks(config: "Config") -> Iterator[Problem]:
+def check_ranks(config: Config) -> Iterator[Problem]:
     """Every data-parallel rank must get the same number of samples of each mini-batch."""
     if placement_is_open(config):
         return
@@ -66,14 +63,14 @@ def check_ranks(config: "Config") -> Iterator[Problem]:
     problems += _check_role(config, "actor_rollout_ref.ref.", "fsdp_config", policy.ref, devices.ref_devices or actors)
     yield from problems
     sizes = "ppo_mini_batch_size"  # of the critic: by default that of the actor
-    reported = {problem.what for problem in problems if problem.key.endswith(sizes)}
+    reported = {problem.message for problem in problems if problem.key.endswith(sizes)}
     of_critic = list(_check_role(config, "critic.", "fsdp", critic, devices.critic_devices or actors))
     if of_critic and may_have_critic(config):
-        yield from (problem for problem in of_critic if problem.what not in reported)
+        yield from (problem for problem in of_critic if problem.message not in reported)
 
 
 def _check_role(
-    config: "Config", prefix: str, fsdp: str, role: "ActorConfig | RefConfig | CriticConfig", devices: list[int] | None
+    config: Config, prefix: str, fsdp: str, role: ActorConfig | RefConfig | CriticConfig, devices: list[int] | None
 ) -> Iterator[Problem]:
     """The sizes of one role divide its ranks, and the ranks a mini-batch.
 
@@ -91,8 +88,8 @@ def _check_role(
     if ranks % engine.ranks_with_same_rows:
         sizes = {key: engine[key] for key in _MODEL_PARALLEL_SIZES if key in engine and engine[key] > 1}
         group = " x ".join(f"{key}={size}" for key, size in sizes.items())
-        what = f"{ranks} ranks are not divisible by the model-parallel size {engine.ranks_with_same_rows} ({group})"
-        yield Problem(f"{section}.{next(iter(sizes))}", what)
+        message = f"{ranks} ranks are not divisible by the model-parallel size {engine.ranks_with_same_rows} ({group})"
+        yield Problem(f"{section}.{next(iter(sizes))}", message)
         return
     ranks //= engine.ranks_with_same_rows
     mini = role.get("ppo_mini_batch_size")
@@ -112,11 +109,11 @@ def _check_shard_groups(section: str, engine: EngineConfig | MegatronConfig, ran
         return
     size, sharding = engine.fsdp_size, ranks // engine.tensor_parallel_size
     if size > 0 and sharding % size:
-        what = f"{size} does not divide the {sharding} ranks that FSDP shards over: use a divisor, or -1 for all"
-        yield Problem(f"{section}.fsdp_size", what)
+        message = f"{size} does not divide the {sharding} ranks that FSDP shards over: use a divisor, or -1 for all"
+        yield Problem(f"{section}.fsdp_size", message)
 
 
-def check_rollout_ranks(config: "Config") -> Iterator[Problem]:
+def check_rollout_ranks(config: Config) -> Iterator[Problem]:
     """The tensor-parallel size divides the number of rollout ranks, if known."""
     trainer, placement = config.trainer, config.placement
     devices = placement.rollout_devices if config.rollout_is_separate else placement.actor_devices
@@ -126,14 +123,14 @@ def check_rollout_ranks(config: "Config") -> Iterator[Problem]:
     yield from _check_tensor_parallel(prefix, rollout, None if placement_is_open(config) else ranks)
 
 
-def check_generation_ranks(config: "GenerationConfig") -> Iterator[Problem]:
+def check_generation_ranks(config: GenerationConfig) -> Iterator[Problem]:
     """The same without training."""
     yield from _check_tensor_parallel(
         "rollout.", config.rollout, config.trainer.nnodes * config.trainer.n_gpus_per_node
     )
 
 
-def _check_tensor_parallel(prefix: str, rollout: "RolloutEngineConfig", ranks: int | None) -> Iterator[Problem]:
+def _check_tensor_parallel(prefix: str, rollout: RolloutEngineConfig, ranks: int | None) -> Iterator[Problem]:
     """A custom engine is checked when it is made. ranks: None if not known."""
     key, size = f"{prefix}tensor_model_parallel_size", rollout.tensor_model_parallel_size
     if size > 1 and not engine_traits(rollout.name).tensor_parallel:
@@ -147,7 +144,7 @@ def _check_tensor_parallel(prefix: str, rollout: "RolloutEngineConfig", ranks: i
         yield Problem(key, f"{size} does not divide the number of ranks that generate, {ranks}: use {fitting}")
 
 
-def check_sft_ranks(config: "SFTConfig") -> Iterator[Problem]:
+def check_sft_ranks(config: SFTConfig) -> Iterator[Problem]:
     """Every data-parallel rank must get the same number of samples of a batch."""
     batch, engine, ranks = config.data.train_batch_size, config.engine.selected, config.trainer.n_gpus_per_node
     yield from _check_shard_groups("engine", engine, ranks)

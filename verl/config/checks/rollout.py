@@ -1,24 +1,21 @@
 """Checks of generation: sampling, weight sync, determinism and router replay."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from verl.config.checks.asynchronous import has_separate_rollout
 from verl.config.errors import Problem, format_value
 from verl.config.fields import flatten
+from verl.config.schema.ppo import Config
 from verl.config.schema.rollout import LOWEST_TEMPERATURE, RolloutConfig
 from verl.engines.traits import strategy_traits
 from verl.rollout.traits import built_in_engines, engine_traits
-
-if TYPE_CHECKING:
-    from verl.config.schema.ppo import Config
 
 _ROLLOUT = "actor_rollout_ref.rollout."
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORDS = _ROLLOUT + "enable_rollout_routing_replay"
 
 
-def check_sampling(config: "Config") -> Iterator[Problem]:
+def check_sampling(config: Config) -> Iterator[Problem]:
     """Temperatures, stop strings and lengths of responses."""
     rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
     if rollout.temperature < LOWEST_TEMPERATURE:
@@ -43,13 +40,13 @@ def check_sampling(config: "Config") -> Iterator[Problem]:
     }
     for name, (rollout_length, data_length) in lengths.items():
         if rollout_length != data_length:
-            what = (
+            message = (
                 f"found {rollout_length}, but data.max_{name}_length is {data_length}: set only data.max_{name}_length"
             )
-            yield Problem(f"{_ROLLOUT}{name}_length", what)
+            yield Problem(f"{_ROLLOUT}{name}_length", message)
 
 
-def check_weight_sync(config: "Config") -> Iterator[Problem]:
+def check_weight_sync(config: Config) -> Iterator[Problem]:
     """`weight_sync` agrees with the placement, and its folder with the method."""
     rollout, separate = config.actor_rollout_ref.rollout, has_separate_rollout(config)
     key, method = _ROLLOUT + "weight_sync", rollout.weight_sync
@@ -64,8 +61,10 @@ def check_weight_sync(config: "Config") -> Iterator[Problem]:
     if method == "disk" and rollout.lora_sync == "adapters" and config.actor_rollout_ref.model.has_adapters:
         yield Problem(_ROLLOUT + "lora_sync", "found adapters, but weight_sync=disk writes merged weights: use merged")
     if method != "disk" and rollout.weight_sync_dir is not None:
-        what = f"{rollout.weight_sync_dir!r}, but weight_sync={method} writes no files: use weight_sync=disk, or null"
-        yield Problem(_ROLLOUT + "weight_sync_dir", what)
+        message = (
+            f"{rollout.weight_sync_dir!r}, but weight_sync={method} writes no files: use weight_sync=disk, or null"
+        )
+        yield Problem(_ROLLOUT + "weight_sync_dir", message)
 
 
 _MERGES = "generation merges the adapters and training does not"
@@ -89,7 +88,7 @@ _NEEDED = {
 """Key of `actor_rollout_ref` -> the value that `rollout.deterministic` needs, and why."""
 
 
-def check_deterministic(config: "Config") -> Iterator[Problem]:
+def check_deterministic(config: Config) -> Iterator[Problem]:
     """Settings that `rollout.deterministic` does not support: generation and training would compute differently."""
     policy, name = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name
     if not policy.rollout.deterministic:
@@ -100,12 +99,12 @@ def check_deterministic(config: "Config") -> Iterator[Problem]:
         needed["rollout.name"] = (engine, "other engines use other GEMM and attention kernels")
     for key, (value, reason) in needed.items():
         if values[key] != value:
-            what = f"found {format_value(values[key])}, but rollout.deterministic=true needs {format_value(value)}"
-            yield Problem(f"actor_rollout_ref.{key}", f"{what}: {reason}")
+            message = f"found {format_value(values[key])}, but rollout.deterministic=true needs {format_value(value)}"
+            yield Problem(f"actor_rollout_ref.{key}", f"{message}: {reason}")
     for key in ("actor.fsdp_config.dtype", "ref.fsdp_config.dtype"):
         if values[key] in ("fp64", "float64"):
-            what = f"found {format_value(values[key])}, but log-probs of sampling are float32: use fp32 or bf16"
-            yield Problem(f"actor_rollout_ref.{key}", f"{what} with rollout.deterministic")
+            message = f"found {format_value(values[key])}, but log-probs of sampling are float32: use fp32 or bf16"
+            yield Problem(f"actor_rollout_ref.{key}", f"{message} with rollout.deterministic")
     if config.rollout_is_separate:
         yield Problem(
             "placement.rollout_devices",
@@ -114,25 +113,25 @@ def check_deterministic(config: "Config") -> Iterator[Problem]:
         )
 
 
-def check_router_replay(config: "Config") -> Iterator[Problem]:
+def check_router_replay(config: Config) -> Iterator[Problem]:
     """Settings that contradict `actor.router_replay`."""
     policy = config.actor_rollout_ref
     mode, records = policy.actor.router_replay.mode, policy.rollout.enable_rollout_routing_replay
     if mode == "disabled" and not records:
         return
     if not strategy_traits(policy.actor.strategy).router_replay:
-        what = f"strategy={policy.actor.strategy} does not support router replay: use strategy=fsdp, or disabled"
-        yield Problem(_MODE, f"{mode!r}, but {what}")
+        message = f"strategy={policy.actor.strategy} does not support router replay: use strategy=fsdp, or disabled"
+        yield Problem(_MODE, f"{mode!r}, but {message}")
     if mode == "R3" and not records:
         yield Problem(_MODE, f"'R3' replays the experts that the rollout has recorded: set {_RECORDS}=true, or use R2")
     if mode == "R2" and records:
         yield Problem(_RECORDS, "true, but router_replay.mode=R2 replays what training records: use false, or R3")
     if policy.rollout.deterministic:
-        what = "true, but mixtures of experts have no batch-invariant kernels: use false"
-        yield Problem("actor_rollout_ref.rollout.deterministic", what)
+        message = "true, but mixtures of experts have no batch-invariant kernels: use false"
+        yield Problem("actor_rollout_ref.rollout.deterministic", message)
 
 
-def rollout_notes(config: "Config") -> Iterator[str]:
+def rollout_notes(config: Config) -> Iterator[str]:
     """Settings of generation that are valid but may be surprising."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     val, buckets = rollout.val_kwargs, rollout.checkpoint_engine

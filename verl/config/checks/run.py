@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from verl.config.errors import Problem, format_value
 from verl.config.fields import Schema, flatten, to_flat_dict
 from verl.config.schema.megatron import MegatronConfig
+from verl.config.schema.ppo import Config
+from verl.config.schema.sft import SFTConfig
 from verl.utils.redaction import not_saved
-
-if TYPE_CHECKING:
-    from verl.config.schema.ppo import Config
-    from verl.config.schema.sft import SFTConfig
 
 _ACTOR = "actor_rollout_ref.actor."
 _TEMPLATES = "custom_chat_template"
@@ -44,7 +41,7 @@ def check_secrets(config: Schema) -> Iterator[Problem]:
         yield Problem(key, "its value was not saved with the configuration, since it may be a secret: set it again")
 
 
-def check_run_name(config: "Config | SFTConfig") -> Iterator[Problem]:
+def check_run_name(config: Config | SFTConfig) -> Iterator[Problem]:
     """Names are components of the default folder of the run and must not contain `..` or be absolute."""
     trainer = config.trainer
     for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
@@ -57,25 +54,25 @@ def check_run_name(config: "Config | SFTConfig") -> Iterator[Problem]:
             )
 
 
-def check_resume(config: "Config | SFTConfig") -> Iterator[Problem]:
+def check_resume(config: Config | SFTConfig) -> Iterator[Problem]:
     """`resume_mode=resume_path` has a path."""
     key, trainer = "trainer.resume_from_path", config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield Problem(key, "null, but trainer.resume_mode=resume_path needs it: set it to a global_step_N folder")
 
 
-def check_worker_env(config: "Config") -> Iterator[Problem]:
+def check_worker_env(config: Config) -> Iterator[Problem]:
     """`worker_env` has no variable that each worker gets from its rank."""
     for name in _SET_FOR_WORKERS & config.trainer.worker_env.keys():
         yield Problem(f"trainer.worker_env.{name}", "is set for each worker from its rank: remove it")
 
 
-def check_rewards(config: "Config") -> Iterator[Problem]:
+def check_rewards(config: Config) -> Iterator[Problem]:
     """There is one reward function, and a file for a manager that is imported."""
     custom, registered = config.reward.custom_reward_function.path, config.reward.reward_function
     if custom and registered:
-        what = f"{registered!r}, but reward.custom_reward_function.path={custom!r} is set as well: keep one"
-        yield Problem("reward.reward_function", what)
+        message = f"{registered!r}, but reward.custom_reward_function.path={custom!r} is set as well: keep one"
+        yield Problem("reward.reward_function", message)
     manager = config.reward.reward_manager
     if (manager.source == "importlib") != (manager.module.path is not None):
         yield Problem(
@@ -84,14 +81,14 @@ def check_rewards(config: "Config") -> Iterator[Problem]:
         )
 
 
-def check_dataset_class(config: "Config | SFTConfig") -> Iterator[Problem]:
+def check_dataset_class(config: Config | SFTConfig) -> Iterator[Problem]:
     """A custom dataset class has a file and a name."""
     path, name = config.data.custom_cls.path, config.data.custom_cls.name
     if (path is None) != (name is None):
         yield Problem("data.custom_cls.name", f"path is {path!r} and name is {name!r}: set both or neither")
 
 
-def check_kernels(config: "Config") -> Iterator[Problem]:
+def check_kernels(config: Config) -> Iterator[Problem]:
     """One source of fused kernels per model."""
     policy, critic = config.actor_rollout_ref, config.critic
     engines = {
@@ -104,7 +101,7 @@ def check_kernels(config: "Config") -> Iterator[Problem]:
             yield Problem(f"{section}.use_torch_compile", "true, but model.use_liger is true as well: use one of them")
 
 
-def check_adapters(config: "Config | SFTConfig") -> Iterator[Problem]:
+def check_adapters(config: Config | SFTConfig) -> Iterator[Problem]:
     """Adapters that train nothing; strategy=megatron has no models with images."""
     if "model" in config:
         models = {"model": (config.model, config.engine.selected)}
@@ -118,5 +115,5 @@ def check_adapters(config: "Config | SFTConfig") -> Iterator[Problem]:
         if model.lora_rank and not model.lora_alpha:
             yield Problem(f"{name}.lora_alpha", f"found 0, expected float > 0 with lora_rank={model.lora_rank}")
         if model.freeze_vision_tower and isinstance(engine, MegatronConfig):
-            what = "true, but strategy=megatron does not support vision-language models: use false, or strategy=fsdp"
-            yield Problem(f"{name}.freeze_vision_tower", what)
+            message = "true, but strategy=megatron does not support vision-language models: use false, or strategy=fsdp"
+            yield Problem(f"{name}.freeze_vision_tower", message)

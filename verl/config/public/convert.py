@@ -44,7 +44,7 @@ class Conversion:
             checks = [check_built_in] if self.schema is Config else []
             read_config(base=self.values, presets=presets, schema=self.schema, extra_checks=checks)
         except ConfigError as error:
-            self.remarks += [f"problem: {problem.key}: {problem.what}" for problem in error.problems]
+            self.remarks += [f"problem: {problem.key}: {problem.message}" for problem in error.problems]
 
 
 def read_source(path: Path) -> tuple[Layer, list[str]]:
@@ -145,8 +145,8 @@ def _from_verl(layer: Layer, schema: type[Schema]) -> Conversion:
         if key in derived or setting.value != plain.get(key, _Absent):
             result.values[key] = setting.value
     same = len(settings) - len(result.values)
-    refused = {problem.spelled or problem.key: problem.what for problem in reader.problems}
-    result.remarks += [f"not converted: {key}: {what}" for key, what in refused.items()]
+    refused = {problem.spelled or problem.key: problem.message for problem in reader.problems}
+    result.remarks += [f"not converted: {key}: {message}" for key, message in refused.items()]
     used = {setting.key for setting in settings.values()} | refused.keys()
     for spelled, setting in layer.items():
         if spelled not in used:

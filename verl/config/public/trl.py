@@ -238,7 +238,7 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
                 "data.train_batch_size": value * gpus * arguments["gradient_accumulation_steps"],
                 "data.micro_batch_size_per_gpu": value,
                 "data.use_dynamic_bsz": False,
-            },
+            }
         }
     rules["fp16"] = lambda value, arguments: {dtype: "fp16"} if value else {}
     return rules | (_ppo(gpus) if kind == "trl-ppo" else _grpo(gpus))

@@ -216,11 +216,7 @@ class CriticConfig(Section):
         None, "how token losses are aggregated; null: token-mean", default_from=_ACTOR + "loss_agg_mode}"
     )
     loss_scale_factor: float | None = field(
-        None,
-        "divisor of seq-mean-token-sum-norm",
-        default_from=_ACTOR + "loss_scale_factor}",
-        active_when=_NORM,
-        gt=0,
+        None, "divisor of seq-mean-token-sum-norm", default_from=_ACTOR + "loss_scale_factor}", active_when=_NORM, gt=0
     )
     model: CriticModelConfig = section(CriticModelConfig, "model that the critic starts from")
     optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer")

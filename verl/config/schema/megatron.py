@@ -89,10 +89,7 @@ class RefMegatronConfig(MegatronConfig):
         ge=2,
     )
     context_parallel_size: int = field(
-        1,
-        "ranks that share the tokens of the same sequences",
-        default_from=_ACTOR + "context_parallel_size}",
-        ge=1,
+        1, "ranks that share the tokens of the same sequences", default_from=_ACTOR + "context_parallel_size}", ge=1
     )
     expert_model_parallel_size: int = field(
         1, "ranks that share the experts of a layer", default_from=_ACTOR + "expert_model_parallel_size}", ge=1

@@ -8,17 +8,13 @@ from typing import Any, Literal
 
 import pydantic
 
-from verl.config.fields import FilePath, Precision, Section, StrList, field, is_positive, other_than, section
+from verl.config.fields import ALWAYS, FilePath, Precision, Section, StrList, field, is_positive, other_than, section
 from verl.rollout.traits import built_in_engines, engine_with
 
 _ACTOR = "${actor_rollout_ref.actor."
 _SAMPLES = ("temperature", other_than(0))
 _SCHEDULES = ("name", engine_with("own_scheduler"))
-_TURNS = (
-    "agent.default_agent_loop",
-    other_than("single_turn_agent"),
-    ", except for rows with the column agent_name",
-)
+_TURNS = ("agent.default_agent_loop", other_than("single_turn_agent"), ", except for rows with the column agent_name")
 
 #: except for 0; logits divided by a lower temperature may exceed float32
 LOWEST_TEMPERATURE = 1e-5
@@ -30,11 +26,7 @@ class SamplingConfig(Section):
     temperature: float = field(1.0, "sampling temperature", ge=0)
     top_k: int = field(-1, "sample from the k most likely tokens; -1: all", active_when=_SAMPLES, ge=-1)
     top_p: float = field(
-        1.0,
-        "nucleus sampling: cumulative probability of the tokens to sample from",
-        active_when=_SAMPLES,
-        gt=0,
-        le=1,
+        1.0, "nucleus sampling: cumulative probability of the tokens to sample from", active_when=_SAMPLES, gt=0, le=1
     )
     min_p: float = field(
         0.0, "minimum probability of a token, relative to the most likely one", active_when=_SAMPLES, ge=0, le=1
@@ -143,48 +135,34 @@ class AgentConfig(Section):
 class MultiTurnConfig(Section):
     """`actor_rollout_ref.rollout.multi_turn`: tool calls and interactions of the agent loop tool_agent."""
 
-    enable: bool = field(False, "use the agent loop tool_agent")
-    max_assistant_turns: int | None = field(
-        None, "maximum number of turns of the policy; null: no limit", active_when=_TURNS, ge=1
+    enable: bool = field(False, "use the agent loop tool_agent", active_when=ALWAYS)
+    max_assistant_turns: int | None = field(None, "maximum number of turns of the policy; null: no limit", ge=1)
+    max_user_turns: int | None = field(None, "maximum number of turns of tools and users; null: no limit", ge=0)
+    tool_config_path: FilePath | None = field(
+        None, "YAML file with tools, a list of class_name, config, tool_schema", active_when=ALWAYS
     )
-    max_user_turns: int | None = field(
-        None, "maximum number of turns of tools and users; null: no limit", active_when=_TURNS, ge=0
+    function_tool_path: FilePath | None = field(
+        None, "Python file with functions decorated with @function_tool", active_when=ALWAYS
     )
-    tool_config_path: FilePath | None = field(None, "YAML file with tools, a list of class_name, config, tool_schema")
-    function_tool_path: FilePath | None = field(None, "Python file with functions decorated with @function_tool")
-    interaction_config_path: FilePath | None = field(
-        None, "YAML file with interactions, a list of name, class_name", active_when=_TURNS
-    )
-    format: str = field(
-        "hermes", "registered name of the parser of tool calls: hermes, qwen, llama", active_when=_TURNS
-    )
-    max_parallel_calls: int = field(
-        1, "maximum number of tool calls per turn; further calls get an error", active_when=_TURNS, ge=1
-    )
-    max_tool_response_length: int = field(
-        256, "longer responses of a tool are truncated, in characters", active_when=_TURNS, ge=1
-    )
+    interaction_config_path: FilePath | None = field(None, "YAML file with interactions, a list of name, class_name")
+    format: str = field("hermes", "registered name of the parser of tool calls: hermes, qwen, llama")
+    max_parallel_calls: int = field(1, "maximum number of tool calls per turn; further calls get an error", ge=1)
+    max_tool_response_length: int = field(256, "longer responses of a tool are truncated, in characters", ge=1)
     tool_response_truncate_side: Literal["left", "middle", "right"] = field(
-        "middle",
-        "what is kept of a truncated response: left: its start, right: its end, middle: both",
-        active_when=_TURNS,
+        "middle", "what is kept of a truncated response: left: its start, right: its end, middle: both"
     )
-    tool_timeout: float | None = field(
-        60.0, "time limit of a call of a tool or interaction, in seconds", active_when=_TURNS, gt=0
-    )
+    tool_timeout: float | None = field(60.0, "time limit of a call of a tool or interaction, in seconds", gt=0)
     tool_isolation: Literal["process", "none"] = field(
-        "process",
-        "process: tools run in worker processes; none: in the process of the rollout, where breakpoints work",
-        active_when=_TURNS,
+        "process", "process: tools run in worker processes; none: in the process of the rollout, where breakpoints work"
     )
     tool_processes: int = field(
-        2,
-        "number of worker processes for tools, per rollout process",
-        active_when=[_TURNS, ("tool_isolation", "process")],
-        ge=1,
+        2, "number of worker processes for tools, per rollout process", active_when=("tool_isolation", "process"), ge=1
     )
     apply_chat_template_kwargs: dict[str, Any] = field(
-        {}, "arguments of the chat template between turns", default_from="${data.apply_chat_template_kwargs}"
+        {},
+        "arguments of the chat template between turns",
+        default_from="${data.apply_chat_template_kwargs}",
+        active_when=ALWAYS,
     )
 
 
@@ -272,7 +250,7 @@ class RolloutConfig(RolloutEngineConfig):
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "buckets of the weight sync")
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "sampling at validation")
     agent: AgentConfig = section(AgentConfig, "agent loop")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions", active_when=_TURNS)
     server: ServerConfig = section(
         ServerConfig, "agents that call the policy over HTTP", active_when=("mode", "server")
     )

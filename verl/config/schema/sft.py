@@ -74,9 +74,7 @@ class SFTMegatronConfig(MegatronConfig):
         False, "keep the optimizer state in host memory between phases", default_from="${engine.optimizer_offload}"
     )
     dtype: Precision = field(
-        "auto",
-        "dtype of weights and computation; auto: fp32 on a CPU, bf16 on a GPU",
-        default_from="${engine.dtype}",
+        "auto", "dtype of weights and computation; auto: fp32 on a CPU, bf16 on a GPU", default_from="${engine.dtype}"
     )
 
 
