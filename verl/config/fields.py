@@ -11,12 +11,12 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import pydantic
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from verl.config.errors import format_plain
 
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -63,6 +63,14 @@ def section(
     """
     extra = {"active_when": active_when, "below": below or {}}
     return pydantic.Field(default_factory=kind, description=help, json_schema_extra=extra)
+
+
+def like(declared: "type[Section]", name: str, default_from: str | None = None) -> Any:
+    """Declare a field like one of another section. default_from: as in `field`; None: as declared there."""
+    info = declared.model_fields[name]
+    limits = {limit: getattr(item, limit) for item in info.metadata for limit in _SIGNS if hasattr(item, limit)}
+    extra = info.json_schema_extra | ({"default_from": default_from} if default_from else {})
+    return pydantic.Field(default=info.default, description=info.description, json_schema_extra=extra, **limits)
 
 
 def is_set(value: Any) -> bool:
@@ -489,6 +497,4 @@ def _type_name(kind: Any) -> str:
 
 def _describe_limits(metadata: list[Any]) -> list[str]:
     """The limits of a field as text; pydantic keeps one object of annotated_types for each."""
-    signs = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}
-    limits = [(signs[type(item)], item) for item in metadata if type(item) in signs]
-    return [f"{sign} {getattr(item, name)}" for (name, sign), item in limits]
+    return [f"{_SIGNS[name]} {getattr(item, name)}" for item in metadata for name in _SIGNS if hasattr(item, name)]

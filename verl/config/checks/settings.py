@@ -6,73 +6,51 @@ They run before anything is loaded. A check is a function of the typed configura
 
 from collections.abc import Callable, Iterable
 
-from verl.config.checks.algorithm import algorithm_notes, check_groups, check_kl, check_losses
-from verl.config.checks.asynchronous import check_asynchronous
-from verl.config.checks.batch import (
-    check_batches,
-    check_generation_ranks,
-    check_ranks,
-    check_rollout_ranks,
-    check_sft_ranks,
-)
-from verl.config.checks.megatron import check_megatron_settings, megatron_notes
-from verl.config.checks.rollout import (
-    check_deterministic,
-    check_router_replay,
-    check_sampling,
-    check_weight_sync,
-    rollout_notes,
-)
-from verl.config.checks.run import (
-    check_adapters,
-    check_dataset_class,
-    check_kernels,
-    check_resume,
-    check_rewards,
-    check_run_name,
-    check_secrets,
-    check_templates,
-    check_worker_env,
-    check_zeros,
-)
+from verl.config.checks import algorithm, asynchronous, batch, megatron, rollout, run
 from verl.config.errors import Problem
 from verl.config.fields import Schema
 from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
 from verl.config.schema.sft import SFTConfig
 
-_RUN = (check_secrets, check_run_name, check_resume)
+_RUN = (run.check_secrets, run.check_run_name, run.check_resume)
 
 CHECKS: dict[type[Schema], tuple[Callable[..., Iterable[Problem]], ...]] = {
-    Schema: (check_templates, check_zeros),
+    Schema: (run.check_templates, run.check_zeros),
     Config: (
         *_RUN,
-        check_asynchronous,  # others depend on its placement
-        check_batches,
-        check_ranks,
-        check_rollout_ranks,
-        check_worker_env,
-        check_sampling,
-        check_weight_sync,
-        check_groups,
-        check_kl,
-        check_losses,
-        check_rewards,
-        check_dataset_class,
-        check_kernels,
-        check_deterministic,
-        check_adapters,
-        check_megatron_settings,
-        check_router_replay,
+        asynchronous.check_asynchronous,  # others depend on its placement
+        batch.check_batches,
+        batch.check_ranks,
+        batch.check_rollout_ranks,
+        run.check_worker_env,
+        rollout.check_sampling,
+        rollout.check_weight_sync,
+        algorithm.check_groups,
+        algorithm.check_kl,
+        algorithm.check_losses,
+        run.check_rewards,
+        run.check_dataset_class,
+        run.check_kernels,
+        rollout.check_deterministic,
+        run.check_adapters,
+        megatron.check_megatron_settings,
+        rollout.check_router_replay,
     ),
-    GenerationConfig: (check_generation_ranks,),
-    SFTConfig: (*_RUN, check_dataset_class, check_sft_ranks, check_adapters, check_megatron_settings),
+    GenerationConfig: (batch.check_generation_ranks,),
+    SFTConfig: (
+        *_RUN,
+        run.check_dataset_class,
+        batch.check_sft_ranks,
+        run.check_adapters,
+        megatron.check_megatron_settings,
+    ),
 }
 """Schema -> its checks, in the order in which they run."""
 
 NOTES: dict[type[Schema], tuple[Callable[..., Iterable[str]], ...]] = {
-    Config: (algorithm_notes, rollout_notes, megatron_notes),
-    SFTConfig: (megatron_notes,),
+    Config: (algorithm.algorithm_notes, rollout.rollout_notes, megatron.megatron_notes),
+    SFTConfig: (megatron.megatron_notes,),
 }
 """Schema -> functions that return warnings about settings that are valid but may be surprising."""
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import Section, field, never, section
+from verl.config.fields import Section, field, like, never, section
 from verl.config.schema.algorithm import KLEstimator
 from verl.config.schema.megatron import MegatronConfig, RefMegatronConfig
 from verl.config.schema.model import (
@@ -16,6 +16,7 @@ from verl.config.schema.model import (
     OptimConfig,
     is_model_parallel,
 )
+from verl.config.schema.rollout import RolloutConfig
 
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -131,28 +132,19 @@ class ActorConfig(Section):
         return {**self.model_dump(), **of_loss, "policy_loss": of_loss}
 
 
+def _of_actor(name: str) -> Any:
+    """A field like that of the actor, whose value is the default."""
+    return like(ActorConfig, name, f"${{actor_rollout_ref.actor.{name}}}")
+
+
 class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference policy of the KL."""
 
     enable: bool | None = field(None, "load the reference model; null: if a KL needs it")
-    strategy: str = field("fsdp", "registered name of the engine", default_from=_ACTOR + "strategy}")
-    log_prob_micro_batch_size_per_gpu: int | None = field(
-        None,
-        "sequences per forward pass of one rank",
-        default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
-        active_when=("log_prob_use_dynamic_bsz", False),
-        ge=1,
-    )
-    log_prob_use_dynamic_bsz: bool = field(
-        False, "size micro-batches by tokens instead of sequences", default_from=_ACTOR + "use_dynamic_bsz}"
-    )
-    log_prob_max_token_len_per_gpu: int | None = field(
-        None,
-        "tokens per micro-batch of one rank",
-        default_from=_ACTOR + "ppo_max_token_len_per_gpu}",
-        active_when=(("log_prob_micro_batch_size_per_gpu", None), ("log_prob_use_dynamic_bsz", True)),
-        ge=1,
-    )
+    strategy: str = _of_actor("strategy")
+    log_prob_micro_batch_size_per_gpu: int | None = like(RolloutConfig, "log_prob_micro_batch_size_per_gpu")
+    log_prob_use_dynamic_bsz: bool = like(RolloutConfig, "log_prob_use_dynamic_bsz")
+    log_prob_max_token_len_per_gpu: int | None = like(RolloutConfig, "log_prob_max_token_len_per_gpu")
     fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading", active_when=SHARDED)
     megatron: RefMegatronConfig = section(
         RefMegatronConfig,
@@ -171,17 +163,9 @@ class CriticConfig(Section):
     """`critic`: the value model and its update."""
 
     enable: bool | None = field(None, "train a critic; null: if the advantage estimator reads values")
-    strategy: str = field("fsdp", "registered name of the training engine", default_from=_ACTOR + "strategy}")
-    ppo_mini_batch_size: int = field(
-        256, "PROMPTS per optimizer update, as for the actor", default_from=_ACTOR + "ppo_mini_batch_size}", ge=1
-    )
-    ppo_micro_batch_size_per_gpu: int | None = field(
-        None,
-        "SEQUENCES per forward and backward pass of one rank",
-        default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
-        active_when=("use_dynamic_bsz", False),
-        ge=1,
-    )
+    strategy: str = _of_actor("strategy")
+    ppo_mini_batch_size: int = _of_actor("ppo_mini_batch_size")
+    ppo_micro_batch_size_per_gpu: int | None = _of_actor("ppo_micro_batch_size_per_gpu")
     forward_micro_batch_size_per_gpu: int | None = field(
         None,
         "sequences per forward pass when values are computed",
@@ -189,15 +173,8 @@ class CriticConfig(Section):
         active_when=("use_dynamic_bsz", False),
         ge=1,
     )
-    use_dynamic_bsz: bool = field(
-        False, "size micro-batches by tokens instead of sequences", default_from=_ACTOR + "use_dynamic_bsz}"
-    )
-    ppo_max_token_len_per_gpu: int | None = field(
-        None,
-        "tokens per micro-batch of one rank; null: as for the actor",
-        active_when=(("ppo_micro_batch_size_per_gpu", None), ("use_dynamic_bsz", True)),
-        ge=1,
-    )
+    use_dynamic_bsz: bool = _of_actor("use_dynamic_bsz")
+    ppo_max_token_len_per_gpu: int | None = like(ActorConfig, "ppo_max_token_len_per_gpu")
     forward_max_token_len_per_gpu: int | None = field(
         None,
         "tokens per micro-batch when values are computed",
@@ -205,19 +182,15 @@ class CriticConfig(Section):
         active_when=(("forward_micro_batch_size_per_gpu", None), ("use_dynamic_bsz", True)),
         ge=1,
     )
-    ppo_epochs: int = field(1, "optimization epochs per batch", default_from=_ACTOR + "ppo_epochs}", ge=1)
-    shuffle: bool = field(False, "shuffle the mini-batches", default_from=_ACTOR + "shuffle}")
-    data_loader_seed: int = field(
-        42, "seed of that shuffle", default_from="${trainer.seed}", active_when=("shuffle", True), ge=0, le=2**62
-    )
+    ppo_epochs: int = _of_actor("ppo_epochs")
+    shuffle: bool = _of_actor("shuffle")
+    data_loader_seed: int = like(ActorConfig, "data_loader_seed")
     cliprange_value: float = field(0.5, "clip range of the value around the old value", gt=0)
     value_loss_coef: float = field(1.0, "coefficient of the value loss", gt=0)
     loss_agg_mode: LossAggregation | None = field(
         None, "how token losses are aggregated; null: token-mean", default_from=_ACTOR + "loss_agg_mode}"
     )
-    loss_scale_factor: float | None = field(
-        None, "divisor of seq-mean-token-sum-norm", default_from=_ACTOR + "loss_scale_factor}", active_when=_NORM, gt=0
-    )
+    loss_scale_factor: float | None = _of_actor("loss_scale_factor")
     model: CriticModelConfig = section(CriticModelConfig, "model that the critic starts from")
     optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer")
     fsdp: EngineConfig = section(EngineConfig, "precision, sharding and offloading", active_when=SHARDED)

@@ -1,10 +1,9 @@
 """The `megatron` sections: the engine of `strategy=megatron`."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from verl.config.fields import Precision, Section, StrList, field, other_than, section
+from verl.config.fields import Precision, Section, StrList, field, like, other_than, section
 
-_ACTOR = "${actor_rollout_ref.actor.megatron."
 _STAGES = ("pipeline_model_parallel_size", other_than(1))
 
 
@@ -73,35 +72,17 @@ class MegatronConfig(Section):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
+def _of_actor(name: str) -> Any:
+    return like(MegatronConfig, name, f"${{actor_rollout_ref.actor.megatron.{name}}}")
+
+
 class RefMegatronConfig(MegatronConfig):
     """`actor_rollout_ref.ref.megatron`: by default the parallel sizes of the actor."""
 
-    tensor_model_parallel_size: int = field(
-        1, "ranks that share every layer", default_from=_ACTOR + "tensor_model_parallel_size}", ge=1
-    )
-    pipeline_model_parallel_size: int = field(
-        1, "pipeline stages", default_from=_ACTOR + "pipeline_model_parallel_size}", ge=1
-    )
-    virtual_pipeline_model_parallel_size: int | None = field(
-        None,
-        "chunks of layers per pipeline stage (interleaved schedule); null: one",
-        default_from=_ACTOR + "virtual_pipeline_model_parallel_size}",
-        ge=2,
-    )
-    context_parallel_size: int = field(
-        1, "ranks that share the tokens of the same sequences", default_from=_ACTOR + "context_parallel_size}", ge=1
-    )
-    expert_model_parallel_size: int = field(
-        1, "ranks that share the experts of a layer", default_from=_ACTOR + "expert_model_parallel_size}", ge=1
-    )
-    expert_tensor_parallel_size: int | None = field(
-        None,
-        "ranks that share every expert; null: tensor_model_parallel_size",
-        default_from=_ACTOR + "expert_tensor_parallel_size}",
-        ge=1,
-    )
-    sequence_parallel: bool = field(
-        True,
-        "shard activations between layers over the tensor-parallel ranks",
-        default_from=_ACTOR + "sequence_parallel}",
-    )
+    tensor_model_parallel_size: int = _of_actor("tensor_model_parallel_size")
+    pipeline_model_parallel_size: int = _of_actor("pipeline_model_parallel_size")
+    virtual_pipeline_model_parallel_size: int | None = _of_actor("virtual_pipeline_model_parallel_size")
+    context_parallel_size: int = _of_actor("context_parallel_size")
+    expert_model_parallel_size: int = _of_actor("expert_model_parallel_size")
+    expert_tensor_parallel_size: int | None = _of_actor("expert_tensor_parallel_size")
+    sequence_parallel: bool = _of_actor("sequence_parallel")

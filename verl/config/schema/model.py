@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Precision, Section, StrList, field, is_positive, is_set
+from verl.config.fields import FilePath, Precision, Section, StrList, field, is_positive, is_set, like
 from verl.engines.traits import strategy_traits, strategy_with
 
 CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
@@ -60,17 +60,9 @@ class ModelConfig(Section):
 class CriticModelConfig(ModelConfig):
     """`critic.model`: by default the model of the policy, with a value head."""
 
-    path: FilePath | None = field(
-        None, "Hugging Face model that the critic starts from", default_from="${actor_rollout_ref.model.path}"
-    )
-    tokenizer_path: FilePath | None = field(
-        None, "folder or Hub id of the critic's tokenizer", default_from="${actor_rollout_ref.model.tokenizer_path}"
-    )
-    trust_remote_code: bool = field(
-        False,
-        "run the Python code that comes with the model",
-        default_from="${actor_rollout_ref.model.trust_remote_code}",
-    )
+    path: FilePath | None = like(ModelConfig, "path", "${actor_rollout_ref.model.path}")
+    tokenizer_path: FilePath | None = like(ModelConfig, "tokenizer_path", "${actor_rollout_ref.model.tokenizer_path}")
+    trust_remote_code: bool = like(ModelConfig, "trust_remote_code", "${actor_rollout_ref.model.trust_remote_code}")
 
 
 class OptimConfig(Section):
@@ -143,16 +135,12 @@ class CheckpointConfig(Section):
 class ActorCheckpointConfig(CheckpointConfig):
     """`actor_rollout_ref.actor.checkpoint`."""
 
-    load_contents: CheckpointContents = field(
-        ["model", "optimizer", "extra"],
-        "what to restore",
-        default_from="${actor_rollout_ref.actor.checkpoint.save_contents}",
+    load_contents: CheckpointContents = like(
+        CheckpointConfig, "load_contents", "${actor_rollout_ref.actor.checkpoint.save_contents}"
     )
 
 
 class CriticCheckpointConfig(CheckpointConfig):
     """`critic.checkpoint`."""
 
-    load_contents: CheckpointContents = field(
-        ["model", "optimizer", "extra"], "what to restore", default_from="${critic.checkpoint.save_contents}"
-    )
+    load_contents: CheckpointContents = like(CheckpointConfig, "load_contents", "${critic.checkpoint.save_contents}")

@@ -217,7 +217,7 @@ class RolloutConfig(RolloutEngineConfig):
     )
     log_prob_micro_batch_size_per_gpu: int | None = field(
         None,
-        "sequences per forward pass when old log-probs are computed",
+        "sequences per forward pass when log-probs are computed",
         default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
         active_when=("log_prob_use_dynamic_bsz", False),
         ge=1,

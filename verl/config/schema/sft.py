@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from verl.config.fields import FilePaths, Precision, StrList, field, section
+from verl.config.fields import FilePaths, Precision, StrList, field, like, section
 from verl.config.naming import RunSchema
 from verl.config.public.aliases import SFT
 from verl.config.schema.data import BAD_ROWS, NUM_WORKERS, DatasetClassConfig, MediaSection, PromptFormat
@@ -67,15 +67,9 @@ _INHERITED = ("dtype", "param_offload", "optimizer_offload")
 class SFTMegatronConfig(MegatronConfig):
     """`engine.megatron`."""
 
-    param_offload: bool = field(
-        False, "keep the weights in host memory between phases", default_from="${engine.param_offload}"
-    )
-    optimizer_offload: bool = field(
-        False, "keep the optimizer state in host memory between phases", default_from="${engine.optimizer_offload}"
-    )
-    dtype: Precision = field(
-        "auto", "dtype of weights and computation; auto: fp32 on a CPU, bf16 on a GPU", default_from="${engine.dtype}"
-    )
+    param_offload: bool = like(MegatronConfig, "param_offload", "${engine.param_offload}")
+    optimizer_offload: bool = like(MegatronConfig, "optimizer_offload", "${engine.optimizer_offload}")
+    dtype: Precision = like(MegatronConfig, "dtype", "${engine.dtype}")
 
 
 class SFTEngineConfig(EngineConfig):
@@ -95,9 +89,7 @@ class SFTEngineConfig(EngineConfig):
 class SFTCheckpointConfig(CheckpointConfig):
     """`checkpoint`."""
 
-    load_contents: CheckpointContents = field(
-        ["model", "optimizer", "extra"], "what to restore", default_from="${checkpoint.save_contents}"
-    )
+    load_contents: CheckpointContents = like(CheckpointConfig, "load_contents", "${checkpoint.save_contents}")
 
 
 class SFTTrainerConfig(RunConfig):
