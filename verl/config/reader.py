@@ -53,14 +53,14 @@ class Reader:
         """Key of the schema -> resolved value with its origin."""
         layers = [self._known(self._renamed(layer)) for layer in self.layers]
         resolved = self._resolver(layers)
-        found = [[(key, value) for key, given in layer if (value := resolved(given))] for layer in layers]
-        agreed = [self._agreed((key, given) for key, given in layer if not self._unset(key, given)) for layer in found]
+        interpolated = [[(key, value) for key, setting in layer if (value := resolved(setting))] for layer in layers]
+        agreed = [self._agreed((key, setting) for key, setting in layer if not self._unset(key, setting)) for layer in interpolated]
         merged = self._merged(agreed)
         computed = [self._computed(layer, merged) for layer in agreed]
         merged = self._merged(computed)
         self.source_of = {key: index for index, layer in enumerate(computed) for key in layer}
         self._report_ignored(resolved)
-        return {key: self._as_string(key, given) for key, given in merged.items() if self._in_schema(key, given)}
+        return {key: self._as_string(key, setting) for key, setting in merged.items() if self._in_schema(key, setting)}
 
     def _unset(self, key: str, setting: Setting) -> bool:
         """Whether null means the default: for older names, and for keys that are null in a release of public verl."""

@@ -49,8 +49,8 @@ _SHARDED = [
 def built_in_strategies() -> Mapping[str, TrainTraits]:
     """Name -> traits of the training engines of this package."""
     folders = sorted(file.parent.name for file in Path(__file__).parent.glob("*/traits.py"))
-    found = [importlib.import_module(f"verl.engines.{name}.traits").TRAITS for name in folders]
-    return {traits.name: traits for traits in (*_SHARDED, *found)}
+    declared = [importlib.import_module(f"verl.engines.{name}.traits").TRAITS for name in folders]
+    return {traits.name: traits for traits in (*_SHARDED, *declared)}
 
 
 def strategy_traits(name: str) -> TrainTraits:

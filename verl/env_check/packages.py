@@ -103,7 +103,7 @@ def check_core(probes: Mapping[str, Probe]) -> list[Check]:
     faults = [check for check in others if check.state != OK]
     if faults:
         return leading + faults
-    versions = ", ".join(f"{check.name} {check.found}" for check in others)
+    versions = ", ".join(f"{check.name} {check.detail}" for check in others)
     return [*leading, Check("other packages", OK, versions, required=True)]
 
 

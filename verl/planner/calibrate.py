@@ -46,13 +46,13 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 for size in (2, 2**22):
     x = torch.ones(size)
     out = [torch.empty(size), torch.empty(size)]
-    found = []
+    seconds = []
     for _ in range(15):
         start = time.process_time()
         dist.all_gather(out, x)
-        found.append(time.process_time() - start)
+        seconds.append(time.process_time() - start)
     if rank == 0:
-        print(min(found))
+        print(min(seconds))
 dist.barrier()
 dist.destroy_process_group()
 """

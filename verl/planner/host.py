@@ -23,11 +23,11 @@ def host_name(device: torch.device) -> str:
 
 def host_fingerprint(device: torch.device) -> dict[str, str]:
     """What a calibration depends on: hardware, threads and packages."""
-    found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    found |= {"cpu": _cpu_model(), "cores": str(os.cpu_count())}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    versions |= {"cpu": _cpu_model(), "cores": str(os.cpu_count())}
     if device.type == "cuda":
-        return found | {"gpus": str(torch.cuda.device_count()), "cuda": str(torch.version.cuda)}
-    return found | {"memory": f"{host_memory() / GIB:.0f} GiB"}
+        return versions | {"gpus": str(torch.cuda.device_count()), "cuda": str(torch.version.cuda)}
+    return versions | {"memory": f"{host_memory() / GIB:.0f} GiB"}
 
 
 def _cpu_model() -> str:

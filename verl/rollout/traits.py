@@ -72,8 +72,8 @@ class EngineTraits:
 def built_in_engines() -> Mapping[str, EngineTraits]:
     """Name -> traits of the engines of this package."""
     folders = sorted(file.parent.name for file in Path(__file__).parent.glob("*/traits.py"))
-    found = [importlib.import_module(f"verl.rollout.{name}.traits").TRAITS for name in folders]
-    return {traits.name: traits for traits in found}
+    declared = [importlib.import_module(f"verl.rollout.{name}.traits").TRAITS for name in folders]
+    return {traits.name: traits for traits in declared}
 
 
 _CUSTOM: dict[str, EngineTraits] = {}

@@ -98,18 +98,18 @@ def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer
     layers: list[Layer] = []
     rest: Layer = {}
     problems: list[Problem] = []
-    for key, given in overrides.items():
+    for key, setting in overrides.items():
         group, at, package = key.partition("@")
         known = group in upstream_groups() or any(os.path.isdir(folder / group) for folder in directories)
-        if isinstance(given.value, str) and given.value != REMOVED and (at or (known and "." not in key)):
+        if isinstance(setting.value, str) and setting.value != REMOVED and (at or (known and "." not in key)):
             if key == CONFIGURATION:
-                given = replace(given, where=f"--config-name={given.value}")
+                setting = replace(setting, where=f"--config-name={setting.value}")
             try:
-                layers += _selected(group, given.value, package, directories, given)
+                layers += _selected(group, setting.value, package, directories, setting)
             except ConfigError as error:
                 problems += error.problems
         else:
-            rest[key] = given
+            rest[key] = setting
     return layers, rest, problems
 
 
