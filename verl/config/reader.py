@@ -54,7 +54,8 @@ class Reader:
         layers = [self._known(self._renamed(layer)) for layer in self.layers]
         resolved = self._resolver(layers)
         interpolated = [[(key, value) for key, setting in layer if (value := resolved(setting))] for layer in layers]
-        agreed = [self._agreed((key, setting) for key, setting in layer if not self._unset(key, setting)) for layer in interpolated]
+        layers = [[item for item in layer if not self._unset(*item)] for layer in interpolated]
+        agreed = [self._agreed(layer) for layer in layers]
         merged = self._merged(agreed)
         computed = [self._computed(layer, merged) for layer in agreed]
         merged = self._merged(computed)
