@@ -59,30 +59,29 @@ def check_ranks(config: Config) -> Iterator[Problem]:
         return
     policy, critic, devices = config.actor_rollout_ref, config.critic, config.placement
     actors = devices.actor_devices
-    problems = list(_check_role(config, _ACTOR, "fsdp_config", policy.actor, actors))
-    problems += _check_role(config, "actor_rollout_ref.ref.", "fsdp_config", policy.ref, devices.ref_devices or actors)
+    problems = list(_check_role(config, _ACTOR, policy.actor, actors))
+    problems += _check_role(config, "actor_rollout_ref.ref.", policy.ref, devices.ref_devices or actors)
     yield from problems
     sizes = "ppo_mini_batch_size"  # of the critic: by default that of the actor
     reported = {problem.message for problem in problems if problem.key.endswith(sizes)}
-    of_critic = list(_check_role(config, "critic.", "fsdp", critic, devices.critic_devices or actors))
+    of_critic = list(_check_role(config, "critic.", critic, devices.critic_devices or actors))
     if of_critic and may_have_critic(config):
         yield from (problem for problem in of_critic if problem.message not in reported)
 
 
 def _check_role(
-    config: Config, prefix: str, fsdp: str, role: ActorConfig | RefConfig | CriticConfig, devices: list[int] | None
+    config: Config, prefix: str, role: ActorConfig | RefConfig | CriticConfig, devices: list[int] | None
 ) -> Iterator[Problem]:
     """The sizes of one role divide its ranks, and the ranks a mini-batch.
 
     Args:
         config: the configuration.
         prefix: of its keys.
-        fsdp: name of its FSDP section.
         role: its section.
         devices: its devices; None: all.
     """
     engine, n = role.engine, config.actor_rollout_ref.rollout.n
-    section = f"{prefix}{'megatron' if isinstance(engine, MegatronConfig) else fsdp}"
+    section = prefix + next(name for name, value in role if value is engine)
     ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
     yield from _check_shard_groups(section, engine, ranks)
     if ranks % engine.ranks_with_same_rows:
