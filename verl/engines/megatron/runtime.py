@@ -28,10 +28,10 @@ def check_installed() -> None:
     """Raise ValueError if megatron-core is missing or of another minor release than the tested one."""
     if (missing := TRAITS.missing_package()) is not None:
         raise ValueError(missing)
-    version = importlib.metadata.version("megatron-core")
-    if version.split(".")[:2] != TESTED.split(".")[:2]:
+    installed = importlib.metadata.version("megatron-core")
+    if installed.split(".")[:2] != TESTED.split(".")[:2]:
         raise ValueError(
-            f"strategy=megatron: expected megatron-core {TESTED}, found {version}: {PACKAGE.how_to_install}"
+            f"strategy=megatron: expected megatron-core {TESTED}, found {installed}: {PACKAGE.how_to_install}"
         )
 
 
@@ -107,18 +107,18 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
             distributed_timeout_minutes=minutes,
             create_gloo_process_groups=False,
         )
-    found = {
+    current = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
-    if found != sizes | experts:
+    if current != sizes | experts:
         raise ValueError(
-            f"megatron: all engines of a process need the same parallel sizes, found {found} and {sizes | experts}"
+            f"megatron: all engines of a process need the same parallel sizes, found {current} and {sizes | experts}"
         )
-    # not used for initialization, which reads the weights from files; recomputation saves and restores its state
+    # recomputation saves and restores this state; weights are read from files, not initialized
     tensor_parallel.model_parallel_cuda_manual_seed(megatron.seed)
     return ParallelRanks(
         t=parallel_state.get_tensor_model_parallel_rank(),

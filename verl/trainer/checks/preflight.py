@@ -48,7 +48,7 @@ from verl.engines.base import ENGINES, check_device
 from verl.engines.loading import check_kernels
 from verl.registry import did_you_mean, import_module, location_of
 from verl.rollout.base import ROLLOUT_ENGINES
-from verl.server.agents import TRIAL_FACTS
+from verl.server.agents import TRIAL_INFO
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.single_controller.local.cluster import ProcessCluster
 from verl.tracking.run_record import collected
@@ -419,7 +419,7 @@ def model_fits(run: Run) -> None:
 
 def reward_function(run: Run) -> None:
     """The data has what the reward function needs, and the function scores two trial responses to the first prompt."""
-    facts = TRIAL_FACTS if run.config.actor_rollout_ref.rollout.mode == "server" else None
+    facts = TRIAL_INFO if run.config.actor_rollout_ref.rollout.mode == "server" else None
     run.reward_values = try_rewards(run.inputs, run.config.reward.reward_model.enable, facts)
 
 
