@@ -58,7 +58,7 @@ class RouterReplayConfig(Section):
 class ActorConfig(Section):
     """`actor_rollout_ref.actor`: the policy update."""
 
-    strategy: str = field("fsdp", "registered name of the training engine: fsdp, fsdp2, or a custom one")
+    strategy: str = field("fsdp", "registered name of the training engine: fsdp, fsdp2, megatron, or a custom one")
     ppo_mini_batch_size: int = field(
         256, "PROMPTS per optimizer update over all ranks (times rollout.n = responses); at most the batch", ge=1
     )
