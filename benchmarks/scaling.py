@@ -54,7 +54,7 @@ def job_of(algorithm: str, policy: str, values: str | None = None) -> Job:
         old_log_probs=True,
         engine="native",
         memory_share=0.9,
-        kind="megatron",
+        model_parallel=True,
         generations=2 if algorithm == "ReMax" else 1,
         strict=False,
     )

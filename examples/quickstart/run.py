@@ -34,10 +34,10 @@ from rich.console import Console
 
 from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_output_folder, write_task
 from examples.quickstart.tiny_model import tiny_model
-from verl.config import check_inputs, load_config, unsupported
+from verl.config import check_inputs, load_config
+from verl.config.checks.registered import check_built_in
 from verl.config.load import read_config
 from verl.config.presets import PRESETS
-from verl.config.supported import check_built_in
 from verl.tracking.console import Alive, TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
@@ -56,7 +56,7 @@ MODEL_SIZE = {"reverse": "tiny", "sort": "tiny", "countdown3": "mini", "digit": 
 CRITIC = ["critic.model.enable_gradient_checkpointing=false", "critic.optim.lr=1e-3"]
 SAMPLES_EVERY = 10
 #: of the settings, before the warm-up
-CHECKS = (check_inputs, unsupported, check_built_in)
+CHECKS = (check_inputs, check_built_in)
 #: files of a run, which the next run in the folder replaces
 WRITTEN = {"model", "data", "sft", "rl", "curves.png"}
 

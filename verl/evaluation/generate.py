@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import ConfigError, Problem, check_inputs, check_registered, check_supported, load_config, to_flat_dict
+from verl.config import (
+    ConfigError,
+    Problem,
+    check_inputs,
+    check_registered,
+    load_config,
+    settings_without_effect,
+    to_flat_dict,
+)
 from verl.config.inputs import check_generation
 from verl.config.schema.offline import GenerationConfig
 from verl.data.media import note_unused_media_keys
@@ -166,7 +174,8 @@ class GenerationRun:
             )
         elif problems := [*check_generation(config), *check_engine(config)]:
             raise ConfigError(problems)
-        check_supported(config)
+        for note in settings_without_effect(config):
+            logger.warning(note)
         check_launcher(config.trainer)
         self.config = config
         self.roles: dict[str, WorkerGroup] = {}

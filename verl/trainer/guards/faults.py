@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.schema import Config
+from verl.config.schema import Config, MegatronConfig
 from verl.rewards.sandbox.pool import ProcessPool
 from verl.tracking.trackers import TRACKER_REGISTRY
 from verl.trainer.guards.base import Guard
@@ -65,7 +65,10 @@ def check_faults(config: Config) -> None:
     conditions = {
         "kill-reward": (isolated, "reward.isolation=process"),
         "hang-reward": (isolated and reward.timeout, "reward.isolation=process and a reward.timeout"),
-        "nan-weight": (policy.actor.strategy != "megatron", "another actor.strategy than megatron"),
+        "nan-weight": (
+            not isinstance(policy.actor.engine, MegatronConfig),
+            f"another actor.strategy than {policy.actor.strategy}",
+        ),
         "stop-rank": (in_processes, "worker processes: trainer.n_gpus_per_node of at least 2, or trainer.backend=ray"),
         "tracker-hang": (in_thread, "a tracker that runs in a thread in trainer.logger, such as wandb"),
         "stale-weights": (

@@ -16,7 +16,9 @@ from typing import Any
 
 from verl.config import to_flat_dict
 from verl.config.fields import Schema
+from verl.engines.traits import built_in_strategies
 from verl.registry import did_you_mean
+from verl.rollout.traits import built_in_engines
 from verl.trainer.state.object_identity import object_fingerprint
 from verl.utils.data_names import SUFFIXES, DataName
 from verl.utils.redaction import redacted
@@ -32,7 +34,14 @@ _WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 64 << 20, 64, 1 << 16
 _MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer.json", "*.model", "chat_template*")
 #: files of custom code, and of the tools and agent loops that name it
 _CODE = (".py", ".yaml", ".yml")
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "sglang", "megatron-core", "flash-attn", "verl")
+_PACKAGES = (
+    *("torch", "transformers", "tokenizers", "numpy", "flash-attn", "verl"),
+    *(
+        traits.package.distributions[0]
+        for traits in (*built_in_engines().values(), *built_in_strategies().values())
+        if traits.package is not None
+    ),
+)
 
 #: settings of another experiment ...
 _EXPERIMENT = (
@@ -41,10 +50,9 @@ _EXPERIMENT = (
 )
 #: ... except these: placement, speed, limits, and what is tuned during a run
 _TUNED = (
-    *("algorithm.kl_ctrl.*", "data.val_*", "data.validation_shuffle", "data.max_*_length", "data.gen_batch_size"),
+    *("algorithm.kl_ctrl.*", "data.val_*", "data.max_*_length", "data.gen_batch_size"),
     *("data.streaming", "data.dataloader_num_workers", "data.max_bad_rows", "reward.timeout", "reward.isolation"),
     *("reward.memory_limit_mb", "reward.on_error", "reward.retries", "reward.max_failure_rate"),
-    *("reward.sandbox_fusion.*",),
     *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len*", "*use_remove_padding", "*.trust_remote_code"),
 )
 #: settings whose changes are not logged
@@ -152,8 +160,8 @@ class Identity:
                 "data" in compared and key == "data.train_files"
             )
             old, new = saved.get(key), self._flat.get(key)
-            if key not in saved and key in self._defaults and new == self._defaults[key]:
-                continue  # a setting that the version that wrote the checkpoint did not have
+            if key not in self._flat or (key not in saved and new == self._defaults[key]):
+                continue  # a setting that this version, or the one that wrote the checkpoint, does not have
             if old == new or ("code" in compared and _without_code(old) == _without_code(new)):
                 continue
             if not (is_path and all((self._working_dir / text).exists() for text in _texts(new))):
