@@ -403,7 +403,7 @@ def test_a_disconnect_aborts_the_request(served, stream, monkeypatch):
             assert next(response.iter_lines()).startswith("data: ")
             raise httpx.ReadTimeout("the client closes the connection here")
     deadline = time.monotonic() + 20
-    while engine._continuous.is_busy():
+    while engine._batch.is_busy():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert 0 <= engine.stats.tokens < 900

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from verl.rollout.base import fail
 from verl.rollout.checks import check_finite
-from verl.rollout.gathering import fail
 from verl.rollout.request import Completion, FinishReason, Request
 from verl.rollout.routed_experts import cut
 from verl.rollout.stop_strings import SEARCH_INTERVAL
