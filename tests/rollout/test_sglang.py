@@ -25,7 +25,7 @@ from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang import capabilities, loader, settings, weights
-from verl.rollout.sglang.filters import LogitFilter, filter_params
+from verl.rollout.sglang.engine import LogitFilter, filter_params
 from verl.rollout.sglang.service import Job
 from verl.utils.device import resolve_device
 

@@ -168,7 +168,7 @@ MOVED = {
     "verl.rollout.server.agent_loop": "verl.server.agent_loop",
     "verl.rollout.server.agents": "verl.server.agents",
     "verl.rollout.server.app": "verl.server.app",
-    "verl.rollout.server.engine_loop": "verl.server.engine_loop",
+    "verl.rollout.server.engine_loop": "verl.server.service",
     "verl.rollout.server.episodes": "verl.server.episodes",
     "verl.rollout.server.http": "verl.server.http",
     "verl.rollout.server.protocol": "verl.server.protocol",

@@ -1,18 +1,25 @@
 """What vLLM and SGLang share: engines of other libraries, with their own copy of the weights."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.config import schema
 from verl.config.errors import nearest_key
 from verl.modeling.huggingface import model_source, read_config
-from verl.rollout.base import RolloutEnv, SharesWeights
+from verl.rollout.base import RolloutEngine, RolloutEnv, RolloutStats, SharesWeights
+from verl.rollout.checks import check_finite
 from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
-from verl.rollout.routed_experts import layers_with_experts
+from verl.rollout.request import Completion, FinishReason, Request
+from verl.rollout.routed_experts import cut, layers_with_experts
+from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.vision_models import check_images
 from verl.weight_sync import WeightReceiver
 from verl.weight_sync.base import require_weights
@@ -78,6 +85,89 @@ class EngineCopy:
             receiver.receive(module.named_parameters(), version=0)
         elif self.is_trained:
             receiver.release()
+
+
+@dataclass(eq=False)
+class EngineJob:
+    """A request in such an engine, and its tokens so far.
+
+    Attributes:
+        is_aborted: whether `abort` named it.
+        spans: (first token, weight version).
+        routed_experts: the experts that were chosen, of at least these tokens; None: not recorded.
+    """
+
+    request: Request
+    is_aborted: bool = field(default=False, kw_only=True)
+    token_ids: list[int] = field(default_factory=list, kw_only=True)
+    log_probs: list[float] = field(default_factory=list, kw_only=True)
+    spans: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
+    routed_experts: np.ndarray | None = field(default=None, kw_only=True)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """The completion with these tokens. Raises ValueError if a log-prob is not finite."""
+        check_finite(self.request, self.log_probs)
+        spans = self.spans if len({version for _, version in self.spans}) > 1 else []
+        tokens = len(self.request.prompt_ids) + len(self.token_ids) - 1
+        experts = None if self.routed_experts is None else cut(self.routed_experts, tokens)
+        return Completion(self.token_ids, self.log_probs, reason, spans, experts)
+
+
+def running_error(caller: str) -> ValueError:
+    """The error of a call that needs an idle engine."""
+    return ValueError(f"{caller} was called while requests are running: wait for them or abort them")
+
+
+class CopyRollout(RolloutEngine):
+    """Base class of the engines of vLLM and SGLang, which run requests in a thread of the engine.
+
+    Event loops of several threads share the batch, and so does a `generate` that runs at the same time.
+    """
+
+    sampling_keys = SAMPLING_KEYS
+    supports_tensor_parallel = True
+
+    def check(self, name: str, request: Request) -> None:
+        """Raise ValueError for a request that is not valid. name: of the request, in the message."""
+        raise NotImplementedError
+
+    def submit(self, requests: Sequence[Request], is_batch: bool) -> "list[Future[Completion]]":
+        """Start requests. Cancelling a future aborts its request. is_batch: all of them are waited for."""
+        raise NotImplementedError
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """See `RolloutEngine.generate`. May run at the same time as requests of `generate_one`.
+
+        Raises:
+            ValueError: an invalid request (see `check_request`), non-finite logits, or weights that were not received.
+        """
+        for index, request in enumerate(requests):
+            self.check(f"prompt {index}", request)
+        start, steps = time.perf_counter(), self.steps
+        futures = self.submit(requests, is_batch=True)
+        try:
+            completions = [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        self.stats = RolloutStats(tokens, self.steps - steps, time.perf_counter() - start)
+        return completions
+
+    async def generate_one(self, request: Request) -> Completion:
+        """See `RolloutEngine.generate_one`. Continuous batching."""
+        self.check(f"the prompt of sample_id {request.sample_id!r}", request)
+        (future,) = self.submit([request], is_batch=False)
+        return await asyncio.wrap_future(future)  # a cancelled coroutine cancels the future
+
+    @property
+    def steps(self) -> int:
+        """Decode steps since the engine was made; 0: not known."""
+        return 0
+
+    def wake(self) -> None:
+        """Does nothing: weights and KV cache are allocated when they are used."""
 
 
 class EngineReceiver:
