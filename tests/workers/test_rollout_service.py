@@ -291,7 +291,7 @@ def test_a_pause_that_does_not_end_names_its_requests(partial, monkeypatch, capl
     service.submit("a", prompts(7))
     started(engine, 7)
     trajectories = "" if partial else ", 7 trajectories that have started"
-    message = rf"within 0\.5 s, still waits for 7 requests .* \(sample ids 0, .* 4 and 2 more\){trajectories}, which"
+    message = rf"within 0\.5 s, still waits for 7 requests .* \(sample ids 0, .* 4 and 2 more\){trajectories} \("
     with caplog.at_level("WARNING"), pytest.raises(TimeoutError, match=message):
         service.pause(partial)
     assert len(caplog.messages) == 2 and all("still waits for 7 requests" in text for text in caplog.messages)

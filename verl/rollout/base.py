@@ -108,15 +108,15 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
 
     def _complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Call `generate`. Raises ValueError if it does not return one valid completion per request."""
-        found = self.generate(requests)
-        if not isinstance(found, Iterable):
-            if isinstance(found, Coroutine):
-                found.close()
+        result = self.generate(requests)
+        if not isinstance(result, Iterable):
+            if isinstance(result, Coroutine):
+                result.close()
             raise ValueError(
-                f"{type(self).__name__}.generate() returned a {type(found).__name__}: expected a list with one "
+                f"{type(self).__name__}.generate() returned a {type(result).__name__}: expected a list with one "
                 "Completion per request. It must not be `async`; define `async generate_one` for single requests"
             )
-        completions = list(found)
+        completions = list(result)
         check_completions(requests, completions)
         return completions
 

@@ -200,7 +200,7 @@ def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:
 
 def check_engine_kwargs(
     engine: str,
-    given: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
     owned: Mapping[str, str],
     not_supported: Mapping[str, str],
     known: Collection[str] = (),
@@ -210,12 +210,12 @@ def check_engine_kwargs(
 
     Args:
         engine: vllm or sglang.
-        given: the arguments.
+        kwargs: the arguments.
         owned: argument -> the key that sets it.
         not_supported: argument -> why it cannot be set.
         known: all arguments of the installed version; empty: not checked.
     """
-    for name in given:
+    for name in kwargs:
         if name in owned:
             raise ValueError(f"rollout.engine_kwargs.{engine}.{name}: set {owned[name]} instead")
         if name in not_supported:

@@ -73,7 +73,7 @@ class ContinuousBatch:
         start, engine.stats = time.perf_counter(), RolloutStats()
         try:
             decoder = engine.read() if requests else None
-            rows = [Row.of(index, request, decoder) for index, request in enumerate(requests)]
+            rows = [Row.from_request(index, request, decoder) for index, request in enumerate(requests)]
             pending = [_Pending(request, request.params, Future(), row) for request, row in zip(requests, rows)]
             for params, members in batches_of(requests):
                 for index in members:
@@ -260,7 +260,7 @@ class ContinuousBatch:
             pending = self.queue[0]
             try:
                 if pending.row is None:
-                    pending.row = Row.of(self._count, pending.request, self.engine.decoder)
+                    pending.row = Row.from_request(self._count, pending.request, self.engine.decoder)
                     self._count += 1
                 if pending.is_aborted or pending.future.done():  # cancelled
                     _resolve(pending, Completion([], [], "abort"))

@@ -251,9 +251,9 @@ class NativeRollout(RolloutEngine):
         """The scheduler's decoder, with a larger cache and longer tables if `rows` need them; None if out of memory."""
         cache, decoder = self._cache, scheduler.decoder
         longest = _longest(rows)
-        wanted = min(self.max_rows, scheduler.active + len(scheduler.waiting) + len(rows))
+        required = min(self.max_rows, scheduler.active + len(scheduler.waiting) + len(rows))
         length = cache.length if cache.length >= longest else max(longest, cache.length + cache.length // 2)
-        slots = cache.slots if cache.slots >= wanted else min(self.max_rows, max(wanted, 2 * cache.slots))
+        slots = cache.slots if cache.slots >= required else min(self.max_rows, max(required, 2 * cache.slots))
         token, budget = self.decoder.cache_bytes_per_token(), self._cache_budget()
         slots = max(cache.slots, min(slots, budget // (length * token)))
         if length > cache.length and slots * length * token > budget:
@@ -281,7 +281,9 @@ class NativeRollout(RolloutEngine):
             one = max(one, paged_scheduler.blocks_for_length(longest))
             blocks, lines = one * slots, slots
         self._prepare_paged(cuda_decoder.Size(slots, blocks, one, lines * width, longest))
-        scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), width)
+        if is_open:
+            lines = len(self._cuda_decoder.buffers.tokens) // width
+        scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), lines, width)
         scheduler.add(samples)
         return scheduler
 

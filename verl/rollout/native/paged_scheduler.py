@@ -97,13 +97,13 @@ def group_rows(rows: Sequence[Row]) -> list[Sample]:
 
 
 def blocks_for(samples: Sequence[Sample]) -> int:
-    """Blocks with which all samples can be active at once."""
+    """Blocks needed to run all samples concurrently."""
     groups = {id(sample.group): sample.group for sample in samples}.values()
     return sum(g.num_full_blocks + g.num_tail_blocks for g in groups) + sum(sample.num_own_blocks for sample in samples)
 
 
 def blocks_for_one(samples: Sequence[Sample]) -> int:
-    """Fewest blocks with which every sample can be active at some time."""
+    """Minimum number of blocks that guarantees progress."""
     return max(s.group.num_full_blocks + s.group.num_tail_blocks + s.num_own_blocks for s in samples)
 
 
@@ -119,17 +119,18 @@ class PagedScheduler:
         params: the sampling parameters that all rows share (SamplingParams.shared).
         decoder: computes prompts and steps over its static buffers.
         max_rows: max concurrent rows.
-        line_width: the output buffers are divided into lines of so many tokens, which are reused after `take_finished`.
+        lines: number of output lines. A line is reused after `take_finished`.
+        line_width: tokens per line.
     """
 
-    def __init__(self, params: SamplingParams, decoder: CudaDecoder, max_rows: int, line_width: int):
+    def __init__(self, params: SamplingParams, decoder: CudaDecoder, max_rows: int, lines: int, line_width: int):
         self.params = params
         self.decoder = decoder
         self.buffers = decoder.buffers
         self.device = decoder.decoder.embedding.device
         self.max_rows = max_rows
         self.line_width = line_width
-        self.free_lines = deque(range(len(self.buffers.tokens) // line_width))
+        self.free_lines = deque(range(lines))
         self.waiting: deque[Sample] = deque()
         self.free_blocks = list(range(self.buffers.kv_cache.shape[1]))
         self.slots: list[Sample | None] = []
@@ -207,15 +208,15 @@ class PagedScheduler:
 
     def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
         """See `SlotScheduler.sampled`. Waits for the launched steps."""
-        found, steps = [], self.buffers.state[triton_kernels.STEP, : len(self.slots)].tolist()
+        tokens, steps = [], self.buffers.state[triton_kernels.STEP, : len(self.slots)].tolist()
         for sample, step in zip(self.slots, steps):
             if sample is None or sample.ended:
                 continue
             first, end = since.get(sample.row.index, step), step if sample.row.stop is None else len(sample.tokens)
             if first < end:
                 new = slice(sample.line * self.line_width + first, sample.line * self.line_width + end)
-                found.append((sample.row, self.buffers.tokens[new].tolist(), self.buffers.log_probs[new].tolist()))
-        return found
+                tokens.append((sample.row, self.buffers.tokens[new].tolist(), self.buffers.log_probs[new].tolist()))
+        return tokens
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
@@ -328,14 +329,14 @@ class PagedScheduler:
 
     def _admit(self, room: int) -> None:
         """Allocate slots and blocks to waiting rows while both last, prefill their prompts, sample first tokens."""
-        chosen: list[Sample] = []
+        admitted: list[Sample] = []
         fresh: list[Group] = []
-        while self.waiting and len(chosen) < room:
+        while self.waiting and len(admitted) < room:
             sample = self.waiting[0]
             group = sample.group
             new = group.logits is None and group not in fresh
-            need = sample.num_own_blocks + (group.num_full_blocks + group.num_tail_blocks if new else 0)
-            if need > len(self.free_blocks):
+            required = sample.num_own_blocks + (group.num_full_blocks + group.num_tail_blocks if new else 0)
+            if required > len(self.free_blocks):
                 break
             self.waiting.popleft()
             if new:
@@ -346,9 +347,9 @@ class PagedScheduler:
             sample.line = self.free_lines.popleft()
             group.waiting -= 1
             group.running += 1
-            chosen.append(sample)
-        assert chosen or self.slots, "blocks for one row were reserved"
-        if not chosen:
+            admitted.append(sample)
+        assert admitted or self.slots, "blocks for one row were reserved"
+        if not admitted:
             return
         if fresh:
             blocks = [g.shared_blocks + g.tail_blocks for g in fresh]
@@ -358,9 +359,9 @@ class PagedScheduler:
                 group.logits = row
             for group, routed_experts in zip(fresh, self.decoder.prompt_experts):
                 group.routed_experts = routed_experts
-        self._copy_tails(chosen)
-        self._fill_slots(chosen)
-        for group in {id(s.group): s.group for s in chosen}.values():
+        self._copy_tails(admitted)
+        self._fill_slots(admitted)
+        for group in {id(s.group): s.group for s in admitted}.values():
             self._release(group)
 
     def _take(self, count: int) -> list[int]:
@@ -369,37 +370,37 @@ class PagedScheduler:
         del self.free_blocks[at:]
         return taken
 
-    def _copy_tails(self, chosen: list[Sample]) -> None:
+    def _copy_tails(self, samples: list[Sample]) -> None:
         """Give each sample its own copy of the last block of its prompt."""
-        pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in chosen if s.group.tail_blocks]
+        pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in samples if s.group.tail_blocks]
         if pairs:
             self.decoder.copy_blocks(*map(list, zip(*pairs)))
 
-    def _fill_slots(self, chosen: list[Sample]) -> None:
+    def _fill_slots(self, samples: list[Sample]) -> None:
         """Initialize the slots of the chosen rows and sample their first tokens."""
         buffers, first = self.buffers, len(self.slots)
-        slots = slice(first, first + len(chosen))
+        slots = slice(first, first + len(samples))
         width = buffers.width
-        blocks = [s.group.shared_blocks + s.own_blocks for s in chosen]
+        blocks = [s.group.shared_blocks + s.own_blocks for s in samples]
         buffers.table[slots] = upload([p + [0] * (width - len(p)) for p in blocks], torch.int32, self.device)
         live = triton_kernels.LIVE
-        outs = [s.line * self.line_width for s in chosen]
+        outs = [s.line * self.line_width for s in samples]
         states = [
-            [0, len(s.row.prompt) - 1, 0, 0, s.row.limit, out, live, s.row.rope_offset] for s, out in zip(chosen, outs)
+            [0, len(s.row.prompt) - 1, 0, 0, s.row.limit, out, live, s.row.rope_offset] for s, out in zip(samples, outs)
         ]
         buffers.state[:, slots] = upload(states, torch.int32, self.device).T
-        buffers.sample_ids[slots] = upload([s.row.sample_id for s in chosen], torch.int64, self.device)
-        buffers.seeds[slots] = upload([s.row.seed for s in chosen], torch.int64, self.device)
+        buffers.sample_ids[slots] = upload([s.row.sample_id for s in samples], torch.int64, self.device)
+        buffers.seeds[slots] = upload([s.row.seed for s in samples], torch.int64, self.device)
         if not self.params.greedy:
             buffers.uniforms[0, slots] = uniform(buffers.seeds[slots], buffers.sample_ids[slots], 0)
-        groups = {id(s.group): s.group for s in chosen}
+        groups = {id(s.group): s.group for s in samples}
         order = {key: i for i, key in enumerate(groups)}
         logits = torch.stack([group.logits for group in groups.values()])
-        index = [order[id(s.group)] for s in chosen]
-        if len(groups) < len(chosen):
+        index = [order[id(s.group)] for s in samples]
+        if len(groups) < len(samples):
             logits = logits[upload(index, torch.int64, self.device)]
         self.decoder.sample(logits, first, self.params, capped=True)
-        self.slots += chosen
+        self.slots += samples
 
     # ---- completions --------------------------------------------------------------------------------------------
 

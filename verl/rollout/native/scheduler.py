@@ -68,8 +68,8 @@ class Row:
         return len(self.prompt) + self.limit - 1
 
     @classmethod
-    def of(cls, index: int, request: Request, decoder: Decoder) -> "Row":
-        """Check a request. Raises ValueError that names the request by `index`."""
+    def from_request(cls, index: int, request: Request, decoder: Decoder) -> "Row":
+        """The row of a request. Raises ValueError that names the request by `index`."""
         limits = decoder.vocab_size, decoder.max_positions, decoder.max_positions_reason
         vision = decoder.vision
         prompt = check_request(f"prompt {index}", request, "native", *limits, images=vision is not None)
@@ -169,10 +169,10 @@ class SlotScheduler:
 
     def take_finished(self) -> list[tuple[Row, Completion]]:
         """Return the rows that finished since the last call. Raises ValueError for non-finite log-probs."""
-        found = [(row, Completion([], [], "abort")) for row in self.dropped]
+        completions = [(row, Completion([], [], "abort")) for row in self.dropped]
         self.dropped = []
         if not self.finished:
-            return found
+            return completions
         lines, self.finished = sorted(self.finished), []
         index = torch.tensor(lines, device=self.device)
         tokens, log_probs = self.tokens.view(-1, self.width)[index], self.log_probs.view(-1, self.width)[index]
@@ -182,9 +182,9 @@ class SlotScheduler:
             length = self.lengths[line]
             completion = Completion(ids[:length], lps[:length], self._reason(line, ids[length - 1]))
             completion.routed_experts = self._routes_of(line, length)
-            found.append((row, completion))
+            completions.append((row, completion))
             self._free_line(line)
-        return found
+        return completions
 
     def _routes_of(self, line: int, length: int) -> np.ndarray | None:
         """The choices for a prompt and all but the last of `length` response tokens."""
@@ -195,15 +195,15 @@ class SlotScheduler:
 
     def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
         """New tokens of active rows and their log-probs. since: Row.index -> tokens that the caller already has."""
-        found = []
+        tokens = []
         for line, step in self.state[[_LINE, _STEP], : self.active].T.tolist():
             row = self.rows[line]
             # text after a stop string must not be reported
             end = step + 1 if row.stop is None else self.searched[line]
             if since.get(row.index, end) < end:
                 new = slice(line * self.width + since[row.index], line * self.width + end)
-                found.append((row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
-        return found
+                tokens.append((row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
+        return tokens
 
     def resize(self, decoder: TorchDecoder, slots: int, width: int) -> None:
         """Continue with a larger cache: `slots` slots, and as many lines of at least `width` tokens."""
@@ -291,10 +291,10 @@ class SlotScheduler:
 
     def _search_stop_strings(self) -> bool:
         """Search the active rows for stop strings. Returns whether any row ended."""
-        found = False
+        has_ended = False
         for line, step in self.state[[_LINE, _STEP], : self.active].T.tolist():
-            found |= self._text_end(line, step + 1) is not None
-        return found
+            has_ended |= self._text_end(line, step + 1) is not None
+        return has_ended
 
     def _text_end(self, line: int, length: int) -> int | None:
         """Number of tokens up to the first stop string in the first `length` tokens of a row; None if there is none."""

@@ -186,9 +186,9 @@ class LogitFilter:
         rows: dict[str, list[int]] = {}
         for row, custom_params in enumerate(custom_param_list):
             rows.setdefault(custom_params["filters"], []).append(row)
-        for text, chosen in rows.items():
+        for text, indices in rows.items():
             params = SamplingParams(1, (), **json.loads(text))
-            index = torch.tensor(chosen, device=logits.device)
+            index = torch.tensor(indices, device=logits.device)
             selected = logits[index]
             logits[index] = selected.masked_fill(filter_logits(selected, params).isneginf(), float("-inf"))
         return logits

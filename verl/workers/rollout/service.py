@@ -214,10 +214,10 @@ class GenerationService(_Service):
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
         requests = f"{len(ids)} requests in the engine (sample ids {', '.join(ids[:_NAMED])}{more})"
         trajectories = "" if partial else f", {self._started} trajectories that have started"
-        reason = "which were aborted" if partial else "which a pause without trainer.async.partial_rollout waits for"
+        reason = "they were aborted" if partial else "trainer.async.partial_rollout=false waits for whole trajectories"
         return (
             f"rollout service: expected a pause to end within {self._pause_limit:g} s, still waits for "
-            f"{requests if ids else 'no request in the engine'}{trajectories}, {reason}"
+            f"{requests if ids else 'no request in the engine'}{trajectories} ({reason})"
         )
 
     def _stop_leading(self) -> None:
@@ -245,11 +245,11 @@ class GenerationService(_Service):
             version = self._engine.weight_version
             self._in_engine.append(request)
             try:
-                found = await self._complete(continuation(request, whole))
+                completion = await self._complete(continuation(request, whole))
             finally:
                 self._in_engine = [other for other in self._in_engine if other is not request]
                 self._ended.set()
-            extend(whole, found, version, request)
+            extend(whole, completion, version, request)
             # the engine may abort a request itself: only those of a pause are continued
             if whole.finish_reason != "abort" or self._requests_may_start.is_set():
                 return whole
@@ -342,24 +342,24 @@ def continuation(request: Request, so_far: Completion) -> Request:
     )
 
 
-def extend(whole: Completion, found: Completion, version: int, request: Request) -> None:
+def extend(whole: Completion, completion: Completion, version: int, request: Request) -> None:
     """Append the next completion of an interrupted response.
 
     Args:
         whole: the response so far; changed in place.
-        found: the next tokens.
+        completion: the next tokens.
         version: the version of the engine's weights, for an engine that reports no spans.
         request: the request of the whole response.
     """
     start = len(whole.token_ids)
-    spans = found.weight_versions or ([(0, version)] if found.token_ids else [])
+    spans = completion.weight_versions or ([(0, version)] if completion.token_ids else [])
     for first, span_version in spans:
         if not whole.weight_versions or whole.weight_versions[-1][1] != span_version:
             whole.weight_versions.append((start + first, span_version))
-    whole.routed_experts = extended(whole.routed_experts, found.routed_experts, len(request.prompt_ids) + start)
-    whole.token_ids += found.token_ids
-    whole.log_probs += found.log_probs
-    whole.finish_reason = found.finish_reason
+    whole.routed_experts = extended(whole.routed_experts, completion.routed_experts, len(request.prompt_ids) + start)
+    whole.token_ids += completion.token_ids
+    whole.log_probs += completion.log_probs
+    whole.finish_reason = completion.finish_reason
     stop = request.params.stop
     if stop is not None and start and (end := stop.find(whole.token_ids, start)) is not None:
         # a stop string may begin before the interruption, where the engine does not look for it
