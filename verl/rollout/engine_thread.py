@@ -132,12 +132,10 @@ class EngineThread:
             self.loop.run_forever()
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the loop
             self._fail(error)
-        while tasks := asyncio.all_tasks(self.loop):
-            for task in tasks:
-                task.cancel()
-            with suppress(BaseException):  # SystemExit ends the loop again
-                self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self.loop.close()
+        try:
+            self.loop.run_until_complete(_cancel_all())
+        finally:
+            self.loop.close()
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error
@@ -149,13 +147,20 @@ class EngineThread:
         task = asyncio.current_task()
         self._tasks.add(task)
         try:
-            if self.error is not None:
-                raise self.error
-            return await coroutine
+            if self.error is None:
+                return await coroutine
         except asyncio.CancelledError:
             if self.error is None:
                 raise
         finally:
             coroutine.close()
             self._tasks.discard(task)
-        raise self.error  # not above, where the cancellation would become its context
+        # not above, where the cancellation would become its context
+        raise self.error if isinstance(self.error, Exception) else RuntimeError(f"the thread has ended: {self.error!r}")
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -131,6 +131,11 @@ class PagedScheduler:
         self.max_rows = max_rows
         self.line_width = line_width
         self.free_lines = deque(range(lines))
+        # (lines, width)
+        self.tokens, self.log_probs = (
+            values[: lines * line_width].view(lines, line_width)
+            for values in (self.buffers.tokens, self.buffers.log_probs)
+        )
         self.waiting: deque[Sample] = deque()
         self.free_blocks = list(range(self.buffers.kv_cache.shape[1]))
         self.slots: list[Sample | None] = []
@@ -214,8 +219,8 @@ class PagedScheduler:
                 continue
             first, end = since.get(sample.row.index, step), step if sample.row.stop is None else len(sample.tokens)
             if first < end:
-                new = slice(sample.line * self.line_width + first, sample.line * self.line_width + end)
-                tokens.append((sample.row, self.buffers.tokens[new].tolist(), self.buffers.log_probs[new].tolist()))
+                new = sample.line, slice(first, end)
+                tokens.append((sample.row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
         return tokens
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -406,11 +411,9 @@ class PagedScheduler:
 
     def _completions(self, samples: list[Sample]) -> list[tuple[Row, Completion]]:
         """Completions of samples that have finished."""
-        width, columns = self.line_width, max(sample.launched for sample in samples)
+        columns = max(sample.launched for sample in samples)
         lines = upload([sample.line for sample in samples], torch.int64, self.device)
-        buffers = (self.buffers.tokens, self.buffers.log_probs)
-        each = (values[: len(values) // width * width].view(-1, width)[:, :columns] for values in buffers)
-        tokens, log_probs = (values[lines].cpu().numpy() for values in each)
+        tokens, log_probs = (values[:, :columns][lines].cpu().numpy() for values in (self.tokens, self.log_probs))
         outputs = zip(samples, tokens, log_probs, np.isin(tokens, list(self.stops)))
         return [(sample.row, self._completion(sample, *output)) for sample, *output in outputs]
 
