@@ -4,6 +4,7 @@
 - `<!-- api verl.module.Name -->` becomes the documentation of that object, from its docstrings; names of methods after
   it select these methods, inherited ones included;
 - long keys in tables may break;
+- a code block of the language mermaid is a diagram;
 - a link to a file that is not a page leads to the repository (`repo_url`), or is plain text.
 """
 
@@ -13,11 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+from pymdownx.superfences import fence_code_format
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT = re.compile(r"^<!-- api (\S+)((?: \w+)*) -->$", re.MULTILINE)
 CELL = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Let the theme draw mermaid blocks."""
+    fence = {"name": "mermaid", "class": "mermaid", "format": fence_code_format}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -32,20 +41,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = posixpath.dirname(page.file.src_uri)
     folder = "" if page.file.src_uri == "index.md" else posixpath.join("docs", here)
 
-    def link(found: re.Match[str]) -> str:
-        label, target = found[1], found[2]
+    def link(match: re.Match[str]) -> str:
+        label, target = match[1], match[2]
         path = posixpath.normpath(posixpath.join(folder, target))
         is_page = files.get_file_from_path(posixpath.normpath(posixpath.join(here, target))) is not None
         if is_page or not (ROOT / path).exists():
-            return found[0]
+            return match[0]
         return f"[{label}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else label
 
     return LINK.sub(link, OBJECT.sub(_directive, markdown))
 
 
-def _directive(found: re.Match[str]) -> str:
+def _directive(match: re.Match[str]) -> str:
     """The directive of mkdocstrings for an object."""
-    path, methods = found[1], found[2].split()
+    path, methods = match[1], match[2].split()
     options = f"\n    options: {{inherited_members: true, members: [{', '.join(methods)}]}}" if methods else ""
     return f"::: {path}{options}"
 

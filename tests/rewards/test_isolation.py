@@ -13,8 +13,7 @@ import pytest
 from verl.registry import import_module
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import Sample
-from verl.rewards.sandbox.alarm import DeadlineExceeded, alarm
-from verl.rewards.sandbox.calls import call_samples
+from verl.rewards.sandbox.calls import DeadlineExceeded, alarm, call_samples
 from verl.rewards.sandbox.pool import Call, Limits, ProcessPool, _Worker, address_of
 
 SAMPLES = import_module(str(Path(__file__).with_name("sample_rewards.py")))
@@ -96,8 +95,8 @@ def test_a_reply_to_another_call_fails_this_call_and_ends_the_worker():
     pool = ProcessPool(1)
     before = pool.run(call("which_process"), Limits()).value[0]
     worker = pool._slots.get()
-    send = worker._send
-    worker._send = lambda: (send(), setattr(worker, "_number", worker._number + 1))
+    send = worker.send
+    worker.send = lambda message: (send(message), setattr(worker, "_number", worker._number + 1))
     pool._slots.put(worker)
     assert "another call" in pool.run(call("inverse", 2), Limits(wall_seconds=10)).failure
     assert not _alive(before)

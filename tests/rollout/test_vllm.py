@@ -305,7 +305,7 @@ def test_a_vllm_that_lacks_something_is_named_with_the_tested_versions(monkeypat
     modules["vllm.engine.arg_utils"].EngineArgs = modules["vllm.v1.engine.llm_engine"].LLMEngine = Counting
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(capabilities, "missing_package", lambda end, value: None)
+    monkeypatch.setattr("verl.utils.packages.is_installed", lambda module: True)
     monkeypatch.setattr(capabilities, "installed_version", lambda: "0.1")
     monkeypatch.setattr(capabilities, "set_environment", lambda: None)
     with pytest.raises(ValueError, match=r"vLLM 0\.1 lacks LLM\.wake_up, .*tested versions: vllm 0\.24\.0") as error:

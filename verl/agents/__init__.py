@@ -1,7 +1,6 @@
 """Agent loops turn a prompt into a trajectory: one completion, or several with tool calls and user turns between them.
 
-base         Prompt, Trajectory, AgentLoop and the registry
-single_turn  one completion per prompt
+loop         Prompt, Trajectory, AgentLoop, the registry, and the loop of one completion
 chat         the tokens that the chat template puts between two turns
 multi_turn   tool calls and interactions
 public       loops written for public verl, and loops by name
@@ -10,6 +9,7 @@ public       loops written for public verl, and loops by name
 from verl.agents.loop import (
     AGENT_LOOPS,
     NO_FACTS,
+    NO_TRAJECTORY_INFO,
     POLICY,
     SINGLE_TURN,
     AgentLoop,
@@ -17,16 +17,17 @@ from verl.agents.loop import (
     GenerateFn,
     Prompt,
     Segment,
+    SingleTurn,
     Trajectory,
     register_agent_loop,
 )
 from verl.agents.multi_turn import MultiTurnLoop
 from verl.agents.public import make_agent_loop
-from verl.agents.single_turn import SingleTurn
 
 __all__ = [
     "AGENT_LOOPS",
     "NO_FACTS",
+    "NO_TRAJECTORY_INFO",
     "POLICY",
     "SINGLE_TURN",
     "AgentLoop",

@@ -204,6 +204,7 @@ def remax(
 
 
 @register_adv_est("grpo", min_group_size=2)
+@register_adv_est("grpo_vectorized", min_group_size=2)  # in public verl; here every estimator is vectorized
 @torch.no_grad()
 def grpo(
     token_level_rewards: torch.Tensor,
@@ -306,6 +307,7 @@ def analytic_passk(
 
 
 @register_adv_est("rloo", min_group_size=2)
+@register_adv_est("rloo_vectorized", min_group_size=2)
 @torch.no_grad()
 def rloo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, uid: Sequence
@@ -421,16 +423,16 @@ def gdpo(
 
 def _reward_component(columns: Mapping, key: str) -> torch.Tensor:
     """Return one reward as (B,) float64. Raises ValueError if the column is missing or not finite."""
-    found = [name for name in (f"reward_{key}", key) if name in columns]
-    if not found:
+    present = [name for name in (f"reward_{key}", key) if name in columns]
+    if not present:
         raise ValueError(
             f"gdpo: gdpo_reward_keys names {key!r}, but there is no column 'reward_{key}' or {key!r}; columns: "
             f"{', '.join(sorted(columns))}"
         )
-    values = columns[found[0]]
+    values = columns[present[0]]
     component = torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float64)
     if not torch.isfinite(component).all():
-        raise ValueError(f"gdpo: expected finite numbers in column {found[0]!r}, found {values}")
+        raise ValueError(f"gdpo: expected finite numbers in column {present[0]!r}, found {values}")
     return component
 
 
@@ -440,8 +442,3 @@ def whiten_comparable(advantages: torch.Tensor, grouped: GroupedRewards) -> torc
     if not mask.any():
         return torch.zeros_like(advantages)
     return torch.where(mask, masked_whiten(advantages, mask), 0)
-
-
-# names of the vectorized variants of public verl; here every estimator is vectorized
-ADV_ESTIMATOR_REGISTRY.register("grpo_vectorized", grpo)
-ADV_ESTIMATOR_REGISTRY.register("rloo_vectorized", rloo)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 
 def replay(
@@ -22,5 +22,5 @@ def replay(
     setup_logging("error")
     with user_errors():
         result = run(dump)
-    typer.echo(shown("\n".join(result.lines())))
+    typer.echo(console_text("\n".join(result.lines())))
     raise typer.Exit(0 if result.found else 1)

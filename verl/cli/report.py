@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 
 def report(
@@ -21,4 +21,4 @@ def report(
 
     with user_errors():
         path = write_report(run, out)
-    typer.echo(f"report: {shown(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
+    typer.echo(f"report: {console_text(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")

@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import ConfigError, Problem, check_inputs, check_registered, check_supported, load_config, to_flat_dict
+from verl.config import (
+    ConfigError,
+    Problem,
+    check_inputs,
+    check_registered,
+    load_config,
+    settings_without_effect,
+    to_flat_dict,
+)
 from verl.config.inputs import check_generation
 from verl.config.schema.offline import GenerationConfig
 from verl.data.media import note_unused_media_keys
@@ -27,6 +35,7 @@ from verl.registry import import_module
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
+from verl.tracking.formatting import format_clock
 from verl.trainer.checks.model_limits import ModelLimits
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.ppo.operators import Roles, repeat
@@ -99,7 +108,7 @@ def _prompts(prompts: PromptSet, shards: ResponseShards, missing: Sequence[int])
 
     def next_prompts() -> DataProto:
         shard = next(remaining)
-        indices = shards.prompts_of(shard)
+        indices = shards.prompt_indices(shard)
         return DataProto.from_dict(non_tensors=prompts.columns(indices), meta_info={"shard": shard})
 
     return next_prompts
@@ -128,7 +137,7 @@ def _write(shards: ResponseShards) -> Callable[[DataProto], None]:
         groups = [slice(start, start + shards.n) for start in range(0, len(batch), shards.n)]
         shards.write(
             batch.meta_info["shard"],
-            [Responses(list(texts[at]), [len(row) for row in ids[at]], list(reasons[at])) for at in groups],
+            [Responses(list(texts[group]), [len(row) for row in ids[group]], list(reasons[group])) for group in groups],
         )
 
     return write_shard
@@ -165,7 +174,8 @@ class GenerationRun:
             )
         elif problems := [*check_generation(config), *check_engine(config)]:
             raise ConfigError(problems)
-        check_supported(config)
+        for note in settings_without_effect(config):
+            logger.warning(note)
         check_launcher(config.trainer)
         self.config = config
         self.roles: dict[str, WorkerGroup] = {}
@@ -276,19 +286,19 @@ class GenerationRun:
         if missing:
             self._generate(missing)
         responses = self.shards.read()
-        facts = _facts(responses)
-        self.shards.finish(facts)
-        write_output(self.prompts, [of_prompt.responses for of_prompt in responses], self.output)
+        counts = _count_responses(responses)
+        self.shards.finish(counts)
+        write_output(self.prompts, [item.responses for item in responses], self.output)
         self.shards.delete()
         logger.info(
             "wrote %s: %s prompts x %d = %s responses, %.1f tokens on average, %.1f %% truncated at "
             "rollout.response_length=%d",
             self.output,
-            f"{facts['prompts']:,}",
+            f"{counts['prompts']:,}",
             self.config.data.n_samples,
-            f"{facts['responses']:,}",
-            facts["tokens"] / facts["responses"],
-            100 * facts["cut"] / facts["responses"],
+            f"{counts['responses']:,}",
+            counts["tokens"] / counts["responses"],
+            100 * counts["cut"] / counts["responses"],
             self.config.rollout.response_length,
         )
         return self.output
@@ -306,7 +316,7 @@ class GenerationRun:
         try:
             for shard in missing:
                 batch = pipeline.run()
-                done += len(self.shards.prompts_of(shard))
+                done += len(self.shards.prompt_indices(shard))
                 tokens += sum(map(len, batch.non_tensor_batch["response_ids"]))
                 seconds = time.monotonic() - start
                 logger.info(
@@ -314,7 +324,7 @@ class GenerationRun:
                     f"{done:,}",
                     f"{total:,}",
                     tokens / seconds,
-                    _clock(seconds * (total - done) / (done - before)),
+                    format_clock(seconds * (total - done) / (done - before)),
                 )
         except BaseException:
             logger.warning("stopped after %s of %s prompts; run the same command again to resume", done, total)
@@ -324,7 +334,7 @@ class GenerationRun:
 
     def _count(self, shards: Sequence[int]) -> int:
         """Return the number of prompts in these shards."""
-        return sum(len(self.shards.prompts_of(shard)) for shard in shards)
+        return sum(len(self.shards.prompt_indices(shard)) for shard in shards)
 
 
 CHECKS: dict[str, Callable[[GenerationRun], None]] = {
@@ -350,21 +360,15 @@ def _model_files(path: str) -> list[list[Any]]:
     return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(folder.iterdir()) if p.is_file()]
 
 
-def _facts(responses: Sequence[Responses]) -> dict[str, int]:
+def _count_responses(responses: Sequence[Responses]) -> dict[str, int]:
     """Counts for the settings file."""
-    reasons = [reason for of_prompt in responses for reason in of_prompt.finish_reasons]
+    reasons = [reason for item in responses for reason in item.finish_reasons]
     return {
         "prompts": len(responses),
         "responses": len(reasons),
-        "tokens": sum(sum(of_prompt.tokens) for of_prompt in responses),
+        "tokens": sum(sum(item.tokens) for item in responses),
         "cut": reasons.count("length"),
     }
-
-
-def _clock(seconds: float) -> str:
-    """Format seconds as 1:02:03."""
-    minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 
 
 def run_command(config_path: str | None, overrides: list[str]) -> int:

@@ -34,6 +34,7 @@ from verl.rollout.request import (  # noqa: F401 (the contract of an engine, imp
     stop_strings,
 )
 from verl.rollout.routed_experts import check_records
+from verl.rollout.traits import EngineTraits, built_in_engines, declare_traits
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
@@ -299,8 +300,17 @@ class RolloutFactory(Protocol):
 ROLLOUT_ENGINES: Registry[RolloutFactory] = Registry("rollout engine")
 
 
-def register_rollout_engine(name: str) -> Callable[[RolloutFactory], RolloutFactory]:
-    """Decorator: register a factory as `rollout.name=<name>`."""
+def register_rollout_engine(
+    name: str, traits: EngineTraits | None = None
+) -> Callable[[RolloutFactory], RolloutFactory]:
+    """Decorator: register a factory as `rollout.name=<name>`.
+
+    Args:
+        name: the name of the engine.
+        traits: what settings, checks and the planner may assume of the engine; None: nothing.
+    """
+    if traits is not None:
+        declare_traits(name, traits)
     return ROLLOUT_ENGINES.register(name)
 
 
@@ -333,12 +343,11 @@ def make_rollout_engine(
     return engine
 
 
-def _register_built_in(name: str, module: str, factory: str) -> None:
+def _register_built_in(name: str) -> None:
     @register_rollout_engine(name)
-    def make(*args: Any, **keys: Any) -> RolloutEngine:
-        return load_object(module, factory)(*args, **keys)
+    def make(*args: Any, **keys: Any) -> RolloutEngine:  # at use: imports the engine
+        return load_object(f"verl.rollout.{name}.factory", f"make_{name}")(*args, **keys)
 
 
-_BUILT_IN = {"native": "native.factory", "hf": "hf", "vllm": "vllm.factory", "sglang": "sglang.factory"}
-for _name, _module in _BUILT_IN.items():
-    _register_built_in(_name, f"verl.rollout.{_module}", f"make_{_name}")
+for _name in built_in_engines():
+    _register_built_in(_name)

@@ -15,12 +15,12 @@ from verl.config import schema
 from verl.config.errors import nearest_key
 from verl.modeling.huggingface import model_source, read_config
 from verl.rollout.base import RolloutEngine, RolloutEnv, RolloutStats, SharesWeights
-from verl.rollout.checks import check_finite
+from verl.rollout.checks import check_finite, check_images
 from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
 from verl.rollout.request import Completion, FinishReason, Request
 from verl.rollout.routed_experts import cut, layers_with_experts
 from verl.rollout.sampling import SAMPLING_KEYS
-from verl.rollout.vision_models import check_images
+from verl.rollout.traits import engine_traits
 from verl.weight_sync import WeightReceiver
 from verl.weight_sync.base import require_weights
 
@@ -57,7 +57,7 @@ class EngineCopy:
         is_trained = train_engine is not None or env.compute_dtype is not None
         model = model.model_copy(update={"path": model_source(model.path)})
         hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
-        check_images(config.name, hf_config)
+        check_images(engine_traits(config.name), hf_config)
         merges = not is_trained and model.lora_adapter_path is not None
         records = isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay
         return cls(model, hf_config, engine_dtype(config, env), is_trained, merges, records)

@@ -6,11 +6,11 @@ Responses are stored while they are generated: run the same command again to res
 import sys
 from typing import TYPE_CHECKING
 
-from verl.config import check_inputs, load_config, unsupported
+from verl.config import check_inputs, load_config
+from verl.config.checks.registered import check_built_in
 from verl.config.inputs import check_generation
 from verl.config.load import read_config
 from verl.config.schema.offline import GenerationConfig
-from verl.config.supported import check_built_in
 from verl.trainer.startup.command_line import command_line, usage
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.lazy import lazy_names
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_g
 
 
 def _check_settings(path: str | None, overrides: list[str]) -> None:
-    checks = [check_inputs, check_generation, unsupported, check_built_in]
+    checks = [check_inputs, check_generation, check_built_in]
     read_config(path, overrides, base=launcher_settings(), schema=GenerationConfig, extra_checks=checks)
 
 

@@ -98,12 +98,12 @@ def main_of(config_name: str) -> Callable[[list[str] | None], int]:
 
 
 def _check_settings(path: str | None, overrides: list[str]) -> None:
-    from verl.config import check_inputs, unsupported
+    from verl.config import check_inputs
+    from verl.config.checks.registered import check_built_in
     from verl.config.load import read_config
     from verl.config.presets import PRESETS
-    from verl.config.supported import check_built_in
 
-    read_config(path, overrides, presets=PRESETS, extra_checks=[check_inputs, unsupported, check_built_in])
+    read_config(path, overrides, presets=PRESETS, extra_checks=[check_inputs, check_built_in])
 
 
 __getattr__ = published_names("verl.trainer.main_ppo")

@@ -55,12 +55,12 @@ def main(arguments: list[str] | None = None, program: str = "verl.trainer.sft_tr
 
 
 def _check_settings(path: str | None, overrides: list[str]) -> None:
-    from verl.config import check_inputs, unsupported
+    from verl.config import check_inputs
+    from verl.config.checks.registered import check_built_in
     from verl.config.load import read_config
     from verl.config.schema import SFTConfig
-    from verl.config.supported import check_built_in
 
-    read_config(path, overrides, schema=SFTConfig, extra_checks=[check_inputs, unsupported, check_built_in])
+    read_config(path, overrides, schema=SFTConfig, extra_checks=[check_inputs, check_built_in])
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ import inspect
 import os
 from dataclasses import dataclass
 
-from verl.config.supported import SGLANG_INSTALL, SGLANG_TESTED, missing_package
+from verl.rollout.sglang.traits import PACKAGE, TRAITS
 
 _IO = "sglang.srt.managers.io_struct"
 #: (module, class or function) -> attributes that the adapter uses
@@ -62,7 +62,7 @@ def probe(on_gpu: bool) -> Capabilities:
         ImportError: SGLang is not installed or does not import.
         ValueError: it lacks something; the message lists what, with the tested versions.
     """
-    if (message := missing_package("rollout.name", "sglang")) is not None:
+    if (message := TRAITS.missing_package()) is not None:
         raise ImportError(f"rollout.name={message}")
     version = importlib.metadata.version("sglang")
     if not on_gpu:
@@ -72,8 +72,8 @@ def probe(on_gpu: bool) -> Capabilities:
         found = {key: _load(*key) for key in (*_ATTRIBUTES, *_PARAMETERS)}
     except ImportError as error:
         raise ImportError(
-            f"rollout.name=sglang: SGLang {version} does not import: {error} (tested: {_tested()}). To install: "
-            f"{SGLANG_INSTALL}"
+            f"rollout.name=sglang: SGLang {version} does not import: {error} "
+            f"(tested: {PACKAGE.tested_versions}). To install: {PACKAGE.how_to_install}"
         ) from error
     finally:
         asyncio.set_event_loop_policy(policy)  # SGLang's import replaces it
@@ -83,8 +83,8 @@ def probe(on_gpu: bool) -> Capabilities:
                 if name not in inspect.signature(found[key]).parameters]  # fmt: skip
     if lacking:
         raise ValueError(
-            f"rollout.name=sglang: SGLang {version} lacks {', '.join(lacking)}; tested versions: {_tested()}. "
-            f"To install: {SGLANG_INSTALL}"
+            f"rollout.name=sglang: SGLang {version} lacks {', '.join(lacking)}; "
+            f"tested versions: {PACKAGE.tested_versions}. To install: {PACKAGE.how_to_install}"
         )
     engine = found["sglang.srt.entrypoints.engine", "Engine"]
     return Capabilities(
@@ -101,7 +101,3 @@ def _load(module: str, name: str):
         return getattr(loaded, name)
     except AttributeError:
         raise ImportError(f"{module} has no {name}") from None
-
-
-def _tested() -> str:
-    return ", ".join(SGLANG_TESTED)

@@ -1,14 +1,11 @@
-"""What the adapter needs of the installed vLLM, found from signatures and attributes instead of version numbers.
-
-`verl.config.supported.missing_package` reports a missing vLLM before a run starts.
-"""
+"""What the adapter needs of the installed vLLM, found from signatures and attributes instead of version numbers."""
 
 import importlib.metadata
 import inspect
 import os
 from dataclasses import dataclass
 
-from verl.config.supported import VLLM_INSTALL, VLLM_TESTED, missing_package
+from verl.rollout.vllm.traits import PACKAGE, TRAITS
 
 #: class -> attributes that the adapter calls
 _ATTRIBUTES = {
@@ -57,7 +54,7 @@ class Capabilities:
 
 def installed_version() -> str:
     """Version of the installed vLLM, for messages."""
-    for distribution in VLLM_TESTED:
+    for distribution in PACKAGE.distributions:
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -90,8 +87,7 @@ def probe() -> Capabilities:
         ImportError: vLLM is not installed or does not import.
         ValueError: it lacks something; the message lists what, with the tested versions.
     """
-    message = missing_package("rollout.name", "vllm")
-    if message is not None:
+    if (message := TRAITS.missing_package()) is not None:
         raise ImportError(f"rollout.name={message}")
     set_environment()
     try:
@@ -100,8 +96,8 @@ def probe() -> Capabilities:
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
         raise ImportError(
-            f"rollout.name=vllm: vLLM {installed_version()} does not import: {error} (tested: {_tested()}). "
-            f"To install: {VLLM_INSTALL}"
+            f"rollout.name=vllm: vLLM {installed_version()} does not import: {error} "
+            f"(tested: {PACKAGE.tested_versions}). To install: {PACKAGE.how_to_install}"
         ) from error
     classes = {"LLM": LLM, "LLMEngine": LLMEngine, "SamplingParams": SamplingParams, "EngineArgs": EngineArgs}
     lacking = [f"{name}.{method}" for name, methods in _ATTRIBUTES.items() for method in methods
@@ -113,8 +109,8 @@ def probe() -> Capabilities:
             lacking += [f"{path}({parameter})" for parameter in expected if parameter not in found]
     if lacking:
         raise ValueError(
-            f"rollout.name=vllm: vLLM {installed_version()} lacks {', '.join(lacking)}; tested versions: {_tested()}. "
-            f"To install: {VLLM_INSTALL}"
+            f"rollout.name=vllm: vLLM {installed_version()} lacks {', '.join(lacking)}; "
+            f"tested versions: {PACKAGE.tested_versions}. To install: {PACKAGE.how_to_install}"
         )
     from vllm.config import PassConfig
 
@@ -146,7 +142,3 @@ def _loads_adapters() -> bool:
 
 def _parameters(function: object) -> set[str]:
     return set(inspect.signature(function).parameters)
-
-
-def _tested() -> str:
-    return ", ".join(f"{name} {version}" for name, version in VLLM_TESTED.items())

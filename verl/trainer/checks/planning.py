@@ -59,8 +59,8 @@ def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_co
 
 def shape_of_config(hf: Any, name: str) -> ModelShape:
     """The shape of a model, from its HuggingFace config. name: in errors and tables."""
-    found = ModelShape.of({**hf.get_text_config().to_dict(), "tie_word_embeddings": hf.tie_word_embeddings}, name)
-    return replace(found, vision=_vision_of(hf)) if is_vision_config(hf) else found
+    shape = ModelShape.of({**hf.get_text_config().to_dict(), "tie_word_embeddings": hf.tie_word_embeddings}, name)
+    return replace(shape, vision=_vision_of(hf)) if is_vision_config(hf) else shape
 
 
 def _vision_of(hf: Any) -> VisionShape:
@@ -81,16 +81,16 @@ def _vision_of(hf: Any) -> VisionShape:
 def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:
     """Role -> shape of its model."""
     policy, reward = config.actor_rollout_ref.model, config.reward.reward_model
-    of_policy = functools.cache(lambda: shape_of(policy.path, policy))  # of several roles
-    found = {}
+    policy_shape = functools.cache(lambda: shape_of(policy.path, policy))  # of several roles
+    shapes = {}
     for name in names:
         if name == "critic":
-            found[name] = shape_of(config.critic.model.path, config.critic.model)
+            shapes[name] = shape_of(config.critic.model.path, config.critic.model)
         elif name == "reward":
-            found[name] = shape_of(reward.model_path, trust_remote_code=reward.trust_remote_code)
+            shapes[name] = shape_of(reward.model_path, trust_remote_code=reward.trust_remote_code)
         else:
-            found[name] = of_policy()
-    return found
+            shapes[name] = policy_shape()
+    return shapes
 
 
 def estimate(config: schema.Config, names: Sequence[str]) -> Estimate:
@@ -114,26 +114,26 @@ def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str
 def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
     """The lines that `verl plan` adds to the plan of a run."""
     try:
-        found = estimate(config, names)
+        result = estimate(config, names)
     except ValueError as error:
         return f"no estimate of memory and time: {error}"
-    lines = [*report.memory_lines(found.plan), *report.time_lines(found.plan)]
-    if not found.plan.fits:
-        lines.append(_fix(found))
-    if sum(count for _, count in found.groups) > 1:
-        total, search = _devices(config), _search(config, found)
-        configured = report.Configured(found.plan, [numbers for _, numbers in _placed(config, names)])
+    lines = [*report.memory_lines(result.plan), *report.time_lines(result.plan)]
+    if not result.plan.fits:
+        lines.append(_fix(result))
+    if sum(count for _, count in result.groups) > 1:
+        total, search = _devices(config), _search(config, result)
+        configured = report.Configured(result.plan, [numbers for _, numbers in _placed(config, names)])
         plans = search.plans(total, len(search.partitions()))
         lines += ["", *report.choice_lines(plans, total, configured)]
     return "\n".join(lines)
 
 
-def _fix(found: Estimate) -> str:
+def _fix(result: Estimate) -> str:
     """The smallest change that makes an estimate fit, as text."""
-    return _change_words(found.change())
+    return _describe_change(result.change())
 
 
-def _change_words(change: tuple[Change, Plan] | None) -> str:
+def _describe_change(change: tuple[Change, Plan] | None) -> str:
     if change is None:
         return "no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits"
     return f"smallest change that fits ({report.gib(change[1].peak)} GiB): {describe(*change)}"
@@ -147,17 +147,17 @@ def check_memory(config: schema.Config, names: Sequence[str], backend: str) -> N
     if backend == "ray":
         return
     try:
-        found = estimate(config, names)
+        result = estimate(config, names)
     except ValueError as error:
         logger.debug("memory is not checked: %s", error)
         return
-    plan = found.plan
+    plan = result.plan
     if plan.fits:
         return
     group = max(plan.groups, key=lambda group: group.peak[1])
     message = (
         f"{group.peak[0]} needs about {report.gib(plan.peak)} GiB per device, but there are "
-        f"{report.gib(plan.available)} GiB ({plan.device.name}); {_fix(found)}; `verl plan` prints the table"
+        f"{report.gib(plan.available)} GiB ({plan.device.name}); {_fix(result)}; `verl plan` prints the table"
     )
     if plan.peak > REFUSED_FROM * plan.available:
         raise ValueError(f"memory: {message}")
@@ -171,25 +171,25 @@ def _devices(config: schema.Config) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def _search(config: schema.Config, found: Estimate) -> Search:
+def _search(config: schema.Config, result: Estimate) -> Search:
     """The search over placements that the settings allow."""
     rollout, policy = config.actor_rollout_ref.rollout, config.actor_rollout_ref
-    job = found.job
+    job = result.job
     if "rollout" in job.names:
         roles = tuple(role for role in job.roles if role.name != "rollout")
         job = replace(job, roles=roles)
-    fixed = policy.model.has_adapters or rollout.name == "hf" or rollout.deterministic
+    fixed = policy.model.has_adapters or not job.traits.tensor_parallel or rollout.deterministic
     sizes = (rollout.tensor_model_parallel_size,) if fixed else ROLLOUT_SIZES
     models = None
-    if job.kind == "megatron":  # the sizes of the settings, and those of the search
+    if job.model_parallel:  # the sizes of the settings, and those of the search
         now = job.role("actor").layout
         free = () if policy.actor.megatron.virtual_pipeline_model_parallel_size else MEGATRON_SIZES
         models = tuple(dict.fromkeys(((now.tensor, now.pipeline), *free)))
     # a rollout with separate devices idles during training, unless training is asynchronous
-    return Search(job, found.device, Space(job.overlaps, sizes, models, expert_sizes=None, same_sizes=True))
+    return Search(job, result.device, Space(job.overlaps, sizes, models, expert_sizes=None, same_sizes=True))
 
 
-def _nothing_fits(config: schema.Config, found: Estimate) -> str:
+def _nothing_fits(config: schema.Config, result: Estimate) -> str:
     """Why no placement is possible, and what to change."""
     total, k = _devices(config), config.trainer.max_staleness
     if k and total == 1:
@@ -199,14 +199,14 @@ def _nothing_fits(config: schema.Config, found: Estimate) -> str:
         )
 
     def plan_of(change: Change) -> Plan | None:
-        changed = replace(found, job=change.apply(found.job))
+        changed = replace(result, job=change.apply(result.job))
         plans = _search(config, changed).plans(total * change.factor, 1)
         return plans[0] if plans else None
 
     separate = f" with a rollout on separate devices, which trainer.async.max_staleness={k} needs," if k else ""
-    words = _change_words(first_that_fits(found.job, found.device, plan_of))
-    words += "; or use trainer.async.max_staleness=0" if k else ""
-    return f"no placement on {total} devices{separate} fits; {words}"
+    change_text = _describe_change(first_that_fits(result.job, result.device, plan_of))
+    change_text += "; or use trainer.async.max_staleness=0" if k else ""
+    return f"no placement on {total} devices{separate} fits; {change_text}"
 
 
 def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
@@ -227,8 +227,8 @@ def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
     for key in saved.keys() & known.keys():
         if key.startswith("placement.") or key in _PLACED or key.endswith(_MEGATRON_SIZES):
             kept |= {key: saved[key]} if saved[key] != known[key] and key != "placement.auto" else {}
-    words = " ".join(f"{key}={value}" for key, value in sorted(kept.items())).replace(", ", ",")
-    logger.info("placement=auto: as in %s, from which the run resumes; sets %s", folder, words)
+    overrides = " ".join(f"{key}={value}" for key, value in sorted(kept.items())).replace(", ", ",")
+    logger.info("placement=auto: as in %s, from which the run resumes; sets %s", folder, overrides)
     return kept
 
 
@@ -243,29 +243,29 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
     """
     if not isinstance(config, schema.Config) or not config.placement.auto:
         return config
-    given = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
-    if given:
-        raise ValueError(f"placement.auto chooses the devices, but placement.{given[0]} is set: remove one of them")
+    set_keys = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
+    if set_keys:
+        raise ValueError(f"placement.auto chooses the devices, but placement.{set_keys[0]} is set: remove one of them")
     if (kept := _resumed_placement(config)) is not None:
         return with_overrides(config, kept)
     try:
-        found = estimate(config, roles_of(config))
+        result = estimate(config, roles_of(config))
     except ValueError as error:
         raise ValueError(f"placement=auto is not possible: {error}; set placement.*_devices, or remove it") from error
-    plans = _search(config, found).plans(_devices(config))
+    plans = _search(config, result).plans(_devices(config))
     if not plans:
-        raise ValueError(f"placement=auto: {_nothing_fits(config, found)}")
+        raise ValueError(f"placement=auto: {_nothing_fits(config, result)}")
     best = preferred(plans)
-    chosen = overrides_of(best, _devices(config))
+    overrides = overrides_of(best, _devices(config))
     why = report.reason(plans) if len(plans) > 1 else "no other placement fits"
     if best.devices < _devices(config):
         why += f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
     logger.info(
         "placement=auto: %s, about %.3g s per step (%s; rates: %s); sets %s",
-        report.placement_words(best),
+        report.format_placement(best),
         best.seconds,
         why,
         best.device.source,
-        " ".join(f"{key}={value}" for key, value in chosen.items()).replace(", ", ","),
+        " ".join(f"{key}={value}" for key, value in overrides.items()).replace(", ", ","),
     )
-    return with_overrides(config, chosen)
+    return with_overrides(config, overrides)

@@ -18,6 +18,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from verl.agents.tools.parsers import TOOL_PARSERS
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.binding import parameter_names
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.checkpoints.atomic import check_folder
 from verl.config import (
@@ -30,12 +32,11 @@ from verl.config import (
     check_registered,
     load_config,
     schema,
-    unsupported,
+    settings_without_effect,
 )
 from verl.config.checks.settings import check_combinations
 from verl.config.fields import Schema
 from verl.config.inputs import check_code_file
-from verl.config.no_effect import settings_without_effect
 from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.sources import Overrides
@@ -47,18 +48,17 @@ from verl.engines.base import ENGINES, check_device
 from verl.engines.loading import check_kernels
 from verl.registry import did_you_mean, import_module, location_of
 from verl.rollout.base import ROLLOUT_ENGINES
-from verl.server.agents import TRIAL_FACTS
+from verl.server.agents import TRIAL_INFO
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.single_controller.local.cluster import ProcessCluster
 from verl.tracking.run_record import collected
 from verl.tracking.tracking import check_trackers
 from verl.trainer.checks import planning
 from verl.trainer.checks.agents import agent_loop_names, check_agent, check_tools_in_prompts
-from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings
-from verl.trainer.checks.faults import check_faults
+from verl.trainer.checks.algorithm import group_size, micro_batch_losses, required_settings, unused_settings
 from verl.trainer.checks.model_limits import MegatronRole, check_megatron, check_moe, check_reads_tokens_of
 from verl.trainer.checks.models import check_model
-from verl.trainer.checks.unused_settings import unused_settings
+from verl.trainer.guards.faults import check_faults
 from verl.trainer.ppo.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.ppo.flow import needs_critic
 from verl.trainer.ppo.rollout_correction import check_correction
@@ -296,9 +296,9 @@ def model_configs(run: Run) -> None:
     config = run.config
     if not isinstance(config, schema.Config):
         check_model(config.model, "causal_lm")
-        if config.engine.strategy == "megatron":
+        if isinstance(config.engine.selected, schema.MegatronConfig):
             ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-            role = MegatronRole(config.model, config.engine.megatron, "", ranks)
+            role = MegatronRole(config.model, config.engine.selected, "", ranks)
             check_megatron({"engine.megatron": role})
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
@@ -313,7 +313,7 @@ def model_configs(run: Run) -> None:
 
 
 def _of_megatron(config: schema.Config) -> dict[str, MegatronRole]:
-    """Name of the `megatron` section -> role, of a run with strategy=megatron."""
+    """Name of the `megatron` section -> role, of the roles that have one."""
     policy, critic, roles = config.actor_rollout_ref, config.critic, roles_of(config)
     sections = {
         "actor": ("actor_rollout_ref.actor", policy.model, policy.actor),
@@ -322,9 +322,9 @@ def _of_megatron(config: schema.Config) -> dict[str, MegatronRole]:
     }
     pools = {role: pool for placed in pools_of(config, roles).values() for role, pool in placed}
     return {
-        f"{name}.megatron": MegatronRole(model, section.megatron, pools[role].name, pools[role].world_size)
+        f"{name}.megatron": MegatronRole(model, section.engine, pools[role].name, pools[role].world_size)
         for role, (name, model, section) in sections.items()
-        if section.strategy == "megatron" and role in roles
+        if isinstance(section.engine, schema.MegatronConfig) and role in roles
     }
 
 
@@ -419,7 +419,7 @@ def model_fits(run: Run) -> None:
 
 def reward_function(run: Run) -> None:
     """The data has what the reward function needs, and the function scores two trial responses to the first prompt."""
-    facts = TRIAL_FACTS if run.config.actor_rollout_ref.rollout.mode == "server" else None
+    facts = TRIAL_INFO if run.config.actor_rollout_ref.rollout.mode == "server" else None
     run.reward_values = try_rewards(run.inputs, run.config.reward.reward_model.enable, facts)
 
 
@@ -443,8 +443,8 @@ def reward_names(run: Run) -> None:
     named: dict[str, list[str]] = {}
     if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in SUMMED_REWARD:
         named["algorithm.filter_groups.metric"] = [algorithm.filter_groups.metric]
-    if algorithm.adv_estimator == "gdpo":
-        named["algorithm.gdpo_reward_keys"] = algorithm.gdpo_reward_keys
+    if "gdpo_reward_keys" in parameter_names(get_adv_estimator_fn(algorithm.adv_estimator)):
+        named["algorithm.gdpo_reward_keys"] = algorithm.gdpo_reward_keys or []
     known = {"reward", *run.reward_values}
     for key, names in named.items():
         for name in names:
@@ -455,7 +455,6 @@ def reward_names(run: Run) -> None:
 CHECKS: tuple[Check, ...] = (
     Check("settings fit together", SETTINGS, lambda run: check_combinations(run.config), Schema),
     Check("files exist", SETTINGS, files, Schema),
-    Check("options are supported", SETTINGS, lambda run: unsupported(run.config), Schema),
     Check("recipe settings", SETTINGS, recipe_settings, Schema),
     Check("imports", SETTINGS, imports, Schema),
     Check("registered engines", SETTINGS, registered_engines, Schema),

@@ -14,7 +14,7 @@ from verl.env_check.packages import CORE
 from verl.processes.streams import command_output
 from verl.trainer.guards.interruption import Stopped, sigterm_raises
 from verl.trainer.startup.torchrun import run_under_launcher
-from verl.utils.redaction import remember_arguments, shown
+from verl.utils.redaction import console_text, remember_arguments
 
 if TYPE_CHECKING:
     from verl.config.fields import Schema
@@ -206,7 +206,7 @@ def print_error(error: Exception) -> int:
     if isinstance(error, ModuleNotFoundError) and _module_name(error) in CORE:
         return print_missing_package(error)
     notes = vars(error).get("__notes__", [])
-    print(shown("\n  ".join([f"error: {_message(error)}", *notes])), file=sys.stderr)
+    print(console_text("\n  ".join([f"error: {_message(error)}", *notes])), file=sys.stderr)
     return 1
 
 
@@ -229,4 +229,4 @@ def _message(error: Exception) -> str:
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of the commands: without secrets and control characters."""
-    print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(console_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)

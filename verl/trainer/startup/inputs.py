@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from verl.agents.loop import NO_FACTS
+from verl.agents.loop import NO_TRAJECTORY_INFO
 from verl.config import schema
 from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
@@ -347,11 +347,11 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
         reward_fn_key=config.data.reward_fn_key,
         config=config.model_dump(),
     )
-    if reward.reward_model.enable and not loaded.compute_score.takes_extra_info:
+    if reward.reward_model.enable and not loaded.compute_score.accepts_extra_info:
         raise ValueError(
-            f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.where} does not take "
-            "extra_info, which holds the score of the model (extra_info['rm_score']): add the parameter extra_info, or "
-            "remove the function, and the score of the model is the reward"
+            f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.location} does not "
+            "take extra_info, which holds the score of the model (extra_info['rm_score']): add the parameter "
+            "extra_info, or remove the function, and the score of the model is the reward"
         )
     return loaded
 
@@ -391,7 +391,7 @@ def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | Non
 def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any] | None) -> set[str]:
     manager, batch = inputs.reward_manager, _trial_batch(inputs, row)
     if facts is not None:
-        batch = batch.replace(agent_facts=[dict(facts) for _ in range(len(batch))])
+        batch = batch.replace(trajectory_info=[dict(facts) for _ in range(len(batch))])
     if not uses_model:
         return set(_score_trial(manager, batch)["reward_extra_info"])
     zeros = torch.zeros(batch.batch["responses"].shape)
@@ -404,14 +404,16 @@ def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any
             "THE REWARD MODEL'S SCORE HAS NO EFFECT: the reward function %s returned the same for the scores 0 and 1. "
             "It gets the score as extra_info['rm_score'], and nothing else uses it. Read it in the function, or remove "
             "the function (then the score is the reward), or set reward.reward_model.enable=false",
-            manager.compute_score.where,
+            manager.compute_score.location,
         )
     return set(first["reward_extra_info"])
 
 
 def _trial_batch(inputs: Inputs, row: int) -> DataProto:
     tokenizer, item = inputs.tokenizer, inputs.train_dataset[row]
-    prompts = inputs.collate([item, item]).replace(uid=["trial", "trial"], agent_facts=[NO_FACTS, NO_FACTS])
+    prompts = inputs.collate([item, item]).replace(
+        uid=["trial", "trial"], trajectory_info=[NO_TRAJECTORY_INFO, NO_TRAJECTORY_INFO]
+    )
     truth = (item.get("reward_model") or {}).get("ground_truth")
     truth = "" if truth is None else str(truth)
     right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]

@@ -18,7 +18,7 @@ from verl.trainer.guards.interruption import Stopped, sigterm_raises
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskError
 from verl.utils.log import setup_logging
-from verl.utils.redaction import redact_text, shown
+from verl.utils.redaction import console_text, redact_text
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
@@ -93,7 +93,7 @@ def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
     passed = command.passed_checks()
     short = [f"{len(passed)} checks (--verbose: their names)"]
     print("\n".join(f"ok  {line}" for line in (passed if verbose else short)))
-    print(shown(command.plan()))
+    print(console_text(command.plan()))
     return 0
 
 
@@ -130,14 +130,14 @@ def _fit(trainer: "Trainer") -> int:
         error.add_note(trainer.progress_summary())
         return print_error(error)
     except Exception as error:
-        if not trainer.ready and isinstance(error, ValueError):
+        if not trainer.view.ready and isinstance(error, ValueError):
             return print_error(error)
-        error.add_note(_how_it_ended(trainer, error))
+        error.add_note(_failure_summary(trainer, error))
         raise
     return 0
 
 
-def _how_it_ended(trainer: "Trainer", error: Exception) -> str:
+def _failure_summary(trainer: "Trainer", error: Exception) -> str:
     """The last lines of a run that failed: the cause, the checkpoint, and the command that resumes."""
     summary = f"the run failed {trainer.progress_summary()}"
     if isinstance(error, WorkerError):

@@ -6,8 +6,9 @@ from typing import Any
 from verl.config import schema
 from verl.engines.loading import adapter_config
 from verl.rollout.request import stop_strings
+from verl.rollout.traits import engine_traits
 from verl.single_controller import WorkerSpec
-from verl.single_controller.placement import ResourcePool, device_words, idle_devices, place_roles
+from verl.single_controller.placement import ResourcePool, format_devices, idle_devices, place_roles
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker, RefWorker
@@ -16,8 +17,6 @@ from verl.workers.rollout.worker import RolloutWorker
 
 #: of trainer.worker_timeout, for a pause of the rollout: its error names what it waits for
 _PAUSE_SHARE = 0.9
-#: rollout engines that merge adapters, whatever their layers are
-_MERGE_ADAPTERS = ("native", "hf")
 
 
 def roles_of(config: schema.Config) -> list[str]:
@@ -54,7 +53,8 @@ def worker_specs(
     specs = {"actor": WorkerSpec(ActorWorker, actor | generation)}
     if "rollout" in roles:
         rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.engine.dtype}
-        rollout["adapters"] = None if policy.rollout.name in _MERGE_ADAPTERS else adapter_config(policy.model)
+        merges = engine_traits(policy.rollout.name).merges_adapters
+        rollout["adapters"] = None if merges else adapter_config(policy.model)
         rollout["pause_limit"] = _PAUSE_SHARE * config.trainer.worker_timeout
         specs["rollout"] = WorkerSpec(RolloutWorker, rollout | generation | {"timeout": policy.nccl_timeout})
     if "ref" in roles:
@@ -100,7 +100,7 @@ def idle_warning(config: schema.Config) -> str:
     fewer = f", or use trainer.n_gpus_per_node={total - len(idle)}"
     last = trainer.nnodes == 1 and idle[0] == total - len(idle)  # the others keep their numbers
     return (
-        f"placement: no role uses {device_words(idle)} of {total}, so {'it is' if len(idle) == 1 else 'they are'} "
+        f"placement: no role uses {format_devices(idle)} of {total}, so {'it is' if len(idle) == 1 else 'they are'} "
         f"idle: add {'it' if len(idle) == 1 else 'them'} to {' or '.join(keys)}{fewer if last else ''}"
     )
 
@@ -111,5 +111,5 @@ def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> 
     for placed in pools.values():
         pool = placed[0][1]
         numbers = pool.devices if pool.devices is not None else range(pool.world_size)
-        words.append(f"{', '.join(role for role, _ in placed)} on {device_words(numbers)}")
+        words.append(f"{', '.join(role for role, _ in placed)} on {format_devices(numbers)}")
     return "; ".join(words)
