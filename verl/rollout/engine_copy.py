@@ -1,9 +1,13 @@
 """What vLLM and SGLang share: engines of other libraries, with their own copy of the weights."""
 
 import asyncio
+import importlib
+import importlib.metadata
+import inspect
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,6 +25,7 @@ from verl.rollout.request import Completion, FinishReason, Request
 from verl.rollout.routed_experts import cut, layers_with_experts
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.traits import engine_traits
+from verl.utils.packages import Package
 from verl.weight_sync import WeightReceiver
 from verl.weight_sync.base import require_weights
 
@@ -190,6 +195,78 @@ class EngineReceiver:
     def shapes(self) -> dict[str, torch.Size]:
         """HuggingFace name of every parameter -> its shape."""
         return self._read_shapes()
+
+
+# ---- the installed package -----------------------------------------------------------------------------------------
+
+
+def installed_version(package: Package) -> str:
+    """The installed version of a package, for messages."""
+    for distribution in package.distributions:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return "(an unversioned copy)"
+
+
+def probe_package(
+    package: Package, attributes: Mapping[str, Sequence[str]], parameters: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """Import what an adapter uses of a package, and check that it has what the adapter needs.
+
+    Args:
+        package: the package.
+        attributes: "module:Class" -> attributes that the adapter uses.
+        parameters: "module:Class" or "module:Class.method" -> parameters that the adapter passes.
+
+    Returns:
+        The classes by name.
+
+    Raises:
+        ImportError: one does not import.
+        ValueError: something is missing; the message lists what, with the tested versions.
+    """
+    version = f"rollout.name={package.module}: {package.title} {installed_version(package)}"
+    classes: dict[str, Any] = {}
+    missing: list[str] = []
+    try:
+        for path in (*attributes, *parameters):
+            module, _, name = path.partition(":")
+            classes[name.partition(".")[0]] = _import(module, name.partition(".")[0])
+    except ImportError as error:
+        raise ImportError(
+            f"{version} does not import: {error} (tested: {package.tested_versions}). To install: "
+            f"{package.how_to_install}"
+        ) from error
+    for path, names in attributes.items():
+        name = path.partition(":")[2]
+        missing += [f"{name}.{attribute}" for attribute in names if attribute not in dir(classes[name])]
+    for path, names in parameters.items():
+        name, _, method = path.partition(":")[2].partition(".")
+        if f"{name}.{method}" not in missing:
+            known = parameters_of(inspect.getattr_static(classes[name], method) if method else classes[name])
+            missing += [f"{path.partition(':')[2]}({parameter})" for parameter in names if parameter not in known]
+    if missing:
+        raise ValueError(
+            f"{version} lacks {', '.join(missing)}; tested versions: {package.tested_versions}. To install: "
+            f"{package.how_to_install}"
+        )
+    return classes
+
+
+def parameters_of(function: Any) -> frozenset[str]:
+    """Names of the parameters of a function, or of a class."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _import(module: str, name: str) -> Any:
+    imported = importlib.import_module(module)
+    try:
+        return getattr(imported, name)
+    except AttributeError:
+        raise ImportError(f"{module} has no {name}") from None
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
 
 
 def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:

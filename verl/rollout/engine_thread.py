@@ -117,8 +117,10 @@ class EngineThread:
         with suppress(RuntimeError):  # it has ended
             self.call(self.loop.stop)
 
-    def close(self) -> None:
-        """Cancel all coroutines and end the thread."""
+    def close(self, cancel: bool = True) -> None:
+        """Cancel all coroutines, or wait for them, and end the thread."""
+        if not cancel and self.is_alive():
+            self.run_until_complete(_end_others(cancel))
         self.stop()
         self._thread.join()
 
@@ -133,7 +135,7 @@ class EngineThread:
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the loop
             self._fail(error)
         try:
-            self.loop.run_until_complete(_cancel_all())
+            self.loop.run_until_complete(_end_others(cancel=True))
         finally:
             self.loop.close()
 
@@ -159,8 +161,8 @@ class EngineThread:
         raise self.error if isinstance(self.error, Exception) else RuntimeError(f"the thread has ended: {self.error!r}")
 
 
-async def _cancel_all() -> None:
+async def _end_others(cancel: bool) -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+    for task in others if cancel else ():
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)

@@ -63,13 +63,7 @@ class EngineLoop:
         """Abort all requests, wait for their completions, and end the thread."""
         if self.thread.is_alive():
             self.abort()
-            self.thread.run_until_complete(_finish_tasks())
-            self.thread.close()
-
-
-async def _finish_tasks() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    await asyncio.gather(*others, return_exceptions=True)
+            self.thread.close(cancel=False)
 
 
 @dataclass(frozen=True)

@@ -188,10 +188,11 @@ class NativeRollout(RolloutEngine):
         """Add rows to a running scheduler. Returns False if they do not fit before it is done."""
         if self.module.device.type == "cuda":
             return scheduler.extend(rows)
-        decoder = self._larger_slot_decoder(scheduler, rows)
-        if decoder is None:
+        if not self._extend_slot_cache(rows, scheduler.active + len(scheduler.waiting) + len(rows)):
             return False
-        width = max(row.limit for row in rows)
+        decoder, longest, width = scheduler.decoder, _longest(rows), max(row.limit for row in rows)
+        if decoder is not self._torch_decoder or longest > decoder.table_length:
+            decoder = self._slot_decoder(max(longest, decoder.table_length))
         if decoder is not scheduler.decoder or width > scheduler.width:
             scheduler.resize(decoder, self._cache.slots, width)
         scheduler.add(rows)
@@ -245,24 +246,18 @@ class NativeRollout(RolloutEngine):
             self._new_cache(slots, length, False)
         return self._cache
 
-    def _larger_slot_decoder(
-        self, scheduler: SlotScheduler, rows: list[Row]
-    ) -> TorchDecoder | BatchInvariantDecoder | None:
-        """The scheduler's decoder, with a larger cache and longer tables if `rows` need them; None if out of memory."""
-        cache, decoder = self._cache, scheduler.decoder
-        longest = _longest(rows)
-        required = min(self.max_rows, scheduler.active + len(scheduler.waiting) + len(rows))
+    def _extend_slot_cache(self, rows: list[Row], concurrent: int) -> bool:
+        """Enlarge the cache for `concurrent` rows, `rows` among them. Returns False if one of them does not fit."""
+        cache, longest, concurrent = self._cache, _longest(rows), min(self.max_rows, concurrent)
         length = cache.length if cache.length >= longest else max(longest, cache.length + cache.length // 2)
-        slots = cache.slots if cache.slots >= required else min(self.max_rows, max(required, 2 * cache.slots))
+        slots = cache.slots if cache.slots >= concurrent else min(self.max_rows, max(concurrent, 2 * cache.slots))
         token, budget = self.decoder.cache_bytes_per_token(), self._cache_budget()
         slots = max(cache.slots, min(slots, budget // (length * token)))
         if length > cache.length and slots * length * token > budget:
-            return None
-        if (slots, length) == (cache.slots, cache.length) and longest <= decoder.table_length:
-            return decoder
+            return False
         if (slots, length) != (cache.slots, cache.length):
             self._new_cache(slots, length, True)
-        return self._slot_decoder(max(longest, decoder.table_length))
+        return True
 
     # ---- on a GPU: blocks ---------------------------------------------------------------------------------------
 
