@@ -104,13 +104,13 @@ def test_requests_that_are_refused():
     engine = SglangRollout(SimpleNamespace(experts=None), None, None, vocab_size=272, max_length=99, media=media)
     asked = Request([1], GREEDY, 0, multi_modal_data={"images": [random_image()]}, raw_prompt_ids=[1])
     with pytest.raises(ValueError, match=r"prompt 0: expected the column multi_modal_inputs .* let the dataset run"):
-        engine._check("prompt 0", asked)
+        engine.check("prompt 0", asked)
     with pytest.raises(ValueError, match=r"prompt 1: expected images, found videos: .*native, hf or vllm"):
-        engine._check("prompt 1", request("qwen2_5_vl", "aVb", [], [video()]))
-    engine._check("prompt 2", request("qwen2_5_vl", "aIb", [random_image()]))
+        engine.check("prompt 1", request("qwen2_5_vl", "aVb", [], [video()]))
+    engine.check("prompt 2", request("qwen2_5_vl", "aIb", [random_image()]))
     text = SglangRollout(SimpleNamespace(experts=None), None, None, vocab_size=272, max_length=99)
     with pytest.raises(ValueError, match=r"prompt 3: expected text, found images: rollout\.name=sglang"):
-        text._check("prompt 3", request("qwen2_5_vl", "aIb", [random_image()]))
+        text.check("prompt 3", request("qwen2_5_vl", "aIb", [random_image()]))
 
 
 def test_models_that_are_refused(monkeypatch):

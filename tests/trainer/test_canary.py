@@ -52,9 +52,9 @@ def test_an_engine_that_copied_shared_weights_once_stops_the_run(lr, settings, m
     read = NativeRollout.read
 
     def read_once(self):
-        if self._decoder is None:
+        if self.decoder is None:
             read(self)
-        return self._decoder
+        return self.decoder
 
     monkeypatch.setattr(NativeRollout, "read", read_once)
     monkeypatch.setattr(NativeRollout, "free", lambda self: None)

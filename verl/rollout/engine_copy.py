@@ -98,7 +98,7 @@ class EngineJob:
 
     Attributes:
         is_aborted: whether `abort` named it.
-        spans: (first token, weight version).
+        versions: spans (first token, weight version).
         routed_experts: the experts that were chosen, of at least these tokens; None: not recorded.
     """
 
@@ -106,13 +106,13 @@ class EngineJob:
     is_aborted: bool = field(default=False, kw_only=True)
     token_ids: list[int] = field(default_factory=list, kw_only=True)
     log_probs: list[float] = field(default_factory=list, kw_only=True)
-    spans: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
+    versions: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
     routed_experts: np.ndarray | None = field(default=None, kw_only=True)
 
     def completion(self, reason: FinishReason) -> Completion:
         """The completion with these tokens. Raises ValueError if a log-prob is not finite."""
         check_finite(self.request, self.log_probs)
-        spans = self.spans if len({version for _, version in self.spans}) > 1 else []
+        spans = self.versions if len({version for _, version in self.versions}) > 1 else []
         tokens = len(self.request.prompt_ids) + len(self.token_ids) - 1
         experts = None if self.routed_experts is None else cut(self.routed_experts, tokens)
         return Completion(self.token_ids, self.log_probs, reason, spans, experts)

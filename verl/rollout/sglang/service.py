@@ -89,7 +89,7 @@ class Job(EngineJob):
 
     Attributes:
         rid: its id in SGLang; "" before it is submitted.
-        spans: (first token, weight version) as SGLang reports them.
+        versions: as SGLang reports them.
     """
 
     rid: str = ""
@@ -254,7 +254,7 @@ class Service:
                 f"expected version {self.version}: the engine's weights are stale"
             )
         spans = [(before + span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()]
-        job.spans = [span for span in job.spans if span[0] < before] + spans
+        job.versions = [span for span in job.versions if span[0] < before] + spans
 
     def _reason(self, job: Job, reason: dict[str, Any]) -> FinishReason | None:
         """The finish reason of SGLang as a `FinishReason`."""

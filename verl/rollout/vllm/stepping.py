@@ -206,7 +206,7 @@ class Stepper:
     def _admit(self, job: Job) -> None:
         self._count += 1
         job.key = str(self._count)
-        job.spans.append((0, self._version()))
+        job.versions.append((0, self._version()))
         self._running[job.key] = job
 
     def _step(self, new: list[Job], removed: list[str]) -> list[Any]:
