@@ -113,12 +113,12 @@ class Training:
         self.replicas = (replica,)
         self.slices = Slices(model.config, TensorParallel(tensor, groups.tp))
         own = [name for name in model.shapes if model.stage(name, groups.pp) == self.stage]
-        self.tensors = {name: self.slices.of(name, model.full(name)).clone() for name in own}
+        self.tensors = {name: self.slices.slice_of(name, model.full(name)).clone() for name in own}
         self._layout = [
             Shard(name, model.shapes[name], model.stored(self.slices, name, True).chunks[0].box) for name in own
         ]
-        self._tensor = _own_group(groups.of("tp"), rank)
-        self._pipeline = _own_group(groups.of("pp"), rank)
+        self._tensor = _own_group(groups.rank_groups("tp"), rank)
+        self._pipeline = _own_group(groups.rank_groups("pp"), rank)
 
     def shard_layout(self) -> Sequence[Shard]:
         return self._layout
@@ -131,7 +131,7 @@ class Training:
         model, size = self.model, self.groups.tp
         for name, shape in model.shapes.items():
             source = model.stage(name, self.groups.pp)
-            like = self.slices.of(name, torch.empty(shape, device="meta"))
+            like = self.slices.slice_of(name, torch.empty(shape, device="meta"))
             local = self.tensors.get(name)
             if local is None:
                 local = torch.empty(like.shape, device=model.device, dtype=model.dtype)
@@ -171,12 +171,12 @@ class Generation(SlicedWeights):
         for name, full in weights:
             if name in self.own:
                 own = self.tensors[name]
-                own.copy_(self.slices.of(name, full).reshape(own.shape))
+                own.copy_(self.slices.slice_of(name, full).reshape(own.shape))
 
     def check(self) -> None:
         """Compare what is stored with the weights, and forget it."""
         for name in self.own:
-            wanted = self.slices.of(name, self.model.full(name))
+            wanted = self.slices.slice_of(name, self.model.full(name))
             assert torch.equal(self.tensors[name], wanted.reshape(self.tensors[name].shape)), name
             self.tensors[name].fill_(float("nan"))
 

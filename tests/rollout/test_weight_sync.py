@@ -24,9 +24,8 @@ from verl.weight_sync import (
     receive_collective,
 )
 from verl.weight_sync.adapters import Part
-from verl.weight_sync.base import StoredWeights
-from verl.weight_sync.checksums import TensorSums, combine, fold, sums_of
-from verl.weight_sync.loading import Loading
+from verl.weight_sync.base import StoredWeights, is_check_due
+from verl.weight_sync.verify import Loading, checksums, combine, fold, sums_of
 
 CONFIG = LlamaConfig(
     vocab_size=24,
@@ -192,6 +191,14 @@ def test_any_other_bit_gives_another_checksum():
             other[at] ^= (1 << bit) - (2**64 if bit == 63 else 0)
             found.add(checksum_of(other.view(torch.uint8)))
     assert len(found) == 1 + 7 * 64
+
+
+def test_each_checksum_is_that_of_its_content():
+    """Whatever its neighbours are."""
+    contents = [torch.arange(n, dtype=torch.int64).view(torch.uint8) for n in (5, 2000, 1024)]
+    found = checksums([sums_of(content) for content in contents]).tolist()
+    assert found == [int(checksums([sums_of(content)])) for content in contents] and len({*found}) == 3
+    assert combine([sums_of(content) for content in contents]) == fold(found) and combine([]) == 0
 
 
 def test_a_folded_checksum_depends_on_every_one_and_on_the_order():
@@ -405,74 +412,84 @@ def test_checksums_depend_on_every_byte_and_its_position():
     assert checksum_of(changed) != expected, "two words of different rows"
 
 
-def summed(tensors, dtype=torch.float32):
-    found = TensorSums()
-    for name, tensor in tensors.items():
-        found.add(name, tensor, like=torch.empty(0, dtype=dtype))
-    found.finish()
-    return found
-
-
 @pytest.fixture
 def tensors():
-    """Small ones, one that is read in place, odd numbers of bytes, one without elements, one that is not contiguous."""
+    """One longer than a row of 1,024 words, odd numbers of bytes, one without elements, one that is not contiguous."""
     torch.manual_seed(0)
     shapes = {"a": (3, 5), "large": (300, 70), "none": (0, 4), "b": (7,), "c": (64, 64)}
     return {name: torch.randn(*shape) for name, shape in shapes.items()} | {"view": torch.randn(9, 4).T}
 
 
-def test_grouped_sums_are_those_of_the_padded_bytes(tensors):
-    """Every small tensor begins a new row of 1,024 words."""
-    groups, small = [], ("a", "none", "b", "c", "view")
-    for names in (small[:1], ("large",), small[1:]):
-        rows = []
-        for name in names:
-            content = tensors[name].contiguous().numpy().tobytes()
-            content += bytes(-len(content) % (8 if name == "large" else 8192))
-            rows += [content]
-        groups.append(torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8))
-    found = summed(tensors).sums
-    assert len(found) == 3
-    for sums, content in zip(found, groups, strict=True):
-        assert torch.equal(sums, sums_of(content))
+class Stores(StoredWeights):
+    """Stores what it receives in a dtype, after a change."""
+
+    def __init__(self, change=lambda tensors: None, dtype=torch.float32):
+        self.change, self.dtype, self.tensors = change, dtype, {}
+
+    def receive(self, weights, version):
+        for name, tensor in weights:
+            self.tensors[name] = tensor.to(self.dtype, copy=True)
+        self.change(self.tensors)
+
+    def release(self):
+        self.tensors.clear()
+
+    def stored(self, name):
+        return self.tensors.get(name, torch.empty(0, dtype=self.dtype))
+
+
+def load(receiver: StoredWeights, tensors, compares: bool = True) -> int:
+    return Loading(receiver, 1, compares).load(Part(None, tensors.items()))
 
 
 @pytest.mark.parametrize("name", ["a", "large", "b", "c", "view"])
-def test_a_tensor_with_another_bit_is_named(tensors, name):
-    sent = summed(tensors)
-    assert summed(tensors).differing(sent) == [] and combine(summed(tensors).sums) == combine(sent.sums)
-    flat = tensors[name].flatten()
-    flat[-1] = -flat[-1]
-    other = summed(tensors | {name: flat.view(tensors[name].shape)})
-    assert other.differing(sent) == [name] and combine(other.sums) != combine(sent.sums)
+def test_a_stored_tensor_with_another_bit_is_named(tensors, name):
+    def flip(stored):
+        flat = stored[name].reshape(-1)
+        flat[-1] = -flat[-1]
+        stored[name] = flat.view(stored[name].shape)
+
+    assert load(Stores(), tensors) == load(Stores(), tensors) != 0
+    receiver = Stores(flip)
+    with pytest.raises(ValueError, match=rf"Stores.receive, 1 of 6 parameters differ from what was sent, first .'{name}'"):
+        load(receiver, tensors)
+    assert not receiver.tensors, "they are released"
+    assert load(Stores(flip), tensors, compares=False) == 0, "not in a push without a comparison"
 
 
-def test_tensors_of_other_sizes_or_that_are_missing_are_named(tensors):
-    sent = summed(tensors)
-    assert sent.differing(summed(tensors | {"b": torch.zeros(8)})) == ["b"]
-    assert sent.differing(summed({name: tensor for name, tensor in tensors.items() if name != "c"})) == ["c"]
-    assert TensorSums().differing(TensorSums()) == []
+def test_stored_tensors_of_other_sizes_and_exchanged_words_are_named(tensors):
+    def resize(stored):
+        stored["b"] = torch.cat([stored["b"], torch.zeros(1)])  # the padding of 7 elements
+
+    with pytest.raises(ValueError, match=r"1 of 6 parameters differ from what was sent, first \['b'\]"):
+        load(Stores(resize), tensors)
+
+    def exchange(stored):
+        flat, old = stored["c"].view(-1), stored["c"].flatten().clone()
+        flat[0:2], flat[2:4] = old[2:4], old[0:2]  # two words of 8 bytes of a row
+
+    with pytest.raises(ValueError, match=r"1 of 6 parameters differ from what was sent, first \['c'\]"):
+        load(Stores(exchange), tensors)
 
 
-def test_words_that_changed_places_in_a_row_are_found(tensors):
-    """The sums of rows are the same, those of the columns are of the whole group."""
-    sent, a = summed(tensors), tensors["c"].flatten()
-    swapped = a.clone()
-    swapped[0:2], swapped[2:4] = a[2:4], a[0:2]
-    assert summed(tensors | {"c": swapped.view(64, 64)}).differing(sent) == ["none", "b", "c", "view"]
+def test_a_stored_cast_is_that_of_torch(tensors):
+    assert load(Stores(dtype=torch.bfloat16), tensors) == load(Stores(), tensors)
 
 
-def test_memory_of_a_tensor_is_used_again_while_it_is_added():
-    sums, memory = TensorSums(), torch.zeros(4)
-    for value in (1.0, 2.0):
-        sums.add(str(value), memory.fill_(value), like=memory)
-    sums.finish()
-    assert sums.differing(summed({"1.0": torch.ones(4), "2.0": torch.full((4,), 2.0)})) == []
+def test_memory_of_a_tensor_is_used_again_while_it_is_read():
+    memory = torch.zeros(4)
+    loading = Loading(Stores(), 1, True)
+    loading.load(Part(None, ((str(value), memory.fill_(value)) for value in (1.0, 2.0))))
+    assert {name: tensor.tolist() for name, tensor in loading.receiver.tensors.items()} == {"1.0": [1.0] * 4, "2.0": [2.0] * 4}
 
 
-def test_a_cast_is_that_of_torch(tensors):
-    cast = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-    assert summed(tensors, torch.bfloat16).differing(summed(cast, torch.bfloat16)) == []
+def test_checks_are_due_at_the_first_version_and_at_multiples():
+    last, due = None, []
+    for version in (7, 8, 10, 10, 11, 20):
+        if is_check_due(version, last, 10):
+            last = version
+            due.append(version)
+    assert due == [7, 10, 20] and not is_check_due(0, None, 0)
 
 
 class StoresSome(StoredWeights):
@@ -493,7 +510,7 @@ class StoresSome(StoredWeights):
 
 def test_a_parameter_that_is_stored_in_another_form_is_not_compared():
     weights = {"a": torch.ones(4), "b": torch.zeros(3)}
-    first = Loading(StoresSome(), 1).load(Part(None, weights.items()))
-    assert first == Loading(StoresSome(), 1).load(Part(None, weights.items()))
+    first = Loading(StoresSome(), 1, True).load(Part(None, weights.items()))
+    assert first == Loading(StoresSome(), 1, True).load(Part(None, weights.items()))
     weights["b"] = torch.ones(3)
-    assert first != Loading(StoresSome(), 1).load(Part(None, weights.items()))  # but it is in the checksum
+    assert first != Loading(StoresSome(), 1, True).load(Part(None, weights.items()))  # but it is in the checksum

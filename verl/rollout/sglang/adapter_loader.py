@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.weight_sync.checksums import sum_of_bits
+from verl.weight_sync.verify import sum_of_bits
 
 
 @cache

@@ -16,9 +16,8 @@ from verl.rollout.request import Completion, Request, matches_ids
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
 from verl.rollout.vllm.capabilities import Capabilities
-from verl.rollout.vllm.slices import VllmSliceReceiver
 from verl.rollout.vllm.stepping import Channel, Job, Stepper
-from verl.rollout.vllm.weights import VllmReceiver
+from verl.rollout.vllm.weights import VllmReceiver, VllmSliceReceiver
 from verl.utils.rng import fork_seed
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
 _ROUNDING = 1e-2  # by which a log-prob may exceed 0
 
 
-class RolloutSource:
-    """What a weight sync reads of a training engine: its weights in the dtype of the rollout.
+class CastWeightSource:
+    """A view of the weights of a training engine, cast to the dtype of the rollout, for a weight sync.
 
     Args:
         engine: the training engine.
@@ -106,11 +106,12 @@ class Rollout:
                 has_shards=self.train_engine.shard_layout() is not None,
                 prefers_shards=self.train_engine.gathers_each,
                 grouping=self.env.grouping,
+                check_every=self.config.check_every,
             )
         if self.engine.receiver() is None and not self._uses_weights:
             self._used_weights.enter_context(self.train_engine.on_device())
             self._uses_weights = True
-        return self._sync.push(RolloutSource(self.train_engine, self.env.compute_dtype), version)
+        return self._sync.push(CastWeightSource(self.train_engine, self.env.compute_dtype), version)
 
     def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
         """Generate a greedy response, outside of the statistics. None: the engine does not sample the policy, or this
