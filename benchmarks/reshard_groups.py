@@ -221,7 +221,7 @@ def measure(
     rank, device = dist.get_rank(), model.device
     training, generation = Training(model, groups, rank), Generation(model, groups, rank)
     rollout = SimpleNamespace(receiver=lambda: generation, weight_version=None)
-    sync = ReshardSync(rollout, device, args.bucket_mib * 2**20, grouping=groups)
+    sync = ReshardSync(rollout, device, args.bucket_mib * 2**20, grouping=groups, check_every=0)
     sync.bandwidth = 0.0  # not measured
     seconds, above = [], 0
     for version in range(1 + args.pushes):  # the first one makes the plan

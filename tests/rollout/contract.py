@@ -284,7 +284,9 @@ class Run:
     def lose_a_parameter(self, patch: pytest.MonkeyPatch) -> tuple[type[Exception], str]:
         """From now on, the engine keeps the values of a parameter. Returns the error of push 2, and its message."""
         name, sync = "model.layers.1.self_attn.q_proj.weight", self.rollout._sync
-        differ = r"weights of version 2 were not loaded: .* {} of \d+ parameters differ from what was sent, first \['{}'"
+        differ = (
+            r"weights of version 2 were not loaded: .* {} of \d+ parameters differ from what was sent, first \['{}'"
+        )
         if isinstance(sync, ReshardSync):
             patch.setattr(sync, "_transfer", _keeping(sync._plan.names.index(name), sync._transfer))
             text = "weights of version 2 were not loaded: 1 slices differ from the training shards: "
@@ -301,7 +303,10 @@ class Run:
             return ValueError, differ.format(3, name)  # q, k and v
         if self.made.name == "sglang":
             patch.setattr(receiver, "_send", _skipping(name, self.made.module.get_parameter(name), receiver._send))
-            return ValueError, "version 2: in SGLang the parameters of model.layers.1 do not have the bits that were sent"
+            return (
+                ValueError,
+                "version 2: in SGLang the parameters of model.layers.1 do not have the bits that were sent",
+            )
         parameter = receiver.module.get_parameter(name)
         patch.setattr(parameter, "copy_", lambda sent: parameter)
         return ValueError, differ.format(1, name)

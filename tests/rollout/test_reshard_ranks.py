@@ -45,7 +45,8 @@ def on_rank(path: str, ranks: int, tp: int, **keys) -> dict:
     sync.push(engine, 0)
     Peers.start_exchange = counting
     report = sync.push(engine, 1)
-    wrong = [name for name, tensor in full.items() if not torch.equal(slices.slice_of(name, tensor), receiver.stored(name))]
+    own = {name: slices.slice_of(name, tensor) for name, tensor in full.items()}
+    wrong = [name for name, tensor in own.items() if not torch.equal(tensor, receiver.stored(name))]
     total = sum(tensor.numel() for tensor in empty.values()) * 4
     return {"wrong": wrong, "report": report, "counted": counted[0], "stored": total}
 

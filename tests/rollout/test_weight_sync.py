@@ -451,7 +451,9 @@ def test_a_stored_tensor_with_another_bit_is_named(tensors, name):
 
     assert load(Stores(), tensors) == load(Stores(), tensors) != 0
     receiver = Stores(flip)
-    with pytest.raises(ValueError, match=rf"Stores.receive, 1 of 6 parameters differ from what was sent, first .'{name}'"):
+    with pytest.raises(
+        ValueError, match=rf"Stores.receive, 1 of 6 parameters differ from what was sent, first .'{name}'"
+    ):
         load(receiver, tensors)
     assert not receiver.tensors, "they are released"
     assert load(Stores(flip), tensors, compares=False) == 0, "not in a push without a comparison"
@@ -480,7 +482,10 @@ def test_memory_of_a_tensor_is_used_again_while_it_is_read():
     memory = torch.zeros(4)
     loading = Loading(Stores(), 1, True)
     loading.load(Part(None, ((str(value), memory.fill_(value)) for value in (1.0, 2.0))))
-    assert {name: tensor.tolist() for name, tensor in loading.receiver.tensors.items()} == {"1.0": [1.0] * 4, "2.0": [2.0] * 4}
+    assert {name: tensor.tolist() for name, tensor in loading.receiver.tensors.items()} == {
+        "1.0": [1.0] * 4,
+        "2.0": [2.0] * 4,
+    }
 
 
 def test_checks_are_due_at_the_first_version_and_at_multiples():
