@@ -165,7 +165,7 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], 
             parameter = names.parameters[target]
             yield from names.experts.unfused(name, tensor.detach().to(parameter.device, parameter.dtype))
 
-    with unpacked(expert_layers(model), version):
+    with unpacked(expert_layers(model)):
         stream = cast()
         model.load_weights(stream)
         for _ in stream:  # a loader may stop early
