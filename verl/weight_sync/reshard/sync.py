@@ -14,7 +14,7 @@ from verl.weight_sync.base import ReceivesWeights, ShardSource, SlicedWeights, S
 from verl.weight_sync.reshard.chunk_table import TensorList, readable_tensors
 from verl.weight_sync.reshard.grouping import HybridGroups
 from verl.weight_sync.reshard.plan import Plan, RankLayout, Stored, make_plan
-from verl.weight_sync.reshard.rank_plan import RankBucket, RankPlan, ShardReader
+from verl.weight_sync.reshard.rank_plan import RankPlan, ShardReader
 from verl.weight_sync.verify import checksums, equal_bits, sums_of
 
 logger = logging.getLogger("verl.rollout")
@@ -83,33 +83,63 @@ class Peers:
         return len(sent) / min(seconds[1:])
 
 
-class _Transit:
-    """Checksums of what this rank sends to and receives from each other rank, in each bucket of a push."""
+class _Exchange:
+    """The buffers of one push, and checksums of what this rank sends to and receives from each other rank.
 
-    def __init__(self, peers: Peers, buckets: int):
-        self.peers = peers
-        self._shape = peers.size, buckets
+    Two buckets are in memory: while one is sent, the next one is packed and the one before is stored.
+    """
+
+    def __init__(self, peers: Peers, plan: RankPlan, stored: Sequence[torch.Tensor]):
+        self.peers, self.plan = peers, plan
+        self._targets = TensorList(stored, peers.device)
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=peers.device) for size in plan.slot_bytes]
+        self._works: dict[int, Any] = {}
         self._cells: tuple[list[int], list[int]] = [], []  # sent and received: rank * buckets + bucket
         self._sums: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
-    def add(self, number: int, content: torch.Tensor, sizes: Sequence[int], received: bool) -> None:
-        """Add what a bucket sends or has received: (bytes,) uint8, sizes[i] of them to or from rank i."""
+    def start(self, number: int, shards: Sequence[torch.Tensor]) -> None:
+        """Start to send a bucket, and copy what this rank keeps."""
+        bucket, (sent, received, buffer) = self.plan.buckets[number], self._buffer(number)
+        sources = readable_tensors(shards, self.peers.device, bucket.dtype)
+        bucket.sends.copy(sources, buffer)
+        if self.peers.size > 1:
+            self._works[number] = self.peers.start_exchange(received, sent, bucket.received, bucket.sent)
+        self._add_sums(number, sent, bucket.sent, is_received=False)
+        bucket.keeps.copy(sources, self._targets)
+
+    def finish(self, number: int) -> None:
+        """Wait for a bucket, and copy what has arrived to where it is stored."""
+        if number not in self._works:
+            return
+        bucket, (_, received, buffer) = self.plan.buckets[number], self._buffer(number)
+        self._works.pop(number).wait()
+        self._add_sums(number, received, bucket.received, is_received=True)
+        bucket.receives.copy(buffer, self._targets)
+
+    def _buffer(self, number: int) -> tuple[torch.Tensor, torch.Tensor, TensorList]:
+        """What a bucket sends, what it receives, and the buffer of both."""
+        bucket, slot = self.plan.buckets[number], self._slots[number % 2]
+        end = sum(bucket.sent)
+        return slot[:end], slot[end : bucket.bytes], TensorList([slot.view(bucket.dtype)], self.peers.device)
+
+    def _add_sums(self, number: int, content: torch.Tensor, sizes: Sequence[int], is_received: bool) -> None:
+        """content: (bytes,) uint8, sizes[i] of them to or from rank i."""
         for rank, segment in enumerate(content.split(list(sizes))):
             if len(segment):
-                self._cells[received].append(rank * self._shape[1] + number)
-                self._sums[received].append(sums_of(segment))
+                self._cells[is_received].append(rank * len(self.plan.buckets) + number)
+                self._sums[is_received].append(sums_of(segment))
 
     def corrupted(self) -> list[str]:
         """The buckets that have not arrived at this rank as they were sent. Collective."""
-        if self.peers.size == 1 or not self._shape[1]:
+        if self.peers.size == 1 or not self.plan.buckets:
             return []
-        sent, received = (self._table(cells, sums) for cells, sums in zip(self._cells, self._sums))
+        sent, received = (self._checksums(cells, sums) for cells, sums in zip(self._cells, self._sums))
         differing = (self.peers.swap(sent) != received).nonzero().tolist()
         return [f"bucket {number} from rank {rank} to rank {self.peers.rank}" for rank, number in differing]
 
-    def _table(self, cells: list[int], sums: list[torch.Tensor]) -> torch.Tensor:
-        """(ranks, buckets) int64."""
-        table = torch.zeros(self._shape, dtype=torch.int64, device=self.peers.device)
+    def _checksums(self, cells: list[int], sums: list[torch.Tensor]) -> torch.Tensor:
+        """(ranks, buckets) int64; 0 where nothing is sent."""
+        table = torch.zeros(self.peers.size, len(self.plan.buckets), dtype=torch.int64, device=self.peers.device)
         if cells:
             table.view(-1)[torch.tensor(cells, device=table.device)] = checksums(sums)
         return table
@@ -180,50 +210,17 @@ class ReshardSync(WeightSync):
 
     def _transfer(self, plan: RankPlan, shards: ShardReader, stored: Sequence[torch.Tensor]) -> list[str]:
         """Send, receive and store all buckets. Returns those that have not arrived at this rank as they were sent."""
-        device = self.peers.device
         for tensor, layout in zip(stored, plan.stored):
             if not layout.chunks:
                 tensor.zero_()
-        slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.slot_bytes]
-        transit, targets, work = _Transit(self.peers, len(plan.buckets)), TensorList(stored, device), None
-        for number, bucket in enumerate(plan.buckets):
-            slot, end = slots[number % 2], sum(bucket.sent)
-            sources = readable_tensors(shards.read(number), device, bucket.dtype)
-            bucket.sends.copy(sources, TensorList([slot.view(bucket.dtype)], device))
-            previous_work, work = work, self._start(bucket, slot)
-            transit.add(number, slot[:end], bucket.sent, received=False)
-            bucket.keeps.copy(sources, targets)
-            del sources  # the memory of shards that are copies
+        exchange, count = _Exchange(self.peers, plan, stored), len(plan.buckets)
+        for number in range(count):
+            exchange.start(number, shards.read(number))
             if number > 0:
-                self._store(plan, number - 1, slots, previous_work, targets, transit)
-        if plan.buckets:
-            self._store(plan, len(plan.buckets) - 1, slots, work, targets, transit)
+                exchange.finish(number - 1)
+        exchange.finish(count - 1)
         shards.finish()
-        return transit.corrupted()
-
-    def _start(self, bucket: RankBucket, slot: torch.Tensor) -> Any:
-        """Start the exchange of a bucket."""
-        if self.peers.size == 1:
-            return None
-        end = sum(bucket.sent)
-        return self.peers.start_exchange(slot[end : bucket.bytes], slot[:end], bucket.received, bucket.sent)
-
-    def _store(
-        self,
-        plan: RankPlan,
-        number: int,
-        slots: Sequence[torch.Tensor],
-        work: Any,
-        targets: TensorList,
-        transit: _Transit,
-    ) -> None:
-        """Wait for a bucket, and copy what has arrived to where it is stored."""
-        if work is None:
-            return
-        bucket, slot = plan.buckets[number], slots[number % 2]
-        work.wait()
-        transit.add(number, slot[sum(bucket.sent) : bucket.bytes], bucket.received, received=True)
-        bucket.receives.copy(TensorList([slot.view(bucket.dtype)], self.peers.device), targets)
+        return exchange.corrupted()
 
     def _compare(self, plan: RankPlan, engine: WeightSource, stored: Sequence[torch.Tensor], version: int) -> None:
         """Gather all parameters, and compare what this rank stores with them, bit for bit. Collective."""
