@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.weight_sync.reshard.grouping import HybridGroups, zero3_volumes
+from verl.weight_sync.reshard.grouping import HybridGroups
 
 RANKS = 64
 
@@ -58,10 +58,10 @@ def test_the_example_of_the_paper():
     assert vanilla.rank_groups("generation_tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     # ranks 1, 2, 5 and 6 (counted from 0) have disjoint shards in the vanilla grouping
     assert [r for r in range(8) if vanilla.holds(r).intersect(vanilla.needs(r)) is None] == [1, 2, 5, 6]
-    every = [zero3_volumes(1, 4, 2), vanilla.volumes(), strided.volumes()]
-    assert [v.communication for v in every] == [Fraction(7, 8), Fraction(3, 4), Fraction(1, 4)]
-    assert [v.peak for v in every] == [1, 1, Fraction(1, 2)]
-    assert [v.redundancy for v in every] == [Fraction(1, 8), Fraction(1, 4), 0]
+    every = [vanilla.volumes(), strided.volumes()]
+    assert [v.communication for v in every] == [Fraction(3, 4), Fraction(1, 4)]
+    assert [v.peak for v in every] == [1, Fraction(1, 2)]
+    assert [v.redundancy for v in every] == [Fraction(1, 4), 0]
 
 
 @pytest.mark.parametrize(("sizes", "text"), [((2, 4, 1, 2, 3), "tensor.* 4, found 3"), ((2, 4, 1, 4, 4), "pipeline")])

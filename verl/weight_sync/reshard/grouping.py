@@ -141,9 +141,3 @@ class HybridGroups:
         if self.strided:
             return Volumes(Fraction(cells - own, own * cells), Fraction(1, own), Fraction(0))
         return Volumes(Fraction(cells - 1, cells), Fraction(1), Fraction(1, cells))
-
-
-def zero3_volumes(pp: int, tp: int, dp: int) -> Volumes:
-    """`Volumes` of a model that ZeRO-3 shards over all ranks and gathers in full, as DeepSpeed-Chat does."""
-    ranks = pp * tp * dp
-    return Volumes(Fraction(ranks - 1, ranks), Fraction(1), Fraction(1, ranks))
