@@ -92,14 +92,14 @@ class ActorWorker(RolloutMethods, EngineWorker):
         return self.env["MASTER_ADDR"], free_port()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_to_rollout(self, address: tuple[str, int], size: int, takes_adapters: bool) -> None:
+    def connect_to_rollout(self, address: tuple[str, int], size: int, accepts_adapters: bool) -> None:
         """Join the process group of the weight sync, concurrently with the rollout's `connect_to_actor`.
 
         Rank 0 sends; the other ranks only take part in gathering the weights.
         """
         rollout, group = self.config.rollout, None
         has_adapters = self.engine.adapter_config() is not None
-        adapters = sends_adapters(rollout.lora_sync, has_adapters, takes_adapters, cheaper=True)
+        adapters = sends_adapters(rollout.lora_sync, has_adapters, accepts_adapters, cheaper=True)
         if self.rank == 0:
             group = TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
             group.measure()

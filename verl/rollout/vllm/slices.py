@@ -158,7 +158,7 @@ def find_slices(model: nn.Module, shapes: Mapping[str, torch.Size]) -> Slices:
         if name not in buffers or not torch.equal(_bits(buffer), buffers[name]):
             raise NotSliced(f"vLLM's loaders compute the buffer {name}")
     padding = [(target, run.at, run.at + run.rows, finder.columns[target])
-               for target, found in runs.items() for run in found if not run.name]  # fmt: skip
+               for target, its_runs in runs.items() for run in its_runs if not run.name]  # fmt: skip
     finder.check_zeros(padding)
     return Slices(model, slices, padding)
 
@@ -265,7 +265,7 @@ class _Finder:
 
     def slices_of(self, runs: Mapping[str, list[_Run]]) -> dict[str, _Slice]:
         """HuggingFace name -> what is stored of the parameter, by its rows; columns begin with the first one."""
-        found = {}
+        slices = {}
         for name, target in self.targets.items():
             own = [run for run in runs[target] if run.name == name]
             start, rows = own[0].at if own else 0, sum(run.rows for run in own)
@@ -273,25 +273,25 @@ class _Finder:
                 raise NotSliced(f"vLLM's {target} has the rows of {name} in several places")
             columns, dtype = self.columns[target], self.parameters[target].dtype
             chunks = tuple(Chunk(Box(run.row, run.row + run.rows, 0, columns), run.at - start) for run in own)
-            found[name] = _Slice(target, start, Stored(tuple(self.shapes[name]), rows, columns, chunks, dtype))
-        return found
+            slices[name] = _Slice(target, start, Stored(tuple(self.shapes[name]), rows, columns, chunks, dtype))
+        return slices
 
     def check(self, slices: Mapping[str, _Slice]) -> dict[str, _Slice]:
         """Load random parameters, find the columns, and compare all bits. Returns the slices with their columns."""
         for parameter in self.parameters.values():
             parameter.fill_(1)  # padding must be set to zero by the loaders
         self._load(self._random)
-        found = {}
+        checked = {}
         for name, each in slices.items():
             full = self._random(name).view(matrix_shape(self.shapes[name]))
             stored = each.view(self.parameters)
-            found[name] = each = replace(each, stored=_with_columns(each.stored, full, stored))
+            checked[name] = each = replace(each, stored=_with_columns(each.stored, full, stored))
             for chunk in each.stored.chunks:
                 box = chunk.box
                 rows = stored[chunk.row : chunk.row + box.rows]
                 if not torch.equal(rows, full[box.top : box.bottom, box.left : box.right]):
                     raise NotSliced(f"vLLM's {each.target} does not store {name} as rows and columns of it")
-        return found
+        return checked
 
     def _random(self, name: str) -> torch.Tensor:
         """Random values of a parameter, the same in every call."""

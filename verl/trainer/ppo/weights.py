@@ -89,13 +89,13 @@ class RolloutWeights:
         if self._is_connected:
             return
         actor, rollout = self.roles["actor"], self.roles["rollout"]
-        takes_adapters = all(rollout.takes_adapters())
+        accepts_adapters = all(rollout.accepts_adapters())
         if self.by_disk:
             actor.connect_to_folder()
         else:
             address, size = actor.transfer_address(), 1 + rollout.world_size
             _get_all(
-                actor.submit("connect_to_rollout", address, size, takes_adapters),
+                actor.submit("connect_to_rollout", address, size, accepts_adapters),
                 rollout.submit("connect_to_actor", address, size),
             )
         self._is_connected = True

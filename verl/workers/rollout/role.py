@@ -178,10 +178,10 @@ class Rollout:
             trajectories = self._trajectories(batch)
         with_loops = self.uses_loops(batch.non_tensor_batch)
         seconds = time.perf_counter() - start if with_loops else self.engine.stats.seconds
-        found = self.columns_of(trajectories, max_over_ranks, with_loops)
-        metrics = {"rollout/tokens_per_second": (int(found.batch["response_mask"].sum()), seconds)}
-        found.meta_info["metrics"] = metrics | found.meta_info["metrics"]
-        return found
+        responses = self.columns_of(trajectories, max_over_ranks, with_loops)
+        metrics = {"rollout/tokens_per_second": (int(responses.batch["response_mask"].sum()), seconds)}
+        responses.meta_info["metrics"] = metrics | responses.meta_info["metrics"]
+        return responses
 
     def columns_of(
         self,
@@ -212,8 +212,8 @@ class Rollout:
         log_probs[real] = torch.tensor([p for trajectory in trajectories for p in trajectory.log_probs[:limit]])
         if (wrong := ~(log_probs.isfinite() & (log_probs < _ROUNDING))).any():
             row, token = wrong.nonzero()[0].tolist()
-            found = float(log_probs[row, token])
-            raise ValueError(f"sample {row}, token {token}: expected a finite log-prob of at most 0, found {found:g}")
+            value = float(log_probs[row, token])
+            raise ValueError(f"sample {row}, token {token}: expected a finite log-prob of at most 0, found {value:g}")
         columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
         if any(trajectory.routed_experts is not None for trajectory in trajectories):
             experts = [trajectory.routed_experts for trajectory in trajectories]

@@ -81,8 +81,8 @@ class RolloutWorker(RolloutMethods):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def takes_adapters(self) -> bool:
-        """Whether the engine takes LoRA adapters. Raises ValueError if it takes no weights."""
+    def accepts_adapters(self) -> bool:
+        """Whether the engine accepts LoRA adapters. Raises ValueError if it accepts no weights."""
         receiver = self.rollout.engine.receiver()
         if receiver is None:
             raise ValueError(
@@ -142,9 +142,9 @@ class RolloutWorker(RolloutMethods):
         batches = []
         for uid, trajectories in finished:
             with_loops = self.rollout.uses_loops(trajectories[0].prompt.columns)
-            found = self.rollout.columns_of(trajectories, lambda widths: widths, with_loops)
+            responses = self.rollout.columns_of(trajectories, lambda widths: widths, with_loops)
             spans = [trajectory.weight_versions for trajectory in trajectories]
-            batches.append(found.replace(uid=[uid] * len(trajectories), weight_versions=spans))
+            batches.append(responses.replace(uid=[uid] * len(trajectories), weight_versions=spans))
         return batches
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
