@@ -123,6 +123,9 @@ class Training:
     def shard_layout(self) -> Sequence[Shard]:
         return self._layout
 
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.weights()
+
     def shards(self) -> Iterator[torch.Tensor]:
         yield from self.tensors.values()
 

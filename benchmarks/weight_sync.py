@@ -116,7 +116,10 @@ class Source:
         self.layout: list[Shard] | None = None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_tensors(self.module.named_parameters(), NARROW)
+        return self.rollout_weights(NARROW)
+
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return gather_tensors(self.module.named_parameters(), dtype)
 
     def shard_layout(self) -> list[Shard]:
         if self.layout is None:

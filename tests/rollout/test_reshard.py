@@ -82,7 +82,11 @@ class Source:
         ]
 
     def weights(self):
-        return ((name, p.detach()) for name, p in self.module.named_parameters())
+        """Rounded: a comparison of slices in another dtype must not use them."""
+        return self.rollout_weights(torch.bfloat16)
+
+    def rollout_weights(self, dtype):
+        return ((name, p.detach().to(dtype)) for name, p in self.module.named_parameters())
 
     def shard_layout(self):
         return self._layout
@@ -162,6 +166,14 @@ def needed(trained: torch.nn.Module, boxes, receiver: SliceReceiver, rank: int, 
         held = int(own.flatten()[wanted].sum())
         lacks, has = lacks + len(wanted) - held, has + held
     return lacks, has
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_slices_in_another_dtype_than_that_of_training(dtype):
+    reports, receivers, trained = push(2, 2, row_sharded, dtype=dtype)
+    assert [report.version for report in reports] == [0, 0]
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(receivers[0].stored(name), receivers[0].slices.slice_of(name, parameter.to(dtype))), name
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class Trained(Source):
         own = Box(box.left * rows, box.right * rows, 0, shape[1])
         self._layout = [Shard(f"{i}", shape, own) for i in range(box.top * stages, box.bottom * stages)]
 
-    def weights(self):
+    def rollout_weights(self, dtype):
         return ((name, self.full(name)) for name in self.names)
 
     def shards(self):

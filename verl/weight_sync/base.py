@@ -75,6 +75,9 @@ class ShardSource(WeightSource, Protocol):
     def shards(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that `shard_layout` describes, in that order. Collective."""
 
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `weights`, cast from the dtype of training. None: not cast. Collective."""
+
 
 class WeightReceiver(Protocol):
     """The rollout engine's side of a weight sync."""

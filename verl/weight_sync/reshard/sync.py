@@ -190,7 +190,9 @@ class ReshardSync(WeightSync):
             corrupted = self._transfer(plan, ShardReader(engine.shards(), plan), stored)
             self._raise_on_all_ranks(f"weights of version {version} were corrupted in transit", corrupted)
             if compares:
-                self._compare(plan, engine, stored, version)
+                differing = self._differing(plan, engine, stored)
+                problem = f"weights of version {version} were not loaded: {{}} slices differ from the training shards"
+                self._raise_on_all_ranks(problem, differing)
         self.rollout.weight_version = version
         received, kept = plan.plan.received[plan.rank], plan.plan.kept[plan.rank]
         if self.peers.size == 1:  # copied on the device, as by `replica`
@@ -222,17 +224,17 @@ class ReshardSync(WeightSync):
         shards.finish()
         return exchange.corrupted()
 
-    def _compare(self, plan: RankPlan, engine: WeightSource, stored: Sequence[torch.Tensor], version: int) -> None:
-        """Gather all parameters, and compare what this rank stores with them, bit for bit. Collective."""
+    def _differing(self, plan: RankPlan, engine: ShardSource, stored: Sequence[torch.Tensor]) -> list[str]:
+        """Gather all parameters. Returns the slices of this rank whose bits differ from them. Collective."""
         layouts = {name: (layout, tensor) for name, layout, tensor in zip(plan.names, plan.stored, stored)}
+        dtypes = {layout.dtype for layout in plan.stored}
         differing = []
-        for name, full in engine.weights():
+        for name, full in engine.rollout_weights(dtypes.pop() if len(dtypes) == 1 else None):
             layout, tensor = layouts.pop(name)
             if not equal_bits(layout.cut(full.to(tensor.device)), tensor):
                 differing.append(f"{name} on rank {plan.rank}")
         assert not layouts, layouts.keys()
-        problem = f"weights of version {version} were not loaded: {{}} slices differ from the training shards"
-        self._raise_on_all_ranks(problem, differing)
+        return differing
 
     def _raise_on_all_ranks(self, problem: str, details: list[str]) -> None:
         """Raise ValueError on every rank if one of them has details of a problem. Collective."""

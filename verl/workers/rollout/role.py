@@ -42,6 +42,7 @@ class CastWeightSource:
         self.base_weights = partial(engine.base_weights, dtype)
         self.shard_layout = engine.shard_layout
         self.shards = engine.shards
+        self.rollout_weights = engine.rollout_weights
         self.replicas = engine.replicas
         self.adapter_config = engine.adapter_config
         self.adapter_weights = engine.adapter_weights
