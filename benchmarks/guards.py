@@ -97,7 +97,7 @@ class Guards:
         from verl.trainer.guards.bad_steps import BadSteps
         from verl.trainer.ppo import operators
         from verl.trainer.ppo.canary import Canary
-        from verl.weight_sync import loading
+        from verl.weight_sync import verify
         from verl.workers import engine_worker
 
         def nothing(*args: Any, **kwargs: Any) -> None:
@@ -113,9 +113,8 @@ class Guards:
         # To wait for the device at each of hundreds of tensors would take longer than the checksums. So the kernels
         # that `add` launches are in the time of the next `finish` or `_verify`, with those that copy weights.
         launched = self.launch_clock
-        self.add("checksums", loading.TensorSums, "add", nothing, launched, launched)
-        self.add("checksums", loading.TensorSums, "finish", nothing, launched)
-        self.add("checksums", loading.Loading, "_verify", nothing, launched)
+        self.add("checksums", verify.Loading, "_add", nothing, launched)
+        self.add("checksums", verify.Loading, "_check_stored", nothing, launched)
         self.add("canary", Canary, "check", lambda *args: {})
 
 

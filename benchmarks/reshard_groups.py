@@ -113,15 +113,18 @@ class Training:
         self.replicas = (replica,)
         self.slices = Slices(model.config, TensorParallel(tensor, groups.tp))
         local_names = [name for name in model.shapes if model.stage(name, groups.pp) == self.stage]
-        self.tensors = {name: self.slices.of(name, model.full(name)).clone() for name in local_names}
+        self.tensors = {name: self.slices.slice_of(name, model.full(name)).clone() for name in local_names}
         self._layout = [
             Shard(name, model.shapes[name], model.stored(self.slices, name, True).chunks[0].box) for name in local_names
         ]
-        self._tensor = _own_group(groups.of("tp"), rank)
-        self._pipeline = _own_group(groups.of("pp"), rank)
+        self._tensor = _own_group(groups.rank_groups("tp"), rank)
+        self._pipeline = _own_group(groups.rank_groups("pp"), rank)
 
     def shard_layout(self) -> Sequence[Shard]:
         return self._layout
+
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.weights()
 
     def shards(self) -> Iterator[torch.Tensor]:
         yield from self.tensors.values()
@@ -131,7 +134,7 @@ class Training:
         model, size = self.model, self.groups.tp
         for name, shape in model.shapes.items():
             source = model.stage(name, self.groups.pp)
-            like = self.slices.of(name, torch.empty(shape, device="meta"))
+            like = self.slices.slice_of(name, torch.empty(shape, device="meta"))
             local = self.tensors.get(name)
             if local is None:
                 local = torch.empty(like.shape, device=model.device, dtype=model.dtype)
@@ -171,12 +174,12 @@ class Generation(SlicedWeights):
         for name, full in weights:
             if name in self.own:
                 target = self.tensors[name]
-                target.copy_(self.slices.of(name, full).reshape(target.shape))
+                target.copy_(self.slices.slice_of(name, full).reshape(target.shape))
 
     def check(self) -> None:
         """Compare what is stored with the weights, and forget it."""
         for name in self.own:
-            expected = self.slices.of(name, self.model.full(name))
+            expected = self.slices.slice_of(name, self.model.full(name))
             assert torch.equal(self.tensors[name], expected.reshape(self.tensors[name].shape)), name
             self.tensors[name].fill_(float("nan"))
 
@@ -221,7 +224,7 @@ def measure(
     rank, device = dist.get_rank(), model.device
     training, generation = Training(model, groups, rank), Generation(model, groups, rank)
     rollout = SimpleNamespace(receiver=lambda: generation, weight_version=None)
-    sync = ReshardSync(rollout, device, args.bucket_mib * 2**20, grouping=groups)
+    sync = ReshardSync(rollout, device, args.bucket_mib * 2**20, grouping=groups, check_every=0)
     sync.bandwidth = 0.0  # not measured
     seconds, above = [], 0
     for version in range(1 + args.pushes):  # the first one makes the plan

@@ -1,12 +1,12 @@
-"""The kernels of a reshard alone: what one of two ranks copies and sums in a push, without the exchange.
+"""The kernels of a reshard alone: what one of two ranks copies in a push, without the exchange.
 
     python benchmarks/reshard_kernels.py                              # one GPU
     python benchmarks/reshard_kernels.py --shape tiny --device cpu    # with the operators of torch
 
 FSDP2 on two ranks in float32 to tensor-parallel halves in bfloat16. Milliseconds, the fastest of several pushes: `pack`
-(what is sent), with `keep` (what the rank has already), with `store` (what it receives), `sums` of what is stored, and
-`push`, all of them. `host`: until the last kernel is launched. `limit`: the bytes that must be read and written at the
-rates of a cast and of a sum of one large block, measured in the same run.
+(what is sent), with `keep` (what the rank has already), with `store` (what it receives), `sums` of what is sent and
+received, and `push`, all of them. `host`: until the last kernel is launched. `limit`: the bytes that must be read and
+written at the rates of a cast and of a sum of one large block, measured in the same run.
 """
 
 import argparse
@@ -25,9 +25,10 @@ from weight_sync import NARROW, SHAPES, model
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.utils.shards import Shard, whole
-from verl.weight_sync.reshard.chunk_table import FusedCopies, is_supported
-from verl.weight_sync.reshard.copies import LocalLayout, RankBucket, TorchCopies
+from verl.weight_sync.reshard.chunk_table import TensorList, readable_tensors
 from verl.weight_sync.reshard.plan import RankLayout, make_plan
+from verl.weight_sync.reshard.rank_plan import RankPlan
+from verl.weight_sync.verify import checksums, sums_of
 
 RANKS = 2
 
@@ -64,25 +65,30 @@ class Bench:
         receivers = [receiver, receiver_of(shape, 1, torch.device("meta"))]
         layouts = [RankLayout(shards_of(whole_model, rank), receivers[rank].slice_layout()) for rank in range(RANKS)]
         self.plan = make_plan(layouts, bucket_mib * 2**20)
-        local_layout = LocalLayout(0, layouts[0], self.plan)
-        self.buckets = [RankBucket(bucket, local_layout) for bucket in self.plan.buckets]
-        kind = FusedCopies if is_supported(device, self.plan) else TorchCopies
-        self.copies = kind(self.buckets, local_layout, device)
+        self.own = RankPlan(self.plan, 0, layouts[0], device)
+        self.buckets = self.own.buckets
         with receiver.open_slices(0) as stored:
-            self.stored = [stored[name] for name in local_layout.names]
-        self.shards = {key: torch.randn(shard.box.numel, device=device) for key, shard in local_layout.shards.items()}
+            self.stored = [stored[name] for name in self.own.names]
+        self.shards = {key: torch.randn(shard.box.numel, device=device) for key, shard in self.own.shards.items()}
 
     def push(self, steps: str) -> None:
-        push = self.copies.push(self.stored)
+        device, targets, sums = self.device, TensorList(self.stored, self.device), []
+        slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in self.own.slot_bytes]
         for number, bucket in enumerate(self.buckets):
+            slot = slots[number % 2]
+            buffer = TensorList([slot.view(bucket.dtype)], device)
+            sources = readable_tensors([self.shards[key] for key in bucket.keys], device, bucket.dtype)
             if "pack" in steps:
-                push.pack(number, {key: self.shards[key] for key in bucket.keys})
+                bucket.sends.copy(sources, buffer)
             if "keep" in steps:
-                push.keep(number)
+                bucket.keeps.copy(sources, targets)
             if "store" in steps:
-                push.store(number)
-        if "sums" in steps:
-            push.stored_sums()
+                bucket.receives.copy(buffer, targets)
+            if "sums" in steps:
+                segments = slot[: bucket.bytes].split([sum(bucket.sent), sum(bucket.received)])
+                sums += [sums_of(segment) for segment in segments if len(segment)]
+        if sums:
+            checksums(sums)
 
     def milliseconds(self, call: Callable[[], object], launched: bool = False) -> float:
         """launched: without the time after the last launch."""
@@ -107,9 +113,9 @@ class Bench:
         wide, narrow = (torch.zeros(size, dtype=dtype, device=self.device) for dtype in (torch.float32, NARROW))
         cast = 6 * size / self.milliseconds(lambda: narrow.copy_(wide))
         read = 4 * size / self.milliseconds(lambda: wide.view(torch.int64).sum())
-        local_elements = sum(shard.numel() for shard in self.shards.values())
-        received, kept = self.plan.received[0], self.plan.kept[0]
-        return (6 * local_elements + 2 * received) / cast + (received + kept) / read
+        own = sum(shard.numel() for shard in self.shards.values())
+        received = self.plan.received[0]
+        return (6 * own + 2 * received) / cast + 2 * received / read
 
 
 def main() -> None:

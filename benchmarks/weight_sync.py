@@ -19,7 +19,8 @@ Weights are random: float32 in training, bfloat16 in the rollout. Cases:
 the rate measured in this run: a broadcast of one block (`split`, `lora`), an all-gather of one block (`replica`,
 `gather`), an all-to-all of one block (`full`, `slices`), or a copy on the device (`ipc`). `ratio`: seconds /
 limit_seconds. `above_gib`: peak memory of a push above the weights of both sides on that device. Seconds include the
-checksums.
+checksums in transit. Stored weights are compared after the first push, which is not measured, and every
+`--check-every` pushes.
 """
 
 import argparse
@@ -115,7 +116,10 @@ class Source:
         self.layout: list[Shard] | None = None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_tensors(self.module.named_parameters(), NARROW)
+        return self.rollout_weights(NARROW)
+
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return gather_tensors(self.module.named_parameters(), dtype)
 
     def shard_layout(self) -> list[Shard]:
         if self.layout is None:
@@ -246,7 +250,7 @@ class Bench:
         group.measure()
         if self.rank == 0:
             source = Source(model(self.args.shape, self.device, torch.float32))
-            sync = CollectiveSync(group, NARROW, self.args.bucket_mib * 2**20, adapters)
+            sync = CollectiveSync(group, NARROW, self.args.bucket_mib * 2**20, adapters, self.args.check_every)
             return self.measure(lambda version: sync.push(source, version))
         receiver = ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True)
         return self.measure(lambda version: receive_collective(receiver, group, version))
@@ -281,9 +285,9 @@ class Bench:
         bandwidth, source = self._gather_bandwidth(), self._sharded()
         engine = SimpleNamespace(receiver=lambda: receiver, weight_version=0)
         if reshard:
-            sync = ReshardSync(engine, self.device, self.args.bucket_mib * 2**20)
+            sync = ReshardSync(engine, self.device, self.args.bucket_mib * 2**20, check_every=self.args.check_every)
             return self.measure(lambda version: sync.push(source, version))
-        sync = ReplicaSync(engine)
+        sync = ReplicaSync(engine, check_every=self.args.check_every)
         return self.measure(lambda version: sync.push(source, version), bandwidth)
 
     def _slices(self) -> SliceReceiver:
@@ -316,7 +320,7 @@ class Bench:
                 source = Source(model(self.args.shape, device, torch.float32))
                 engine = SimpleNamespace(receiver=lambda: Remote(self.pipe), weight_version=0)
                 rate, size = copy_bandwidth(device), self.args.bucket_mib * 2**20
-                sync = IpcSync(engine, device, NARROW, size, bandwidth=rate)
+                sync = IpcSync(engine, device, NARROW, size, bandwidth=rate, check_every=self.args.check_every)
                 return self.measure(lambda version: sync.push(source, version))
             receiver = ModuleReceiver(model(self.args.shape, device, NARROW), filled=True)
 
@@ -342,7 +346,7 @@ class Bench:
         def push(version: int) -> SyncReport:
             report = sync.push(source, version) if self.rank == 0 else None
             dist.barrier(self.host)
-            return report or receive_disk(receiver, folders[0], version)
+            return report or receive_disk(receiver, folders[0], version, version % self.args.check_every == 0)
 
         return self.measure(push)
 
@@ -359,6 +363,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bucket-mib", type=int, default=128)
     parser.add_argument("--pushes", type=int, default=3, help="measured pushes of a case")
+    parser.add_argument("--check-every", type=int, default=10, help="as rollout.check_every")
     parser.add_argument("--folder", help="of the case disk; default: the temporary folder")
     args = parser.parse_args()
     args.cases = args.cases.split(",")

@@ -84,7 +84,7 @@ def test_every_rank_gets_its_slices_and_only_what_it_lacks(model, sizes, t_g, ke
         assert found["counted"] == lacks  # by the collective
         assert found["checksum"] == ranks[0]["checksum"]
         if e == 1:  # experts of other ranks may be in another replica
-            (own,) = (group for group in groups.of("micro_dp") if rank in group)
+            (own,) = (group for group in groups.rank_groups("micro_dp") if rank in group)
             assert set(found["sources"]) <= set(own) - {rank}
         if p == e == 1:  # the formula of the paper, of what is not on every rank
             replicated = sum(4 * x.numel() for n, x in named(config) if "norm" in n or n.endswith("gate.weight"))

@@ -15,7 +15,7 @@ from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.weight_sync import ReplicaSync
-from verl.workers.rollout.role import RolloutSource
+from verl.workers.rollout.role import CastWeightSource
 
 LORA = {"lora_rank": 3, "lora_alpha": 6}
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3, 4]]
@@ -28,8 +28,8 @@ class Pair:
     def __init__(self, name: str, path: str, **lora):
         self.name = name
         self.trainer = make_engine(path, **LORA | lora)
-        self.layers = AdaptedLayers.of(self.trainer.adapter_config())
-        self.source = RolloutSource(self.trainer, torch.float32)
+        self.layers = AdaptedLayers.from_config(self.trainer.adapter_config())
+        self.source = CastWeightSource(self.trainer, torch.float32)
         self.path = path
         self.applied = self.make()
         self.merged = self.make(lora_sync="merged")

@@ -22,7 +22,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv, make_rollout_engine
 from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.sampling import draw, uniform
-from verl.trainer.ppo.canary import Canary
+from verl.trainer.ppo.canary import Canary, StaleWeightsError
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.weight_sync import ModuleReceiver, ReshardSync, SyncReport
@@ -260,7 +260,7 @@ class Run:
 
     def __init__(self, made: Setup, engine: RolloutEngine, weight_sync: str = "auto"):
         self.made, self.trainer = made, made.trainer
-        config = made.config.model_copy(update={"weight_sync": weight_sync})
+        config = made.config.model_copy(update={"weight_sync": weight_sync, "check_every": 1})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(role, "make_rollout_engine", lambda *args: engine)
             self.rollout = role.Rollout(config, made.model, made.env, stop_token_ids=(), train_engine=self.trainer)
@@ -281,12 +281,16 @@ class Run:
 
     # a fault
 
-    def lose_a_parameter(self, patch: pytest.MonkeyPatch) -> str:
-        """From now on, the engine keeps the values of a parameter. Returns the error of a push, after its version."""
+    def lose_a_parameter(self, patch: pytest.MonkeyPatch) -> tuple[type[Exception], str]:
+        """From now on, the engine keeps the values of a parameter. Returns the error of push 2, and its message."""
         name, sync = "model.layers.1.self_attn.q_proj.weight", self.rollout._sync
+        differ = (
+            r"weights of version 2 were not loaded: .* {} of \d+ parameters differ from what was sent, first \['{}'"
+        )
         if isinstance(sync, ReshardSync):
-            patch.setattr(sync._plan.copies, "push", _keeping(sync._plan.own.names.index(name), sync._plan.copies.push))
-            return f"were not loaded: 1 slices differ from the training shards: {name} on rank 0"
+            patch.setattr(sync, "_transfer", _keeping(sync._plan.names.index(name), sync._transfer))
+            text = "weights of version 2 were not loaded: 1 slices differ from the training shards: "
+            return ValueError, f"{text}{name} on rank 0"
         engine, receiver = self.rollout.engine, self.rollout.engine.receiver()
         if self.made.name == "vllm":
             from verl.rollout.vllm.weights import engine_model
@@ -294,30 +298,30 @@ class Run:
             fused = name.replace("q_proj", "qkv_proj")
             parameter = dict(engine_model(engine.llm).named_parameters())[fused]
             patch.setattr(parameter, "weight_loader", lambda *args: None, raising=False)
-            return f"vLLM's parameter {fused} does not have the weights that were sent"
+            if receiver.stored(name) is None:  # kernels with packed weights: found by the canary
+                return StaleWeightsError, "rollout DP rank 0 does not generate with the weights of version 2"
+            return ValueError, differ.format(3, name)  # q, k and v
         if self.made.name == "sglang":
             patch.setattr(receiver, "_send", _skipping(name, self.made.module.get_parameter(name), receiver._send))
-            return "in SGLang the parameters of model.layers.1 do not have the bits that were sent"
+            return (
+                ValueError,
+                "version 2: in SGLang the parameters of model.layers.1 do not have the bits that were sent",
+            )
         parameter = receiver.module.get_parameter(name)
         patch.setattr(parameter, "copy_", lambda sent: parameter)
-        return rf"were not loaded: .* 1 of \d+ parameters differ from what was sent, first \['{name}'\]"
+        return ValueError, differ.format(1, name)
 
 
-def _keeping(index: int, begin: Callable) -> Callable:
-    """`Copies.push` where a stored tensor has the values of before when the sums of what is stored are computed."""
+def _keeping(index: int, transfer: Callable) -> Callable:
+    """`ReshardSync._transfer` after which a stored tensor has the values of before."""
 
-    def push(stored):
-        found, old = begin(stored), stored[index].clone()
-        sums = found.stored_sums
+    def keep(plan, shards, stored):
+        old = stored[index].clone()
+        corrupted = transfer(plan, shards, stored)
+        stored[index].copy_(old)
+        return corrupted
 
-        def keep():
-            stored[index].copy_(old)
-            return sums()
-
-        found.stored_sums = keep
-        return found
-
-    return push
+    return keep
 
 
 def _skipping(name: str, other: torch.Tensor, send: Callable) -> Callable:

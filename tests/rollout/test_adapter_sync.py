@@ -19,7 +19,7 @@ from verl.rollout.native.engine import NativeRollout
 from verl.rollout.request import SamplingParams, make_requests
 from verl.weight_sync import CollectiveSync, ModuleReceiver, ReplicaSync, receive_collective
 from verl.weight_sync.adapters import sends_adapters
-from verl.workers.rollout.role import RolloutSource
+from verl.workers.rollout.role import CastWeightSource
 
 pytest.importorskip("peft")
 
@@ -61,7 +61,7 @@ def test_only_adapters_are_sent_and_merging_does_not_drift(make, path):
     receiver = rollout.receiver()
     sender, group = groups(2)
     sync = CollectiveSync(sender, adapters=True)
-    source = RolloutSource(engine, torch.float32)
+    source = CastWeightSource(engine, torch.float32)
     base = {name: value.clone() for name, value in engine.base_weights(None)}
     of_base = sum(value.nbytes for value in base.values())
     of_adapters = sum(value.nbytes for _, value in engine.adapter_weights())
@@ -91,7 +91,7 @@ def test_only_adapters_are_sent_and_merging_does_not_drift(make, path):
 def test_an_engine_that_has_lost_its_weights_gets_the_base_again(path):
     engine, rollout = make_engine(path, OPTIMIZER, **LORA), empty_rollout(path, native)
     sync, receiver = ReplicaSync(rollout, adapters=True), rollout.receiver()
-    source = RolloutSource(engine, torch.float32)
+    source = CastWeightSource(engine, torch.float32)
     first, second = sync.push(source, 0).bytes, sync.push(source, 1).bytes
     receiver.release()
     assert sync.push(source, 2).bytes == first > second
@@ -124,7 +124,7 @@ def test_wrong_adapters_are_refused(path):
     receiver, config = rollout.receiver(), engine.adapter_config()
     with pytest.raises(ValueError, match="has no weights: push them first"):
         receiver.receive_adapters(config, engine.adapter_weights(), 1)
-    ReplicaSync(rollout).push(RolloutSource(engine, None), 1)
+    ReplicaSync(rollout).push(CastWeightSource(engine, None), 1)
     tensors = list(engine.adapter_weights())
     with pytest.raises(ValueError, match=r"version 2: one of lora_A and lora_B of model.layers.* is missing"):
         receiver.receive_adapters(config, tensors[1:], 2)
@@ -154,8 +154,8 @@ def test_what_is_pushed_follows_the_setting_and_the_engine(path):
     with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine"):
         sends_adapters("adapters", True, False, True)
     engine = make_engine(path, OPTIMIZER, **LORA)
-    with pytest.raises(ValueError, match=r"TakesNoAdapters takes no adapters: set rollout.lora_sync=merged"):
-        ReplicaSync(engine_of(TakesNoAdapters()), adapters=True).push(RolloutSource(engine, None), 0)
+    with pytest.raises(ValueError, match=r"TakesNoAdapters does not support adapters: set rollout.lora_sync=merged"):
+        ReplicaSync(engine_of(TakesNoAdapters()), adapters=True).push(CastWeightSource(engine, None), 0)
 
 
 def gathered_on_rank(path: str) -> dict:

@@ -79,10 +79,10 @@ def test_a_rollout_process_knows_the_layers_of_the_trainer(path, tmp_path):
         engine = make_engine(path, **section)
         config = adapter_config(schema.ModelConfig(path=path, **section))
         assert config == engine.adapter_config()
-        assert AdaptedLayers.of(config).rank == 3 and AdaptedLayers.of(config).has_one_rank
+        assert AdaptedLayers.from_config(config).rank == 3 and AdaptedLayers.from_config(config).has_one_rank
     engine.adapters.settings.rank_pattern = {"q_proj": 7}
     engine.adapters.save(tmp_path, {})
-    layers = AdaptedLayers.of(adapter_config(schema.ModelConfig(path=path, lora_adapter_path=str(tmp_path))))
+    layers = AdaptedLayers.from_config(adapter_config(schema.ModelConfig(path=path, lora_adapter_path=str(tmp_path))))
     assert layers.rank == 7 and not layers.has_one_rank and layers.modules == ["down_proj", "q_proj"]
     assert adapter_config(schema.ModelConfig(path=path)) is None
 

@@ -310,7 +310,7 @@ UPDATES = [SCALE, pytest.param(1.001, marks=pytest.mark.skipif(not IS_FLOAT32, r
 
 @pytest.mark.parametrize("method", ["replica", "reshard"])
 def test_a_push_that_loses_a_parameter_stops_the_run(restored, method):
-    """The verification of the sync. The push before, which is not broken, passes."""
+    """By the comparison of what the engine stores, or by the canary. The push before, which is not broken, passes."""
     receiver = restored.engine.receiver()
     if method == "reshard" and (not isinstance(receiver, SlicedWeights) or receiver.obstacle()):
         pytest.skip("receives whole parameters")
@@ -319,9 +319,11 @@ def test_a_push_that_loses_a_parameter_stops_the_run(restored, method):
     with restored.scaled() as bound:
         assert run.weights.push(1)["weight_sync/canary_mismatch"] <= bound
     with pytest.MonkeyPatch.context() as patch:
-        message = run.lose_a_parameter(patch)
-        with pytest.raises(ValueError, match=f"weights of version 2.* {message}"):
+        error, message = run.lose_a_parameter(patch)
+        with pytest.raises(error, match=message):
             run.weights.push(2)
+    if error is StaleWeightsError:
+        return
     assert run.weights.version == restored.engine.weight_version == 1
     with pytest.raises(ValueError, match="has no weights: push them first"):
         restored.answers()

@@ -1,5 +1,6 @@
 """Every rank receives the slices of the parameters that it stores, no others, and faults are named."""
 
+import re
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,9 +13,9 @@ from tests.rollout.test_native_families import model
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.utils.shards import Box, Chunk, Shard, boxes_of, matrix_shape, whole
-from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport, copies, reshard
-from verl.weight_sync.checksums import combine, wrap
-from verl.weight_sync.position_sums import WORDS
+from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport
+from verl.weight_sync.reshard import chunk_table
+from verl.weight_sync.reshard import sync as reshard
 from verl.weight_sync.reshard.plan import RankLayout, Stored, make_plan
 from verl.weight_sync.reshard.sync import Peers
 
@@ -81,7 +82,11 @@ class Source:
         ]
 
     def weights(self):
-        return ((name, p.detach()) for name, p in self.module.named_parameters())
+        """Rounded: a comparison of slices in another dtype must not use them."""
+        return self.rollout_weights(torch.bfloat16)
+
+    def rollout_weights(self, dtype):
+        return ((name, p.detach().to(dtype)) for name, p in self.module.named_parameters())
 
     def shard_layout(self):
         return self._layout
@@ -97,7 +102,7 @@ def receiver_of(case: str, rank: int, tp: int, dtype: torch.dtype) -> SliceRecei
     shapes = {name: p.shape for name, p in module.named_parameters()}
     slices = Slices(module.config, TensorParallel(rank % tp, tp))
     for name, parameter in module.named_parameters():
-        parameter.data = slices.of(name, parameter.data).clone(memory_format=torch.contiguous_format)
+        parameter.data = slices.slice_of(name, parameter.data).clone(memory_format=torch.contiguous_format)
     return SliceReceiver(module, slices, shapes)
 
 
@@ -120,17 +125,27 @@ def together(size: int, act) -> list:
     return found
 
 
-def push(ranks: int, tp: int, boxes, case: str = "qwen2", dtype=torch.bfloat16, bucket: int = 2**20, times: int = 1):
+def push(
+    ranks: int,
+    tp: int,
+    boxes,
+    case: str = "qwen2",
+    dtype=torch.bfloat16,
+    bucket: int = 2**20,
+    times: int = 1,
+    check_every: int = 1,
+):
     """Reports of every rank, its receiver, and the trained module."""
     trained = make_module(case)
     receivers = [receiver_of(case, rank, tp, dtype) for rank in range(ranks)]
 
     def act(rank: int, group) -> SyncReport:
         engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
-        sync, source = ReshardSync(engine, CPU, bucket, group), Source(trained, boxes, rank, ranks)
+        sync = ReshardSync(engine, CPU, bucket, group, check_every=check_every)
+        source = Source(trained, boxes, rank, ranks)
         for version in range(times):
             report = sync.push(source, version)
-        assert max(sync._plan.copies.sizes) <= bucket
+        assert max(sync._plan.slot_bytes) <= bucket
         return report
 
     return together(ranks, act), receivers, trained
@@ -144,13 +159,21 @@ def needed(trained: torch.nn.Module, boxes, receiver: SliceReceiver, rank: int, 
         numbers = torch.arange(parameter.numel()).view(parameter.shape)
         if name.endswith(("o_proj.bias", "down_proj.bias")) and not receiver.slices.tp.leads:
             continue
-        wanted = receiver.slices.of(name, numbers).flatten()
+        wanted = receiver.slices.slice_of(name, numbers).flatten()
         own = torch.zeros(rows, columns, dtype=torch.bool)
         for box in boxes(name, tuple(parameter.shape), rank, ranks):
             own[box.top : box.bottom, box.left : box.right] = True
         held = int(own.flatten()[wanted].sum())
         lacks, has = lacks + len(wanted) - held, has + held
     return lacks, has
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_slices_in_another_dtype_than_that_of_training(dtype):
+    reports, receivers, trained = push(2, 2, row_sharded, dtype=dtype)
+    assert [report.version for report in reports] == [0, 0]
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(receivers[0].stored(name), receivers[0].slices.slice_of(name, parameter.to(dtype))), name
 
 
 @pytest.mark.parametrize(
@@ -172,43 +195,45 @@ def test_every_rank_gets_its_slices_and_only_what_it_lacks(ranks, tp, boxes, cas
     reports, receivers, trained = push(ranks, tp, boxes, case, bucket=bucket, times=2)
     for rank, (report, receiver) in enumerate(zip(reports, receivers)):
         for name, parameter in trained.named_parameters():
-            expected = receiver.slices.of(name, parameter.to(torch.bfloat16))
+            expected = receiver.slices.slice_of(name, parameter.to(torch.bfloat16))
             assert torch.equal(receiver.stored(name), expected), (rank, name)
         assert receiver.filled
         lacks, has = needed(trained, boxes, receiver, rank, ranks)
         expected = (2 * lacks, 2 * has) if ranks > 1 else (2 * has, 0)  # one rank copies on its device
         assert (report.bytes, report.kept) == expected
-        assert report.checksum == reports[0].checksum
 
 
-def position_sum(full: torch.Tensor, word: int, counts_columns: bool) -> int:
-    """The sum of a full parameter, for comparison with the total of its chunks."""
-    words = full.detach().contiguous().view(full.shape[0] if full.ndim else 1, -1)
-    words = words.view(WORDS[word]).to(torch.int64)
-    rows = words.sum(1).tolist()
-    total = sum((2 * i + 1) * 0x9E3779B97F4A7C15 * value for i, value in enumerate(rows))
-    if counts_columns:
-        total += sum((2 * j + 2) * 0x10C7BB158832AC65 * value for j, value in enumerate(words.sum(0).tolist()))
-    return wrap(total)
+def corrupting(monkeypatch) -> None:
+    """A bit of what rank 1 receives in the second bucket that sends it anything changes on the way."""
+    exchange, starts = Peers.start_exchange, []
+
+    def start(peers, received, sent, counts, sizes):
+        work = exchange(peers, received, sent, counts, sizes)
+        if peers.rank != 1 or not len(received):
+            return work
+        starts.append(1)
+        is_hit = len(starts) == 2
+        return SimpleNamespace(wait=lambda: (work.wait(), is_hit and received[:1].bitwise_xor_(1)))
+
+    monkeypatch.setattr(Peers, "bandwidth", lambda peers: 0.0)
+    monkeypatch.setattr(Peers, "start_exchange", start)
 
 
-def test_the_checksum_is_that_of_the_full_parameters():
-    """Whatever the layouts are."""
-    sums = []
-    for ranks, tp, boxes in ((2, 2, row_sharded), (4, 2, tensor_and_row_sharded)):
-        reports, receivers, trained = push(ranks, tp, boxes, dtype=torch.float32)
-        shards = [Source(trained, boxes, rank, ranks).shard_layout() for rank in range(ranks)]
-        layouts = [RankLayout(tuple(s), r.slice_layout()) for s, r in zip(shards, receivers)]
-        parameters = make_plan(layouts, 2**20).parameters
-        full = [position_sum(trained.get_parameter(p.name), p.word, p.counts_columns) for p in parameters]
-        assert reports[0].checksum == combine([torch.tensor(full)])
-        sums.append(reports[0].checksum)
-    assert sums[0] == sums[1]
+@pytest.mark.parametrize("check_every", [0, 1])
+def test_a_bucket_that_is_damaged_in_transit_is_named_in_the_same_push(check_every, monkeypatch):
+    corrupting(monkeypatch)
+    errors, receivers, _ = push(2, 2, row_sharded, bucket=4096, check_every=check_every)
+    for error in errors:
+        assert isinstance(error, ValueError) and str(error) == str(errors[0])
+        assert re.fullmatch(
+            r"weights of version 0 were corrupted in transit: bucket \d+ from rank 0 to rank 1", str(error)
+        )
+    assert not any(receiver.filled for receiver in receivers)
 
 
 def copying(change):
-    """A fault in the copies into stored tensors: change(targets, sources) -> targets, sources."""
-    honest, lock = copies._copy, threading.Lock()
+    """A fault in the copies of what was received: change(targets, sources) -> targets, sources."""
+    honest, lock = chunk_table.copy_chunks, threading.Lock()
     done = []
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -260,8 +285,9 @@ def exchanged(targets, sources):
 
 
 @pytest.mark.parametrize("fault", [missing, wrong, doubled, swapped, exchanged])
-def test_a_fault_is_named_on_every_rank(fault, monkeypatch):
-    monkeypatch.setattr(copies, "_copy", copying(fault))
+def test_a_fault_of_the_first_push_is_named_on_every_rank(fault, monkeypatch):
+    """By the comparison of what is stored."""
+    monkeypatch.setattr(chunk_table, "copy_chunks", copying(fault))
     boxes = staged if fault is swapped else row_sharded
     errors, receivers, _ = push(2, 2, boxes)
     for error in errors:
@@ -305,22 +331,28 @@ def test_chunks_of_columns_next_to_each_other(monkeypatch):
     push_columns(receivers)
     for receiver, columns in zip(receivers, ([0, 1, 4, 5], [2, 3, 6, 7])):
         assert receiver.stored.tolist() == [[8.0 * row + column for column in columns] for row in range(3)]
-    monkeypatch.setattr(copies, "_copy", copying(swapped))
+    monkeypatch.setattr(chunk_table, "copy_chunks", copying(swapped))
     errors = push_columns([Columns(rank) for rank in range(2)])
     assert all("1 slices differ from the training shards: a on rank" in str(error) for error in errors)
     # chunks that have neither rows nor columns in common
+    monkeypatch.undo()
     diagonal = Chunk(Box(0, 1, 0, 4)), Chunk(Box(1, 3, 4, 8), row=1)
     other = Chunk(Box(0, 1, 4, 8)), Chunk(Box(1, 3, 0, 4), row=1)
-    for error in push_columns([Columns(0, diagonal), Columns(1, other)]):
-        assert "a: expected chunks of the same rows or columns" in str(error)
+    receivers = [Columns(0, diagonal), Columns(1, other)]
+    reports = push_columns(receivers)
+    assert [report.version for report in reports] == [0, 0]
+    full = torch.arange(24.0).view(Columns.SHAPE)
+    for receiver, columns in zip(receivers, ((0, 4), (4, 0))):
+        rows = zip((0, 1, 1), full, columns[:1] + columns[1:] * 2)
+        assert receiver.stored.tolist() == [row[left : left + 4].tolist() for _, row, left in rows]
 
 
-def test_a_stale_slice_is_named(monkeypatch):
-    """Rank 1 keeps the q_proj of the push before: nothing is copied into it."""
+def test_a_stale_slice_is_named_by_the_next_comparison(monkeypatch):
+    """Rank 1 keeps the q_proj of an earlier push: nothing is copied into it. `check_every` is 3."""
     trained = make_module()
     receivers = [receiver_of("qwen2", rank, 2, torch.bfloat16) for rank in range(2)]
     name = "model.layers.1.self_attn.q_proj.weight"
-    barrier, honest, old = threading.Barrier(2), copies._copy, []
+    barrier, honest, old = threading.Barrier(2), chunk_table.copy_chunks, []
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         kept = receivers[1].stored(name).data_ptr()
@@ -329,23 +361,25 @@ def test_a_stale_slice_is_named(monkeypatch):
 
     def act(rank: int, group) -> SyncReport:
         engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
-        sync, source = ReshardSync(engine, CPU, 2**20, group), Source(trained, row_sharded, rank, 2)
+        sync = ReshardSync(engine, CPU, 2**20, group, check_every=3)
+        source = Source(trained, row_sharded, rank, 2)
         sync.push(source, 4)
         barrier.wait()
         if rank == 0:
             old.append(receivers[1].stored(name).clone())
             torch._foreach_mul_([*trained.parameters()], 1.5)
-            monkeypatch.setattr(copies, "_copy", copy)
+            monkeypatch.setattr(chunk_table, "copy_chunks", copy)
         barrier.wait()
-        return sync.push(source, 5)
+        assert sync.push(source, 5).version == engine.weight_version == 5  # not compared
+        return sync.push(source, 6)
 
-    text = f"weights of version 5 were not loaded: 1 slices differ from the training shards: {name} on rank 1"
+    text = f"weights of version 6 were not loaded: 1 slices differ from the training shards: {name} on rank 1"
     for error in together(2, act):
         assert str(error) == text
     assert torch.equal(receivers[1].stored(name), old[0]) and not any(receiver.filled for receiver in receivers)
     for rank, receiver in enumerate(receivers):
         for other, parameter in trained.named_parameters():
-            is_new = torch.equal(receiver.stored(other), receiver.slices.of(other, parameter.to(torch.bfloat16)))
+            is_new = torch.equal(receiver.stored(other), receiver.slices.slice_of(other, parameter.to(torch.bfloat16)))
             assert is_new == ((rank, other) != (1, name))
 
 
@@ -369,11 +403,13 @@ def test_layouts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"a has shape \(6, 4\) in training, \(4, 6\) in the rollout"):
         plan([[Shard("a", (6, 4), whole((6, 4)))]], {"a": full})
     half = Stored(shape, 2, 6, (Chunk(top),), dtype)
-    with pytest.raises(ValueError, match="stored chunks of a: expected each of 24 elements once, found 12"):
+    with pytest.raises(
+        ValueError, match="element of a on a rollout rank, found none that stores rows 2 to 3, columns 0"
+    ):
         plan([[Shard("a", shape, whole(shape))]], {"a": half})
 
 
-def test_chunks_that_overlap_partly_are_cut():
+def test_chunks_that_overlap_partly():
     """A fused matrix of q (2 rows per rank), and one head of k and v (1 row each) that both ranks have."""
     shape, dtype = (6, 4), torch.float32
     q_and_k_v = (Chunk(Box(0, 2, 0, 4)), Chunk(Box(4, 6, 0, 4), row=2)), (Chunk(Box(2, 6, 0, 4)),)
@@ -382,13 +418,12 @@ def test_chunks_that_overlap_partly_are_cut():
         for rank, chunks in enumerate(q_and_k_v)
     ]
     moves = [move for bucket in make_plan(layouts, 2**20).buckets for _, move in bucket.moves]
-    found = sorted((m.target, m.box.top, m.box.bottom, m.source, m.to, m.first) for m in moves)
+    found = sorted((m.target, m.box.top, m.box.bottom, m.source, m.to) for m in moves)
     assert found == [
-        (0, 0, 2, 0, (0, 0), True),
-        (0, 4, 6, 1, (2, 0), True),
-        (1, 2, 3, 0, (0, 0), True),
-        (1, 3, 4, 1, (1, 0), True),
-        (1, 4, 6, 1, (2, 0), False),
+        (0, 0, 2, 0, (0, 0)),
+        (0, 4, 6, 1, (2, 0)),
+        (1, 2, 3, 0, (0, 0)),
+        (1, 3, 6, 1, (1, 0)),
     ]
 
 

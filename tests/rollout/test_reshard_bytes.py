@@ -38,10 +38,13 @@ class Trained(Source):
     """The training shard of one rank of `HybridGroups`."""
 
     def __init__(self, groups: HybridGroups, rank: int, layers: int, shape: tuple[int, int]):
-        box, self.shape = groups.holds(rank), shape
+        box, self.shape, self.names = groups.holds(rank), shape, [str(i) for i in range(layers)]
         rows, stages = shape[0] // groups.tp, layers // groups.pp
         own = Box(box.left * rows, box.right * rows, 0, shape[1])
         self._layout = [Shard(f"{i}", shape, own) for i in range(box.top * stages, box.bottom * stages)]
+
+    def rollout_weights(self, dtype):
+        return ((name, self.full(name)) for name in self.names)
 
     def shards(self):
         for shard in self._layout:

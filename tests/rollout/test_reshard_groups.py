@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.weight_sync.reshard.grouping import HybridGroups, zero3_volumes
+from verl.weight_sync.reshard.grouping import HybridGroups
 
 RANKS = 64
 
@@ -32,7 +32,7 @@ def test_every_layout_partitions_contains_and_counts_as_the_paper_says():
         sizes = {"tp": t, "pp": p, "dp": d, "generation_tp": t_g, "generation_pp": p_g, "micro_dp": groups.micro_dp}
         micro = {}
         for kind, size in sizes.items():
-            found = groups.of(kind)
+            found = groups.rank_groups(kind)
             assert sorted(rank for group in found for rank in group) == list(range(p * t * d))
             assert {len(group) for group in found} == {size}
             if kind == "micro_dp":
@@ -51,17 +51,17 @@ def test_every_layout_partitions_contains_and_counts_as_the_paper_says():
 
 def test_the_example_of_the_paper():
     strided, vanilla = HybridGroups(1, 4, 2, 1, 2), HybridGroups(1, 4, 2, 1, 2, strided=False)
-    assert strided.of("tp") == vanilla.of("tp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert strided.of("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert strided.of("generation_tp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert strided.of("micro_dp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert vanilla.of("generation_tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert strided.rank_groups("tp") == vanilla.rank_groups("tp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert strided.rank_groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert strided.rank_groups("generation_tp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert strided.rank_groups("micro_dp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert vanilla.rank_groups("generation_tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     # ranks 1, 2, 5 and 6 (counted from 0) have disjoint shards in the vanilla grouping
     assert [r for r in range(8) if vanilla.holds(r).intersect(vanilla.needs(r)) is None] == [1, 2, 5, 6]
-    every = [zero3_volumes(1, 4, 2), vanilla.volumes(), strided.volumes()]
-    assert [v.communication for v in every] == [Fraction(7, 8), Fraction(3, 4), Fraction(1, 4)]
-    assert [v.peak for v in every] == [1, 1, Fraction(1, 2)]
-    assert [v.redundancy for v in every] == [Fraction(1, 8), Fraction(1, 4), 0]
+    every = [vanilla.volumes(), strided.volumes()]
+    assert [v.communication for v in every] == [Fraction(3, 4), Fraction(1, 4)]
+    assert [v.peak for v in every] == [1, Fraction(1, 2)]
+    assert [v.redundancy for v in every] == [Fraction(1, 4), 0]
 
 
 @pytest.mark.parametrize(("sizes", "text"), [((2, 4, 1, 2, 3), "tensor.* 4, found 3"), ((2, 4, 1, 4, 4), "pipeline")])

@@ -309,7 +309,7 @@ def test_a_push_that_the_scheduler_did_not_load_is_found(ranks, tiny, monkeypatc
     if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE, world_size=ranks, tp_size=ranks)
-    limits = dict(max_num_seqs=8, gpu_memory_utilization=0.2, enforce_eager=True)
+    limits = dict(max_num_seqs=8, gpu_memory_utilization=0.2, enforce_eager=True, check_every=2)
     kwargs = schema.EngineKwargs(sglang=KWARGS)
     config = schema.RolloutConfig(name="sglang", prompt_length=16, response_length=16, engine_kwargs=kwargs, **limits)
     rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tiny / "model")), env)
@@ -329,7 +329,7 @@ def test_a_push_that_the_scheduler_did_not_load_is_found(ranks, tiny, monkeypatc
     monkeypatch.undo()
     monkeypatch.setattr(weights, "sums_of_bits", lambda tensors: loader.sums_of_bits(restored(tensors)))
     with pytest.raises(ValueError, match=rf"rank 0 cannot load .* that were sent, found others in 1 of .*'{name}'"):
-        rollout.receiver().receive(altered(named), 2)
+        rollout.receiver().receive(altered(named), 3)  # in transit: found in every push
     monkeypatch.undo()
     rollout.receiver().receive(named, 3)
     assert rollout.generate([request])[0].log_probs == pytest.approx(before, abs=1e-6 if IS_FLOAT32 else 1e-2)

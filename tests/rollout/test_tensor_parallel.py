@@ -268,7 +268,7 @@ def test_the_slices_of_all_ranks_are_the_parameters(case, ranks):
     )
     copies = max(1, ranks // kv_heads)
     for name, full in module.named_parameters():
-        parts = [own.of(name, full) for own in slices]
+        parts = [own.slice_of(name, full) for own in slices]
         layer = name.split(".")[-2]
         if layer in ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head", "experts"):
             assert torch.equal(torch.cat(parts), full), name
@@ -295,7 +295,7 @@ def test_the_experts_of_two_ranks_add_up_to_those_of_the_model():
     def experts_of(tp: TensorParallel) -> Experts:
         own, slices = copy.deepcopy(module), Slices(module.config, tp)
         for name, p in own.named_parameters():
-            p.data = slices.of(name, p.data)
+            p.data = slices.slice_of(name, p.data)
         return read_decoder(own, tp=tp).layers[0].experts
 
     x, whole = torch.randn(6, module.config.hidden_size), experts_of(TensorParallel())

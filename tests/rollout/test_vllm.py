@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from tests.rollout.canary_check import check_canary
 from verl.config import schema
 from verl.rollout import engine_copy
 from verl.rollout.base import RolloutEnv, make_rollout_engine
@@ -25,6 +26,9 @@ from verl.rollout.request import Request, SamplingParams
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.vllm import capabilities, settings
 from verl.rollout.vllm.stepping import Job, Stepper
+from verl.trainer.ppo.canary import StaleWeightsError
+from verl.weight_sync.adapters import Part
+from verl.weight_sync.verify import Loading
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -360,34 +364,44 @@ def scaled(module: torch.nn.Module):
     return ((name, parameter.detach() * 1.5) for name, parameter in module.named_parameters())
 
 
+def compared(rollout, weights, version: int) -> None:
+    """A push that is compared."""
+    Loading(rollout.receiver(), version, compares=True).load(Part(None, weights))
+
+
 @real
-@pytest.mark.parametrize("part", ["self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight", "input_layernorm.weight"])
-def test_a_parameter_that_keeps_its_weights_is_found(pushed, part, monkeypatch):
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [("self_attn.qkv_proj.weight", 3), ("mlp.gate_up_proj.weight", 2), ("input_layernorm.weight", 1)],
+)
+def test_a_parameter_that_keeps_its_weights_is_found_by_the_comparison(pushed, part, count, monkeypatch):
     from verl.rollout.vllm.weights import engine_model
 
     rollout, module = pushed
     parameter = dict(engine_model(rollout.llm).named_parameters())[f"model.layers.1.{part}"]
     monkeypatch.setattr(parameter, "weight_loader", lambda *args: None, raising=False)
-    with pytest.raises(ValueError, match=rf"layers\.1\.{part} does not have the weights that were sent"):
-        rollout.receiver().receive(scaled(module), 2)
+    text = rf"version 2 were not loaded: .*, {count} of \d+ parameters differ .*, first \['model\.layers\.1\."
+    with pytest.raises(ValueError, match=text):
+        compared(rollout, scaled(module), 2)
     with pytest.raises(ValueError, match="has no weights"):
         rollout.generate([Request([1], SamplingParams(2, ()), 0)])
     monkeypatch.undo()
-    rollout.receiver().receive(module.named_parameters(), 3)
+    compared(rollout, module.named_parameters(), 3)
 
 
 @real
-def test_a_head_that_computes_with_a_stale_copy_is_found(pushed, monkeypatch):
+def test_a_head_that_computes_with_a_stale_copy_is_found_by_the_canary(pushed, monkeypatch):
     from verl.rollout.vllm.weights import engine_model
 
     rollout, module = pushed
     head = engine_model(rollout.llm).lm_head
     stale = head.weight.detach().clone() * 0.9
     monkeypatch.setattr(head.quant_method, "apply", lambda layer, x, bias=None: x @ stale.T)
-    with pytest.raises(ValueError, match="does not compute with the weights that were sent"):
-        rollout.receiver().receive(scaled(module), 2)
+    rollout.receiver().receive(module.named_parameters(), 2)
+    with pytest.raises(StaleWeightsError, match="does not generate with the weights of version 2"):
+        check_canary(rollout, module, 2)
     monkeypatch.undo()
-    rollout.receiver().receive(module.named_parameters(), 3)
+    check_canary(rollout, module, 2)
 
 
 @real
@@ -405,8 +419,9 @@ def test_packed_weights_of_a_cpu_are_not_stale_in_silence(tiny, monkeypatch):
     config = schema.RolloutConfig(name="vllm", prompt_length=16, response_length=16, max_num_seqs=8)
     rollout = make_rollout_engine("vllm", config, schema.ModelConfig(path=str(tiny / "tied")), ENV)
     module = AutoModelForCausalLM.from_pretrained(tiny / "tied", dtype=torch.float32)
-    with pytest.raises((ValueError, AttributeError)):
-        rollout.receiver().receive(scaled(module), 1)
+    with pytest.raises((ValueError, AttributeError, StaleWeightsError)):
+        rollout.receiver().receive(module.named_parameters(), 1)
+        check_canary(rollout, module, 1)
 
 
 ARTICLES = {

@@ -26,7 +26,7 @@ from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args, obstacles
 from verl.rollout.vllm.capabilities import Capabilities, probe
 from verl.trainer.ppo.canary import StaleWeightsError
-from verl.weight_sync.adapters import pairs_of
+from verl.weight_sync.adapters import matrix_pairs
 
 pytest.importorskip("peft")
 
@@ -151,7 +151,7 @@ def test_a_layer_with_an_adapter_that_was_not_sent_is_found(pair):
     pair.push(1)
     model = engine_model(pair.applied.llm)
     config, dropped = pair.trainer.adapter_config(), pair.layers.names[0]
-    pairs = [p for p in pairs_of(pair.trainer.adapter_weights(), 2) if p[0] != dropped]
+    pairs = [p for p in matrix_pairs(pair.trainer.adapter_weights(), 2) if p[0] != dropped]
     loading = adapters._Loading(model, 2, pairs, config["scaling"])
     loading.verify()  # vLLM has set the dropped layer to zero
     layer = model.lora_manager.modules[loading._target(dropped)[0]]

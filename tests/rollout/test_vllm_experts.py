@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from tests.engines.ranks import run_on_ranks
+from tests.rollout.canary_check import check_canary
 from tests.rollout.mixtures import MIXTURES, OTHERS, SHAPE, check_mixture, expected_experts, save_mixture
 from verl.config import schema
 from verl.rollout.base import RolloutEnv, make_rollout_engine
@@ -23,6 +24,7 @@ from verl.rollout.request import Request, SamplingParams
 from verl.rollout.routed_experts import layers_with_experts
 from verl.rollout.vllm import capabilities, settings
 from verl.rollout.vllm.experts import expert_layers
+from verl.trainer.ppo.canary import StaleWeightsError
 from verl.weight_sync import ReplicaSync, local_sync
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
@@ -174,25 +176,31 @@ def test_packed_experts_are_pushed_through_the_loaders(mixture, caplog):
 
 
 @real
-def test_experts_that_keep_their_weights_are_found(mixture, monkeypatch):
+def test_packed_experts_that_keep_their_weights_are_found_by_the_canary(mixture, monkeypatch):
     from verl.rollout.vllm.weights import engine_model
 
     rollout, module = mixture
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
     name, layer = list(expert_layers(engine_model(rollout.llm)).items())[-1]
+    assert rollout.receiver().stored(f"{name}.gate_up_proj") is None
     for part in ("w13_weight", "w2_weight"):
         loads = getattr(layer, part).weight_loader
-        with pytest.raises(ValueError, match=rf"{name}\.{part} does not have the weights that were sent"):
-            getattr(layer, part).weight_loader = lambda *args, **keys: True
-            rollout.receiver().receive(scaled(module), 2)
+        getattr(layer, part).weight_loader = lambda *args, **keys: True
+        rollout.receiver().receive(other.named_parameters(), 2)
+        with pytest.raises((StaleWeightsError, ValueError)):  # or log-probs that are not finite
+            check_canary(rollout, other, 2)
         getattr(layer, part).weight_loader = loads
     kernels = layer.quant_method.moe_kernel.fused_experts
     monkeypatch.setattr(kernels, "process_weights_after_loading", lambda layer: None)
-    with pytest.raises(ValueError, match=rf"vLLM's experts {name} do not compute with the weights that were sent"):
-        rollout.receiver().receive(scaled(module), 2)
-    with pytest.raises(ValueError, match="has no weights"):
-        rollout.generate([Request([1], SamplingParams(2, ()), 0)])
+    rollout.receiver().receive(other.named_parameters(), 2)
+    with pytest.raises((StaleWeightsError, ValueError)):
+        check_canary(rollout, other, 2)
     monkeypatch.undo()
     rollout.receiver().receive(module.named_parameters(), 3)
+    check_canary(rollout, module, 3)
 
 
 @real

@@ -21,9 +21,11 @@ from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.request import Request, SamplingParams
-from verl.rollout.vllm.slices import NotSliced, VllmSliceReceiver, find_slices
+from verl.rollout.vllm.slices import NotSliced, find_slices
+from verl.rollout.vllm.weights import VllmSliceReceiver
 from verl.utils.shards import Box, Chunk
-from verl.weight_sync import ReplicaSync, ReshardSync, copies, local_sync
+from verl.weight_sync import ReplicaSync, ReshardSync, local_sync
+from verl.weight_sync.reshard import chunk_table
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 CPU = torch.device("cpu")
@@ -282,12 +284,15 @@ def test_a_push_stores_what_the_loaders_store():
 
 
 def test_a_slice_that_is_not_written_is_named(monkeypatch):
-    receivers, write = [receiver_of(Layers(rank)) for rank in range(2)], copies._TorchPush._write
+    models, copy = [Layers(rank) for rank in range(2)], chunk_table.copy_chunks
+    receivers = [receiver_of(model) for model in models]
+    skipped = {model.get_parameter(ATTENTION + "qkv_proj.bias")[4:].data_ptr() for model in models}  # k
 
-    def forget(self, chunks, buffer):
-        write(self, [copy for copy in chunks if copy.key[0] != list(SHAPES).index(ATTENTION + "k_proj.bias")], buffer)
+    def forget(targets, sources):
+        kept = [i for i, target in enumerate(targets) if target.data_ptr() not in skipped]
+        copy([targets[i] for i in kept], [sources[i] for i in kept])
 
-    monkeypatch.setattr(copies._TorchPush, "_write", forget)
+    monkeypatch.setattr(chunk_table, "copy_chunks", forget)
     for error in push(receivers, Trained()):
         assert isinstance(error, ValueError) and "weights of version 1 were not loaded: 2 slices differ" in str(error)
         assert f"{ATTENTION}k_proj.bias on rank 0" in str(error)
@@ -308,19 +313,29 @@ def test_a_parameter_with_other_memory_is_not_written_in_silence():
         slices.writable()
 
 
-def test_a_layer_that_computes_with_a_stale_copy_is_found():
-    model = Layers(0)
-    layer = model.get_submodule(ATTENTION + "o_proj")
-    stale = layer.weight.detach().clone()
-    layer.quant_method = SimpleNamespace(apply=lambda layer, x, bias=None: x @ stale.T)
-    receiver = receiver_of(model)
-    receiver._slices = find_slices(model, full_shapes())
-    with (
-        pytest.raises(ValueError, match=r"version 3: vLLM's layer .*o_proj does not compute with the weights"),
-        receiver.open_slices(3),
+@pytest.mark.parametrize("name", [ATTENTION + "k_proj.weight", "model.norm.weight"])
+def test_a_parameter_that_the_loaders_skip_is_named_by_the_comparison(name):
+    model, trained = Layers(0), Trained()
+    receiver, load = receiver_of(model), model.load_weights
+    sync = ReplicaSync(SimpleNamespace(receiver=lambda: receiver, weight_version=None), check_every=2)
+    source = SimpleNamespace(weights=trained.named_parameters)
+    sync.push(source, 1)
+    model.load_weights = lambda weights: load((n, tensor) for n, tensor in weights if n != name)
+    with torch.no_grad():
+        trained.get_parameter(name).mul_(2)
+    sync.push(source, 3)  # not compared
+    with pytest.raises(
+        ValueError, match=rf"version 4 were not loaded: .*, 1 of 9 param.* first \['{name}'\]"
     ):
-        pass
+        sync.push(source, 4)
     assert not receiver.filled
+
+
+def test_weights_are_loaded_if_the_slices_cannot_be_found(caplog):
+    receiver = receiver_of(Layers(0, on("model.norm.weight", lambda p: p.add_(1))))
+    receiver.receive(Trained().named_parameters(), 1)
+    assert receiver.filled and receiver.stored("model.norm.weight") is None
+    assert "pushed weights are not compared with what vLLM stores: vLLM's model.norm.weight" in caplog.text
 
 
 @pytest.mark.parametrize("spoil", [None, on("model.norm.weight", lambda p: p.add_(1))])

@@ -23,10 +23,6 @@ from verl.weight_sync import (
     checksum_of,
     receive_collective,
 )
-from verl.weight_sync.adapters import Part
-from verl.weight_sync.base import StoredWeights
-from verl.weight_sync.checksums import TensorSums, combine, fold, sums_of
-from verl.weight_sync.loading import Loading
 
 CONFIG = LlamaConfig(
     vocab_size=24,
@@ -170,35 +166,6 @@ def test_collective_delivers_every_parameter_to_every_rank(bucket_bytes, dtype):
 def test_training_ranks_that_do_not_write_only_iterate(tmp_path):
     report = DiskSync(tmp_path, writes=False).push(Trained(make_module()), 3)
     assert (report.version, report.bytes) == (3, 0) and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("words", [3, 1024, 1027, 2050])
-def test_sums_of_rows_and_columns(words):
-    """Rows of 1,024 words; the last one may be shorter."""
-    values = [(7 * i) % 1000 - 300 for i in range(words)]
-    rows = [sum(values[at : at + 1024]) for at in range(0, words, 1024)]
-    columns = [sum(values[column::1024]) for column in range(1024)]
-    assert sums_of(torch.tensor(values).view(torch.uint8)).tolist() == [*rows, *columns]
-
-
-def test_any_other_bit_gives_another_checksum():
-    """Also the highest bit of a word, whose changes of the sums of its row and its column could cancel out."""
-    words = torch.arange(3 * 1024 + 5) * 0x123456789ABCDEF
-    checksum = checksum_of(words.view(torch.uint8))
-    found = {checksum}
-    for at in (0, 1, 7, 1023, 1024, 3071, 3076):
-        for bit in range(64):
-            other = words.clone()
-            other[at] ^= (1 << bit) - (2**64 if bit == 63 else 0)
-            found.add(checksum_of(other.view(torch.uint8)))
-    assert len(found) == 1 + 7 * 64
-
-
-def test_a_folded_checksum_depends_on_every_one_and_on_the_order():
-    """Also on the first of many: an even factor would shift it out of 64 bits."""
-    many = [0] * 100
-    folded = {fold([*many[:at], 1, *many[at:]]) for at in (0, 1, 50, 100)}
-    assert len(folded | {fold(many), fold([*many, 0]), fold([])}) == 4 + 3
 
 
 def test_training_ranks_without_a_group_only_iterate():
@@ -386,114 +353,3 @@ def test_a_source_may_reuse_its_memory(bucket_bytes, dtype):
     assert reports[0].bytes == reports[1].bytes == sum(sizes) * (4 if dtype is None else 2)
     for number, size in enumerate(sizes):
         assert torch.equal(target.weights[f"p{number}"], torch.full((size,), float(number), dtype=dtype)), number
-
-
-def test_checksums_depend_on_every_byte_and_its_position():
-    content = torch.arange(64, dtype=torch.uint8).repeat(200)
-    expected = checksum_of(content)
-    for at in (0, 7, 8, 8191, 8192, 12799):
-        changed = content.clone()
-        changed[at] += 1
-        assert checksum_of(changed) != expected
-    swapped = content.view(-1, 8).flip(0).reshape(-1)
-    assert checksum_of(swapped) != expected
-    changed = content.clone()
-    changed[:16] = changed[:16].view(2, 8).flip(0).reshape(-1)
-    assert checksum_of(changed) != expected, "two words of one row"
-    changed = content.clone()
-    changed[8008:8016], changed[8192:8200] = content[8192:8200], content[8008:8016]
-    assert checksum_of(changed) != expected, "two words of different rows"
-
-
-def summed(tensors, dtype=torch.float32):
-    found = TensorSums()
-    for name, tensor in tensors.items():
-        found.add(name, tensor, like=torch.empty(0, dtype=dtype))
-    found.finish()
-    return found
-
-
-@pytest.fixture
-def tensors():
-    """Small ones, one that is read in place, odd numbers of bytes, one without elements, one that is not contiguous."""
-    torch.manual_seed(0)
-    shapes = {"a": (3, 5), "large": (300, 70), "none": (0, 4), "b": (7,), "c": (64, 64)}
-    return {name: torch.randn(*shape) for name, shape in shapes.items()} | {"view": torch.randn(9, 4).T}
-
-
-def test_grouped_sums_are_those_of_the_padded_bytes(tensors):
-    """Every small tensor begins a new row of 1,024 words."""
-    groups, small = [], ("a", "none", "b", "c", "view")
-    for names in (small[:1], ("large",), small[1:]):
-        rows = []
-        for name in names:
-            content = tensors[name].contiguous().numpy().tobytes()
-            content += bytes(-len(content) % (8 if name == "large" else 8192))
-            rows += [content]
-        groups.append(torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8))
-    found = summed(tensors).sums
-    assert len(found) == 3
-    for sums, content in zip(found, groups, strict=True):
-        assert torch.equal(sums, sums_of(content))
-
-
-@pytest.mark.parametrize("name", ["a", "large", "b", "c", "view"])
-def test_a_tensor_with_another_bit_is_named(tensors, name):
-    sent = summed(tensors)
-    assert summed(tensors).differing(sent) == [] and combine(summed(tensors).sums) == combine(sent.sums)
-    flat = tensors[name].flatten()
-    flat[-1] = -flat[-1]
-    other = summed(tensors | {name: flat.view(tensors[name].shape)})
-    assert other.differing(sent) == [name] and combine(other.sums) != combine(sent.sums)
-
-
-def test_tensors_of_other_sizes_or_that_are_missing_are_named(tensors):
-    sent = summed(tensors)
-    assert sent.differing(summed(tensors | {"b": torch.zeros(8)})) == ["b"]
-    assert sent.differing(summed({name: tensor for name, tensor in tensors.items() if name != "c"})) == ["c"]
-    assert TensorSums().differing(TensorSums()) == []
-
-
-def test_words_that_changed_places_in_a_row_are_found(tensors):
-    """The sums of rows are the same, those of the columns are of the whole group."""
-    sent, a = summed(tensors), tensors["c"].flatten()
-    swapped = a.clone()
-    swapped[0:2], swapped[2:4] = a[2:4], a[0:2]
-    assert summed(tensors | {"c": swapped.view(64, 64)}).differing(sent) == ["none", "b", "c", "view"]
-
-
-def test_memory_of_a_tensor_is_used_again_while_it_is_added():
-    sums, memory = TensorSums(), torch.zeros(4)
-    for value in (1.0, 2.0):
-        sums.add(str(value), memory.fill_(value), like=memory)
-    sums.finish()
-    assert sums.differing(summed({"1.0": torch.ones(4), "2.0": torch.full((4,), 2.0)})) == []
-
-
-def test_a_cast_is_that_of_torch(tensors):
-    cast = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-    assert summed(tensors, torch.bfloat16).differing(summed(cast, torch.bfloat16)) == []
-
-
-class StoresSome(StoredWeights):
-    """Stores one of two parameters as it is sent, and the other one in another form."""
-
-    def __init__(self):
-        self.found = {}
-
-    def receive(self, weights, version):
-        self.found = {name: tensor.clone() for name, tensor in weights}
-
-    def release(self):
-        self.found.clear()
-
-    def stored(self, name):
-        return self.found.get(name, torch.empty(4)) if name == "a" else None
-
-
-def test_a_parameter_that_is_stored_in_another_form_is_not_compared():
-    weights = {"a": torch.ones(4), "b": torch.zeros(3)}
-    first = Loading(StoresSome(), 1).load(Part(None, weights.items()))
-    assert first == Loading(StoresSome(), 1).load(Part(None, weights.items()))
-    weights["b"] = torch.ones(3)
-    assert first != Loading(StoresSome(), 1).load(Part(None, weights.items()))  # but it is in the checksum

@@ -233,7 +233,7 @@ def test_a_method_that_does_not_fit_the_engine_is_refused():
         assert type(local_sync("auto", engine, CPU, bucket_bytes=1)).__name__ == name
     with pytest.raises(ValueError, match=r"rollout.weight_sync=ipc: .* is synchronized by 'replica': use auto or repl"):
         local_sync("ipc", copied, CPU, bucket_bytes=1)
-    with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver takes"):
+    with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver acc"):
         local_sync("auto", remote, CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)
 
 

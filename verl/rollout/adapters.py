@@ -8,7 +8,7 @@ import torch
 
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
-from verl.weight_sync.adapters import pairs_of
+from verl.weight_sync.adapters import matrix_pairs
 from verl.weight_sync.base import AdapterConfig, AdapterReceiver
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class AdaptedLayers:
     has_one_rank: bool = True
 
     @classmethod
-    def of(cls, config: AdapterConfig) -> "AdaptedLayers":
+    def from_config(cls, config: AdapterConfig) -> "AdaptedLayers":
         """The layers of an adapter configuration (`TrainEngine.adapter_config`)."""
         ranks = {config["r"], *(config.get("rank_pattern") or {}).values()}
         return cls(tuple(config["scaling"]), max(ranks), len(ranks) == 1)
@@ -81,26 +81,26 @@ def applied_layers(
     Raises:
         ValueError: `lora_sync=adapters`, and it cannot apply them.
     """
-    layers, say = env.adapted_layers, log.info if env.rank == 0 else log.debug
+    layers, log_line = env.adapted_layers, log.info if env.rank == 0 else log.debug
     if layers is None or not isinstance(config, schema.RolloutConfig):
         return None
     if config.lora_sync == "merged":
-        say("rollout.lora_sync=merged: %s gets all weights in every push, adapters merged", engine)
+        log_line("rollout.lora_sync=merged: %s gets all weights in every push, adapters merged", engine)
         return None
-    found = ["weight_sync=disk writes merged weights"] if config.weight_sync == "disk" else []
-    found += obstacles(layers)
-    if not found:
-        say(
+    reasons = ["weight_sync=disk writes merged weights"] if config.weight_sync == "disk" else []
+    reasons += obstacles(layers)
+    if not reasons:
+        log_line(
             "rollout.lora_sync=%s: %s applies the adapters of %d layers (rank %d); the base weights are pushed once",
             *(config.lora_sync, engine, len(layers.names), layers.rank),
         )
         return layers
     if config.lora_sync == "adapters":
         raise ValueError(
-            f"rollout.lora_sync=adapters: {engine} cannot apply these adapters: {'; '.join(found)}: set "
+            f"rollout.lora_sync=adapters: {engine} cannot apply these adapters: {'; '.join(reasons)}: set "
             "rollout.lora_sync=merged"
         )
-    say("rollout.lora_sync=auto: %s gets merged weights in every push: %s", engine, "; ".join(found))
+    log_line("rollout.lora_sync=auto: %s gets merged weights in every push: %s", engine, "; ".join(reasons))
     return None
 
 
@@ -119,7 +119,7 @@ def checked_pairs(
         ValueError: unknown, repeated or missing layers, or another shape.
     """
     missing = set(layers.names)
-    for layer, a, b in pairs_of(tensors, version):
+    for layer, a, b in matrix_pairs(tensors, version):
         if layer not in missing:
             raise ValueError(f"adapters of version {version}: layer {layer!r} is unknown or was sent twice")
         rows, columns = shapes[f"{layer}.weight"]

@@ -27,7 +27,9 @@ from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.traits import engine_traits
 from verl.utils.packages import Package
 from verl.weight_sync import WeightReceiver
+from verl.weight_sync.adapters import Part
 from verl.weight_sync.base import require_weights
+from verl.weight_sync.verify import Loading
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class EngineCopy:
         """Load the weights that the engine has not read; those that the trainer will push use no memory until then."""
         if self.merges:
             module = load_module(self.model, self.dtype, torch.device("cpu"))
-            receiver.receive(module.named_parameters(), version=0)
+            Loading(receiver, version=0, compares=True).load(Part(None, module.named_parameters()))
         elif self.is_trained:
             receiver.release()
 

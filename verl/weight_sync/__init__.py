@@ -1,21 +1,15 @@
 """Weight sync: copies the weights of the training engine to the rollout engines after each update.
 
-    report = weight_sync.push(train_engine, version=step)      # collective: call it on every training rank
-    report.bytes, report.seconds, report.checksum
+    sync = local_sync("auto", rollout, device, bucket_bytes=BUCKET_BYTES)    # an engine in the trainer's process, or
+    sync = CollectiveSync(TransferGroup(address, rank, size, device, timeout))    # engines on separate devices, where
+    receive_collective(rollout.receiver(), group, version=step)    # is called at the same time as
+    report = sync.push(train_engine, version=step)    # collective: on every training rank
+    report.bytes, report.seconds    # rollout.weight_version is now `step`; at an error, the engine has no weights
 
-Six methods (`rollout.weight_sync`; "auto" chooses by placement and engine):
-
-- in_process: the rollout engine generates with the trainer's parameters; nothing is copied.
-- replica: the rollout engine in the same process has an unsharded copy, gathered from all ranks.
-- reshard: as `replica`, for an engine that stores slices of the parameters: each rank receives the chunks it lacks.
-- ipc: the rollout engine runs in other processes that share the device; they read buckets where the trainer wrote them.
-- collective: rollout ranks have their own devices; training rank 0 broadcasts buckets over torch.distributed (gloo, or
-  NCCL on GPUs).
-- disk: rollout ranks read safetensors files from a shared folder.
-
-Whatever is copied is verified by checksums on the engine's side: in transit, and as stored after loading.
-
-`version` is the number of completed training steps, so that a resumed run reproduces it.
+The methods (`rollout.weight_sync`) are `in_process`, `replica`, `reshard`, `ipc`, `collective` and `disk`:
+docs/weight_sync.md. Two mechanisms find wrong weights (`verify`): checksums in transit, in every push; and after the
+first push and every `rollout.check_every` versions, a comparison of what the engine stores, with the canary of the
+trainer. `version` is the number of completed training steps, so that a resumed run reproduces it.
 """
 
 from verl.utils.lazy import lazy_names
@@ -31,8 +25,8 @@ _HOME = {
     "SlicedWeights": "verl.weight_sync.base",
     "StoredWeights": "verl.weight_sync.base",
     "BUCKET_BYTES": "verl.weight_sync.buckets",
-    "checksum_of": "verl.weight_sync.checksums",
-    "InProcessSync": "verl.weight_sync.in_process",
+    "checksum_of": "verl.weight_sync.verify",
+    "InProcessSync": "verl.weight_sync.replica",
     "ReplicaSync": "verl.weight_sync.replica",
     "ReshardSync": "verl.weight_sync.reshard.sync",
     "ModuleReceiver": "verl.weight_sync.module_receiver",

@@ -23,7 +23,7 @@ class Part:
     tensors: Iterable[tuple[str, torch.Tensor]]
 
 
-def parts_of(engine: WeightSource | AdapterSource, adapters: bool, has_base: bool) -> list[Part]:
+def push_parts(engine: WeightSource | AdapterSource, adapters: bool, has_base: bool) -> list[Part]:
     """What a push sends.
 
     Args:
@@ -57,7 +57,7 @@ class MergedAdapters:
     @torch.no_grad()
     def merge(self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Set every adapted weight to base + scaling * B A. Raises ValueError for tensors that are not pairs."""
-        for layer, a, b in pairs_of(tensors, version):
+        for layer, a, b in matrix_pairs(tensors, version):
             name = f"{layer}.weight"
             weight = self._parameters[name]
             base = self._base.setdefault(layer, weight.detach().clone())
@@ -66,7 +66,7 @@ class MergedAdapters:
             weight.copy_(base.to(dtype) + self._slice_of(name, b @ a) * config["scaling"][layer])
 
 
-def pairs_of(
+def matrix_pairs(
     tensors: Iterable[tuple[str, torch.Tensor]], version: int
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield (layer, A, B) of adapters that are sent as (PEFT name, tensor).
@@ -76,7 +76,7 @@ def pairs_of(
     """
     halves: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        layer, end = _layer_of(name, version)
+        layer, end = _layer_and_suffix(name, version)
         other = halves.pop(layer, None)
         if other is None:
             halves[layer] = tensor.clone()  # valid until the next one is read
@@ -86,7 +86,7 @@ def pairs_of(
         raise ValueError(f"adapters of version {version}: one of lora_A and lora_B of {sorted(halves)[0]} is missing")
 
 
-def _layer_of(name: str, version: int) -> tuple[str, str]:
+def _layer_and_suffix(name: str, version: int) -> tuple[str, str]:
     end = next((end for end in (_A, _B) if name.endswith(end)), None)
     if end is None or not name.startswith(_PREFIX):
         raise ValueError(f"adapters of version {version}: expected names <layer>{_A} and <layer>{_B}, found {name!r}")
@@ -99,15 +99,15 @@ def sends_adapters(setting: str, has_adapters: bool, accepts_adapters: bool, che
     Args:
         setting: `rollout.lora_sync`: auto, merged or adapters.
         has_adapters: whether the policy is trained with LoRA.
-        accepts_adapters: whether the engine accepts adapters.
+        accepts_adapters: whether the receiver of the engine is an `AdapterReceiver`.
         cheaper: whether `auto` prefers adapters: they cross processes, or the engine applies them without merging.
 
     Raises:
-        ValueError: adapters are required, but the engine does not take them.
+        ValueError: adapters are required, but the engine does not accept them.
     """
     if setting == "adapters" and has_adapters and not accepts_adapters:
         raise ValueError(
-            "rollout.lora_sync=adapters: expected a rollout engine whose receiver takes adapters (AdapterReceiver): "
+            "rollout.lora_sync=adapters: expected a rollout engine whose receiver accepts adapters (AdapterReceiver): "
             "use lora_sync=merged"
         )
     return has_adapters and accepts_adapters and (setting == "adapters" or (setting == "auto" and cheaper))

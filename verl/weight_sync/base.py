@@ -24,7 +24,7 @@ class SyncReport:
         version: weight version.
         bytes: sent to each rollout rank.
         seconds: duration of the push.
-        checksum: of what was sent, as verified by the receiver; 0 if nothing was sent.
+        checksum: of the full parameters that arrived, the same on all ranks; 0 if none was computed.
         bandwidth: bytes per second that the link reaches, measured once; 0 if not measured.
         kept: bytes that the rollout rank had already and that were not sent to it.
     """
@@ -75,6 +75,9 @@ class ShardSource(WeightSource, Protocol):
     def shards(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that `shard_layout` describes, in that order. Collective."""
 
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `weights`, cast from the dtype of training. None: not cast. Collective."""
+
 
 class WeightReceiver(Protocol):
     """The rollout engine's side of a weight sync."""
@@ -88,7 +91,8 @@ class WeightReceiver(Protocol):
 
 
 class StoredWeights(ABC):
-    """A receiver whose loaded parameters can be read: the sync compares their checksums with what was sent."""
+    """A receiver whose loaded parameters can be read: a sync compares their checksums with what was sent, after the
+    first push and every `rollout.check_every` versions."""
 
     @abstractmethod
     def stored(self, name: str) -> torch.Tensor | None:
@@ -187,11 +191,43 @@ class ReceivesWeights(Protocol):
 
 
 class WeightSync(ABC):
-    """Copies the weights of a training engine to the rollout engines."""
+    """Copies the weights of a training engine to the rollout engines.
+
+    Args:
+        check_every: versions between two pushes after which what the engines store is compared with what was sent, the
+            first push included; 0: none.
+    """
+
+    def __init__(self, check_every: int = 1):
+        self.check_every = check_every
+        self._last_check: int | None = None
+
+    def push(self, engine: WeightSource, version: int) -> SyncReport:
+        """Push the current weights. Called on every training rank.
+
+        Raises:
+            ValueError: the engines did not receive the weights, or do not store them.
+        """
+        compares = is_check_due(version, self._last_check, self.check_every)
+        report = self._push(engine, version, compares)
+        if compares:
+            self._last_check = version
+        return report
 
     @abstractmethod
-    def push(self, engine: WeightSource, version: int) -> SyncReport:
-        """Push the current weights. Called on every training rank."""
+    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
+        """Push the weights. compares: whether to compare what the engines store with them."""
+
+
+def is_check_due(version: int, last_check: int | None, every: int) -> bool:
+    """Whether the weights of a version are checked: the first ones, then those of every multiple of `every`.
+
+    Args:
+        version: weight version.
+        last_check: version of the last check; None: there was none.
+        every: `rollout.check_every`; 0: no version is checked.
+    """
+    return every > 0 and (last_check is None or (version % every == 0 and version != last_check))
 
 
 def check_parameters(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl.weight_sync.checksums import ROW_BYTES, bytes_of
+from verl.weight_sync.verify import ROW_BYTES, bytes_of
 
 #: max bytes of a bucket; a larger parameter has a bucket by itself
 BUCKET_BYTES = 512 * 2**20
@@ -79,11 +79,11 @@ def pack(
     for name, tensor in weights:
         to, shape = dtype or tensor.dtype, tuple(tensor.shape)
         size = tensor.numel() * to.itemsize
-        room = -(-size // ROW_BYTES) * ROW_BYTES
-        if entries and end + room > bucket_bytes:
+        padded = -(-size // ROW_BYTES) * ROW_BYTES
+        if entries and end + padded > bucket_bytes:
             yield Bucket(number, entries, buffers[number % 2][:end])
             number, entries, end = number + 1, [], 0
-        if room > bucket_bytes:
+        if padded > bucket_bytes:
             tensor = bytes_of(tensor.detach().to(device, to))
             yield Bucket(number, [Entry(name, shape, to, 0)], tensor)
             wait(number)
@@ -94,11 +94,11 @@ def pack(
             wait(number - 2)
             if number % 2 not in buffers:
                 buffers[number % 2] = allocate(bucket_bytes)
-        span = buffers[number % 2][end : end + room]
+        span = buffers[number % 2][end : end + padded]
         span[:size].view(to).view(shape).copy_(tensor.detach())
         span[size:].zero_()
         del tensor
         entries.append(Entry(name, shape, to, end))
-        end += room
+        end += padded
     if entries:
         yield Bucket(number, entries, buffers[number % 2][:end])

@@ -5,7 +5,7 @@ bucket i + 1 and the rollout ranks verify and load bucket i - 1. Each side has t
 
 A push has one or two parts (base weights, adapters). Per part:
 
-- Rank 0 broadcasts a head: version, adapter configuration, size of a bucket.
+- Rank 0 broadcasts a header (`_Header`).
 - Before each bucket, all ranks exchange a record (`_exchange`): that of rank 0 announces the bucket, that of a rollout
   rank says whether it can continue, which covers all buckets up to the one before the last. So no rank waits for one
   that has failed. Rank 0 sends the layout of a bucket only if it differs from that of the previous push.
@@ -17,11 +17,12 @@ import pickle
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import distributed as dist
 
-from verl.weight_sync.adapters import Part, parts_of
+from verl.weight_sync.adapters import Part, push_parts
 from verl.weight_sync.base import (
     AdapterConfig,
     SyncReport,
@@ -31,9 +32,17 @@ from verl.weight_sync.base import (
     describe_error,
 )
 from verl.weight_sync.buckets import BUCKET_BYTES, Bucket, pack
-from verl.weight_sync.checksums import COLUMNS, ROW_BYTES, combine, fold, hexadecimal, sums_of
-from verl.weight_sync.loading import Loading, transit_fault
 from verl.weight_sync.transfer_group import TransferGroup
+from verl.weight_sync.verify import (
+    COLUMNS,
+    ROW_BYTES,
+    Loading,
+    combine,
+    first_differing_row,
+    fold,
+    format_checksum,
+    sums_of,
+)
 
 _ERROR_BYTES = 2000  # max length of an error message sent to the other ranks
 _END = (-1, 0, 0)  # record of rank 0 after the last bucket: number, bytes, bytes of its layout
@@ -48,6 +57,7 @@ class CollectiveSync(WeightSync):
         dtype: dtype of the sent weights; None: not cast.
         bucket_bytes: max size of a bucket of several parameters.
         adapters: whether adapters are sent separately from the base weights, which are then sent once.
+        check_every: see `WeightSync`.
     """
 
     def __init__(
@@ -56,45 +66,62 @@ class CollectiveSync(WeightSync):
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         adapters: bool = False,
+        check_every: int = 1,
     ):
+        super().__init__(check_every)
         self.group = group
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
         self.adapters = adapters
         self._has_base = False
 
-    def push(self, engine: WeightSource, version: int) -> SyncReport:
-        start, sent, checksums = time.perf_counter(), 0, []
-        parts = parts_of(engine, self.adapters, self._has_base)
+    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
+        start, size, checksums = time.perf_counter(), 0, []
+        parts = push_parts(engine, self.adapters, self._has_base)
         self._has_base = False  # until this push has succeeded
         for number, part in enumerate(parts):
             if self.group is None:
                 for _ in part.tensors:
                     pass
                 continue
-            count, checksum = _Sending(self, part, version).send(is_last=number == len(parts) - 1)
-            sent += count
+            header = _Header(version, part.config, self.bucket_bytes, number == len(parts) - 1, compares)
+            part_bytes, checksum = _Sending(self, part).send(header)
+            size += part_bytes
             checksums.append(checksum)
         self._has_base = self.adapters
         bandwidth = self.group.bandwidth if self.group is not None else 0.0
-        return SyncReport(version, sent, time.perf_counter() - start, fold(checksums), bandwidth)
+        return SyncReport(version, size, time.perf_counter() - start, fold(checksums), bandwidth)
+
+
+class _Header(NamedTuple):
+    """What rank 0 broadcasts before one part of a push.
+
+    Attributes:
+        config: the adapter configuration; None: weights.
+        compares: whether rollout ranks compare what they store with what they have received.
+    """
+
+    version: int
+    config: AdapterConfig | None
+    bucket_bytes: int
+    is_last: bool
+    compares: bool
 
 
 class _Sending:
     """One part of a push on rank 0."""
 
-    def __init__(self, sync: CollectiveSync, part: Part, version: int):
+    def __init__(self, sync: CollectiveSync, part: Part):
         self.sync = sync
         self.group: TransferGroup = sync.group
         self.part = part
-        self.version = version
         self.works: dict[int, list[dist.Work]] = {}
         self.sums: list[torch.Tensor] = []
 
-    def send(self, is_last: bool) -> tuple[int, int]:
+    def send(self, header: _Header) -> tuple[int, int]:
         """Send all buckets. Returns their bytes and checksum."""
-        group, sync, sent = self.group, self.sync, 0
-        group.broadcast_object((self.version, self.part.config, sync.bucket_bytes, is_last))
+        group, sync, size = self.group, self.sync, 0
+        group.broadcast_object(header)
         _exchange(group)
         # adapters are not cast: B A of rounded matrices would differ from the trainer's
         dtype = sync.dtype if self.part.config is None else None
@@ -113,7 +140,7 @@ class _Sending:
                 if len(bucket.content) > sync.bucket_bytes:
                     _exchange(group)  # every rollout rank has memory for it
                 self.works[bucket.number] = [group.start_broadcast(bucket.content), group.start_broadcast(sums)]
-                sent += bucket.bytes
+                size += bucket.bytes
                 del bucket, ready
             _exchange(group, _END)
             _exchange(group)  # all ranks have loaded everything
@@ -122,7 +149,7 @@ class _Sending:
                 self._wait_for_all()
             raise
         self._wait_for_all()
-        return sent, combine(self.sums)
+        return size, combine(self.sums)
 
     def _next(self, buckets: Iterator[Bucket]) -> tuple[Bucket, torch.Tensor] | None:
         """The next bucket and its sums; None at the end. An error is reported to the rollout ranks and raised
@@ -167,32 +194,26 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
             unchanged on that rank, SystemExit and KeyboardInterrupt included; the other ranks raise a ValueError that
             quotes it.
     """
-    start, received, checksums, is_last = time.perf_counter(), 0, [], False
+    start, size, checksums, is_last = time.perf_counter(), 0, [], False
     while not is_last:
-        pushed, config, bucket_bytes, is_last = group.broadcast_object(None)
-        wrong = "" if pushed == version else f"expected weights of version {version}, found version {pushed}"
-        _exchange(group, reason=wrong)
-        receiving = _Receiving(receiver, group, version, config, bucket_bytes)
+        header = group.broadcast_object(None)
+        is_expected, is_last = header.version == version, header.is_last
+        reason = "" if is_expected else f"expected weights of version {version}, found version {header.version}"
+        _exchange(group, reason=reason)
+        receiving = _Receiving(receiver, group, header)
         checksums.append(receiving.receive())
-        received += receiving.bytes
-    return SyncReport(version, received, time.perf_counter() - start, fold(checksums), group.bandwidth)
+        size += receiving.bytes
+    return SyncReport(version, size, time.perf_counter() - start, fold(checksums), group.bandwidth)
 
 
 class _Receiving:
     """One part of a push on a rollout rank."""
 
-    def __init__(
-        self,
-        receiver: WeightReceiver,
-        group: TransferGroup,
-        version: int,
-        config: AdapterConfig | None,
-        bucket_bytes: int,
-    ):
-        self.loading = Loading(receiver, version)
+    def __init__(self, receiver: WeightReceiver, group: TransferGroup, header: _Header):
+        self.loading = Loading(receiver, header.version, header.compares)
         self.group = group
-        self.config = config
-        self.bucket_bytes = bucket_bytes
+        self.config = header.config
+        self.bucket_bytes = header.bucket_bytes
         self.works: dict[int, tuple[list[dist.Work], torch.Tensor]] = {}
         self.sums: list[torch.Tensor] = []
         self.transferring = False  # whether an error comes from the group, not from the receiver
@@ -260,16 +281,16 @@ class _Receiving:
         works, sent = self.works.pop(bucket.number)
         for work in works:
             work.wait()
-        found = sums_of(bucket.content)
-        row = transit_fault(sent, found)
-        self.sums.append(found)
+        sums = sums_of(bucket.content)
+        row = first_differing_row(sent, sums)
+        self.sums.append(sums)
         if row is None:
             return
         name = bucket.parameter_at(row * ROW_BYTES) if row >= 0 else "(none: the checksums themselves differ)"
         _exchange(
             self.group,
             reason=f"bucket {bucket.number} is corrupted on rollout rank {self.group.rank - 1}: its checksum is "
-            f"{hexadecimal(combine([found]))}, expected {hexadecimal(combine([sent]))}; the first differing "
+            f"{format_checksum(combine([sums]))}, expected {format_checksum(combine([sent]))}; the first differing "
             f"parameter is {name}",
         )
 
@@ -293,7 +314,7 @@ def _exchange(
     gathered = group.gather([int(bool(reason)), *record])
     if any(failed for failed, *_ in gathered):
         content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
-        texts = [bytes(found).rstrip(b"\0").decode(errors="ignore") for found in group.gather(list(content))]
+        texts = [bytes(text).rstrip(b"\0").decode(errors="ignore") for text in group.gather(list(content))]
         group.layouts.clear()  # of a bucket that some ranks may not have received
         if raises:
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text)

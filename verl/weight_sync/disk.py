@@ -17,8 +17,7 @@ from verl.checkpoints.store import CheckpointError, CheckpointStore, verify
 from verl.weight_sync.adapters import Part
 from verl.weight_sync.base import SyncReport, WeightReceiver, WeightSource, WeightSync
 from verl.weight_sync.buckets import pack
-from verl.weight_sync.checksums import combine, sums_of
-from verl.weight_sync.loading import Loading
+from verl.weight_sync.verify import Loading, combine, sums_of
 
 _FILE_BYTES = 2**30  # max size of a file; a larger parameter has a file by itself
 _KEPT = 2  # versions: the last one may still be read when a new one is written
@@ -34,13 +33,14 @@ class DiskSync(WeightSync):
     """
 
     def __init__(self, folder: str | Path, writes: bool = True, dtype: torch.dtype | None = None):
+        super().__init__(check_every=0)  # `receive_disk` compares
         key = "actor_rollout_ref.rollout.weight_sync_dir"
         self.store = CheckpointStore(folder, _KEPT, noun="weight folder of version", key=key, resumable=False)
         self.writes = writes
         self.dtype = dtype
 
-    def push(self, engine: WeightSource, version: int) -> SyncReport:
-        start, sent, sums = time.perf_counter(), 0, []
+    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
+        start, size, sums = time.perf_counter(), 0, []
         if not self.writes:
             for _ in engine.weights():
                 pass
@@ -57,12 +57,15 @@ class DiskSync(WeightSync):
                 path = folder / f"model-{bucket.number:05d}.safetensors"
                 save_file(dict(bucket.parameters()), path, metadata={"format": "pt"})
                 sums.append(sums_of(bucket.content))
-                sent += bucket.bytes
-        return SyncReport(version, sent, time.perf_counter() - start, combine(sums))
+                size += bucket.bytes
+        return SyncReport(version, size, time.perf_counter() - start, combine(sums))
 
 
-def receive_disk(receiver: WeightReceiver, folder: str | Path, version: int) -> SyncReport:
+def receive_disk(receiver: WeightReceiver, folder: str | Path, version: int, compares: bool = True) -> SyncReport:
     """The rollout side of `disk`: verify and load one version.
+
+    Args:
+        compares: whether to compare what the receiver stores with the files, if it is a `StoredWeights`.
 
     Raises:
         ValueError: the version is missing or damaged (the message names the file), or the receiver cannot load it.
@@ -73,7 +76,7 @@ def receive_disk(receiver: WeightReceiver, folder: str | Path, version: int) -> 
         verify(path)
     except CheckpointError as error:
         raise ValueError(f"weight sync: weights of version {version} cannot be read: {error}") from error
-    loading = Loading(receiver, version)
+    loading = Loading(receiver, version, compares)
     loading.load(Part(None, _tensors(path)))
     return SyncReport(version, loading.bytes, time.perf_counter() - start)
 

@@ -7,9 +7,8 @@ import torch
 
 from verl.weight_sync.adapters import sends_adapters
 from verl.weight_sync.base import AdapterReceiver, ReceivesWeights, RemoteReceiver, SlicedWeights, WeightSync
-from verl.weight_sync.in_process import InProcessSync
 from verl.weight_sync.ipc import IpcSync
-from verl.weight_sync.replica import ReplicaSync
+from verl.weight_sync.replica import InProcessSync, ReplicaSync
 from verl.weight_sync.reshard.grouping import HybridGroups
 from verl.weight_sync.reshard.sync import ReshardSync
 
@@ -30,6 +29,7 @@ def local_sync(
     has_shards: bool = False,
     prefers_shards: bool = False,
     grouping: HybridGroups | None = None,
+    check_every: int = 1,
 ) -> WeightSync:
     """The sync of an engine that shares the trainer's device.
 
@@ -44,16 +44,16 @@ def local_sync(
         has_shards: whether the shards of the training engine can be read.
         prefers_shards: whether to read them for a full copy, too.
         grouping: which ranks generate together.
+        check_every: `rollout.check_every`.
 
     Raises:
         ValueError: the method does not fit the engine.
     """
     receiver = engine.receiver()
-    takes = isinstance(receiver, AdapterReceiver)
-    applies = takes and receiver.applies_adapters
-    sliced = setting in ("auto", "reshard") and has_shards and isinstance(receiver, SlicedWeights)
-    obstacle = receiver.obstacle() if sliced else ""
-    methods = _methods(receiver, sliced and not obstacle, prefers_shards)
+    accepts_adapters = isinstance(receiver, AdapterReceiver)
+    has_slices = setting in ("auto", "reshard") and has_shards and isinstance(receiver, SlicedWeights)
+    obstacle = receiver.obstacle() if has_slices else ""
+    methods = _methods(receiver, has_slices and not obstacle, prefers_shards)
     if setting not in ("auto", *methods):
         raise ValueError(
             f"rollout.weight_sync={setting}: {type(engine).__name__} on the devices of the trainer is synchronized "
@@ -64,17 +64,19 @@ def local_sync(
         logger.warning("rollout.weight_sync=auto: %s instead of reshard: %s", method, obstacle)
     if method == "in_process":
         return InProcessSync(engine)
-    adapters = sends_adapters(lora_sync, has_adapters, takes, method == "ipc" or applies)
+    is_cheaper = method == "ipc" or (accepts_adapters and receiver.applies_adapters)
+    adapters = sends_adapters(lora_sync, has_adapters, accepts_adapters, is_cheaper)
     if method == "reshard" and not adapters:
-        sync = ReshardSync(engine, device, bucket_bytes, grouping=grouping)
+        sync = ReshardSync(engine, device, bucket_bytes, grouping=grouping, check_every=check_every)
         if sync.peers.size == 1:
             sync.bandwidth = copy_bandwidth(device)
         return sync
     if setting == "reshard":
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
     if method == "ipc":
-        return IpcSync(engine, device, dtype, bucket_bytes, adapters, copy_bandwidth(device))
-    return ReplicaSync(engine, adapters, copy_bandwidth(device))
+        bandwidth = copy_bandwidth(device)
+        return IpcSync(engine, device, dtype, bucket_bytes, adapters, bandwidth, check_every=check_every)
+    return ReplicaSync(engine, adapters, copy_bandwidth(device), check_every)
 
 
 def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[str]:

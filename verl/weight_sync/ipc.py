@@ -5,7 +5,7 @@ buckets alternate; one is filled again when every process has acknowledged that 
 over a `Channel`, whose other end must be trusted, such as an authenticated `multiprocessing.connection.Connection`:
 
     trainer                                             engine process
-    ("part", version, config, is_last)            ->
+    ("part", version, config, is_last, compares)  ->
     ("bucket", Bucket without content, slot,
      handle or None, sums)                        ->    map, verify, load
                                                   <-    "" or the error
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from verl.weight_sync.adapters import Part, parts_of
+from verl.weight_sync.adapters import Part, push_parts
 from verl.weight_sync.base import (
     AdapterReceiver,
     Channel,
@@ -38,10 +38,9 @@ from verl.weight_sync.base import (
     describe_error,
 )
 from verl.weight_sync.buckets import BUCKET_BYTES, Bucket, pack
-from verl.weight_sync.checksums import ROW_BYTES, combine, fold, sums_of
-from verl.weight_sync.loading import Loading, transit_fault
+from verl.weight_sync.verify import ROW_BYTES, Loading, combine, first_differing_row, fold, sums_of
 
-_TIMEOUT = 600.0  # seconds until a process that does not answer is an error
+_TIMEOUT = 600.0  # seconds until a process that does not respond is an error
 
 
 class IpcSync(WeightSync):
@@ -54,7 +53,8 @@ class IpcSync(WeightSync):
         bucket_bytes: size of each of the two buckets.
         adapters: whether adapters are sent separately from the base weights.
         bandwidth: bytes per second of a copy on this device, for the report.
-        timeout: seconds until a process that does not answer is an error.
+        timeout: seconds until a process that does not respond is an error.
+        check_every: see `WeightSync`.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class IpcSync(WeightSync):
         adapters: bool = False,
         bandwidth: float = 0.0,
         timeout: float = _TIMEOUT,
+        check_every: int = 1,
     ):
+        super().__init__(check_every)
         self.rollout = rollout
         self.device = device
         self.dtype = dtype
@@ -75,21 +77,21 @@ class IpcSync(WeightSync):
         self.bandwidth = bandwidth
         self.timeout = timeout
 
-    def push(self, engine: WeightSource, version: int) -> SyncReport:
-        start, sent, checksums = time.perf_counter(), 0, []
+    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
+        start, size, checksums = time.perf_counter(), 0, []
         receiver = self.rollout.receiver()
         assert isinstance(receiver, RemoteReceiver)
         has_base = isinstance(receiver, AdapterReceiver) and receiver.has_base
-        parts = parts_of(engine, self.adapters, has_base)
+        parts = push_parts(engine, self.adapters, has_base)
         channels = receiver.start_receiving(version)
         for number, part in enumerate(parts):
-            _send_all(channels, ("part", version, part.config, number == len(parts) - 1))
-            count, checksum = _Sending(self, channels, part).send()
-            sent += count
+            _send_all(channels, ("part", version, part.config, number == len(parts) - 1, compares))
+            part_bytes, checksum = _Sending(self, channels, part).send()
+            size += part_bytes
             checksums.append(checksum)
         receiver.finish_receiving()
         self.rollout.weight_version = version
-        return SyncReport(version, sent, time.perf_counter() - start, fold(checksums), self.bandwidth)
+        return SyncReport(version, size, time.perf_counter() - start, fold(checksums), self.bandwidth)
 
 
 class _Sending:
@@ -104,7 +106,7 @@ class _Sending:
 
     def send(self) -> tuple[int, int]:
         """Send all buckets. Returns their bytes and checksum."""
-        sync, sums, sent = self.sync, [], 0
+        sync, all_sums, size = self.sync, [], 0
         try:
             for bucket in pack(
                 self.part.tensors,
@@ -114,10 +116,10 @@ class _Sending:
                 wait=self._wait,
                 allocate=lambda size: _shared(size, sync.device),
             ):
-                found = sums_of(bucket.content)
-                self._send(bucket, found)
-                sums.append(found)
-                sent += bucket.bytes
+                sums = sums_of(bucket.content)
+                self._send(bucket, sums)
+                all_sums.append(sums)
+                size += bucket.bytes
         except BaseException as error:
             _send_all(self.channels, ("error", describe_error(error)), ignore_errors=True)
             raise
@@ -126,7 +128,7 @@ class _Sending:
         _send_all(self.channels, ("end",))
         for number, channel in enumerate(self.channels):
             self._acknowledge(number, channel)
-        return sent, combine(sums)
+        return size, combine(all_sums)
 
     def _send(self, bucket: Bucket, sums: torch.Tensor) -> None:
         content = bucket.content
@@ -155,7 +157,7 @@ class _Sending:
     def _acknowledge(self, process: int, channel: Channel) -> None:
         """Read one acknowledgement. Raises ValueError for an error or none."""
         try:
-            text = pickle.loads(channel.recv_bytes()) if channel.poll(self.sync.timeout) else "it does not answer"
+            text = pickle.loads(channel.recv_bytes()) if channel.poll(self.sync.timeout) else "it does not respond"
         except (EOFError, OSError):
             text = "it has ended"
         if text:
@@ -169,19 +171,19 @@ def receive_ipc(receiver: WeightReceiver, channel: Channel, version: int) -> Syn
         ValueError: the sender failed, another version or corrupted weights arrive, or the receiver cannot load them.
             An error of the receiver is raised unchanged; the sender raises a ValueError that quotes it.
     """
-    start, received, checksums, is_last = time.perf_counter(), 0, [], False
+    start, size, checksums, is_last = time.perf_counter(), 0, [], False
     try:
         while not is_last:
             kind, *values = pickle.loads(channel.recv_bytes())
             if kind == "error":
                 raise _SenderError(f"weight sync: the trainer cannot send the weights: {values[0]}")
-            pushed, config, is_last = values
+            pushed, config, is_last, compares = values
             if pushed != version:
                 raise ValueError(f"expected weights of version {version}, found version {pushed}")
             receiving = _Receiving(channel)
-            loading = Loading(receiver, version)
+            loading = Loading(receiver, version, compares)
             loading.load(Part(config, receiving.tensors()))
-            received += loading.bytes
+            size += loading.bytes
             checksums.append(combine(receiving.sums))
             channel.send_bytes(pickle.dumps(""))
     except _SenderError:
@@ -189,7 +191,7 @@ def receive_ipc(receiver: WeightReceiver, channel: Channel, version: int) -> Syn
     except BaseException as error:
         channel.send_bytes(pickle.dumps(describe_error(error)))
         raise
-    return SyncReport(version, received, time.perf_counter() - start, fold(checksums))
+    return SyncReport(version, size, time.perf_counter() - start, fold(checksums))
 
 
 class _SenderError(ValueError):
@@ -216,12 +218,12 @@ class _Receiving:
             if handle is not None and slot is not None:
                 self.buffers[slot] = handle
             bucket = Bucket(number, entries, (handle if slot is None else self.buffers[slot])[:size])
-            found = sums_of(bucket.content)
-            row = transit_fault(torch.from_numpy(sums).to(found.device), found)
+            received = sums_of(bucket.content)
+            row = first_differing_row(torch.from_numpy(sums).to(received.device), received)
             if row is not None:
                 name = bucket.parameter_at(max(row, 0) * ROW_BYTES)
                 raise ValueError(f"bucket {number} is corrupted; the first differing parameter is {name}")
-            self.sums.append(found)
+            self.sums.append(received)
             yield from bucket.parameters()
             if bucket.content.is_cuda:
                 torch.cuda.synchronize(bucket.content.device)  # the loads have ended before the trainer writes again

@@ -59,14 +59,14 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         self.filled = self._has_base = False
         self._adapters.clear()
 
-    def _sent(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _sent_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters that are sent: of those that are tied, one."""
         return ((name, self._parameters[name]) for name in self.shapes)
 
     def slice_layout(self) -> Mapping[str, Stored]:
         """See `SlicedWeights.slice_layout`."""
         if not self._layout:
-            self._layout = {name: self._stored_layout(name, p) for name, p in self._sent()}
+            self._layout = {name: self._stored_layout(name, p) for name, p in self._sent_parameters()}
         return self._layout
 
     def _stored_layout(self, name: str, parameter: torch.Tensor) -> Stored:
@@ -77,7 +77,7 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
     def open_slices(self, version: int) -> Iterator[Mapping[str, torch.Tensor]]:
         """See `SlicedWeights.open_slices`."""
         self._allocate()
-        yield dict(self._sent())
+        yield dict(self._sent_parameters())
         self.filled = self._has_base = True
 
     @property
@@ -99,5 +99,5 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         """See `WeightReceiver.release`."""
         self.filled = self._has_base = False
         self._adapters.clear()
-        for _, parameter in self._sent():
+        for _, parameter in self._sent_parameters():
             parameter.data = parameter.data.new_empty(0)

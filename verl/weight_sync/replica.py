@@ -1,35 +1,48 @@
-"""`replica`: the rollout engine in the same process has an unsharded copy, gathered from all ranks."""
+"""The methods of an engine in the trainer's process: `in_process` shares the parameters, `replica` has a copy."""
 
 import time
 
-from verl.weight_sync.adapters import parts_of
+from verl.weight_sync.adapters import push_parts
 from verl.weight_sync.base import AdapterReceiver, ReceivesWeights, SyncReport, WeightSource, WeightSync
-from verl.weight_sync.checksums import fold
-from verl.weight_sync.loading import Loading
+from verl.weight_sync.verify import Loading, fold
+
+
+class InProcessSync(WeightSync):
+    """The rollout engine generates with the trainer's parameters: nothing to copy."""
+
+    def __init__(self, rollout: ReceivesWeights):
+        super().__init__(check_every=0)
+        self.rollout = rollout
+
+    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
+        self.rollout.weight_version = version
+        return SyncReport(version)
 
 
 class ReplicaSync(WeightSync):
-    """The rollout engine in this process has a separate copy of the weights, filled by its receiver.
+    """The rollout engine in this process has an unsharded copy of the weights, gathered from all ranks.
 
     Args:
         rollout: the rollout engine.
         adapters: whether adapters are sent separately from the base weights.
         bandwidth: bytes per second of a copy on this device, for the report.
+        check_every: see `WeightSync`.
     """
 
-    def __init__(self, rollout: ReceivesWeights, adapters: bool = False, bandwidth: float = 0.0):
+    def __init__(self, rollout: ReceivesWeights, adapters: bool = False, bandwidth: float = 0.0, check_every: int = 1):
+        super().__init__(check_every)
         self.rollout = rollout
         self.adapters = adapters
         self.bandwidth = bandwidth
 
-    def push(self, engine: WeightSource, version: int) -> SyncReport:
-        start, sent = time.perf_counter(), 0
+    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
+        start, size, checksums = time.perf_counter(), 0, []
         receiver = self.rollout.receiver()
         has_base = isinstance(receiver, AdapterReceiver) and receiver.has_base
-        checksums = []
-        for part in parts_of(engine, self.adapters, has_base):
-            loading = Loading(receiver, version)
+        for part in push_parts(engine, self.adapters, has_base):
+            loading = Loading(receiver, version, compares)
             checksums.append(loading.load(part))
-            sent += loading.bytes
+            size += loading.bytes
         self.rollout.weight_version = version
-        return SyncReport(version, sent, time.perf_counter() - start, fold(checksums), self.bandwidth)
+        checksum = fold(checksums) if compares else 0
+        return SyncReport(version, size, time.perf_counter() - start, checksum, self.bandwidth)

@@ -64,9 +64,9 @@ class TransferGroup:
     def gather(self, numbers: list[int]) -> list[list[int]]:
         """All-gather: the numbers of all ranks."""
         own = torch.tensor(numbers)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        self.control.allgather([found], [own]).wait()
-        return [other.tolist() for other in found]
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        self.control.allgather([gathered], [own]).wait()
+        return [each.tolist() for each in gathered]
 
     def measure(self) -> None:
         """Measure `bandwidth`: the best of three broadcasts. Collective."""

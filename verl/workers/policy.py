@@ -20,7 +20,7 @@ from verl.weight_sync import CollectiveSync, DiskSync, SyncReport, TransferGroup
 from verl.weight_sync.adapters import sends_adapters
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
-from verl.workers.rollout.role import Rollout, RolloutSource, bucket_bytes
+from verl.workers.rollout.role import CastWeightSource, Rollout, bucket_bytes
 
 
 class ActorWorker(RolloutMethods, EngineWorker):
@@ -110,7 +110,9 @@ class ActorWorker(RolloutMethods, EngineWorker):
         if self.rank == 0:
             group = TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
             group.measure()
-        self._sync = CollectiveSync(group, self.compute_dtype, bucket_bytes(rollout), adapters)
+        self._sync = CollectiveSync(
+            group, self.compute_dtype, bucket_bytes(rollout), adapters, check_every=rollout.check_every
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_to_folder(self) -> None:
@@ -122,7 +124,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         """Push the weights to the rollout engine in this process, or to the connected rollout ranks."""
         if self._sync is None:
             return self.rollout.sync_weights(version)
-        return self._sync.push(RolloutSource(self.engine, self.compute_dtype), version)
+        return self._sync.push(CastWeightSource(self.engine, self.compute_dtype), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def canary_log_probs(self, batch: DataProto) -> tuple[torch.Tensor, bool]:

@@ -28,7 +28,7 @@ from verl.rollout.tensor_parallel import TensorParallel
 from verl.weight_sync import ReshardSync
 from verl.weight_sync.reshard.grouping import HybridGroups
 from verl.weight_sync.reshard.sync import Peers
-from verl.workers.rollout.role import RolloutSource
+from verl.workers.rollout.role import CastWeightSource
 
 #: clips every gradient
 OPTIMIZER = COSINE.model_copy(update={"clip_grad": 0.02})
@@ -105,7 +105,7 @@ class Received(SliceReceiver):
         slices = Slices(module.config, TensorParallel(groups.generation(rank)[1], groups.generation_tp))
         shapes = {name: p.shape for name, p in module.named_parameters()}
         for name, p in module.named_parameters():
-            p.data = torch.full_like(slices.of(name, p.data), float("nan"), memory_format=torch.contiguous_format)
+            p.data = torch.full_like(slices.slice_of(name, p.data), float("nan"), memory_format=torch.contiguous_format)
         super().__init__(module, slices, shapes)
 
 
@@ -128,7 +128,7 @@ def reshard_on_rank(path: str, groups: HybridGroups, **keys: Any) -> dict[str, A
     Peers.start_exchange = counting
     for version in range(2):
         counted.clear()
-        report = sync.push(RolloutSource(engine, torch.float32), version)
+        report = sync.push(CastWeightSource(engine, torch.float32), version)
     Peers.start_exchange = exchange
     gathered.receive(engine.weights(), 1)
     names = [name for name, _ in ours.module.named_parameters()]

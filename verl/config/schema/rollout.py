@@ -243,8 +243,8 @@ class RolloutConfig(RolloutEngineConfig):
     )
     check_every: int = field(
         10,
-        "steps between two comparisons of the log-probs of a canary prompt in rollout and training, which stop a run "
-        "whose engine has old weights; also after the first push; 0: off",
+        "steps between two checks of the rollout's weights, which stop a run with old or wrong ones: the parameters "
+        "that the engine stores, and its log-probs of a canary prompt; also after the first push; 0: off",
         ge=0,
     )
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "buckets of the weight sync")

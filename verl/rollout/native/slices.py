@@ -80,7 +80,7 @@ class Slices:
             return None, kind  # every rank has the vision tower, whose layers may have the same names
         return self._rules.get(layer.rpartition(".")[2]), kind
 
-    def of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+    def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a parameter, by its HuggingFace name; a view where that is possible."""
         rule, kind = self._rule(name)
         if rule is None:
@@ -93,7 +93,7 @@ class Slices:
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
 
     def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Stored:
-        """Which chunks of a parameter `of` returns, as boxes."""
+        """Which chunks of a parameter `slice_of` returns, as boxes."""
         shape = tuple(shape)
         full, (rows, columns) = whole(shape), matrix_shape(shape)
         rule, kind = self._rule(name)
@@ -114,7 +114,7 @@ class Slices:
         """Replace the parameters of a module on "meta" by parameters of the shapes of their slices."""
         for prefix, part in module.named_modules():
             for name, full in part.named_parameters(recurse=False):
-                own = torch.empty_like(self.of(f"{prefix}.{name}", full), memory_format=torch.contiguous_format)
+                own = torch.empty_like(self.slice_of(f"{prefix}.{name}", full), memory_format=torch.contiguous_format)
                 part.register_parameter(name, nn.Parameter(own, requires_grad=False))
 
 
@@ -134,4 +134,4 @@ class SliceReceiver(ModuleReceiver):
 
     def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """See `StoredWeights.slice_of`."""
-        return self.slices.of(name, full)
+        return self.slices.slice_of(name, full)

@@ -70,6 +70,7 @@ def make_sglang(
         ranks=env.tp_size,
         sessions=capabilities.update_sessions,
         filled=copy.reads_files,
+        check_every=config.check_every if isinstance(config, schema.RolloutConfig) else 1,
     )
     if args["enable_memory_saver"]:
         receiver.prepare_release()

@@ -2,8 +2,8 @@
 
 SGLang calls `load` on every rank for each bucket (`custom_weight_loader`), which verifies what it has received. An
 exception would end the scheduler, and with it the trainer's process. So the outcome is written to a file, which the
-trainer reads (`read_outcomes`). After the last bucket it has the sums of what the rank stores, and the trainer compares
-those of all ranks with what it has sent (`find_stale`).
+trainer reads (`read_outcomes`). If the trainer compares what is stored with what it has sent (`find_stale`), the last
+outcome has the sums of what the rank stores.
 """
 
 import gc
@@ -22,7 +22,7 @@ from torch import nn
 
 from verl.rollout.expert_names import ExpertNames
 from verl.rollout.sglang.images import forget_features
-from verl.weight_sync.checksums import sum_of_bits, wrap
+from verl.weight_sync.verify import sum_of_bits, wrap
 
 #: name of the instruction in a bucket: JSON as (n,) uint8
 INSTRUCTION = "verl.instruction"
@@ -39,7 +39,7 @@ def instruction(
     Args:
         outcome: prefix of the files for the outcomes; the rank is appended.
         sums: name -> sum of the bits of every tensor in the bucket.
-        dtype: on the last call of a push of weights, their dtype.
+        dtype: of the weights of a push, on its last call, if the rank must report what it stores.
         adapter: the tensors are those of an adapter, see `load_adapter`.
     """
     order = {"outcome": str(outcome), "sums": sums, "dtype": dtype and str(dtype), "adapter": adapter}
@@ -47,12 +47,12 @@ def instruction(
 
 
 def read_outcomes(outcome: Path, ranks: int) -> list[Stored]:
-    """What each rank stores, after the last call of a push; empty before it.
+    """What each rank stores, if the instruction asks for it.
 
     Raises:
         ValueError: a rank has not loaded the bucket of `instruction(outcome)`.
     """
-    found = []
+    stored = []
     for rank in range(ranks):
         path = Path(f"{outcome}-{rank}")
         if not path.exists():
@@ -61,8 +61,8 @@ def read_outcomes(outcome: Path, ranks: int) -> list[Stored]:
         path.unlink()
         if result["error"]:
             raise ValueError(f"SGLang's rank {rank} cannot load the weights: {result['error']}")
-        found.append(result["stored"])
-    return found
+        stored.append(result["stored"])
+    return stored
 
 
 def sums_of_bits(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
@@ -79,8 +79,8 @@ def group_of(name: str) -> str:
 
     A fused parameter of SGLang, such as qkv_proj, is in the same layer as the parameters that it joins.
     """
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found[1] if found else name
+    layer = re.match(r"(.*?\.\d+)\.", name)
+    return layer[1] if layer else name
 
 
 def is_stored(ranks: Sequence[int], sent: Mapping[str, int]) -> bool:
@@ -125,10 +125,10 @@ def find_stale(ranks: Sequence[Stored], sent: Mapping[str, tuple[int, int]]) -> 
 
 def _is_stale(ranks: Sequence[Stored], stored: list[str], sent: Mapping[str, tuple[int, int]]) -> bool:
     """Whether parameters of SGLang do not store the bits of those that were sent. False: they cannot be compared."""
-    found = [[rank[name][1] for name in stored] for rank in ranks]
-    if any(bits is None for sums in found for bits in sums):
+    sums_of_ranks = [[rank[name][1] for name in stored] for rank in ranks]
+    if any(bits is None for sums in sums_of_ranks for bits in sums):
         return False
-    if is_stored([sum(sums) for sums in found], {name: bits for name, (_, bits) in sent.items()}):
+    if is_stored([sum(sums) for sums in sums_of_ranks], {name: bits for name, (_, bits) in sent.items()}):
         return False
     if len(ranks) == 1 or len(stored) == len(sent) == 1:
         return True
@@ -154,8 +154,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
         elif weights:
             names = ExpertNames({name for name, _ in model.named_parameters()})
             model.load_weights(item for name, tensor in weights for item in names.unfused(name, tensor))
-        if order["dtype"] is not None:
             forget_features()
+        if order["dtype"] is not None:
             outcome["stored"] = stored_in(model, order["dtype"])
         if content.is_cuda:
             torch.cuda.synchronize()  # the trainer uses the memory again
@@ -169,8 +169,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
 
 def check_received(tensors: Sequence[tuple[str, torch.Tensor]], sent: Mapping[str, int]) -> None:
     """Raise ValueError unless this rank has received the tensors that were sent, bit by bit."""
-    found = sums_of_bits(tensors)
-    if wrong := [name for name in {**sent, **found} if found.get(name) != sent.get(name)]:
+    received = sums_of_bits(tensors)
+    if wrong := [name for name in {**sent, **received} if received.get(name) != sent.get(name)]:
         raise ValueError(
             f"expected the bits that were sent, found others in {len(wrong)} of {len(sent)} tensors, first {wrong[:3]}"
         )

@@ -14,7 +14,7 @@ from verl.rollout.engine_copy import EngineReceiver
 from verl.rollout.sglang.images import published_names
 from verl.rollout.sglang.loader import INSTRUCTION, Stored, find_stale, instruction, read_outcomes, sums_of_bits
 from verl.rollout.sglang.service import Service
-from verl.weight_sync.base import check_parameters
+from verl.weight_sync.base import check_parameters, is_check_due
 from verl.weight_sync.buckets import BUCKET_BYTES, pack
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,9 @@ class SglangReceiver(EngineReceiver):
     """Receives weights by HuggingFace name and loads them in SGLang's processes.
 
     SGLang's loaders skip names that they do not know. So a push is verified: names and shapes are those of the
-    HuggingFace model, every tensor-parallel rank has received the bits that were sent (`loader.check_received`), and
-    those of its parameters add up to them, over the ranks (`loader.find_stale`). Every response then reports the
-    version of its weights (`Service`).
+    HuggingFace model, and every tensor-parallel rank has received the bits that were sent (`loader.check_received`).
+    After the first push and every `check_every` versions, the bits of its parameters must add up to them, over the
+    ranks (`loader.find_stale`). Every response reports the version of its weights (`Service`).
 
     Args:
         service: the engine.
@@ -75,6 +75,7 @@ class SglangReceiver(EngineReceiver):
         ranks: tensor-parallel size.
         sessions: whether a push is enclosed in `begin_weight_update` and `end_weight_update`.
         filled: whether the model has its weights.
+        check_every: `rollout.check_every`.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class SglangReceiver(EngineReceiver):
         ranks: int,
         sessions: bool,
         filled: bool,
+        check_every: int,
     ):
         super().__init__(shapes, filled)
         self._service = service
@@ -96,6 +98,8 @@ class SglangReceiver(EngineReceiver):
         self._device = device
         self._ranks = ranks
         self._sessions = sessions
+        self._check_every = check_every
+        self._last_check: int | None = None
 
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, is_last: bool = True) -> None:
@@ -111,11 +115,14 @@ class SglangReceiver(EngineReceiver):
         with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version, is_last):
             named = published_names(check_parameters(weights, self.shapes, version))
             sent = self._send_all(named, Path(folder))
-            if stale := find_stale(self._send([], {}, Path(folder), version), sent):
+            compares = is_check_due(version, self._last_check, self._check_every)
+            stored = self._send([], {}, Path(folder), version, compares=compares)
+            if compares and (stale := find_stale(stored, sent)):
                 raise ValueError(
                     f"weights of version {version}: in SGLang the parameters of {', '.join(stale[:3])} do not have the "
                     "bits that were sent: the engine's weights are stale"
                 )
+            self._last_check = version if compares else self._last_check
 
     @contextmanager
     def _updating(self, version: int, is_last: bool = True) -> Iterator[None]:
@@ -180,6 +187,7 @@ class SglangReceiver(EngineReceiver):
         folder: Path,
         version: int | None = None,
         adapter: dict[str, Any] | None = None,
+        compares: bool = False,
     ) -> list[Stored]:
         """Load tensors in every rank.
 
@@ -189,6 +197,7 @@ class SglangReceiver(EngineReceiver):
             folder: for the outcomes.
             version: on the last call of a push, its version.
             adapter: see `load_adapter`.
+            compares: whether to return what each rank stores of the weights.
 
         Returns:
             What each rank stores, see `read_outcomes`.
@@ -197,8 +206,7 @@ class SglangReceiver(EngineReceiver):
         from sglang.srt.utils import MultiprocessingSerializer
 
         outcome, is_last = folder / "outcome", version is not None
-        dtype = self._dtype if is_last and adapter is None else None
-        order = instruction(outcome, sums, dtype, adapter).to(self._device)
+        order = instruction(outcome, sums, self._dtype if compares else None, adapter).to(self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the other processes do not know this stream
         content = [*tensors, (INSTRUCTION, order)]

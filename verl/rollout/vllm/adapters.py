@@ -15,9 +15,10 @@ from verl.modeling.vision import is_vision_config
 from verl.rollout.adapters import AdaptedLayers, AppliedAdapters, checked_pairs
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.capabilities import Capabilities
-from verl.rollout.vllm.weights import ParameterNames, VllmReceiver, load_weights, sum_over_group
-from verl.weight_sync.base import AdapterConfig, check_parameters
-from verl.weight_sync.checksums import sum_of_bits, wrap
+from verl.rollout.vllm.slices import ParameterNames
+from verl.rollout.vllm.weights import VllmReceiver
+from verl.weight_sync.base import AdapterConfig
+from verl.weight_sync.verify import sum_of_bits, wrap
 
 if TYPE_CHECKING:
     from verl.rollout.vllm.engine import VllmRollout
@@ -95,7 +96,7 @@ class VllmAdapterReceiver(AppliedAdapters, VllmReceiver):
         """Receive the base weights. Raises ValueError like `VllmReceiver.receive`, and if requests are running."""
         self._has_base = False
         with self._updating(version, idle=True, is_last=False) as model, _unwrapped(model):
-            load_weights(model, check_parameters(weights, self.shapes, version), version)
+            self._load(model, weights, version)
         self._has_base = True
 
     @torch.no_grad()
@@ -182,7 +183,7 @@ class _Loading:
                     keys.append((module, index, matrix))
                     stored.append(sum_of_bits(stack[slot]))
         own = torch.stack(stored).cpu()
-        total, ranks = sum_over_group(own)
+        total, ranks = _sum_over_group(own)
         for key, of_rank, of_group in zip(keys, own.tolist(), total.tolist()):
             sent = self._sent.pop(key, 0)
             # replicated: each rank has all of it; sharded: the ranks together, or several copies of a head
@@ -192,6 +193,17 @@ class _Loading:
                     "sent: the rollout engine would generate with a stale adapter"
                 )
         assert not self._sent, self._sent
+
+
+def _sum_over_group(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Sum over the tensor-parallel group, and its size. Collective."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    total = values.clone()
+    if group.world_size > 1:
+        torch.distributed.all_reduce(total, group=group.cpu_group)
+    return total, group.world_size
 
 
 @contextmanager

@@ -15,9 +15,8 @@ from verl.rollout.engine_copy import CopyRollout
 from verl.rollout.request import Completion, Request, matches_ids
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
 from verl.rollout.vllm.capabilities import Capabilities
-from verl.rollout.vllm.slices import VllmSliceReceiver
 from verl.rollout.vllm.stepping import Channel, Job, Stepper
-from verl.rollout.vllm.weights import VllmReceiver
+from verl.rollout.vllm.weights import VllmReceiver, VllmSliceReceiver
 from verl.utils.rng import fork_seed
 
 log = logging.getLogger(__name__)

@@ -6,26 +6,52 @@ vLLM stores says where each row goes, and then random ones, whose bits must be w
 layer classes or versions of vLLM. A model that is not stored as rows and columns in this way is `NotSliced`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from verl.rollout.expert_names import ExpertNames
 from verl.rollout.vllm.experts import expert_layers, packed_layers
-from verl.rollout.vllm.weights import ParameterNames, VllmReceiver, check_layers
 from verl.utils.shards import Box, Chunk, matrix_shape
-from verl.weight_sync.base import SlicedWeights, describe_error
 from verl.weight_sync.reshard.plan import Stored
 
 #: dtype -> integers of its size
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 #: a row's number has two digits; as the bits of a number of any of these dtypes, each is finite
 _BASE = 2**14
+
+
+class ParameterNames:
+    """Names of the parameters of vLLM's model for those of HuggingFace. vLLM fuses some, such as q, k and v.
+
+    Layers with adapters have the names of those without.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.parameters = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
+        self.experts = ExpertNames(self.parameters)
+        # of a vision-language model, the language model may have the mapping
+        packed = [dict(getattr(m, "packed_modules_mapping", None) or {}) for m in reversed([*model.modules()])]
+        self._packed = {part: fused for mapping in packed for fused, parts in mapping.items() for part in parts}
+        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+
+    def target(self, name: str) -> str | None:
+        """The parameter that has the weights of a parameter of HuggingFace; None if there is none."""
+        if (experts := self.experts.target(name)) is not None:
+            return experts
+        name = self.experts.renamed(name)
+        if self._mapper is not None:
+            mapped = self._mapper.apply_list([name])
+            name = mapped[0] if mapped else name
+        if name in self.parameters:
+            return name
+        *path, module, kind = name.split(".")
+        fused = ".".join([*path, self._packed.get(module, module), kind])
+        return fused if fused in self.parameters else None
 
 
 class NotSliced(ValueError):
@@ -61,7 +87,7 @@ class _Slice:
     start: int
     stored: Stored
 
-    def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def view(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The stored tensor, (rows, columns): a view of vLLM's parameter."""
         matrix = parameters[self.target].view(-1, self.stored.columns)
         return matrix[self.start : self.start + self.stored.rows]
@@ -78,17 +104,22 @@ class Slices:
 
     def __init__(self, model: nn.Module, slices: Mapping[str, _Slice], padding: list[tuple[str, int, int, int]]):
         self.layout = {name: each.stored for name, each in slices.items()}
+        self._slices = slices
+        self._padding = padding
         self._owners = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in dict.fromkeys(each.target for each in slices.values())
         }
-        self._addresses = self._current_addresses()
-        parameters = {name: module._parameters[kind].detach() for name, (module, kind) in self._owners.items()}
-        self._tensors = {name: each.of(parameters) for name, each in slices.items()}
-        self._padding = [parameters[name].view(-1, columns)[at:end] for name, at, end, columns in padding]
+        self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters().items()}
 
-    def _current_addresses(self) -> dict[str, int]:
-        return {name: module._parameters[kind].data_ptr() for name, (module, kind) in self._owners.items()}
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """vLLM's parameters, as they are now."""
+        return {name: module._parameters[kind].detach() for name, (module, kind) in self._owners.items()}
+
+    def stored(self, name: str) -> torch.Tensor:
+        """What is stored of a parameter of HuggingFace."""
+        module, kind = self._owners[self._slices[name].target]
+        return self._slices[name].view({self._slices[name].target: module._parameters[kind].detach()})
 
     def writable(self) -> Mapping[str, torch.Tensor]:
         """HuggingFace name -> the tensor to write into. Padding is set to zero.
@@ -96,15 +127,15 @@ class Slices:
         Raises:
             ValueError: vLLM has replaced the memory of a parameter.
         """
-        found = self._current_addresses()
-        if moved := [name for name, address in self._addresses.items() if found[name] != address]:
+        parameters = self._parameters()
+        if moved := [name for name, address in self._addresses.items() if parameters[name].data_ptr() != address]:
             raise ValueError(
                 f"weight sync: vLLM's parameter {moved[0]} has other memory than before the first push: set "
                 "rollout.weight_sync=replica"
             )
-        for rows in self._padding:
-            rows.zero_()
-        return self._tensors
+        for name, start, end, columns in self._padding:
+            parameters[name].view(-1, columns)[start:end].zero_()
+        return {name: each.view(parameters) for name, each in self._slices.items()}
 
 
 def find_slices(model: nn.Module, shapes: Mapping[str, torch.Size]) -> Slices:
@@ -127,7 +158,7 @@ def find_slices(model: nn.Module, shapes: Mapping[str, torch.Size]) -> Slices:
         if name not in buffers or not torch.equal(_bits(buffer), buffers[name]):
             raise NotSliced(f"vLLM's loaders compute the buffer {name}")
     padding = [(target, run.at, run.at + run.rows, finder.columns[target])
-               for target, found in runs.items() for run in found if not run.name]  # fmt: skip
+               for target, its_runs in runs.items() for run in its_runs if not run.name]  # fmt: skip
     finder.check_zeros(padding)
     return Slices(model, slices, padding)
 
@@ -234,7 +265,7 @@ class _Finder:
 
     def slices_of(self, runs: Mapping[str, list[_Run]]) -> dict[str, _Slice]:
         """HuggingFace name -> what is stored of the parameter, by its rows; columns begin with the first one."""
-        found = {}
+        slices = {}
         for name, target in self.targets.items():
             own = [run for run in runs[target] if run.name == name]
             start, rows = own[0].at if own else 0, sum(run.rows for run in own)
@@ -242,25 +273,25 @@ class _Finder:
                 raise NotSliced(f"vLLM's {target} has the rows of {name} in several places")
             columns, dtype = self.columns[target], self.parameters[target].dtype
             chunks = tuple(Chunk(Box(run.row, run.row + run.rows, 0, columns), run.at - start) for run in own)
-            found[name] = _Slice(target, start, Stored(tuple(self.shapes[name]), rows, columns, chunks, dtype))
-        return found
+            slices[name] = _Slice(target, start, Stored(tuple(self.shapes[name]), rows, columns, chunks, dtype))
+        return slices
 
     def check(self, slices: Mapping[str, _Slice]) -> dict[str, _Slice]:
         """Load random parameters, find the columns, and compare all bits. Returns the slices with their columns."""
         for parameter in self.parameters.values():
             parameter.fill_(1)  # padding must be set to zero by the loaders
         self._load(self._random)
-        found = {}
+        checked = {}
         for name, each in slices.items():
             full = self._random(name).view(matrix_shape(self.shapes[name]))
-            stored = each.of(self.parameters)
-            found[name] = each = replace(each, stored=_with_columns(each.stored, full, stored))
+            stored = each.view(self.parameters)
+            checked[name] = each = replace(each, stored=_with_columns(each.stored, full, stored))
             for chunk in each.stored.chunks:
                 box = chunk.box
                 rows = stored[chunk.row : chunk.row + box.rows]
                 if not torch.equal(rows, full[box.top : box.bottom, box.left : box.right]):
                     raise NotSliced(f"vLLM's {each.target} does not store {name} as rows and columns of it")
-        return found
+        return checked
 
     def _random(self, name: str) -> torch.Tensor:
         """Random values of a parameter, the same in every call."""
@@ -286,48 +317,3 @@ def _with_columns(layout: Stored, full: torch.Tensor, stored: torch.Tensor) -> S
     left, right = index * layout.columns, (index + 1) * layout.columns
     chunks = (replace(chunk, box=chunk.box._replace(left=left, right=right)) for chunk in layout.chunks)
     return replace(layout, chunks=tuple(chunks))
-
-
-class VllmSliceReceiver(VllmReceiver, SlicedWeights):
-    """A `VllmReceiver` whose slices a sync can write, if vLLM stores all parameters as rows and columns."""
-
-    prefers_slices = True  # vLLM's loaders are slow: a call for every parameter
-    _slices: Slices | None = None
-
-    def obstacle(self) -> str:
-        """See `SlicedWeights.obstacle`. Collective over all rollout ranks. The model has no weights afterwards.
-
-        Raises:
-            RuntimeError: on every rank, if one has failed for another reason than the layout of its parameters.
-        """
-        own, failure = "", None
-        try:
-            with self._updating(version=0, idle=True, is_last=False) as model:
-                self._slices = find_slices(model, self.shapes)
-        except NotSliced as error:
-            own = str(error)
-        except Exception as error:  # the others wait in the collective below: they are told, and it is raised after it
-            failure = error
-        found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-        dist.all_gather_object(found, (own, "" if failure is None else describe_error(failure)))
-        failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(found) if message]
-        if failed:
-            more = f" ({len(failed)} of {len(found)} ranks failed)" if len(failed) > 1 else ""
-            raise RuntimeError(
-                f"weight sync: expected to find the slices that vLLM stores on every rollout rank, found an error on "
-                f"{failed[0]}{more}: fix its cause, or set rollout.weight_sync=replica, which does not look for them"
-            ) from failure
-        return next((reason for reason, _ in found if reason), "")
-
-    def slice_layout(self) -> Mapping[str, Stored]:
-        """See `SlicedWeights.slice_layout`."""
-        assert self._slices is not None
-        return self._slices.layout
-
-    @contextmanager
-    def open_slices(self, version: int) -> Iterator[Mapping[str, torch.Tensor]]:
-        """See `SlicedWeights.open_slices`. Requests of `generate_one` may be running, as in `receive`."""
-        assert self._slices is not None
-        with self._updating(version) as model:
-            yield self._slices.writable()
-            check_layers(model, version)

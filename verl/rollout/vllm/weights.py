@@ -1,41 +1,40 @@
-"""Loads the trainer's weights into vLLM's model, and verifies them."""
+"""Loads the trainer's weights into vLLM's model."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from verl.rollout.engine_copy import EngineReceiver
-from verl.rollout.expert_names import ExpertNames
 from verl.rollout.vllm.experts import expert_layers, unpacked
-from verl.weight_sync.base import check_parameters
-from verl.weight_sync.checksums import sum_of_bits, wrap
+from verl.rollout.vllm.slices import NotSliced, ParameterNames, Slices, find_slices
+from verl.weight_sync.base import SlicedWeights, StoredWeights, check_parameters, describe_error
+from verl.weight_sync.reshard.plan import Stored
 
 if TYPE_CHECKING:
     from verl.rollout.vllm.engine import VllmRollout
 
 log = logging.getLogger(__name__)
 
-_PROBED_ROWS = 256
-#: largest error of a probed layer, relative to the norms of its row and its input
-_PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 
-
-class VllmReceiver(EngineReceiver):
+class VllmReceiver(EngineReceiver, StoredWeights):
     """Receives weights by HuggingFace name into the model of a `VllmRollout`.
 
-    vLLM's loaders skip names that they do not know, and may leave copies of a weight as they were. So a push is
-    verified: names and shapes are those of the HuggingFace model; the bits of every parameter of vLLM add up to those
-    that were sent (over the ranks of a tensor-parallel group); and the head and the first layer compute with them.
+    vLLM's loaders skip names that they do not know, and may keep old values. So names and shapes must be those of the
+    HuggingFace model, and a sync compares what vLLM stores, if it stores all parameters as rows and columns.
 
     Args:
         engine: the rollout engine.
         shapes: returns HuggingFace name -> shape of every parameter.
         filled: whether the model has its weights.
     """
+
+    _slices: Slices | None = None
+    _has_searched = False  # for the slices
 
     def __init__(self, engine: "VllmRollout", shapes: Callable[[], dict[str, torch.Size]], filled: bool):
         super().__init__(shapes, filled)
@@ -52,7 +51,28 @@ class VllmReceiver(EngineReceiver):
             ValueError: unknown, repeated or missing parameters, another shape, or weights that vLLM did not load.
         """
         with self._updating(version) as model:
-            load_weights(model, check_parameters(weights, self.shapes, version), version)
+            self._load(model, weights, version)
+
+    def _load(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        if not self._has_searched:
+            try:
+                self._search_slices(model)
+            except Exception as error:  # of a loader that is called with other values than weights
+                log.warning("rollout.name=vllm: pushed weights are not compared with what vLLM stores: %s", error)
+        load_weights(model, check_parameters(weights, self.shapes, version), version)
+
+    def _search_slices(self, model: nn.Module) -> None:
+        """Find what vLLM stores of each parameter, once. Its weights are overwritten."""
+        self._has_searched = True
+        self._slices = find_slices(model, self.shapes)
+
+    def stored(self, name: str) -> torch.Tensor | None:
+        """See `StoredWeights.stored`."""
+        return self._slices.stored(name) if self._slices is not None else None
+
+    def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """See `StoredWeights.slice_of`."""
+        return self._slices.layout[name].cut(full)
 
     @contextmanager
     def _updating(self, version: int, idle: bool = False, is_last: bool = True) -> Iterator[nn.Module]:
@@ -83,155 +103,78 @@ class VllmReceiver(EngineReceiver):
             self._engine.memory.drop()
 
 
+class VllmSliceReceiver(VllmReceiver, SlicedWeights):
+    """A `VllmReceiver` whose slices a sync can write, if vLLM stores all parameters as rows and columns."""
+
+    prefers_slices = True  # vLLM's loaders are slow: a call for every parameter
+    _slices: Slices | None = None
+
+    def obstacle(self) -> str:
+        """See `SlicedWeights.obstacle`. Collective over all rollout ranks. The model has no weights afterwards.
+
+        Raises:
+            RuntimeError: on every rank, if one has failed for another reason than the layout of its parameters.
+        """
+        own, failure = "", None
+        try:
+            with self._updating(version=0, idle=True, is_last=False) as model:
+                self._search_slices(model)
+        except NotSliced as error:
+            own = str(error)
+        except Exception as error:  # the others wait in the collective below: they are told, and it is raised after it
+            failure = error
+        outcomes: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (own, "" if failure is None else describe_error(failure)))
+        failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message]
+        if failed:
+            more = f" ({len(failed)} of {len(outcomes)} ranks failed)" if len(failed) > 1 else ""
+            raise RuntimeError(
+                f"weight sync: expected to find the slices that vLLM stores on every rollout rank, found an error on "
+                f"{failed[0]}{more}: fix its cause, or set rollout.weight_sync=replica, which does not need them"
+            ) from failure
+        return next((reason for reason, _ in outcomes if reason), "")
+
+    def slice_layout(self) -> Mapping[str, Stored]:
+        """See `SlicedWeights.slice_layout`."""
+        assert self._slices is not None
+        return self._slices.layout
+
+    @contextmanager
+    def open_slices(self, version: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        """See `SlicedWeights.open_slices`. Requests of `generate_one` may be running, as in `receive`."""
+        assert self._slices is not None
+        with self._updating(version):
+            yield self._slices.writable()
+
+
 def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-    """Load all parameters by vLLM's loaders, and verify them. Raises ValueError for stale ones."""
-    with unpacked(expert_layers(model), version):
-        sums = SentBits(model)
-        unfused = sums.names.experts.unfused
-        stream = (item for name, tensor in weights for item in unfused(name, sums.add(name, tensor.detach())))
+    """Load all parameters by vLLM's loaders.
+
+    Raises:
+        ValueError: vLLM's model does not have one of them, or has another one.
+    """
+    names = ParameterNames(model)
+    missing = set(names.parameters)
+
+    def cast() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            target = names.target(name)
+            if target is None:
+                raise ValueError(f"rollout.name=vllm: vLLM's model has no parameter for {name!r}: it is not supported")
+            missing.discard(target)
+            parameter = names.parameters[target]
+            yield from names.experts.unfused(name, tensor.detach().to(parameter.device, parameter.dtype))
+
+    with unpacked(expert_layers(model)):
+        stream = cast()
         model.load_weights(stream)
         for _ in stream:  # a loader may stop early
             pass
-        sums.verify(version)
-    check_layers(model, version)
+    if missing:
+        raise ValueError(f"weights of version {version}: vLLM's parameters {sorted(missing)[:3]} were not loaded")
 
 
 def engine_model(llm: Any) -> nn.Module:
     """vLLM's model in this process."""
     (model,) = llm.collective_rpc(lambda worker: worker.get_model())
     return model
-
-
-# ---- verification ---------------------------------------------------------------------------------------------------
-
-
-class ParameterNames:
-    """Names of the parameters of vLLM's model for those of HuggingFace. vLLM fuses some, such as q, k and v.
-
-    Layers with adapters have the names of those without.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.parameters = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
-        self.experts = ExpertNames(self.parameters)
-        # of a vision-language model, the language model may have the mapping
-        packed = [dict(getattr(m, "packed_modules_mapping", None) or {}) for m in reversed([*model.modules()])]
-        self._packed = {part: fused for mapping in packed for fused, parts in mapping.items() for part in parts}
-        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
-
-    def target(self, name: str) -> str | None:
-        """The parameter that has the weights of a parameter of HuggingFace; None if there is none."""
-        if (experts := self.experts.target(name)) is not None:
-            return experts
-        name = self.experts.renamed(name)
-        if self._mapper is not None:
-            mapped = self._mapper.apply_list([name])
-            name = mapped[0] if mapped else name
-        if name in self.parameters:
-            return name
-        *path, module, kind = name.split(".")
-        fused = ".".join([*path, self._packed.get(module, module), kind])
-        return fused if fused in self.parameters else None
-
-
-class SentBits:
-    """Sums of the bits of the tensors that were sent, per parameter of vLLM's model.
-
-    Sums do not depend on the order of the elements, so a fused parameter has the sum of its parts.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.names = ParameterNames(model)
-        self._model = model
-        self._parameters = self.names.parameters
-        self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}  # elements and sum
-
-    def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor. Returns it in the dtype and on the device of the parameter that it is loaded into."""
-        target = self.names.target(name)
-        if target is None:
-            raise ValueError(f"rollout.name=vllm: vLLM's model has no parameter for {name!r}: it is not supported")
-        parameter = self._parameters[target]
-        tensor = tensor.to(parameter.device, parameter.dtype)
-        parts = self._parts.setdefault(target, [])
-        parts += [(part.numel(), sum_of_bits(part)) for part in self._parts_of(target, tensor)]
-        return tensor
-
-    def _parts_of(self, target: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The tensors whose copies are counted together. A model such as Phi3 has q, k and v in one parameter: k and v
-        may be on more ranks than q."""
-        layer = self._model.get_submodule(target.rpartition(".")[0])
-        if getattr(layer, "num_kv_head_replicas", 1) == 1:
-            return [tensor]
-        q, k = layer.total_num_heads * layer.head_size, layer.total_num_kv_heads * layer.head_size
-        v = layer.total_num_kv_heads * layer.v_head_size
-        return tensor.split([q, k, v]) if len(tensor) == q + k + v else [tensor]
-
-    def verify(self, version: int) -> None:
-        """Raise ValueError unless every parameter of the model has the bits that were sent. Collective over the
-        tensor-parallel group."""
-        names = sorted(self._parameters)
-        if unset := [name for name in names if name not in self._parts]:
-            raise ValueError(f"weights of version {version}: vLLM's parameters {unset[:3]} were not loaded")
-        own = torch.stack([sum_of_bits(self._parameters[name]) for name in names]).cpu()
-        total, ranks = sum_over_group(own)
-        for index, name in enumerate(names):
-            if not self._matches(name, own[index], total[index], ranks):
-                raise ValueError(
-                    f"weights of version {version}: vLLM's parameter {name} does not have the weights that were sent: "
-                    "the rollout engine would generate with stale weights"
-                )
-
-    def _matches(self, name: str, own: torch.Tensor, total: torch.Tensor, ranks: int) -> bool:
-        """Whether the bits are those that were sent. Sharded: the ranks together have all bits. Replicated: each has
-        them. With fewer key/value heads than ranks, several ranks have the same head."""
-        parts = self._parts[name]
-        sums = [int(part) for _, part in parts]
-        if wrap(sum(sums)) in (int(own), int(total)):
-            return True
-        others = sum(numel for numel, _ in parts[1:])
-        if ranks == 1 or not others:
-            return False
-        copies, rest = divmod(ranks * self._parameters[name].numel() - parts[0][0], others)
-        return rest == 0 and wrap(sums[0] + copies * sum(sums[1:])) == int(total)
-
-
-def sum_over_group(values: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Sum over the tensor-parallel group, and its size. Collective."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    total = values.clone()
-    if group.world_size > 1:
-        torch.distributed.all_reduce(total, group=group.cpu_group)
-    return total, group.world_size
-
-
-def check_layers(model: nn.Module, version: int) -> None:
-    """Raise ValueError if the head or a linear layer of the first block computes with other weights than its parameter.
-
-    Some of vLLM's kernels compute with a packed copy of a weight, which a push may leave as it was. The first push
-    shows it, because it replaces random weights.
-    """
-    errors: dict[str, torch.Tensor] = {}  # relative to the tolerance
-    for name, layer in model.named_modules():
-        is_probed = ".layers.0." in f".{name}" or name.endswith(("lm_head", "embed_tokens"))
-        method, weight = getattr(layer, "quant_method", None), getattr(layer, "weight", None)
-        if not is_probed or method is None or weight is None or weight.dim() != 2:
-            continue
-        # in [-1, 1], without random numbers
-        x = torch.cos(torch.arange(weight.shape[1], device=weight.device)).to(weight.dtype)[None]
-        rows = torch.linspace(0, len(weight) - 1, _PROBED_ROWS, device=weight.device).long()
-        found = method.apply(layer, x, bias=None)[0, rows].float()
-        expected = weight[rows].float() @ x[0].float()
-        scale = weight[rows].float().norm(dim=1) * x.float().norm()
-        error = ((found - expected).abs() / scale.clamp_min(1e-12)).max()
-        errors[name] = error / _PROBE_TOLERANCE[weight.dtype]
-    if not errors:
-        return
-    for name, error in zip(errors, torch.stack([*errors.values()]).tolist()):  # one synchronization with the device
-        if not error < 1:
-            raise ValueError(
-                f"weights of version {version}: vLLM's layer {name} does not compute with the weights that were sent "
-                f"(an error of {error:.2g} times the tolerance): the rollout engine would generate with stale weights"
-            )

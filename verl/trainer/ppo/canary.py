@@ -20,6 +20,7 @@ from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.rollout.request import Completion
 from verl.single_controller.worker_group import WorkerGroup
+from verl.weight_sync.base import is_check_due
 
 #: tokens of the prompt and of the response
 _TOKENS = 16
@@ -81,9 +82,8 @@ class Canary:
 
     def is_due(self, version: int) -> bool:
         """Whether the weights of this version are checked: the first ones of the process, then at multiples."""
-        if not self.every:
-            return False
-        return not self._last or (version % self.every == 0 and all(c.version != version for c in self._last.values()))
+        last = max((check.version for check in self._last.values()), default=None)
+        return is_check_due(version, last, self.every)
 
     def check(self, version: int) -> dict[str, float]:
         """Check every DP rank of the rollout.
@@ -102,25 +102,24 @@ class Canary:
         # the old responses too: their log-probs show what training has changed
         rows = [c.token_ids for c in completions] + [check.tokens for check in old if check is not None]
         trained = self._trained(rows)
-        gaps = []
+        mismatches = []
         for rank, completion in enumerate(completions):
-            found = torch.tensor(completion.log_probs)
-            check = _Check(version, completion.token_ids, found, trained[rank])
+            check = _Check(version, completion.token_ids, torch.tensor(completion.log_probs), trained[rank])
             if old[rank] is not None:
                 at = len(completions) + sum(c is not None for c in old[:rank])
                 self._compare_with_old(rank, check, old[rank], trained[at])
             self._compare(rank, check)
             self._last[rank] = check
-            gaps.append(float(check.mismatch.mean()))
-        return {"weight_sync/canary_mismatch": max(gaps)}
+            mismatches.append(float(check.mismatch.mean()))
+        return {"weight_sync/canary_mismatch": max(mismatches)}
 
     def _trained(self, rows: list[list[int]]) -> list[torch.Tensor]:
         """The trainer's log-probs of each response."""
         unique = list(dict.fromkeys(map(tuple, rows)))
         columns = build_sequences([self.prompt] * len(unique), unique, pad_token_id=0)
-        ((found, is_narrow), *_) = self.roles["actor"].canary_log_probs(DataProto.from_dict(columns))
+        ((log_probs, is_narrow), *_) = self.roles["actor"].canary_log_probs(DataProto.from_dict(columns))
         self.kind = "16 bits" if is_narrow else "float32"
-        return [found[unique.index(tuple(row))][: len(row)] for row in rows]
+        return [log_probs[unique.index(tuple(row))][: len(row)] for row in rows]
 
     def _compare(self, rank: int, check: _Check) -> None:
         limits = _LIMITS[self.kind]

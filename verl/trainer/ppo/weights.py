@@ -1,7 +1,7 @@
 """The weights of the rollout: pushes to it, and what they report."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from verl.single_controller.worker_group import Future, WorkerGroup
 from verl.tracking.summary import describe_push
 from verl.trainer.ppo.canary import Canary
 from verl.weight_sync import SyncReport
+from verl.weight_sync.verify import format_checksum
 
 logger = logging.getLogger("verl.trainer")
 
@@ -50,20 +51,9 @@ class RolloutWeights:
             StaleWeightsError: the rollout does not generate with them.
         """
         reports = self._push(version)
-        if len({report.checksum for report in reports}) > 1:
-            found = ", ".join(f"{report.checksum & (2**64 - 1):016x}" for report in reports)
-            raise ValueError(f"weight sync: expected the same weights of version {version} on all ranks, found {found}")
+        _check_same_weights(reports, version)
         self.version = version
-        size, seconds = max(report.bytes for report in reports), max(report.seconds for report in reports)
-        metrics = {"weight_sync/version": version, "weight_sync/bytes": size, "weight_sync/seconds": seconds}
-        if kept := max(report.kept for report in reports):
-            metrics["weight_sync/kept_bytes"] = kept
-        if size:
-            metrics["weight_sync/gb_per_second"] = size / seconds / 1e9
-            if limit := min(report.bandwidth for report in reports):
-                metrics["weight_sync/bandwidth_share"] = size / seconds / limit
-            share = metrics.get("weight_sync/bandwidth_share")
-            logger.info("[sync_weights] version %d: %s", version, describe_push(size, seconds, share))
+        metrics = _push_metrics(reports, version)
         if self.canary is not None and self.canary.is_due(version):
             metrics |= self.canary.check(version)
         return metrics
@@ -106,6 +96,29 @@ class RolloutWeights:
                 rollout.submit("connect_to_actor", address, size),
             )
         self._is_connected = True
+
+
+def _check_same_weights(reports: Sequence[SyncReport], version: int) -> None:
+    """Raise ValueError if the ranks report different checksums of a version."""
+    if len({report.checksum for report in reports}) > 1:
+        checksums = ", ".join(format_checksum(report.checksum) for report in reports)
+        raise ValueError(f"weight sync: expected the same weights of version {version} on all ranks, found {checksums}")
+
+
+def _push_metrics(reports: Sequence[SyncReport], version: int) -> dict[str, float]:
+    """The metrics weight_sync/* of a push; the log has its cost."""
+    size, seconds = max(report.bytes for report in reports), max(report.seconds for report in reports)
+    metrics = {"weight_sync/version": version, "weight_sync/bytes": size, "weight_sync/seconds": seconds}
+    if kept := max(report.kept for report in reports):
+        metrics["weight_sync/kept_bytes"] = kept
+    if not size:
+        return metrics
+    metrics["weight_sync/gb_per_second"] = size / seconds / 1e9
+    if limit := min(report.bandwidth for report in reports):
+        metrics["weight_sync/bandwidth_share"] = size / seconds / limit
+    cost = push_words(size, seconds, metrics.get("weight_sync/bandwidth_share"))
+    logger.info("[sync_weights] version %d: %s", version, cost)
+    return metrics
 
 
 def _get_all(*futures: Future) -> list[Any]:

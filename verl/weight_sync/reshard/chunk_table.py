@@ -1,21 +1,19 @@
-"""Chunks of `reshard` that one kernel copies, casts and sums.
+"""Rectangles of tensors that are copied and cast at once: by one Triton kernel on a GPU, or by operators of torch.
 
-Each element is read and written once, so a push is limited by memory bandwidth.
+The kernel reads and writes each element once, so a push is limited by memory bandwidth.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from verl.utils.shards import Box, Chunk
-from verl.weight_sync.position_sums import WORDS, position_weights
-from verl.weight_sync.reshard.copies import BufferedChunk, Copies, Key, LocalLayout, Push, RankBucket, sum_index
-from verl.weight_sync.reshard.plan import Parameter, Plan, Stored
+from verl.utils.shards import Box
 
-#: rows and columns that a program of the kernel handles
+#: rows and columns that a program of the kernel copies
 TILE = (8, 1024)
 #: dtypes that the kernel reads and writes -> their numbers
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -27,7 +25,7 @@ class Position(NamedTuple):
     """Where a chunk begins in a tensor.
 
     Attributes:
-        tensor: index in the sources or targets of `ChunkTable.run`.
+        tensor: index in the sources or targets of `ChunkTable.copy`.
         start: first element.
         stride: elements from a row to the next one.
     """
@@ -37,27 +35,11 @@ class Position(NamedTuple):
     stride: int
 
 
-class SumFactors(NamedTuple):
-    """Word (i, j) of a chunk counts a + b i + c j times in its sum.
-
-    Attributes:
-        per_word: elements of a word.
-        cell: of the result that the sum is added to.
-    """
-
-    a: int
-    b: int
-    c: int
-    per_word: int
-    cell: int
-
-
 class _Chunk(NamedTuple):
     rows: int
     columns: int
     source: Position
     target: Position
-    factors: SumFactors
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -70,176 +52,106 @@ class _Chunk(NamedTuple):
         numbers = (self.columns, *self.source[1:], *self.target[1:])
         return not any(number % _ALIGNED for number in numbers)
 
-
-class ChunkTable:
-    """A fixed list of chunks.
-
-    Args:
-        device: of the tensors.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.chunks: list[_Chunk] = []
-        self._tables: list[tuple[bool, torch.Tensor, torch.Tensor]] | None = None
-
-    def add(self, shape: tuple[int, int], source: Position, target: Position, factors: SumFactors) -> None:
-        """Add a chunk of so many rows and columns."""
-        rows, columns = shape
-        if columns == source.stride == target.stride == factors.per_word == 1:  # a vector: one row
-            rows, columns, factors = 1, rows, factors._replace(b=0, c=factors.b)
-            source, target = source._replace(stride=columns), target._replace(stride=columns)
-        if rows and columns:
-            self.chunks.append(_Chunk(rows, columns, source, target, factors))
-
-    def tables(self) -> list[tuple[bool, torch.Tensor, torch.Tensor]]:
-        """Of aligned chunks and of others: whether aligned, (tiles,) int32, the chunk of each tile, and (chunks, 15)
-        int64: rows, columns, source, target, factors, number of the first tile, tiles next to each other."""
-        if self._tables is None:
-            self._tables = []
-            for aligned in (True, False):
-                chunks = [chunk for chunk in self.chunks if chunk.is_aligned == aligned]
-                if not chunks:
-                    continue
-                counts = [chunk.tiles[0] for chunk in chunks]
-                firsts = [0, *accumulate(counts)]
-                rows = [
-                    (*chunk[:2], *chunk.source, *chunk.target, *chunk.factors, first, chunk.tiles[1])
-                    for chunk, first in zip(chunks, firsts)
-                ]
-                tiles = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-                self._tables.append((aligned, tiles.to(self.device), torch.tensor(rows).to(self.device)))
-        return self._tables
-
-    def run(
-        self, sources: "Pointers", targets: "Pointers | None", dtype: torch.dtype, sums: torch.Tensor | None
-    ) -> None:
-        """Copy and sum all chunks.
-
-        Args:
-            sources, targets: the tensors of the chunks' positions; no targets: nothing is written.
-            dtype: of the targets, or of the words that are read.
-            sums: (cells,) int64, to which the sums are added; None: they are not computed.
-        """
-        from verl.weight_sync.reshard.chunks_triton import run  # triton comes only with torch for GPUs
-
-        aligned = sources.aligned and (targets is None or targets.aligned)
-        for table_aligned, tiles, chunks in self.tables():
-            run(tiles, chunks, sources.table, targets and targets.table, dtype, sums, aligned and table_aligned, TILE)
+    def view(self, position: Position, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The chunk at one of its positions; contiguous ones have one dimension."""
+        tensor, shape, stride = tensors[position.tensor], (self.rows, self.columns), (position.stride, 1)
+        if position.stride == self.columns:
+            shape, stride = (self.rows * self.columns,), (1,)
+        return tensor.as_strided(shape, stride, tensor.storage_offset() + position.start)
 
 
-class Pointers:
-    """The addresses of tensors on a device, and the numbers of their dtypes.
+class TensorList:
+    """Contiguous tensors that chunks are copied from, or to.
 
     Attributes:
-        tensors: they keep their memory as long as this object exists.
-        table: (tensors, 2) int64, on the device.
-        aligned: whether all addresses are multiples of 16 bytes.
+        table: (tensors, 2) int64 on the device: addresses, and numbers of dtypes.
+        is_aligned: whether all addresses are multiples of 16 bytes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device):
         self.tensors = tensors
-        self.aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
-        found = [(tensor.data_ptr(), DTYPES[tensor.dtype]) for tensor in tensors]
-        numbers = torch.tensor(found, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.table = numbers.to(device, non_blocking=True)
+        self.device = device
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        rows = [(tensor.data_ptr(), DTYPES.get(tensor.dtype, -1)) for tensor in self.tensors]
+        numbers = torch.tensor(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return numbers.to(self.device, non_blocking=True)
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        return not any(tensor.data_ptr() % 16 for tensor in self.tensors)
 
 
-def is_supported(device: torch.device, plan: Plan) -> bool:
-    """Whether the kernel runs on the device and writes the dtypes of the plan."""
-    return device.type == "cuda" and all(parameter.dtype in DTYPES for parameter in plan.parameters)
+class ChunkTable:
+    """A fixed list of chunks to copy.
+
+    Args:
+        device: of the tensors.
+        dtype: of the targets.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device = device
+        self.dtype = dtype
+        self.chunks: list[_Chunk] = []
+
+    def add(self, box: Box, source: Position, target: Position) -> None:
+        """Add a chunk of the size of a box."""
+        rows, columns = box.rows, box.columns
+        if columns == source.stride == target.stride == 1:  # a vector: one row
+            rows, columns = 1, rows
+            source, target = source._replace(stride=columns), target._replace(stride=columns)
+        if rows and columns:
+            self.chunks.append(_Chunk(rows, columns, source, target))
+
+    def copy(self, sources: TensorList, targets: TensorList) -> None:
+        """Copy and cast all chunks."""
+        if self.device.type != "cuda" or self.dtype not in DTYPES:
+            copy_chunks(
+                [chunk.view(chunk.target, targets.tensors) for chunk in self.chunks],
+                [chunk.view(chunk.source, sources.tensors) for chunk in self.chunks],
+            )
+            return
+        from verl.weight_sync.reshard.chunks_triton import run  # triton comes only with torch for GPUs
+
+        is_aligned = sources.is_aligned and targets.is_aligned
+        for table_aligned, tiles, chunks in self.tables:
+            run(tiles, chunks, sources.table, targets.table, self.dtype, is_aligned and table_aligned, TILE)
+
+    @cached_property
+    def tables(self) -> list[tuple[bool, torch.Tensor, torch.Tensor]]:
+        """For the kernel, one of aligned chunks and one of others: whether aligned, (tiles,) int32, the chunk of each
+        tile, and (chunks, 10) int64: rows, columns, source, target, number of the first tile, tiles next to each
+        other."""
+        tables = []
+        for aligned in (True, False):
+            chunks = [chunk for chunk in self.chunks if chunk.is_aligned == aligned]
+            if not chunks:
+                continue
+            counts = [chunk.tiles[0] for chunk in chunks]
+            firsts = [0, *accumulate(counts)]
+            rows = [
+                (chunk.rows, chunk.columns, *chunk.source, *chunk.target, first, chunk.tiles[1])
+                for chunk, first in zip(chunks, firsts)
+            ]
+            tiles = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+            tables.append((aligned, tiles.to(self.device), torch.tensor(rows).to(self.device)))
+        return tables
 
 
-class _FusedBucket:
-    """The chunks of a bucket that are sent, kept and received."""
-
-    def __init__(self, bucket: RankBucket, own: LocalLayout, device: torch.device):
-        self.dtype, size = bucket.dtype, bucket.dtype.itemsize
-        self.sent = sum(bucket.sent)
-        self.bytes = self.sent + sum(bucket.received)
-        self.keys = bucket.keys
-        self._numbers = {key: number for number, key in enumerate(self.keys)}
-        self.sends, self.keeps, self.receives = (ChunkTable(device) for _ in range(3))
-        for part in bucket.sends:
-            target = Position(0, part.start // size, part.move.box.columns)
-            self.sends.add(_shape(part), self._source(part, own), target, _factors(part, own.plan))
-        for part in bucket.keeps:
-            self.keeps.add(_shape(part), self._source(part, own), _target(part, own), _factors(part, own.plan))
-        for part in bucket.receives:
-            source = Position(0, (self.sent + part.start) // size, part.move.box.columns)
-            self.receives.add(_shape(part), source, _target(part, own), SumFactors(0, 0, 0, 1, 0))
-
-    def _source(self, part: BufferedChunk, own: LocalLayout) -> Position:
-        (row, column), columns = part.move.at, own.shards[part.key].box.columns
-        return Position(self._numbers[part.key], row * columns + column, columns)
+def readable_tensors(tensors: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> TensorList:
+    """Sources on the device. dtype: of the targets, to which those are cast that the kernel cannot read."""
+    on_device = [tensor.to(device, tensor.dtype if tensor.dtype in DTYPES else dtype) for tensor in tensors]
+    return TensorList(on_device, device)
 
 
-def _shape(part: BufferedChunk) -> tuple[int, int]:
-    return part.move.box.rows, part.move.box.columns
-
-
-def _target(part: BufferedChunk, own: LocalLayout) -> Position:
-    (row, column), columns = part.move.to, own.stored[part.index].columns
-    return Position(part.index, row * columns + column, columns)
-
-
-def _factors(part: BufferedChunk, plan: Plan) -> SumFactors:
-    parameter, box = plan.parameters[part.index], part.move.box
-    factors = position_weights(box.top, box.left // parameter.per_word, parameter.counts_columns)
-    return SumFactors(*factors, parameter.per_word, sum_index(part, plan))
-
-
-class FusedCopies(Copies):
-    """With one kernel per step, which sums what it copies. What a rank keeps is written where it is stored."""
-
-    def __init__(self, buckets: Sequence[RankBucket], own: LocalLayout, device: torch.device):
-        self.buckets = [_FusedBucket(bucket, own, device) for bucket in buckets]
-        super().__init__(own.plan, [bucket.bytes for bucket in self.buckets], device)
-        self.stored: dict[torch.dtype, ChunkTable] = {}  # by the dtype of the words of the sums
-        for index, (parameter, stored) in enumerate(zip(own.plan.parameters, own.stored)):
-            self._add_stored(index, parameter, stored)
-
-    def _add_stored(self, index: int, parameter: Parameter, stored: Stored) -> None:
-        per_word, columns = parameter.per_word, stored.columns // parameter.per_word
-        table = self.stored.setdefault(WORDS[parameter.word], ChunkTable(self.device))
-        for chunk in stored.chunks or (Chunk(Box(0, stored.rows, 0, stored.columns)),):  # none: zeros
-            box, position = chunk.box, Position(index, chunk.row * columns + chunk.column // per_word, columns)
-            factors = position_weights(box.top, box.left // per_word, parameter.counts_columns)
-            table.add((box.rows, box.columns // per_word), position, position, SumFactors(*factors, 1, index))
-
-    def push(self, stored: Sequence[torch.Tensor]) -> "Push":
-        return _FusedPush(self, stored)
-
-
-class _FusedPush(Push):
-    def __init__(self, copies: FusedCopies, stored: Sequence[torch.Tensor]):
-        super().__init__(copies, stored)
-        self._stored = Pointers(stored, copies.device)
-        kinds = {(number % 2, bucket.dtype) for number, bucket in enumerate(copies.buckets)}
-        self._in_slot = {(i, dtype): Pointers([self._slots[i].view(dtype)], copies.device) for i, dtype in kinds}
-        self._read: Pointers | None = None  # the shards of the current bucket
-
-    def pack(self, number: int, shards: Mapping[Key, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        bucket, slot = self._copies.buckets[number], self._slots[number % 2]
-        self._read = Pointers([self._readable(shards[key], bucket.dtype) for key in bucket.keys], self._copies.device)
-        bucket.sends.run(self._read, self._in_slot[number % 2, bucket.dtype], bucket.dtype, self.sums)
-        return slot[: bucket.sent], slot[bucket.sent : bucket.bytes]
-
-    def _readable(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor on the device, in the dtype of the target if the kernel cannot read its own."""
-        return tensor.to(self._copies.device, tensor.dtype if tensor.dtype in DTYPES else dtype)
-
-    def keep(self, number: int) -> None:
-        bucket = self._copies.buckets[number]
-        bucket.keeps.run(self._read, self._stored, bucket.dtype, self.sums)
-        self._read = None  # the memory of shards that are copies
-
-    def store(self, number: int) -> None:
-        bucket = self._copies.buckets[number]
-        bucket.receives.run(self._in_slot[number % 2, bucket.dtype], self._stored, bucket.dtype, None)
-
-    def stored_sums(self) -> torch.Tensor:
-        total = torch.zeros(len(self._tensors), dtype=torch.int64, device=self._copies.device)
-        for word, table in self._copies.stored.items():
-            table.run(self._stored, None, word, total)
-        return total
+def copy_chunks(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target, with a cast. Contiguous ones take one call."""
+    flat = [i for i, source in enumerate(sources) if source.ndim == targets[i].ndim == 1]
+    if flat:
+        torch._foreach_copy_([targets[i] for i in flat], [sources[i] for i in flat])
+    for target, source in zip(targets, sources):
+        if not (source.ndim == target.ndim == 1):
+            shape = source.shape if source.ndim == 2 else target.shape
+            target.view(shape).copy_(source.view(shape))

@@ -5,8 +5,8 @@ makes d_g = p t / (p_g t_g) replicas inside of every training replica. A micro-d
 whose training shards together are one generation shard.
 
     groups = HybridGroups(pp=1, tp=4, dp=2, generation_pp=1, generation_tp=2)
-    groups.of("generation_tp")     # [[0, 2], [1, 3], [4, 6], [5, 7]]
-    groups.of("micro_dp")          # [[0, 1], [2, 3], [4, 5], [6, 7]]
+    groups.rank_groups("generation_tp")     # [[0, 2], [1, 3], [4, 6], [5, 7]]
+    groups.rank_groups("micro_dp")          # [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 Generation groups take ranks at a stride of t/t_g (p/p_g), so that the training shard of every rank lies inside of its
 generation shard: nothing is stored twice, and a rank gathers only within its micro-data-parallel group. The vanilla
@@ -61,13 +61,14 @@ class HybridGroups:
     strided: bool = True
 
     def __post_init__(self) -> None:
-        for name, size, of in (
+        for name, size, training_size in (
             ("pipeline", self.generation_pp, self.pp),
             ("tensor", self.generation_tp, self.tp),
         ):
-            if size < 1 or of < 1 or of % size:
+            if size < 1 or training_size < 1 or training_size % size:
                 raise ValueError(
-                    f"{name}-parallel size of generation: expected a divisor of that of training, {of}, found {size}"
+                    f"{name}-parallel size of generation: expected a divisor of that of training, {training_size}, "
+                    f"found {size}"
                 )
 
     @property
@@ -98,7 +99,7 @@ class HybridGroups:
         stages, tensors = self.pp // self.generation_pp, self.tp // self.generation_tp
         return stage // stages, tensor // tensors, stage % stages * tensors + tensor % tensors
 
-    def of(self, kind: Kind) -> list[list[int]]:
+    def rank_groups(self, kind: Kind) -> list[list[int]]:
         """All groups of one kind, by their first rank."""
         groups: dict[tuple[int, ...], list[int]] = {}
         in_training = {"tp": (2, 0), "pp": (2, 1), "dp": (0, 1)}
@@ -140,9 +141,3 @@ class HybridGroups:
         if self.strided:
             return Volumes(Fraction(cells - own, own * cells), Fraction(1, own), Fraction(0))
         return Volumes(Fraction(cells - 1, cells), Fraction(1), Fraction(1, cells))
-
-
-def zero3_volumes(pp: int, tp: int, dp: int) -> Volumes:
-    """`Volumes` of a model that ZeRO-3 shards over all ranks and gathers in full, as DeepSpeed-Chat does."""
-    ranks = pp * tp * dp
-    return Volumes(Fraction(ranks - 1, ranks), Fraction(1), Fraction(1, ranks))

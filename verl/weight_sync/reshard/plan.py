@@ -5,8 +5,7 @@ A chunk that a rank has already is only copied. Of several ranks with the same c
 replica of the weights, so that replicas do not send to each other; if there are several, they take turns.
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +15,7 @@ import torch
 
 from verl.utils.shards import Box, Chunk, Shard, matrix_shape, whole
 
-_ALIGNMENT = 8  # bytes; words of the checksums
+_ALIGNMENT = 8  # bytes; words of the checksums in transit
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,16 @@ class Stored:
     columns: int
     chunks: tuple[Chunk, ...]
     dtype: torch.dtype
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """What the rank stores of a full parameter: (rows, columns), in the dtype that it is stored in."""
+        matrix = full.detach().reshape(matrix_shape(self.shape))
+        stored = torch.zeros(self.rows, self.columns, dtype=self.dtype, device=full.device)
+        for chunk in self.chunks:
+            top, bottom, left, right = chunk.box
+            rows = stored[chunk.row : chunk.row + bottom - top]
+            rows[:, chunk.column : chunk.column + right - left] = matrix[top:bottom, left:right]
+        return stored
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,6 @@ class Move(NamedTuple):
         box: in the full parameter.
         at: row and column in the shard.
         to: row and column in the stored tensor.
-        first: whether `target` is the first rank that needs the box: these moves together are the full parameter.
     """
 
     source: int
@@ -67,7 +75,6 @@ class Move(NamedTuple):
     box: Box
     at: tuple[int, int]
     to: tuple[int, int]
-    first: bool
 
     def split(self, count: int) -> list["Move"]:
         """Split into so many moves of some rows each, of which some may be empty."""
@@ -84,28 +91,16 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the plan.
-
-    Attributes:
-        word: bytes of the words of its checksums: the most that divide every box.
-        counts_columns: whether rows have several words, so that the checksums count columns as well.
-    """
+    """A parameter of the plan, in the dtype of the rollout."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    word: int
-    counts_columns: bool
-
-    @property
-    def per_word(self) -> int:
-        """Elements of a word."""
-        return self.word // self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Moves that one collective makes, as (index of the parameter, move), in an order that all ranks share."""
+    """Moves that one collective makes, as (number of the parameter, move), in an order that all ranks share."""
 
     dtype: torch.dtype
     moves: tuple[tuple[int, Move], ...]
@@ -140,13 +135,14 @@ class Plan:
         """Bytes that each rank needs and has already."""
         return self._bytes(lambda move: move.source == move.target)
 
-    def _bytes(self, counts) -> list[int]:
-        found = [0] * self.ranks
+    def _bytes(self, counts: Callable[[Move], bool]) -> list[int]:
+        """Bytes of the moves to each rank that are counted."""
+        sizes = [0] * self.ranks
         for bucket in self.buckets:
             for _, move in bucket.moves:
                 if counts(move):
-                    found[move.target] += move.box.numel * bucket.dtype.itemsize
-        return found
+                    sizes[move.target] += move.box.numel * bucket.dtype.itemsize
+        return sizes
 
 
 def make_plan(layouts: Sequence[RankLayout], bucket_bytes: int) -> Plan:
@@ -157,8 +153,8 @@ def make_plan(layouts: Sequence[RankLayout], bucket_bytes: int) -> Plan:
         bucket_bytes: max bytes that a rank sends, keeps and receives in one bucket. A chunk with one row may be larger.
 
     Raises:
-        ValueError: the rollout needs a parameter that training does not have, or the reverse; the shards do not
-            cover a parameter exactly once; or the stored chunks do not, or overlap by some of their columns.
+        ValueError: the rollout needs a parameter that training does not have, or the reverse; the shards do not cover
+            a parameter exactly once; or some of it is stored by no rank.
     """
     sources = _sources(layouts)
     _check_names(sources, layouts)
@@ -169,8 +165,9 @@ def make_plan(layouts: Sequence[RankLayout], bucket_bytes: int) -> Plan:
         stored = [layout.stored[name] for layout in layouts]
         key = (shape, tuple(boxes.items()), tuple(stored))
         if key not in known:
-            known[key] = _moves(name, shape, boxes, stored, replicas)
-        parameters.append(_parameter(name, shape, known[key], stored))
+            _check_stored(name, shape, stored)
+            known[key] = _moves(boxes, stored, replicas)
+        parameters.append(Parameter(name, shape, stored[0].dtype))
         moves.append(known[key])
     return Plan(tuple(parameters), tuple(_buckets(parameters, moves, len(layouts), bucket_bytes)), len(layouts))
 
@@ -180,13 +177,13 @@ def _sources(layouts: Sequence[RankLayout]) -> dict[str, tuple[tuple[int, ...], 
 
     In the order in which a rank reads them. Those of pipeline stages alternate, so that all stages send at a time.
     """
-    found: dict[str, tuple[tuple[int, ...], dict[Box, tuple]]] = {}
+    sources: dict[str, tuple[tuple[int, ...], dict[Box, tuple]]] = {}
     first: dict[str, int] = {}
     for rank, layout in enumerate(layouts):
         count: dict[str, int] = {}
         for number, shard in enumerate(layout.shards):
             first[shard.name] = min(number, first.get(shard.name, number))
-            shape, boxes = found.setdefault(shard.name, (shard.shape, {}))
+            shape, boxes = sources.setdefault(shard.name, (shard.shape, {}))
             if shape != shard.shape:
                 raise ValueError(
                     f"weight sync: {shard.name} has shape {shard.shape} on rank {rank} and {shape} on another"
@@ -194,20 +191,41 @@ def _sources(layouts: Sequence[RankLayout]) -> dict[str, tuple[tuple[int, ...], 
             index = count[shard.name] = count.get(shard.name, -1) + 1
             if shard.box.numel:
                 boxes[shard.box] = (*boxes.get(shard.box, ()), (rank, index))
-    for name, (shape, boxes) in found.items():
-        _check_coverage(f"the training shards of {name}", shape, boxes)
-    return {name: found[name] for name in sorted(found, key=first.__getitem__)}
+    for name, (shape, boxes) in sources.items():
+        _check_shards(name, shape, boxes)
+    return {name: sources[name] for name in sorted(sources, key=first.__getitem__)}
 
 
-def _check_coverage(what: str, shape: Sequence[int], boxes: Sequence[Box] | Mapping[Box, object]) -> None:
-    """Check that the boxes cover every element once."""
+def _check_shards(name: str, shape: Sequence[int], boxes: Collection[Box]) -> None:
+    """Check that the training shards cover every element once."""
     size, total = whole(shape).numel, sum(box.numel for box in boxes)
     ordered = sorted(boxes)
     overlap = total != size or any(
         a.intersect(b) for i, a in enumerate(ordered) for b in ordered[i + 1 :] if b.top < a.bottom
     )
     if overlap:
-        raise ValueError(f"weight sync: {what}: expected each of {size} elements once, found {total}: {ordered[:4]}")
+        raise ValueError(
+            f"weight sync: the training shards of {name}: expected each of {size} elements once, found {total}: "
+            f"{ordered[:4]}"
+        )
+
+
+def _check_stored(name: str, shape: Sequence[int], stored: Sequence[Stored]) -> None:
+    """Check that the ranks store one dtype of a parameter, and every element of it."""
+    dtypes = {tensor.dtype for tensor in stored}
+    if len(dtypes) > 1:
+        raise ValueError(f"weight sync: {name} has the dtypes {sorted(map(str, dtypes))} on the rollout ranks")
+    full, boxes = whole(shape), {chunk.box for tensor in stored for chunk in tensor.chunks}
+    tops = sorted({edge for box in (full, *boxes) for edge in (box.top, box.bottom)})
+    lefts = sorted({edge for box in (full, *boxes) for edge in (box.left, box.right)})
+    for top, bottom in pairwise(tops):
+        rows = [box for box in boxes if box.top <= top and bottom <= box.bottom]
+        for left, right in pairwise(lefts):
+            if not any(box.left <= left and right <= box.right for box in rows):
+                raise ValueError(
+                    f"weight sync: expected every element of {name} on a rollout rank, found none that stores rows "
+                    f"{top} to {bottom - 1}, columns {left} to {right - 1}"
+                )
 
 
 def _check_names(sources: Mapping[str, tuple], layouts: Sequence[RankLayout]) -> None:
@@ -238,18 +256,12 @@ def _source(target: int, owners: Sequence[tuple[int, int]], replicas: Sequence[t
 
 
 def _moves(
-    name: str,
-    shape: tuple[int, ...],
-    sources: Mapping[Box, tuple],
-    stored: Sequence[Stored],
-    replicas: Sequence[tuple[int, ...]],
+    sources: Mapping[Box, tuple], stored: Sequence[Stored], replicas: Sequence[tuple[int, ...]]
 ) -> tuple[Move, ...]:
     """The moves of one parameter."""
-    moves, seen = [], set()
-    for target, chunks in enumerate(_chunks_of(stored)):
-        for chunk in chunks:
-            first = chunk.box not in seen
-            seen.add(chunk.box)
+    moves = []
+    for target, tensor in enumerate(stored):
+        for chunk in tensor.chunks:
             for box, owners in sources.items():
                 common = box.intersect(chunk.box)
                 if common is None:
@@ -257,43 +269,12 @@ def _moves(
                 source, shard = _source(target, owners, replicas)
                 at = common.top - box.top, common.left - box.left
                 to = chunk.row + common.top - chunk.box.top, chunk.column + common.left - chunk.box.left
-                moves.append(Move(source, target, shard, common, at, to, first))
-    _check_coverage(f"the stored chunks of {name}", shape, seen)
+                moves.append(Move(source, target, shard, common, at, to))
     return tuple(moves)
 
 
-def _chunks_of(stored: Sequence[Stored]) -> list[list[Chunk]]:
-    """The chunks of each rank, cut where those of other ranks begin or end: two then have the same rows or none in
-    common. With fewer key/value heads than ranks, a fused matrix may have q, k of one rank where another has q only."""
-    edges = sorted({edge for tensor in stored for chunk in tensor.chunks for edge in (chunk.box.top, chunk.box.bottom)})
-    return [[cut for chunk in tensor.chunks for cut in _cut(chunk, edges)] for tensor in stored]
-
-
-def _cut(chunk: Chunk, edges: Sequence[int]) -> Iterator[Chunk]:
-    """The chunk, cut at these rows of the full parameter, which are in order."""
-    box = chunk.box
-    inner = edges[bisect_right(edges, box.top) : bisect_left(edges, box.bottom)]
-    for top, bottom in pairwise([box.top, *inner, box.bottom]):
-        yield Chunk(box._replace(top=top, bottom=bottom), chunk.row + top - box.top, chunk.column)
-
-
-def _parameter(name: str, shape: tuple[int, ...], moves: Sequence[Move], stored: Sequence[Stored]) -> Parameter:
-    dtypes = {tensor.dtype for tensor in stored}
-    if len(dtypes) > 1:
-        raise ValueError(f"weight sync: {name} has the dtypes {sorted(map(str, dtypes))} on the rollout ranks")
-    (dtype,) = dtypes
-    columns = matrix_shape(shape)[1]
-    edges = {columns, *(tensor.columns for tensor in stored)}
-    for move in moves:
-        edges |= {move.box.left, move.box.right, move.at[1], move.to[1]}
-    word = max(_ALIGNMENT, dtype.itemsize)
-    while any(edge * dtype.itemsize % word for edge in edges):
-        word //= 2
-    return Parameter(name, shape, dtype, word, columns * dtype.itemsize > word)
-
-
-def room(move: Move, dtype: torch.dtype) -> int:
-    """Bytes of a move in a buffer."""
+def buffer_bytes(move: Move, dtype: torch.dtype) -> int:
+    """Bytes of a move in a buffer, padded."""
     return -(-move.box.numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -301,7 +282,7 @@ def _sizes(moves: Sequence[Move], dtype: torch.dtype, ranks: int) -> list[int]:
     """Bytes in the buffers of every rank: what it sends, keeps and receives."""
     sizes = [0] * ranks
     for move in moves:
-        size = room(move, dtype)
+        size = buffer_bytes(move, dtype)
         sizes[move.source] += size
         if move.source != move.target:
             sizes[move.target] += size
@@ -311,40 +292,31 @@ def _sizes(moves: Sequence[Move], dtype: torch.dtype, ranks: int) -> list[int]:
 def _buckets(
     parameters: Sequence[Parameter], moves: Sequence[tuple[Move, ...]], ranks: int, limit: int
 ) -> list[Bucket]:
+    """Consecutive moves, as many as fit. A parameter that is larger than a bucket has several by itself."""
     buckets: list[Bucket] = []
-    gathered: list[tuple[int, Move]] = []
-    filled, dtype = [0] * ranks, None
+    pending: list[tuple[int, Move]] = []
+    filled, dtype = [0] * ranks, parameters[0].dtype if parameters else None
 
     def close() -> None:
-        nonlocal gathered, filled
-        if gathered:
-            buckets.append(_ordered(gathered, parameters))
-        gathered, filled = [], [0] * ranks
+        nonlocal pending, filled
+        if pending:
+            buckets.append(Bucket(dtype, tuple(pending)))
+        pending, filled = [], [0] * ranks
 
     known: dict[tuple, list[int]] = {}
-    for index, (parameter, every) in enumerate(zip(parameters, moves)):
-        key = (id(every), parameter.dtype)
-        sizes = known[key] = known.get(key) or _sizes(every, parameter.dtype, ranks)
+    for number, (parameter, its_moves) in enumerate(zip(parameters, moves)):
+        key = (id(its_moves), parameter.dtype)
+        sizes = known[key] = known.get(key) or _sizes(its_moves, parameter.dtype, ranks)
         total = [a + b for a, b in zip(filled, sizes)]
         if parameter.dtype != dtype or max(total) > limit:
             close()
             dtype, total = parameter.dtype, sizes
         if (count := -(-max(sizes) // limit)) > 1:  # larger than a bucket: some rows of every move in each
-            for split in zip(*(move.split(count) for move in every)):
-                gathered = [(index, move) for move in split if move.box.rows]
+            for split in zip(*(move.split(count) for move in its_moves)):
+                pending = [(number, move) for move in split if move.box.rows]
                 close()
             continue
-        gathered += [(index, move) for move in every]
+        pending += [(number, move) for move in its_moves]
         filled = total
     close()
     return buckets
-
-
-def _ordered(moves: Sequence[tuple[int, Move]], parameters: Sequence[Parameter]) -> Bucket:
-    """Rows of the same width one after the other, so that one call sums those of many parameters."""
-
-    def width(entry: tuple[int, Move]) -> tuple:
-        parameter, move = parameters[entry[0]], entry[1]
-        return parameter.counts_columns, -parameter.word, move.box.columns, entry[0]
-
-    return Bucket(parameters[moves[0][0]].dtype, tuple(sorted(moves, key=width)))

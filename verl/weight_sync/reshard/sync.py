@@ -1,29 +1,21 @@
-"""`reshard`: every rank receives the chunks of the parameters that it stores, and no others.
-
-Training and rollout share the devices, and every rank stores slices of the parameters, as with tensor parallelism.
-The plan is computed at the first push. A bucket is one all-to-all of the chunks of many parameters; the next one is
-packed while it is sent. Chunks that a rank has already are copied.
-
-Every push is verified: the position sums of all chunks that a rank was to get, computed by their senders, must be those
-of what it stores.
-"""
+"""`ReshardSync`: the exchange of one push, and its checks. See the package for the way of a weight."""
 
 import dataclasses
 import logging
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from verl.weight_sync.base import ReceivesWeights, ShardSource, SlicedWeights, SyncReport, WeightSource, WeightSync
-from verl.weight_sync.checksums import combine
-from verl.weight_sync.reshard.chunk_table import FusedCopies, is_supported
-from verl.weight_sync.reshard.copies import Copies, Key, LocalLayout, Push, RankBucket, TorchCopies
+from verl.weight_sync.reshard.chunk_table import TensorList, readable_tensors
 from verl.weight_sync.reshard.grouping import HybridGroups
 from verl.weight_sync.reshard.plan import Plan, RankLayout, Stored, make_plan
+from verl.weight_sync.reshard.rank_plan import RankPlan, ShardReader
+from verl.weight_sync.verify import checksums, equal_bits, sums_of
 
 logger = logging.getLogger("verl.rollout")
 
@@ -54,6 +46,12 @@ class Peers:
             return
         self.group.allreduce([tensor]).wait()
 
+    def swap(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Send row i of (ranks, n) int64 to rank i. Returns the rows that all ranks have sent to this one."""
+        received = torch.empty_like(numbers)
+        self.group.alltoall_base(received, numbers, [], []).wait()
+        return received
+
     def gather(self, value: object) -> list[Any]:
         """The objects of all ranks, through host memory."""
         if self.size == 1:
@@ -61,11 +59,11 @@ class Peers:
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         self.group.allgather([sizes], [torch.tensor([len(content)])]).wait()
-        most = max(int(size) for size in sizes)
-        found = [torch.empty(most, dtype=torch.uint8) for _ in range(self.size)]
-        padded = torch.nn.functional.pad(content, (0, most - len(content)))
-        self.group.allgather([found], [padded]).wait()
-        return [pickle.loads(other[: int(size)].numpy().tobytes()) for other, size in zip(found, sizes)]
+        longest = max(int(size) for size in sizes)
+        contents = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.nn.functional.pad(content, (0, longest - len(content)))
+        self.group.allgather([contents], [padded]).wait()
+        return [pickle.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(contents, sizes)]
 
     def bandwidth(self) -> float:
         """Bytes per second that a rank receives in an all-to-all: the best of three. Collective."""
@@ -85,55 +83,66 @@ class Peers:
         return len(sent) / min(seconds[1:])
 
 
-class _RankPlan:
-    """The plan of this rank, with what is computed once: copies, sizes and factors of sums."""
+class _Exchange:
+    """The buffers of one push, and checksums of what this rank sends to and receives from each other rank.
 
-    def __init__(self, plan: Plan, rank: int, layout: RankLayout, device: torch.device):
-        self.plan, self.own = plan, LocalLayout(rank, layout, plan)
-        self.buckets = [RankBucket(bucket, self.own) for bucket in plan.buckets]
-        kind = FusedCopies if is_supported(device, plan) else TorchCopies
-        self.copies: Copies = kind(self.buckets, self.own, device)
-        self.last_use = {key: number for number, bucket in enumerate(self.buckets) for key in bucket.keys}
-        self.zeros = [index for index, stored in enumerate(self.own.stored) if not stored.chunks]
+    Two buckets are in memory: while one is sent, the next one is packed and the one before is stored.
+    """
 
+    def __init__(self, peers: Peers, plan: RankPlan, stored: Sequence[torch.Tensor]):
+        self.peers, self.plan = peers, plan
+        self._targets = TensorList(stored, peers.device)
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=peers.device) for size in plan.slot_bytes]
+        self._works: dict[int, Any] = {}
+        self._cells: tuple[list[int], list[int]] = [], []  # sent and received: rank * buckets + bucket
+        self._sums: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
-class _Shards:
-    """Reads the shards of this rank in order, each when it is first needed, until its last use."""
+    def start(self, number: int, shards: Sequence[torch.Tensor]) -> None:
+        """Start to send a bucket, and copy what this rank keeps."""
+        bucket, (sent, received, buffer) = self.plan.buckets[number], self._buffer(number)
+        sources = readable_tensors(shards, self.peers.device, bucket.dtype)
+        bucket.sends.copy(sources, buffer)
+        if self.peers.size > 1:
+            self._works[number] = self.peers.start_exchange(received, sent, bucket.received, bucket.sent)
+        self._add_sums(number, sent, bucket.sent, is_received=False)
+        bucket.keeps.copy(sources, self._targets)
 
-    def __init__(self, tensors: Iterator[torch.Tensor], plan: _RankPlan):
-        self.plan = plan
-        self._tensors = tensors
-        self._keys = iter(plan.own.shards)
-        self._read: dict[Key, torch.Tensor] = {}
+    def finish(self, number: int) -> None:
+        """Wait for a bucket, and copy what has arrived to where it is stored."""
+        if number not in self._works:
+            return
+        bucket, (_, received, buffer) = self.plan.buckets[number], self._buffer(number)
+        self._works.pop(number).wait()
+        self._add_sums(number, received, bucket.received, is_received=True)
+        bucket.receives.copy(buffer, self._targets)
 
-    def of(self, number: int) -> dict[Key, torch.Tensor]:
-        """The shards that a bucket reads. Buckets are read in order."""
-        found = {}
-        for key in self.plan.buckets[number].keys:
-            while key not in self._read:
-                self._next()
-            found[key] = self._read[key]
-        for key in found:
-            if self.plan.last_use[key] <= number:
-                del self._read[key]
-        return found
+    def _buffer(self, number: int) -> tuple[torch.Tensor, torch.Tensor, TensorList]:
+        """What a bucket sends, what it receives, and the buffer of both."""
+        bucket, slot = self.plan.buckets[number], self._slots[number % 2]
+        end = sum(bucket.sent)
+        return slot[:end], slot[end : bucket.bytes], TensorList([slot.view(bucket.dtype)], self.peers.device)
 
-    def _next(self) -> None:
-        key, tensor = next(self._keys), next(self._tensors)
-        box = self.plan.own.shards[key].box
-        if tensor.numel() != box.numel:
-            raise ValueError(
-                f"weight sync: the shard of {self.plan.own.names[key[0]]} has {tensor.numel()} elements, expected {box}"
-            )
-        if key in self.plan.last_use:
-            self._read[key] = tensor.contiguous()
+    def _add_sums(self, number: int, content: torch.Tensor, sizes: Sequence[int], is_received: bool) -> None:
+        """content: (bytes,) uint8, sizes[i] of them to or from rank i."""
+        for rank, segment in enumerate(content.split(list(sizes))):
+            if len(segment):
+                self._cells[is_received].append(rank * len(self.plan.buckets) + number)
+                self._sums[is_received].append(sums_of(segment))
 
-    def finish(self) -> None:
-        """Read the rest: reading is collective."""
-        for _ in self._keys:
-            next(self._tensors)
-        if next(self._tensors, None) is not None:
-            raise ValueError("weight sync: training yields more shards than its layout has")
+    def corrupted(self) -> list[str]:
+        """The buckets that have not arrived at this rank as they were sent. Collective."""
+        if self.peers.size == 1 or not self.plan.buckets:
+            return []
+        sent, received = (self._checksums(cells, sums) for cells, sums in zip(self._cells, self._sums))
+        differing = (self.peers.swap(sent) != received).nonzero().tolist()
+        return [f"bucket {number} from rank {rank} to rank {self.peers.rank}" for rank, number in differing]
+
+    def _checksums(self, cells: list[int], sums: list[torch.Tensor]) -> torch.Tensor:
+        """(ranks, buckets) int64; 0 where nothing is sent."""
+        table = torch.zeros(self.peers.size, len(self.plan.buckets), dtype=torch.int64, device=self.peers.device)
+        if cells:
+            table.view(-1)[torch.tensor(cells, device=table.device)] = checksums(sums)
+        return table
 
 
 class ReshardSync(WeightSync):
@@ -145,6 +154,7 @@ class ReshardSync(WeightSync):
         bucket_bytes: max bytes that a rank sends, keeps and receives in one bucket; two are in memory.
         group: the process group of the ranks; None: all.
         grouping: which ranks generate together; None: not known.
+        check_every: see `WeightSync`. A comparison gathers all parameters.
     """
 
     def __init__(
@@ -154,96 +164,85 @@ class ReshardSync(WeightSync):
         bucket_bytes: int,
         group: Any = None,
         grouping: HybridGroups | None = None,
+        check_every: int = 1,
     ):
+        super().__init__(check_every)
         self.rollout = rollout
         self.grouping = grouping
         self.peers = Peers(group, device)
         self.bucket_bytes = bucket_bytes
         self.bandwidth: float | None = None
-        self._plan: _RankPlan | None = None
+        self._plan: RankPlan | None = None
         self._planned: tuple[object, object] = (None, None)  # the layouts of the plan
 
-    def push(self, engine: WeightSource, version: int) -> SyncReport:
-        """See `WeightSync.push`.
-
-        Raises:
-            ValueError: the layouts do not fit each other, or a rank stores other values than training has.
-        """
+    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
         assert isinstance(engine, ShardSource)
         receiver = self.rollout.receiver()
         assert isinstance(receiver, SlicedWeights)
         if self.bandwidth is None:
             self.bandwidth = self.peers.bandwidth()
         start = time.perf_counter()
-        plan = self._plan_of(engine, receiver)
-        with torch.no_grad(), receiver.open_slices(version) as stored:
-            own = [stored[name] for name in plan.own.names]
-            for name, tensor, layout in zip(plan.own.names, own, plan.own.stored):
+        plan = self._current_plan(engine, receiver)
+        with torch.no_grad(), receiver.open_slices(version) as slices:
+            stored = [slices[name] for name in plan.names]
+            for name, tensor, layout in zip(plan.names, stored, plan.stored):
                 _check_stored(name, tensor, layout)
-            sums, stored_sums = self._transfer(plan, _Shards(engine.shards(), plan), own)
-            checksum = self._verify(plan, stored_sums, sums, version)
+            corrupted = self._transfer(plan, ShardReader(engine.shards(), plan), stored)
+            self._raise_on_all_ranks(f"weights of version {version} were corrupted in transit", corrupted)
+            if compares:
+                differing = self._differing(plan, engine, stored)
+                problem = f"weights of version {version} were not loaded: {{}} slices differ from the training shards"
+                self._raise_on_all_ranks(problem, differing)
         self.rollout.weight_version = version
-        seconds, rank = time.perf_counter() - start, self.peers.rank
-        received, kept = plan.plan.received[rank], plan.plan.kept[rank]
+        received, kept = plan.plan.received[plan.rank], plan.plan.kept[plan.rank]
         if self.peers.size == 1:  # copied on the device, as by `replica`
             received, kept = kept, 0
-        return SyncReport(version, received, seconds, checksum, self.bandwidth, kept)
+        return SyncReport(version, received, time.perf_counter() - start, 0, self.bandwidth, kept)
 
-    def _plan_of(self, engine: ShardSource, receiver: SlicedWeights) -> _RankPlan:
-        """The plan, which is made again if a layout has been replaced. Collective."""
+    def _current_plan(self, engine: ShardSource, receiver: SlicedWeights) -> RankPlan:
+        """The plan, which is computed again if a layout has been replaced. Collective."""
         shards, stored = engine.shard_layout(), receiver.slice_layout()
         if self._plan is None or self._planned[0] is not shards or self._planned[1] is not stored:
-            own = RankLayout(tuple(shards), stored, engine.replicas)
-            plan = make_plan(self.peers.gather(own), self.bucket_bytes)
+            layout = RankLayout(tuple(shards), stored, engine.replicas)
+            plan = make_plan(self.peers.gather(layout), self.bucket_bytes)
             if self.peers.rank == 0:
                 logger.info("weight sync: %s", _describe(plan, self.grouping))
-            self._plan, self._planned = _RankPlan(plan, self.peers.rank, own, self.peers.device), (shards, stored)
+            self._plan, self._planned = RankPlan(plan, self.peers.rank, layout, self.peers.device), (shards, stored)
         return self._plan
 
-    def _transfer(
-        self, plan: _RankPlan, shards: _Shards, stored: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send, receive and store all buckets. Returns the sums of what was sent and kept, and of what is stored."""
-        for index in plan.zeros:
-            stored[index].zero_()
-        push, work = plan.copies.push(stored), None
-        for number, bucket in enumerate(plan.buckets):
-            sent, received = push.pack(number, shards.of(number))
-            previous, work = work, self._start(bucket, sent, received)
-            push.keep(number)
+    def _transfer(self, plan: RankPlan, shards: ShardReader, stored: Sequence[torch.Tensor]) -> list[str]:
+        """Send, receive and store all buckets. Returns those that have not arrived at this rank as they were sent."""
+        for tensor, layout in zip(stored, plan.stored):
+            if not layout.chunks:
+                tensor.zero_()
+        exchange, count = _Exchange(self.peers, plan, stored), len(plan.buckets)
+        for number in range(count):
+            exchange.start(number, shards.read(number))
             if number > 0:
-                self._store(push, number - 1, previous)
-        if plan.buckets:
-            self._store(push, len(plan.buckets) - 1, work)
+                exchange.finish(number - 1)
+        exchange.finish(count - 1)
         shards.finish()
-        return push.sums, push.stored_sums()
+        return exchange.corrupted()
 
-    def _start(self, bucket: RankBucket, sent: torch.Tensor, received: torch.Tensor) -> Any:
-        if self.peers.size == 1:
-            return None
-        return self.peers.start_exchange(received, sent, bucket.received, bucket.sent)
+    def _differing(self, plan: RankPlan, engine: ShardSource, stored: Sequence[torch.Tensor]) -> list[str]:
+        """Gather all parameters. Returns the slices of this rank whose bits differ from them. Collective."""
+        layouts = {name: (layout, tensor) for name, layout, tensor in zip(plan.names, plan.stored, stored)}
+        dtypes = {layout.dtype for layout in plan.stored}
+        differing = []
+        for name, full in engine.rollout_weights(dtypes.pop() if len(dtypes) == 1 else None):
+            layout, tensor = layouts.pop(name)
+            if not equal_bits(layout.cut(full.to(tensor.device)), tensor):
+                differing.append(f"{name} on rank {plan.rank}")
+        assert not layouts, layouts.keys()
+        return differing
 
-    def _store(self, push: Push, number: int, work: Any) -> None:
-        if work is not None:
-            work.wait()
-        push.store(number)
-
-    def _verify(self, plan: _RankPlan, stored: torch.Tensor, sums: torch.Tensor, version: int) -> int:
-        """Compare the sums of what every rank stores with those of what was sent to it. Collective. Returns the
-        checksum of the push."""
-        names, ranks = plan.own.names, plan.plan.ranks
-        by_target = sums.view(ranks, 2, len(names))
-        every = torch.cat([by_target.sum(1), by_target[:, 1].sum(0, keepdim=True)])
-        every[self.peers.rank] -= stored
-        self.peers.sum(every)
-        every = every.cpu()
-        if wrong := every[:-1].nonzero().tolist():
-            found = [f"{names[index]} on rank {rank}" for rank, index in wrong[:3]]
-            raise ValueError(
-                f"weights of version {version} were not loaded: {len(wrong)} slices differ from the training shards: "
-                f"{', '.join(found)}"
-            )
-        return combine([every[-1]])
+    def _raise_on_all_ranks(self, problem: str, details: list[str]) -> None:
+        """Raise ValueError on every rank if one of them has details of a problem. Collective."""
+        count = torch.tensor(len(details), device=self.peers.device)
+        self.peers.sum(count)
+        if count:
+            every = [each for own in self.peers.gather(details) for each in own]
+            raise ValueError(f"{problem.format(len(every))}: {', '.join(every[:3])}")
 
 
 def _check_stored(name: str, tensor: torch.Tensor, layout: Stored) -> None:
@@ -254,24 +253,24 @@ def _check_stored(name: str, tensor: torch.Tensor, layout: Stored) -> None:
     """
     size = layout.rows * layout.columns
     if not tensor.is_contiguous() or tensor.dtype != layout.dtype or tensor.numel() != size:
-        found = f"{'' if tensor.is_contiguous() else 'not contiguous, '}{tensor.numel()} elements of {tensor.dtype}"
+        actual = f"{'' if tensor.is_contiguous() else 'not contiguous, '}{tensor.numel()} elements of {tensor.dtype}"
         raise ValueError(
-            f"weight sync: {name}: expected {size} contiguous elements of {layout.dtype} in the rollout, found {found}"
+            f"weight sync: {name}: expected {size} contiguous elements of {layout.dtype} in the rollout, found {actual}"
         )
 
 
 def _describe(plan: Plan, grouping: HybridGroups | None) -> str:
     """What a push sends, in comparison with the formulas of HybridFlow."""
     worst, total = max(range(plan.ranks), key=lambda rank: plan.received[rank]), plan.model_bytes
-    found = (
+    summary = (
         f"reshard of {total / 1e9:.3g} GB: a rank receives at most {plan.received[worst] / total:.1%} of the weights"
         f" ({plan.received[worst] / 1e9:.3g} GB) and has {plan.kept[worst] / total:.1%} already"
     )
     if grouping is None:
-        return found
+        return summary
     sizes = f"p={grouping.pp}, t={grouping.tp} -> t_g={grouping.generation_tp}"
-    ours, vanilla = (each.volumes() for each in (grouping, dataclasses.replace(grouping, strided=False)))
+    ours, vanilla = (groups.volumes() for groups in (grouping, dataclasses.replace(grouping, strided=False)))
     return (
-        f"{found}; of evenly divided layers with {sizes} (arXiv 2409.19256, table 2): "
+        f"{summary}; of evenly divided layers with {sizes} (arXiv 2409.19256, table 2): "
         f"{float(ours.communication):.1%}, and {float(vanilla.communication):.1%} if all weights are gathered"
     )

@@ -87,7 +87,7 @@ def rollout_env(
     stride = 1 if grouping is None else grouping.stride
     ranks = worker.rank, worker.world_size, worker.local_rank
     tp_rank = worker.rank // stride % size
-    adapted = None if adapters is None else AdaptedLayers.of(adapters)
+    adapted = None if adapters is None else AdaptedLayers.from_config(adapters)
     return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, grouping, adapted)
 
 

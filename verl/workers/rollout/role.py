@@ -28,8 +28,8 @@ _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
 _ROUNDING = 1e-2  # by which a log-prob may exceed 0
 
 
-class RolloutSource:
-    """What a weight sync reads of a training engine: its weights in the dtype of the rollout.
+class CastWeightSource:
+    """A view of the weights of a training engine, cast to the dtype of the rollout, for a weight sync.
 
     Args:
         engine: the training engine.
@@ -42,6 +42,7 @@ class RolloutSource:
         self.base_weights = partial(engine.base_weights, dtype)
         self.shard_layout = engine.shard_layout
         self.shards = engine.shards
+        self.rollout_weights = engine.rollout_weights
         self.replicas = engine.replicas
         self.adapter_config = engine.adapter_config
         self.adapter_weights = engine.adapter_weights
@@ -106,11 +107,12 @@ class Rollout:
                 has_shards=self.train_engine.shard_layout() is not None,
                 prefers_shards=self.train_engine.gathers_one_by_one,
                 grouping=self.env.grouping,
+                check_every=self.config.check_every,
             )
         if self.engine.receiver() is None and not self._uses_weights:
             self._used_weights.enter_context(self.train_engine.on_device())
             self._uses_weights = True
-        return self._sync.push(RolloutSource(self.train_engine, self.env.compute_dtype), version)
+        return self._sync.push(CastWeightSource(self.train_engine, self.env.compute_dtype), version)
 
     def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
         """Generate a greedy response, outside of the statistics. None: the engine does not sample the policy, or this
@@ -177,10 +179,10 @@ class Rollout:
             trajectories = self._trajectories(batch)
         with_loops = self.uses_loops(batch.non_tensor_batch)
         seconds = time.perf_counter() - start if with_loops else self.engine.stats.seconds
-        found = self.columns_of(trajectories, max_over_ranks, with_loops)
-        metrics = {"rollout/tokens_per_second": (int(found.batch["response_mask"].sum()), seconds)}
-        found.meta_info["metrics"] = metrics | found.meta_info["metrics"]
-        return found
+        responses = self.columns_of(trajectories, max_over_ranks, with_loops)
+        metrics = {"rollout/tokens_per_second": (int(responses.batch["response_mask"].sum()), seconds)}
+        responses.meta_info["metrics"] = metrics | responses.meta_info["metrics"]
+        return responses
 
     def columns_of(
         self,
@@ -211,8 +213,8 @@ class Rollout:
         log_probs[real] = torch.tensor([p for trajectory in trajectories for p in trajectory.log_probs[:limit]])
         if (wrong := ~(log_probs.isfinite() & (log_probs < _ROUNDING))).any():
             row, token = wrong.nonzero()[0].tolist()
-            found = float(log_probs[row, token])
-            raise ValueError(f"sample {row}, token {token}: expected a finite log-prob of at most 0, found {found:g}")
+            value = float(log_probs[row, token])
+            raise ValueError(f"sample {row}, token {token}: expected a finite log-prob of at most 0, found {value:g}")
         columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
         if any(trajectory.routed_experts is not None for trajectory in trajectories):
             experts = [trajectory.routed_experts for trajectory in trajectories]

@@ -14,7 +14,7 @@ from verl.rollout.stop_strings import StopStrings
 from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective, receive_disk
-from verl.weight_sync.base import AdapterConfig
+from verl.weight_sync.base import AdapterConfig, is_check_due
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout
 from verl.workers.rollout.service import FollowingService, GenerationService
@@ -67,6 +67,7 @@ class RolloutWorker(RolloutMethods):
         self.device, self.timeout, self._pause_limit = on, timeout, pause_limit
         self.rollout = Rollout(rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer)
         self._group: TransferGroup | None = None
+        self._last_check: int | None = None  # version whose stored weights were compared
         self._service: GenerationService | FollowingService | None = None
         self._is_paused = False
 
@@ -81,7 +82,7 @@ class RolloutWorker(RolloutMethods):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def accepts_adapters(self) -> bool:
-        """Whether the engine takes LoRA adapters. Raises ValueError if it takes no weights."""
+        """Whether the engine accepts LoRA adapters. Raises ValueError if it accepts no weights."""
         receiver = self.rollout.engine.receiver()
         if receiver is None:
             raise ValueError(
@@ -101,7 +102,9 @@ class RolloutWorker(RolloutMethods):
         """Receive one push of the actor, concurrently with its `push_weights` (disk: afterwards)."""
         receiver, config = self.rollout.engine.receiver(), self.rollout.config
         if self._group is None:
-            report = receive_disk(receiver, config.weight_sync_dir, version)
+            compares = is_check_due(version, self._last_check, config.check_every)
+            report = receive_disk(receiver, config.weight_sync_dir, version, compares)
+            self._last_check = version if compares else self._last_check
         else:
             report = receive_collective(receiver, self._group, version)
         self.rollout.engine.weight_version = version
@@ -139,9 +142,9 @@ class RolloutWorker(RolloutMethods):
         batches = []
         for uid, trajectories in finished:
             with_loops = self.rollout.uses_loops(trajectories[0].prompt.columns)
-            found = self.rollout.columns_of(trajectories, lambda widths: widths, with_loops)
+            responses = self.rollout.columns_of(trajectories, lambda widths: widths, with_loops)
             spans = [trajectory.weight_versions for trajectory in trajectories]
-            batches.append(found.replace(uid=[uid] * len(trajectories), weight_versions=spans))
+            batches.append(responses.replace(uid=[uid] * len(trajectories), weight_versions=spans))
         return batches
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

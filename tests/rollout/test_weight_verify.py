@@ -1,0 +1,172 @@
+"""The two mechanisms of verification: checksums, and the comparison of what a receiver stores with what it has read."""
+
+import pytest
+import torch
+
+from verl.weight_sync import checksum_of
+from verl.weight_sync.adapters import Part
+from verl.weight_sync.base import StoredWeights, is_check_due
+from verl.weight_sync.verify import Loading, checksums, combine, fold, sums_of
+
+
+@pytest.mark.parametrize("words", [3, 1024, 1027, 2050])
+def test_sums_of_rows_and_columns(words):
+    """Rows of 1,024 words; the last one may be shorter."""
+    values = [(7 * i) % 1000 - 300 for i in range(words)]
+    rows = [sum(values[at : at + 1024]) for at in range(0, words, 1024)]
+    columns = [sum(values[column::1024]) for column in range(1024)]
+    assert sums_of(torch.tensor(values).view(torch.uint8)).tolist() == [*rows, *columns]
+
+
+def test_any_other_bit_gives_another_checksum():
+    """Also the highest bit of a word, whose changes of the sums of its row and its column could cancel out."""
+    words = torch.arange(3 * 1024 + 5) * 0x123456789ABCDEF
+    checksum = checksum_of(words.view(torch.uint8))
+    found = {checksum}
+    for at in (0, 1, 7, 1023, 1024, 3071, 3076):
+        for bit in range(64):
+            other = words.clone()
+            other[at] ^= (1 << bit) - (2**64 if bit == 63 else 0)
+            found.add(checksum_of(other.view(torch.uint8)))
+    assert len(found) == 1 + 7 * 64
+
+
+def test_each_checksum_is_that_of_its_content():
+    """Whatever its neighbours are."""
+    contents = [torch.arange(n, dtype=torch.int64).view(torch.uint8) for n in (5, 2000, 1024)]
+    found = checksums([sums_of(content) for content in contents]).tolist()
+    assert found == [int(checksums([sums_of(content)])) for content in contents] and len({*found}) == 3
+    assert combine([sums_of(content) for content in contents]) == fold(found) and combine([]) == 0
+
+
+def test_a_folded_checksum_depends_on_every_one_and_on_the_order():
+    """Also on the first of many: an even factor would shift it out of 64 bits."""
+    many = [0] * 100
+    folded = {fold([*many[:at], 1, *many[at:]]) for at in (0, 1, 50, 100)}
+    assert len(folded | {fold(many), fold([*many, 0]), fold([])}) == 4 + 3
+
+
+def test_checksums_depend_on_every_byte_and_its_position():
+    content = torch.arange(64, dtype=torch.uint8).repeat(200)
+    expected = checksum_of(content)
+    for at in (0, 7, 8, 8191, 8192, 12799):
+        changed = content.clone()
+        changed[at] += 1
+        assert checksum_of(changed) != expected
+    swapped = content.view(-1, 8).flip(0).reshape(-1)
+    assert checksum_of(swapped) != expected
+    changed = content.clone()
+    changed[:16] = changed[:16].view(2, 8).flip(0).reshape(-1)
+    assert checksum_of(changed) != expected, "two words of one row"
+    changed = content.clone()
+    changed[8008:8016], changed[8192:8200] = content[8192:8200], content[8008:8016]
+    assert checksum_of(changed) != expected, "two words of different rows"
+
+
+@pytest.fixture
+def tensors():
+    """One longer than a row of 1,024 words, odd numbers of bytes, one without elements, one that is not contiguous."""
+    torch.manual_seed(0)
+    shapes = {"a": (3, 5), "large": (300, 70), "none": (0, 4), "b": (7,), "c": (64, 64)}
+    return {name: torch.randn(*shape) for name, shape in shapes.items()} | {"view": torch.randn(9, 4).T}
+
+
+class Stores(StoredWeights):
+    """Stores what it receives in a dtype, after a change."""
+
+    def __init__(self, change=lambda tensors: None, dtype=torch.float32):
+        self.change, self.dtype, self.tensors = change, dtype, {}
+
+    def receive(self, weights, version):
+        for name, tensor in weights:
+            self.tensors[name] = tensor.to(self.dtype, copy=True)
+        self.change(self.tensors)
+
+    def release(self):
+        self.tensors.clear()
+
+    def stored(self, name):
+        return self.tensors.get(name, torch.empty(0, dtype=self.dtype))
+
+
+def load(receiver: StoredWeights, tensors, compares: bool = True) -> int:
+    return Loading(receiver, 1, compares).load(Part(None, tensors.items()))
+
+
+@pytest.mark.parametrize("name", ["a", "large", "b", "c", "view"])
+def test_a_stored_tensor_with_another_bit_is_named(tensors, name):
+    def flip(stored):
+        flat = stored[name].reshape(-1)
+        flat[-1] = -flat[-1]
+        stored[name] = flat.view(stored[name].shape)
+
+    assert load(Stores(), tensors) == load(Stores(), tensors) != 0
+    receiver = Stores(flip)
+    with pytest.raises(
+        ValueError, match=rf"Stores.receive, 1 of 6 parameters differ from what was sent, first .'{name}'"
+    ):
+        load(receiver, tensors)
+    assert not receiver.tensors, "they are released"
+    assert load(Stores(flip), tensors, compares=False) == 0, "not in a push without a comparison"
+
+
+def test_stored_tensors_of_other_sizes_and_exchanged_words_are_named(tensors):
+    def resize(stored):
+        stored["b"] = torch.cat([stored["b"], torch.zeros(1)])  # the padding of 7 elements
+
+    with pytest.raises(ValueError, match=r"1 of 6 parameters differ from what was sent, first \['b'\]"):
+        load(Stores(resize), tensors)
+
+    def exchange(stored):
+        flat, old = stored["c"].view(-1), stored["c"].flatten().clone()
+        flat[0:2], flat[2:4] = old[2:4], old[0:2]  # two words of 8 bytes of a row
+
+    with pytest.raises(ValueError, match=r"1 of 6 parameters differ from what was sent, first \['c'\]"):
+        load(Stores(exchange), tensors)
+
+
+def test_a_stored_cast_is_that_of_torch(tensors):
+    assert load(Stores(dtype=torch.bfloat16), tensors) == load(Stores(), tensors)
+
+
+def test_memory_of_a_tensor_is_used_again_while_it_is_read():
+    memory = torch.zeros(4)
+    loading = Loading(Stores(), 1, True)
+    loading.load(Part(None, ((str(value), memory.fill_(value)) for value in (1.0, 2.0))))
+    assert {name: tensor.tolist() for name, tensor in loading.receiver.tensors.items()} == {
+        "1.0": [1.0] * 4,
+        "2.0": [2.0] * 4,
+    }
+
+
+def test_checks_are_due_at_the_first_version_and_at_multiples():
+    last, due = None, []
+    for version in (7, 8, 10, 10, 11, 20):
+        if is_check_due(version, last, 10):
+            last = version
+            due.append(version)
+    assert due == [7, 10, 20] and not is_check_due(0, None, 0)
+
+
+class StoresSome(StoredWeights):
+    """Stores one of two parameters as it is sent, and the other one in another form."""
+
+    def __init__(self):
+        self.found = {}
+
+    def receive(self, weights, version):
+        self.found = {name: tensor.clone() for name, tensor in weights}
+
+    def release(self):
+        self.found.clear()
+
+    def stored(self, name):
+        return self.found.get(name, torch.empty(4)) if name == "a" else None
+
+
+def test_a_parameter_that_is_stored_in_another_form_is_not_compared():
+    weights = {"a": torch.ones(4), "b": torch.zeros(3)}
+    first = Loading(StoresSome(), 1, True).load(Part(None, weights.items()))
+    assert first == Loading(StoresSome(), 1, True).load(Part(None, weights.items()))
+    weights["b"] = torch.ones(3)
+    assert first != Loading(StoresSome(), 1, True).load(Part(None, weights.items()))  # but it is in the checksum
