@@ -116,7 +116,7 @@ def _push_metrics(reports: Sequence[SyncReport], version: int) -> dict[str, floa
     metrics["weight_sync/gb_per_second"] = size / seconds / 1e9
     if limit := min(report.bandwidth for report in reports):
         metrics["weight_sync/bandwidth_share"] = size / seconds / limit
-    cost = push_words(size, seconds, metrics.get("weight_sync/bandwidth_share"))
+    cost = describe_push(size, seconds, metrics.get("weight_sync/bandwidth_share"))
     logger.info("[sync_weights] version %d: %s", version, cost)
     return metrics
 
