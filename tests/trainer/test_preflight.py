@@ -20,7 +20,7 @@ from verl.trainer import main_ppo, sft_trainer
 from verl.trainer.checks import preflight
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.startup.launch import Recipe
+from verl.trainer.startup.recipe import Recipe
 
 
 @pytest.fixture

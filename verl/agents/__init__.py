@@ -1,42 +1,31 @@
 """Agent loops turn a prompt into a trajectory: one completion, or several with tool calls and user turns between them.
 
-base         Prompt, Trajectory, AgentLoop and the registry
-single_turn  one completion per prompt
+loop         Prompt, Trajectory, AgentLoop, the registry, and the loop of one completion
 chat         the tokens that the chat template puts between two turns
 multi_turn   tool calls and interactions
 public       loops written for public verl, and loops by name
+
+Names are loaded at first use.
 """
 
-from verl.agents.loop import (
-    AGENT_LOOPS,
-    NO_FACTS,
-    POLICY,
-    SINGLE_TURN,
-    AgentLoop,
-    AgentLoopFactory,
-    GenerateFn,
-    Prompt,
-    Segment,
-    Trajectory,
-    register_agent_loop,
-)
-from verl.agents.multi_turn import MultiTurnLoop
-from verl.agents.public import make_agent_loop
-from verl.agents.single_turn import SingleTurn
+from verl.utils.lazy import lazy_names
 
-__all__ = [
-    "AGENT_LOOPS",
-    "NO_FACTS",
-    "POLICY",
-    "SINGLE_TURN",
-    "AgentLoop",
-    "AgentLoopFactory",
-    "GenerateFn",
-    "MultiTurnLoop",
-    "Prompt",
-    "Segment",
-    "SingleTurn",
-    "Trajectory",
-    "make_agent_loop",
-    "register_agent_loop",
-]
+_HOME = {
+    "AGENT_LOOPS": "verl.agents.loop",
+    "NO_FACTS": "verl.agents.loop",
+    "POLICY": "verl.agents.loop",
+    "SINGLE_TURN": "verl.agents.loop",
+    "AgentLoop": "verl.agents.loop",
+    "AgentLoopFactory": "verl.agents.loop",
+    "GenerateFn": "verl.agents.loop",
+    "MultiTurnLoop": "verl.agents.multi_turn",
+    "Prompt": "verl.agents.loop",
+    "Segment": "verl.agents.loop",
+    "SingleTurn": "verl.agents.loop",
+    "Trajectory": "verl.agents.loop",
+    "make_agent_loop": "verl.agents.public",
+    "register_agent_loop": "verl.agents.loop",
+}
+
+__all__ = [*_HOME]
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

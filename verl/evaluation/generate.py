@@ -12,31 +12,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import ConfigError, Problem, check_inputs, check_registered, check_supported, load_config, to_flat_dict
-from verl.config.inputs import check_generation
+from verl.config import to_flat_dict
 from verl.config.schema.offline import GenerationConfig
 from verl.data.media import note_unused_media_keys
 from verl.data.processor import load_processor
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
-from verl.engines.loading import check_model
 from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write_output
 from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
-from verl.registry import import_module
-from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.trainer.checks.model_limits import ModelLimits
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.ppo.operators import Roles, repeat
-from verl.trainer.startup.command_line import USER_ERRORS, print_error
+from verl.trainer.startup.arguments import ConfigSource, prepare_run, read_arguments
+from verl.trainer.startup.command_line import print_error
 from verl.trainer.startup.inputs import stop_token_ids
-from verl.trainer.startup.torchrun import check_launcher, launcher_settings
+from verl.trainer.startup.recipe import Recipe
 from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
-from verl.utils.log import setup_logging
 from verl.utils.threads import warn_if_oversubscribed
 from verl.workers.rollout.worker import RolloutWorker
 
@@ -55,13 +51,6 @@ _IRRELEVANT_SETTINGS = (
 
 #: columns of a prompt that a rollout reads
 _PROMPT = ("prompt_ids", "uid", "sample_index", "raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
-
-
-def check_engine(config: GenerationConfig) -> list[Problem]:
-    """Check that `rollout.name` is registered, here or in a file of `imports`."""
-    for address in config.imports:
-        import_module(address)
-    return check_registered(config, {"rollout.name": ROLLOUT_ENGINES})
 
 
 # ---- the flow -------------------------------------------------------------------------------------------------------
@@ -143,8 +132,8 @@ class GenerationRun:
     The constructor runs all checks, before a model is loaded.
 
     Args:
-        config: The settings; None to read config_path and overrides.
-        config_path: YAML file.
+        config: a YAML file, a dictionary with nested or dotted keys, a GenerationConfig, or None for overrides alone.
+        config_path: the same as config, for a file.
         overrides: `key=value` settings.
 
     Raises:
@@ -153,24 +142,17 @@ class GenerationRun:
 
     def __init__(
         self,
-        config: GenerationConfig | None = None,
+        config: ConfigSource = None,
         *,
         config_path: str | Path | None = None,
         overrides: Sequence[str] = (),
     ):
-        if config is None:
-            checks = [check_inputs, check_generation, check_engine]
-            config = load_config(
-                config_path, overrides, base=launcher_settings(), schema=GenerationConfig, extra_checks=checks
-            )
-        elif problems := [*check_generation(config), *check_engine(config)]:
-            raise ConfigError(problems)
-        check_supported(config)
-        check_launcher(config.trainer)
-        self.config = config
+        arguments = read_arguments(config, config_path, overrides, GenerationConfig)
+        run = prepare_run(arguments, Recipe(schema=GenerationConfig))
+        self.config: GenerationConfig = run.config
         self.roles: dict[str, WorkerGroup] = {}
-        self.output = Path(config.data.output_path)
-        self._passed = ["settings", "imports"]
+        self.output = Path(self.config.data.output_path)
+        self._passed = run.passed
         for name, check in CHECKS.items():
             check(self)
             self._passed.append(name)
@@ -195,11 +177,8 @@ class GenerationRun:
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
-    def _check_model(self) -> None:
-        self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
-        check_model(self.config.model, "causal_lm")
-
     def _read_prompts(self) -> None:
+        self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
         self.tokenizer = load_tokenizer(self.config.model)
         processor = load_processor(self.config.model, self.tokenizer)
         note_unused_media_keys(self.config.data, processor)
@@ -328,13 +307,12 @@ class GenerationRun:
 
 
 CHECKS: dict[str, Callable[[GenerationRun], None]] = {
-    "model config": GenerationRun._check_model,
     "prompts": GenerationRun._read_prompts,
     "model limits": GenerationRun._check_limits,
     "output file": GenerationRun._check_output,
     "earlier output": GenerationRun._find_finished,
 }
-"""The checks after those of the settings, in the order in which they run."""
+"""The checks after those of the settings (`verl.trainer.checks.preflight`), in the order in which they run."""
 
 
 def _checksum(path: str) -> str:
@@ -367,13 +345,8 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 
 
-def run_command(config_path: str | None, overrides: list[str]) -> int:
-    """Run generation for a command line. Returns the exit status."""
-    setup_logging()
-    try:
-        run = GenerationRun(config_path=config_path, overrides=overrides)
-    except USER_ERRORS as error:
-        return print_error(error)
+def execute(run: GenerationRun) -> int:
+    """Generate for a command line. Returns the exit status."""
     try:
         run.run()
     except DiskFullError as error:

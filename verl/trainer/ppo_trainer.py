@@ -23,7 +23,7 @@ from verl.trainer.asynchronous.generation import Asynchronous, use_sampled_log_p
 from verl.trainer.base import StepReport, Trainer
 from verl.trainer.checks.agents import describe_agents
 from verl.trainer.checks.planning import describe_estimate
-from verl.trainer.checks.preflight import INPUTS, prepare_run, run_checks
+from verl.trainer.checks.preflight import INPUTS, run_checks
 from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.output.recording import step_record
 from verl.trainer.output.samples import (
@@ -50,9 +50,10 @@ from verl.trainer.ppo.flow import (
 from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import correct_rollout
 from verl.trainer.ppo.weights import RolloutWeights
-from verl.trainer.startup.arguments import ConfigSource, read_arguments
+from verl.trainer.startup.arguments import ConfigSource, prepare_run, read_arguments
 from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, prompt_source, stop_token_ids
-from verl.trainer.startup.launch import Recipe, print_config_errors_plainly, recipe_of
+from verl.trainer.startup.launch import print_config_errors_plainly
+from verl.trainer.startup.recipe import Recipe, recipe_of
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
 from verl.utils.chaos import Chaos
@@ -125,16 +126,7 @@ class PPOTrainer(Trainer):
             tokenizer=tokenizer,
             settings={"use_critic": use_critic, "use_reference_policy": use_reference_policy, "use_rm": use_rm},
         )
-        run = prepare_run(
-            given.config,
-            given.path,
-            given.overrides,
-            recipe=recipe,
-            train_dataset=given.train_dataset,
-            val_dataset=given.val_dataset,
-            cluster=cluster,
-            backend=self.backend,
-        )
+        run = prepare_run(given, recipe, cluster=cluster, backend=self.backend)
         run.reward_given = given.reward is not None
         inputs = run.inputs = load_inputs(run.config, given.train_dataset, given.val_dataset, given.reward, tokenizer)
         run_checks(run, INPUTS)

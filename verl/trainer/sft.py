@@ -17,10 +17,10 @@ from verl.single_controller.cluster import Cluster
 from verl.single_controller.placement import ResourcePool
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
-from verl.trainer.checks.preflight import INPUTS, prepare_run, run_checks
-from verl.trainer.startup.arguments import ConfigSource, read_arguments
+from verl.trainer.checks.preflight import INPUTS, run_checks
+from verl.trainer.startup.arguments import ConfigSource, prepare_run, read_arguments
 from verl.trainer.startup.inputs import load_sft_inputs, reading_threads
-from verl.trainer.startup.launch import Recipe
+from verl.trainer.startup.recipe import Recipe
 from verl.trainer.state.checkpointing import describe_saving
 from verl.workers.sft import SFTWorker
 
@@ -82,16 +82,7 @@ class SFTTrainer(Trainer):
             model=model,
             tokenizer=tokenizer,
         )
-        run = prepare_run(
-            given.config,
-            given.path,
-            given.overrides,
-            recipe=Recipe(schema=schema.SFTConfig),
-            train_dataset=given.train_dataset,
-            val_dataset=given.val_dataset,
-            cluster=cluster,
-            backend="local",
-        )
+        run = prepare_run(given, Recipe(schema=schema.SFTConfig), cluster=cluster, backend="local")
         inputs = run.inputs = load_sft_inputs(run.config, given.train_dataset, given.val_dataset, tokenizer)
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset

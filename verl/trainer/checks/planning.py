@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import schema
-from verl.config.fields import Schema, to_flat_dict
+from verl.config.fields import to_flat_dict
 from verl.config.load import with_overrides
 from verl.modeling.vision import is_vision_config, language_model_of, tower_of, tower_sizes
 from verl.planner import report
@@ -24,7 +24,9 @@ from verl.planner.settings import groups_of, job_of, overrides_of
 from verl.planner.shapes import ModelShape, VisionShape
 from verl.planner.workload import Job
 from verl.rollout.loading import auto_class
-from verl.trainer.checks.model_config import readable_config
+from verl.trainer.checks.models import readable_config
+from verl.trainer.checks.preflight import Run
+from verl.trainer.startup.roles import roles_of
 from verl.trainer.state.saved_state import load_state
 
 logger = logging.getLogger("verl.trainer")
@@ -139,15 +141,15 @@ def _change_words(change: tuple[Change, Plan] | None) -> str:
     return f"smallest change that fits ({report.gib(change[1].peak)} GiB): {describe(*change)}"
 
 
-def check_memory(config: schema.Config, names: Sequence[str], backend: str) -> None:
+def check_memory(run: Run) -> None:
     """Raise ValueError if the run needs more memory than there is; warn if it may. On Ray, devices are not known here.
 
     Models and engines that are not modelled are not checked.
     """
-    if backend == "ray":
+    if run.backend == "ray":
         return
     try:
-        found = estimate(config, names)
+        found = estimate(run.config, roles_of(run.config))
     except ValueError as error:
         logger.debug("memory is not checked: %s", error)
         return
@@ -232,8 +234,8 @@ def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
     return kept
 
 
-def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Sequence[str]]) -> Schema:
-    """With `placement: auto`, the configuration with the devices of the best plan, or of the run that it resumes.
+def apply_auto_placement(config: schema.Config) -> schema.Config:
+    """The configuration of `placement: auto` with the devices of the best plan, or of the run that it resumes.
 
     Of plans within 5 % of the best, the simplest is chosen. The choice is logged.
 
@@ -241,8 +243,6 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
         ValueError: devices are set too, a model is not modelled, or nothing fits (in asynchronous training, with a
             rollout on separate devices).
     """
-    if not isinstance(config, schema.Config) or not config.placement.auto:
-        return config
     given = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
     if given:
         raise ValueError(f"placement.auto chooses the devices, but placement.{given[0]} is set: remove one of them")

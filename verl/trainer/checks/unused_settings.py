@@ -4,17 +4,30 @@ A setting belongs to the estimators and losses whose signatures have it as a par
 take, and others do, was meant for another algorithm: `algorithm.lam` with the estimator `grpo`, which has no lambda.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.binding import parameter_names
 from verl.algorithms.policy_losses import FIXED_AGG_MODE, POLICY_LOSS_REGISTRY
-from verl.config import differences, schema
+from verl.config import differences, schema, settings_without_effect
 from verl.config.fields import derived_fields
 from verl.registry import Registry
+from verl.trainer.checks.preflight import Run
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 
+logger = logging.getLogger("verl.trainer")
+
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+
+
+def warn_of_unused_settings(run: Run) -> None:
+    """Warn once of each setting without effect."""
+    notes = settings_without_effect(run.config)
+    if isinstance(run.config, schema.Config):
+        notes += unused_settings(run.config)
+    for note in notes:
+        logger.warning(note)
 
 
 def unused_settings(config: schema.Config) -> list[str]:

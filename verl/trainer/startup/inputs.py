@@ -2,17 +2,13 @@
 
 import functools
 import logging
-import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
-from verl.agents.loop import NO_FACTS
 from verl.config import schema
 from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
@@ -22,20 +18,16 @@ from verl.data.mixture import Mixture, datasets_of
 from verl.data.order import PromptSource, ResumableSampler, check_batch_size
 from verl.data.prefetch import default_workers
 from verl.data.processor import load_processor
-from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
-from verl.data.sequences import build_sequences
+from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenization import load_tokenizer
 from verl.modeling.huggingface import model_source
 from verl.processes.child import set_helper_environment
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rewards import RewardError, RewardManager, as_reward_manager, load_reward_manager
+from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import ScoreFunction, check_registered
-from verl.rewards.sandbox.pool import WorkerError
 from verl.trainer.checks.model_limits import ModelLimits
-from verl.trainer.startup.launch import Recipe
-from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.data_names import with_split
 
 logger = logging.getLogger("verl.trainer")
@@ -43,8 +35,6 @@ logger = logging.getLogger("verl.trainer")
 #: keys of an item that is tokenized, or that the trainer tokenizes
 RL_TOKENS = (*TOKEN_KEYS, "raw_prompt")
 SFT_TOKENS = ("response_ids",)
-#: rows that are tried until the reward function scores one
-_TRIAL_ROWS = 3
 #: columns of a row that are not further columns for the reward
 _READ = ("prompt", "answer", "ground_truth", "reward_model", "data_source", "ability", "extra_info")
 
@@ -139,11 +129,10 @@ def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
     return {row for _ in range(steps) for row in sampler.next_batch()[1]}
 
 
-def base_settings(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
-    """Settings that user settings override: of torchrun, of the recipe, and the files of datasets given as objects."""
-    given = {"data.train_files": train, "data.val_files": val}
-    files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
-    return launcher_settings() | recipe.read() | files
+def files_of_datasets(train: Dataset | None, val: Dataset | None) -> dict[str, list[str]]:
+    """The settings of the files of datasets given as objects."""
+    datasets = {"data.train_files": train, "data.val_files": val}
+    return {key: list(each.data_files) for key, each in datasets.items() if isinstance(each, RLHFDataset)}
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -354,84 +343,3 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
             "remove the function, and the score of the model is the reward"
         )
     return loaded
-
-
-# ---- a trial of the reward -------------------------------------------------------------------------------------------
-
-
-def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | None = None) -> set[str]:
-    """Score two trial responses to the first prompt: its ground truth and the prompt itself.
-
-    If the function fails for it, but may fail for some rows (`reward.on_error`), the next two rows are tried. With a
-    reward model, the trial uses its scores 0 and 1; if the reward is the same for both, a warning is logged.
-
-    Args:
-        inputs: the loaded inputs.
-        uses_model: whether a reward model scores the responses.
-        facts: what the agent loop adds to extra_info.
-
-    Returns:
-        The names of the extra values that the reward function returns.
-
-    Raises:
-        ValueError: the data has no ground truth but the function needs it, or the function fails.
-    """
-    manager = inputs.reward_manager
-    if manager.compute_score.needs_ground_truth:
-        check_ground_truth(inputs.train_dataset, f"the reward function {manager.compute_score.name}")
-    rows = 1 if manager.on_error == "raise" else min(_TRIAL_ROWS, len(inputs.train_dataset))
-    for row in range(rows - 1):
-        try:
-            return _try_row(inputs, row, uses_model, facts)
-        except RewardError as error:
-            logger.warning("the reward function fails for row %d of the training data: %s", row, error)
-    return _try_row(inputs, rows - 1, uses_model, facts)
-
-
-def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any] | None) -> set[str]:
-    manager, batch = inputs.reward_manager, _trial_batch(inputs, row)
-    if facts is not None:
-        batch = batch.replace(agent_facts=[dict(facts) for _ in range(len(batch))])
-    if not uses_model:
-        return set(_score_trial(manager, batch)["reward_extra_info"])
-    zeros = torch.zeros(batch.batch["responses"].shape)
-    ones = zeros.clone()
-    ones[:, 0] = 1.0
-    scored = [batch.copy().union(DataProto.from_dict({"rm_scores": scores})) for scores in (zeros, ones)]
-    first, second = (_score_trial(manager, each) for each in scored)
-    if torch.equal(first["reward_tensor"], second["reward_tensor"]):
-        logger.warning(
-            "THE REWARD MODEL'S SCORE HAS NO EFFECT: the reward function %s returned the same for the scores 0 and 1. "
-            "It gets the score as extra_info['rm_score'], and nothing else uses it. Read it in the function, or remove "
-            "the function (then the score is the reward), or set reward.reward_model.enable=false",
-            manager.compute_score.where,
-        )
-    return set(first["reward_extra_info"])
-
-
-def _trial_batch(inputs: Inputs, row: int) -> DataProto:
-    tokenizer, item = inputs.tokenizer, inputs.train_dataset[row]
-    prompts = inputs.collate([item, item]).replace(uid=["trial", "trial"], agent_facts=[NO_FACTS, NO_FACTS])
-    truth = (item.get("reward_model") or {}).get("ground_truth")
-    truth = "" if truth is None else str(truth)
-    right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
-    prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])
-    columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
-    return prompts.union(DataProto.from_dict(columns))
-
-
-def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
-    try:
-        return manager(batch, return_dict=True)
-    except Exception as error:
-        cause = error.__cause__
-        stack = traceback.extract_tb(cause.__traceback__) if cause is not None else []
-        lines = [(frame.filename, frame.lineno, frame.line) for frame in stack]
-        if isinstance(cause, WorkerError):
-            lines = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', str(cause))
-        for filename, number, line in lines[-1:]:
-            error.add_note(f"raised at {filename}:{number}: {line}")
-        error.add_note(
-            "found by a trial before training: the ground truth and the prompt of a row, scored as responses"
-        )
-        raise

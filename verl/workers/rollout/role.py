@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl.agents import SINGLE_TURN, AgentLoop, GenerateFn, Prompt, Trajectory, make_agent_loop
+from verl.agents.loop import SINGLE_TURN, AgentLoop, GenerateFn, Prompt, Trajectory
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import TrainEngine
@@ -250,6 +250,8 @@ class Rollout:
 
     def _loop(self, name: str) -> AgentLoop:
         if name not in self._agent_loops:
+            from verl.agents.public import make_agent_loop  # imports the tools
+
             self._agent_loops[name] = make_agent_loop(name, self.config, self.tokenizer)
         return self._agent_loops[name]
 

@@ -1,0 +1,98 @@
+"""Checks of the settings of a run, its devices and its folders."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.checkpoints.atomic import check_folder
+from verl.config import Problem, schema
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.tracking.tracking import TRACKER_REGISTRY, check_trackers
+from verl.trainer.checks.preflight import Run
+from verl.trainer.startup.inputs import dataset_class
+from verl.trainer.startup.roles import idle_warning
+from verl.trainer.startup.torchrun import check_launcher
+from verl.utils.chaos import read_faults
+
+logger = logging.getLogger("verl.trainer")
+
+_OUTPUT_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
+
+
+def check_ranks(run: Run) -> None:
+    """The ranks are those that torchrun started, if it did."""
+    check_launcher(run.config.trainer)
+
+
+def check_tracker_names(run: Run) -> None:
+    """The trackers are known, and their packages installed."""
+    check_trackers(run.config.trainer.logger)
+
+
+def check_output_folders(run: Run) -> None:
+    """All output folders are writable, also that of weight_sync=disk."""
+    folders = {f"trainer.{name}": run.config.trainer.get(name) for name in _OUTPUT_FOLDERS}
+    if isinstance(run.config, schema.Config):
+        folders["actor_rollout_ref.rollout.weight_sync_dir"] = run.config.actor_rollout_ref.rollout.weight_sync_dir
+    for key, path in folders.items():
+        if path:
+            check_folder(key, Path(path))
+
+
+def check_faults(run: Run) -> None:
+    """The faults of `trainer.chaos` are known and have an effect with these settings."""
+    trainer, reward, policy = run.config.trainer, run.config.reward, run.config.actor_rollout_ref
+    in_processes = trainer.backend == "ray" or trainer.nnodes * trainer.n_gpus_per_node > 1
+    in_thread = any(TRACKER_REGISTRY[name].background for name in trainer.logger)
+    isolated = reward.isolation == "process"
+    conditions = {
+        "kill-reward": (isolated, "reward.isolation=process"),
+        "hang-reward": (isolated and reward.timeout, "reward.isolation=process and a reward.timeout"),
+        "nan-weight": (policy.actor.strategy != "megatron", "another actor.strategy than megatron"),
+        "stop-rank": (in_processes, "worker processes: trainer.n_gpus_per_node of at least 2, or trainer.backend=ray"),
+        "tracker-hang": (in_thread, "a tracker that runs in a thread in trainer.logger, such as wandb"),
+        "stale-weights": (
+            run.config.rollout_is_separate and policy.rollout.check_every,
+            "placement.rollout_devices and rollout.check_every",
+        ),
+    }
+    names = dict.fromkeys(fault.partition("@")[0] for fault in read_faults(trainer.chaos))
+    unmet = [f"{name} needs {need}" for name, (is_met, need) in conditions.items() if name in names and not is_met]
+    if unmet:
+        raise ValueError(f"trainer.chaos: {'; '.join(unmet)}")
+
+
+def check_reward_model(run: Run) -> Iterator[Problem]:
+    """An enabled reward model has a path."""
+    key, section = "reward.reward_model", run.config.reward.reward_model
+    if section.enable and not section.model_path:
+        yield Problem(f"{key}.model_path", f"null, but {key}.enable is true: set it to the reward model")
+
+
+def check_placement(run: Run) -> None:
+    """Roles are placed on existing devices, and share all devices with another role or none. Warn of idle devices."""
+    if warning := idle_warning(run.config):
+        logger.warning(warning)
+
+
+def check_dataset_class(run: Run) -> None:
+    """The class of `data.custom_cls` can be imported."""
+    dataset_class(run.config, RLHFDataset)
+
+
+def check_cluster(run: Run) -> None:
+    """The cluster can run the settings."""
+    run.cluster.check(run.config)
+
+
+def check_saving(run: Run) -> None:
+    """save_best and early stopping have validations. Warn if the run saves nothing."""
+    trainer = run.config.trainer
+    settings = {"save_best": trainer.save_best, "early_stopping.patience": trainer.early_stopping.patience}
+    for name, value in settings.items():
+        if value and trainer.test_freq in (-1, 0):
+            raise ValueError(
+                f"trainer.{name} is set, but trainer.test_freq is {trainer.test_freq}: set trainer.test_freq"
+            )
+    if trainer.save_freq in (-1, 0) and not (trainer.save_at_end or trainer.save_best or trainer.val_only):
+        logger.warning("the trained model will not be saved, because trainer.save_at_end is false")
