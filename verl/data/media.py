@@ -7,17 +7,23 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.columns import strict_check_enabled
 from verl.config import schema
-from verl.data.images import ImageLimits, MediaError, RowImage
+from verl.data.media_source import MediaError
 from verl.data.tokenization import Message, check_encodable, encode, render_chats
-from verl.data.videos import Video
+
+if TYPE_CHECKING:
+    from verl.data.images import RowImage
+    from verl.data.videos import Video
 
 logger = logging.getLogger("verl.data")
+
+FEWER_IMAGE_TOKENS = "reduce data.max_pixels"
+"""The fix in every error of a prompt or example that is too long and has images."""
 
 _PLACEHOLDER = re.compile(r"(<image>|<video>)")
 _PART_KEYS = {"type", "text", "image", "image_url", "video", "bytes", "path", "url", "fps"}
@@ -39,8 +45,8 @@ class MediaPrompt:
     """
 
     messages: list[Message]
-    images: tuple[RowImage, ...]
-    videos: tuple[Video, ...]
+    images: "tuple[RowImage, ...]"
+    videos: "tuple[Video, ...]"
     where: str
 
     def decode(self) -> None:
@@ -98,6 +104,8 @@ class MediaReader:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ):
+        from verl.data.images import ImageLimits
+
         self.processor, self.tokenizer, self.data = processor, tokenizer, data
         self.limits = ImageLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
         self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
@@ -123,6 +131,9 @@ class MediaReader:
             MediaError: another number of placeholders than of images or videos, too many images, or text with the
                 model's own token of an image or video.
         """
+        from verl.data.images import RowImage
+        from verl.data.videos import Video
+
         keys = {"image": self.data.image_key, "video": self.data.video_key}
         given = {kind: _as_list(row.get(key)) for kind, key in keys.items()}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -207,9 +218,10 @@ class MediaReader:
         kinds = {token: kind for kind in media if (token := self._token(kind)) is not None}
 
         def expanded(found: re.Match[str]) -> str:
-            one = next(media[kinds[found[0]]])
+            kind = kinds[found[0]]
+            one = next(media[kind])
             with _errors_of(one.where):
-                if isinstance(one, Video):
+                if kind == "video":
                     return self._expanded(found[0], **_video_inputs([one]))
                 return self._placeholder(*one.size())
 
@@ -461,7 +473,7 @@ def _as_list(value: Any) -> list[Any]:
     return [value] if not isinstance(value, str) or value else []
 
 
-def _video_inputs(videos: Sequence[Video]) -> dict[str, Any]:
+def _video_inputs(videos: "Sequence[Video]") -> dict[str, Any]:
     """Arguments of a processor for decoded videos, whose frames are chosen already."""
     if not videos:
         return {}

@@ -22,7 +22,6 @@ from verl.tracking.tracking import setup_logging
 from verl.trainer.asynchronous.generation import Asynchronous, use_sampled_log_probs
 from verl.trainer.base import StepReport, Trainer
 from verl.trainer.checks.agents import describe_agents
-from verl.trainer.checks.planning import describe_estimate
 from verl.trainer.checks.preflight import INPUTS, run_checks
 from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.output.recording import step_record
@@ -315,6 +314,8 @@ class PPOTrainer(Trainer):
             )
 
     def plan(self) -> str:
+        from verl.trainer.checks.planning import describe_estimate  # imports the planner
+
         words, trainer = self._summary(), self.config.trainer
         saving = describe_saving(trainer)
         prompt = "".join(f"{line}\n" for line in first_prompt(self.run.inputs.train_dataset))

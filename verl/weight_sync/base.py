@@ -5,12 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from verl.utils.shards import Shard
-from verl.weight_sync.reshard.plan import Stored
+
+if TYPE_CHECKING:
+    from verl.weight_sync.reshard.plan import Stored
 
 #: the configuration of adapters: that of PEFT (r, lora_alpha, target_modules), and `scaling`: layer -> factor of B A
 AdapterConfig = Mapping[str, Any]
@@ -111,7 +113,7 @@ class SlicedWeights(ABC):
         return ""
 
     @abstractmethod
-    def slice_layout(self) -> Mapping[str, Stored]:
+    def slice_layout(self) -> "Mapping[str, Stored]":
         """HuggingFace name -> what this rank stores of the parameter; the same object in every call."""
 
     @abstractmethod

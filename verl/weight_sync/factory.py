@@ -2,16 +2,15 @@
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
-from verl.weight_sync.adapters import sends_adapters
 from verl.weight_sync.base import AdapterReceiver, ReceivesWeights, RemoteReceiver, SlicedWeights, WeightSync
 from verl.weight_sync.in_process import InProcessSync
-from verl.weight_sync.ipc import IpcSync
-from verl.weight_sync.replica import ReplicaSync
-from verl.weight_sync.reshard.grouping import HybridGroups
-from verl.weight_sync.reshard.sync import ReshardSync
+
+if TYPE_CHECKING:
+    from verl.weight_sync.reshard.grouping import HybridGroups
 
 logger = logging.getLogger("verl.rollout")
 
@@ -29,7 +28,7 @@ def local_sync(
     bucket_bytes: int,
     has_shards: bool = False,
     prefers_shards: bool = False,
-    grouping: HybridGroups | None = None,
+    grouping: "HybridGroups | None" = None,
 ) -> WeightSync:
     """The sync of an engine that shares the trainer's device.
 
@@ -64,8 +63,12 @@ def local_sync(
         logger.warning("rollout.weight_sync=auto: %s instead of reshard: %s", method, obstacle)
     if method == "in_process":
         return InProcessSync(engine)
+    from verl.weight_sync.adapters import sends_adapters
+
     adapters = sends_adapters(lora_sync, has_adapters, takes, method == "ipc" or applies)
     if method == "reshard" and not adapters:
+        from verl.weight_sync.reshard.sync import ReshardSync
+
         sync = ReshardSync(engine, device, bucket_bytes, grouping=grouping)
         if sync.peers.size == 1:
             sync.bandwidth = copy_bandwidth(device)
@@ -73,7 +76,11 @@ def local_sync(
     if setting == "reshard":
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
     if method == "ipc":
+        from verl.weight_sync.ipc import IpcSync
+
         return IpcSync(engine, device, dtype, bucket_bytes, adapters, copy_bandwidth(device))
+    from verl.weight_sync.replica import ReplicaSync
+
     return ReplicaSync(engine, adapters, copy_bandwidth(device))
 
 

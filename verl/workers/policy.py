@@ -17,8 +17,7 @@ from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils import chaos
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
-from verl.weight_sync import CollectiveSync, DiskSync, SyncReport, TransferGroup, WeightSync
-from verl.weight_sync.adapters import sends_adapters
+from verl.weight_sync.base import SyncReport, WeightSync
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout, RolloutSource, bucket_bytes
@@ -97,6 +96,9 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
         Rank 0 sends; the other ranks only take part in gathering the weights.
         """
+        from verl.weight_sync import CollectiveSync, TransferGroup
+        from verl.weight_sync.adapters import sends_adapters
+
         rollout, group = self.config.rollout, None
         has_adapters = self.engine.adapter_config() is not None
         adapters = sends_adapters(rollout.lora_sync, has_adapters, takes_adapters, cheaper=True)
@@ -108,6 +110,8 @@ class ActorWorker(RolloutMethods, EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_to_folder(self) -> None:
         """Push weights to rollout.weight_sync_dir, where rollout ranks read them."""
+        from verl.weight_sync import DiskSync
+
         self._sync = DiskSync(self.config.rollout.weight_sync_dir, self.rank == 0, self.compute_dtype)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -6,16 +6,13 @@ import torch
 from torch import nn
 
 from verl.config import schema
-from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import read_config
 from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import empty_module, engine_dtype, load_module
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import family_of
-from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.weight_sync import ModuleReceiver
 
 
 def make_native(
@@ -54,6 +51,9 @@ def make_native(
     if shared is not None:
         narrow = None if dtype == next(shared.parameters()).dtype else dtype
         return NativeRollout(shared, dtype=narrow, forward=forward, **options)
+    from verl.modeling.batch_invariant import model as batch_invariant
+    from verl.weight_sync import ModuleReceiver
+
     attention = batch_invariant.NAME if deterministic else None
     if train_engine is None:
         module = load_module(model, dtype, env.device, attention)
@@ -75,6 +75,8 @@ def _make_tensor_parallel(
     options: dict[str, Any],
 ) -> NativeRollout:
     """The engine of one rank of a tensor-parallel group: a module with slices of the parameters."""
+    from verl.rollout.native.slices import SliceReceiver, Slices
+
     tp = TensorParallel.of(env)
     slices = Slices(read_config(model.path, model.override_config, model.trust_remote_code), tp)
     shapes: dict[str, torch.Size] = {}

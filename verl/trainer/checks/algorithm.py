@@ -40,8 +40,8 @@ def check_required_settings(run: Run) -> None:
     if not {"log_prob", "loss_agg_mode"} <= (parameters := parameter_names(loss)) and "columns" not in parameters:
         raise ValueError(
             f"{name}: expected the parameters log_prob and loss_agg_mode, found {sorted(parameters)} (**kwargs "
-            "receives nothing): take loss_agg_mode and return agg_loss(losses, response_mask, loss_agg_mode), so that the "
-            "gradient does not depend on the micro-batch size"
+            "receives nothing): take loss_agg_mode and return agg_loss(losses, response_mask, loss_agg_mode), so that "
+            "the gradient does not depend on the micro-batch size"
         )
 
 

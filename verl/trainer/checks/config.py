@@ -1,13 +1,18 @@
-"""Checks of the settings of a run, its devices and its folders."""
+"""Checks of the settings with the modules that they import, of the folders of a run and of its devices."""
 
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 from verl.checkpoints.atomic import check_folder
-from verl.config import Problem, schema
+from verl.config import Problem, check_registered, schema
+from verl.config.inputs import check_code_file
 from verl.data.rlhf_dataset import RLHFDataset
+from verl.engines.base import ENGINES
+from verl.registry import import_module
+from verl.rollout.base import ROLLOUT_ENGINES
 from verl.tracking.tracking import TRACKER_REGISTRY, check_trackers
+from verl.trainer.checks.agents import agent_loop_names
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.inputs import dataset_class
 from verl.trainer.startup.roles import idle_warning
@@ -17,6 +22,26 @@ from verl.utils.chaos import read_faults
 logger = logging.getLogger("verl.trainer")
 
 _OUTPUT_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
+
+
+def check_imports(run: Run) -> None:
+    """Import the user's files and modules, which register losses, estimators and rewards."""
+    for address in run.config.imports:
+        if not [*check_code_file("imports", address)]:  # a missing one is a problem of `check_files`
+            import_module(address)
+
+
+def check_engines(run: Run) -> list[Problem]:
+    """Engines, agent loops and tool parsers are registered under the configured names."""
+    names = {"rollout.name": ROLLOUT_ENGINES, "strategy": ENGINES}
+    if isinstance(run.config, schema.Config):
+        rollout = run.config.actor_rollout_ref.rollout
+        names["rollout.agent.default_agent_loop"] = agent_loop_names(rollout)
+        if rollout.multi_turn.format != type(rollout.multi_turn)().format:
+            from verl.agents.tools.parsers import TOOL_PARSERS
+
+            names["rollout.multi_turn.format"] = TOOL_PARSERS
+    return check_registered(run.config, names)
 
 
 def check_ranks(run: Run) -> None:

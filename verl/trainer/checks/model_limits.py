@@ -8,12 +8,8 @@ from typing import Any
 
 from verl.config import schema
 from verl.data.tokenization import load_tokenizer
-from verl.engines.expert_parallel import check_experts
-from verl.engines.megatron.checks import check_architecture, check_keys, parallel_sizes
-from verl.engines.megatron.checks import check_sizes as check_megatron_sizes
 from verl.modeling.huggingface import experts_of, model_source, read_config
 from verl.rollout.native.model import family_of
-from verl.rollout.native.slices import check_sizes
 from verl.rollout.vision_models import check_images
 
 logger = logging.getLogger("verl.trainer")
@@ -99,6 +95,8 @@ class ModelLimits:
             if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
                 family_of(architecture)
         if rollout.tensor_model_parallel_size > 1:
+            from verl.rollout.native.slices import check_sizes
+
             check_sizes(self.sizes, rollout.tensor_model_parallel_size)
 
 
@@ -150,6 +148,8 @@ def check_moe(config: schema.Config) -> None:
     replays = actor.router_replay.mode != "disabled" or records
     if size == 1 and not replays:
         return
+    from verl.engines.expert_parallel import check_experts
+
     found = read_config(policy.model.path, policy.model.override_config, policy.model.trust_remote_code)
     ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
     check_experts(found, size, ranks)
@@ -188,14 +188,18 @@ def check_megatron(roles: Mapping[str, MegatronRole]) -> None:
             that do not divide the model or the ranks, or differ between the models of a process; or keys of experts
             for a model without them.
     """
+    if not roles:
+        return
+    from verl.engines.megatron import checks
+
     of_pool: dict[str, tuple[str, dict[str, int]]] = {}
     for name, role in roles.items():
         model, section = role.model, role.section
         found = read_config(model.path, model.override_config, model.trust_remote_code)
-        check_architecture(found, model.path)
-        check_megatron_sizes(found, section)
-        check_keys(found, section, name)
-        dense, experts = parallel_sizes(section, role.ranks)
+        checks.check_architecture(found, model.path)
+        checks.check_sizes(found, section)
+        checks.check_keys(found, section, name)
+        dense, experts = checks.parallel_sizes(section, role.ranks)
         first, expected = of_pool.setdefault(role.pool, (name, dense | experts))
         for key, size in (dense | experts).items():
             if size != expected[key]:

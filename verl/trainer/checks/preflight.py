@@ -111,8 +111,8 @@ CHECKS: tuple[Check, ...] = (
     Check("options are supported", SETTINGS, "settings.check_options", (*TRAINING, GenerationConfig)),
     Check("built-in engines", SETTINGS, "settings.check_built_in_engines", (*TRAINING, GenerationConfig)),
     Check("recipe settings", SETTINGS, "settings.check_recipe_settings"),
-    Check("imports", IMPORTS, "registered.check_imports", Schema),
-    Check("registered engines", IMPORTS, "registered.check_engines", (*TRAINING, GenerationConfig)),
+    Check("imports", IMPORTS, "config.check_imports", Schema),
+    Check("registered engines", IMPORTS, "config.check_engines", (*TRAINING, GenerationConfig)),
     Check("launcher", CONFIG, "config.check_ranks", (*TRAINING, GenerationConfig)),
     Check("trackers", CONFIG, "config.check_tracker_names"),
     Check("output folders", CONFIG, "config.check_output_folders"),
@@ -138,7 +138,7 @@ CHECKS: tuple[Check, ...] = (
     Check("tools in prompts", INPUTS, "agents.check_tools_in_prompts", Config),
     Check("model limits", INPUTS, "inputs.check_model_limits"),
     Check("recipe data", INPUTS, "inputs.check_recipe_inputs"),
-    Check("reward function", INPUTS, "trial.check_reward_function", Config),
+    Check("reward function", INPUTS, "inputs.check_reward_function", Config),
     Check("reward names", FLOW, "inputs.check_reward_names", Config),
 )
 """Every check, in the order in which they run."""

@@ -19,7 +19,6 @@ from verl.data.order import PromptSource, ResumableSampler, check_batch_size
 from verl.data.prefetch import default_workers
 from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
-from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenization import load_tokenizer
 from verl.modeling.huggingface import model_source
 from verl.processes.child import set_helper_environment
@@ -80,7 +79,7 @@ def load_inputs(
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, val_dataset, config.data.val_max_samples, processor)
     if train is None:
-        train = _listing_bad_rows(config, lambda: load_dataset(config, tokenizer, processor))
+        train = _list_bad_rows(config, lambda: load_dataset(config, tokenizer, processor))
     val = val if val is not None else load_val_dataset(config, tokenizer, processor)
     collate = PromptCollator(tokenizer, config.data, processor)
     return Inputs(model, tokenizer, train, val, rewards, collate, processor)
@@ -93,6 +92,8 @@ def load_sft_inputs(
     tokenizer: Any = None,
 ) -> Inputs:
     """Like `load_inputs`, for SFT."""
+    from verl.data.sft_dataset import SFTDataset
+
     data, cls = config.data, dataset_class(config, SFTDataset)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
 
@@ -113,7 +114,7 @@ def load_sft_inputs(
     )
     if train is None:
         further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}
-        train = _listing_bad_rows(config, lambda: load(data.train_files, data.train_max_samples, **further))
+        train = _list_bad_rows(config, lambda: load(data.train_files, data.train_max_samples, **further))
     if val is None and data.val_files:
         data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
@@ -155,15 +156,14 @@ def dataset_class(config: schema.Config | schema.SFTConfig, default: type[Datase
     return load_dataset_class(custom.path, custom.name) if custom.path else default
 
 
-def _listing_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], Dataset]) -> Dataset:
+def _list_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], Dataset]) -> Dataset:
     """Load the training data; bad rows are listed in the folder of the run."""
     folder = Path(config.trainer.default_local_dir)
     try:
         train = load()
     except BadRowsError as error:
         raise ValueError(f"{error}\nAll of them are listed in {write_bad_rows(folder, error.rows)}") from None
-    listing = [each for each in datasets_of(train) if isinstance(each, RLHFDataset | SFTDataset)]
-    write_bad_rows(folder, [row for each in listing for row in each.bad_rows])
+    write_bad_rows(folder, [row for each in datasets_of(train) for row in getattr(each, "bad_rows", ())])
     return train
 
 
@@ -204,15 +204,20 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
     Items of a custom dataset are read by at most one, since several threads may not be safe there.
     """
     parts = datasets_of(dataset)
-    is_custom = any(type(part) not in (RLHFDataset, SFTDataset) for part in parts)
-    found = data.dataloader_num_workers
-    if found is None:
+    is_custom = not all(_is_built_in(part) for part in parts)
+    threads = data.dataloader_num_workers
+    if threads is None:
         has_images = not is_custom and any(part.media is not None for part in parts)
         return default_workers() if has_images else 0
-    if is_custom and found > 1:
-        logger.info("data.dataloader_num_workers=%d: the items of a custom dataset are read by one thread", found)
+    if is_custom and threads > 1:
+        logger.info("data.dataloader_num_workers=%d: the items of a custom dataset are read by one thread", threads)
         return 1
-    return found
+    return threads
+
+
+def _is_built_in(dataset: Dataset) -> bool:
+    """Whether it is a RLHFDataset or SFTDataset, not of a subclass."""
+    return type(dataset).__module__.startswith("verl.data.")
 
 
 def prompt_source(data: schema.DataConfig, inputs: Inputs) -> PromptSource:
