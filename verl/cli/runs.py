@@ -32,8 +32,8 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
 
     with user_errors():
         folders = run_folders(folder)
-        found = [open_run(path) for path in (folders[:limit] if limit else folders)]
-    if not found:
+        records = [open_run(path) for path in (folders[:limit] if limit else folders)]
+    if not records:
         typer.echo(
             f"no runs in {shown(str(folder))}: expected folders with run.json or metrics.jsonl. For "
             "another folder: verl runs list FOLDER",
@@ -45,7 +45,7 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
         table.add_column(
             column, overflow="fold", no_wrap=column != "run", justify="right" if column in _NUMBERS else "left"
         )
-    for run in found:
+    for run in records:
         total = run.about.get("total_steps")
         training = run.metrics.get(run.reward_name or "", ())
         validation = run.metrics.get(_first(run.validation_names) or "", ())
@@ -58,8 +58,8 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
         cells = (name, run.algorithm, run.model, steps, *figures, run.state, short_duration(run.age))
         table.add_row(*map(shown, cells))
     _print(table)
-    if len(found) < len(folders):
-        typer.echo(f"{len(folders) - len(found)} older runs in {shown(str(folder))}: --limit 0 lists all")
+    if len(records) < len(folders):
+        typer.echo(f"{len(folders) - len(records)} older runs in {shown(str(folder))}: --limit 0 lists all")
 
 
 @runs.command("compare")
@@ -80,31 +80,31 @@ def compare_runs(
     from verl.trainer.startup.command_line import user_errors
 
     with user_errors():
-        found = [open_run(folder) for folder in folders]
-        if len(found) < 2:
+        records = [open_run(folder) for folder in folders]
+        if len(records) < 2:
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
-        plot = save_comparison(found, out, metric)
-    names = [shown(name) for name in short_names(found)]
+        plot = save_comparison(records, out, metric)
+    names = [shown(name) for name in short_names(records)]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("setting", *names):
         table.add_column(column, overflow="fold")
-    for key, values in differing_settings(found).items():
+    for key, values in differing_settings(records).items():
         table.add_row(shown(key), *("-" if value is None else shown(str(value)) for value in values))
     if table.row_count:
         _print(table, _WIDEST)
     else:
         typer.echo(
-            "no setting differs" if all(run.config for run in found) else "no configuration: a run has no run.json"
+            "no setting differs" if all(run.config for run in records) else "no configuration: a run has no run.json"
         )
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("first -> last (best)", *names):
         table.add_column(column, overflow="fold")
-    for name in metric or _shown_metrics(found):
-        table.add_row(shown(name), *(_range(name, run.metrics.get(name)) for run in found))
-    table.add_row("steps", *(str(run.steps) for run in found))
-    table.add_row("time", *(short_duration(run.seconds) for run in found))
+    for name in metric or _shown_metrics(records):
+        table.add_row(shown(name), *(_range(name, run.metrics.get(name)) for run in records))
+    table.add_row("steps", *(str(run.steps) for run in records))
+    table.add_row("time", *(short_duration(run.seconds) for run in records))
     _print(table, _WIDEST)
-    typer.echo(shown(f"legend: {'; '.join(labels(found))}\nplot: {plot}"))
+    typer.echo(shown(f"legend: {'; '.join(labels(records))}\nplot: {plot}"))
 
 
 _NUMBERS = ("steps", "reward", "best", "validation")
@@ -130,13 +130,13 @@ def _first(names: list[str]) -> str | None:
     return names[0] if names else None
 
 
-def _shown_metrics(found: list[Any]) -> list[str]:
+def _shown_metrics(records: list[Any]) -> list[str]:
     """The metrics of the panels, and of the validations, that any run has."""
     from verl.tracking.curves import PANELS
 
-    present = {name for run in found for name in run.metrics}
+    present = {name for run in records for name in run.metrics}
     plotted = [name for names in PANELS.values() for name in names if name in present]
-    validation = dict.fromkeys(name for run in found for name in run.validation_names)
+    validation = dict.fromkeys(name for run in records for name in run.validation_names)
     return [*plotted, *validation, *(name for name in ("perf/throughput", "actor/grad_norm") if name in present)]
 
 

@@ -56,11 +56,11 @@ class PromptSet:
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
         """The columns of prompts for a rollout. Images are decoded now."""
         ids = [self.prompt_ids[i] for i in indices]
-        found = {"prompt_ids": ids, "uid": [str(i) for i in indices]}
+        columns = {"prompt_ids": ids, "uid": [str(i) for i in indices]}
         if self.media is not None:
             items = [self.media.columns(self.read(i), tokens) for i, tokens in zip(indices, ids)]
-            found |= {name: [item[name] for item in items] for name in items[0]}
-        return found
+            columns |= {name: [item[name] for item in items] for name in items[0]}
+        return columns
 
     def digest(self) -> str:
         """Return a checksum of all token ids, which depends on the tokenizer and the chat template."""
@@ -119,9 +119,9 @@ def _reader(
     def read(index: int, row: Mapping[str, Any] | None = None) -> Prompt:
         row, where = rows[index] if row is None else row, rows.where(index)
         refuse_media(row, refused, where)
-        given = row[data.prompt_key]
-        found = None if media is None else media.read(row, given, rows.folder(index), where)
-        return found or read_prompt(given, data.prompt_format, has_template, where)
+        prompt = row[data.prompt_key]
+        media_prompt = None if media is None else media.read(row, prompt, rows.folder(index), where)
+        return media_prompt or read_prompt(prompt, data.prompt_format, has_template, where)
 
     return read
 
@@ -140,8 +140,8 @@ def _encode(
     texts = [i for i in range(len(prompts)) if i not in encoded]
     kwargs = data.apply_chat_template_kwargs
     where = [rows.where(index) for index in indices]
-    found = encode_prompts(tokenizer, [prompts[i] for i in texts], lambda k: where[texts[k]], template_kwargs=kwargs)
-    encoded |= dict(zip(texts, found))
+    text_ids = encode_prompts(tokenizer, [prompts[i] for i in texts], lambda k: where[texts[k]], template_kwargs=kwargs)
+    encoded |= dict(zip(texts, text_ids))
     ids = [encoded[i] for i in range(len(prompts))]
     check_round_trips(
         tokenizer, list(map(prompt_texts, prompts)), ids, max(count // ROUND_TRIPS, 1), indices, rows.where

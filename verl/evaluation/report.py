@@ -211,15 +211,15 @@ def comparison_table(comparison: Comparison, confidence: float) -> Table:
     """
     table = _table("data source", "prompts", "accuracy", "data.path - data.compare_path")
     several = len(comparison.sources) > 1
-    for name, found in _with_overall(comparison.sources, comparison.overall).items():
+    for name, paired in _with_overall(comparison.sources, comparison.overall).items():
         table.add_section()
-        table.add_row(_cell(name), f"{found.prompts:,}", "difference", f"{found.difference:+.4f}")
+        table.add_row(_cell(name), f"{paired.prompts:,}", "difference", f"{paired.difference:+.4f}")
         head = (_cell(name) if several else "", "")
-        if found.low is not None:
-            table.add_row(*head, f"{confidence:.0%} interval", f"{found.low:+.4f} .. {found.high:+.4f}")
-        table.add_row(*head, "p, sign-flip test", _p(found.p_value))
-        table.add_row(*head, "better, worse, equal", f"{found.wins:,}, {found.losses:,}, {found.ties:,}")
-        table.add_row(*head, "p, sign test", _p(found.sign_test_p))
+        if paired.low is not None:
+            table.add_row(*head, f"{confidence:.0%} interval", f"{paired.low:+.4f} .. {paired.high:+.4f}")
+        table.add_row(*head, "p, sign-flip test", _p(paired.p_value))
+        table.add_row(*head, "better, worse, equal", f"{paired.wins:,}, {paired.losses:,}, {paired.ties:,}")
+        table.add_row(*head, "p, sign test", _p(paired.sign_test_p))
     return table
 
 

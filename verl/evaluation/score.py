@@ -111,14 +111,14 @@ def _read_row(
 
 def _ground_truth(row: Mapping[str, Any], where: str, data: EvalDataConfig) -> Any:
     column = data.reward_model_key if data.reward_model_key in row else "answer"
-    found = row[column]
+    truth = row[column]
     if column == data.reward_model_key:
-        if not isinstance(found, Mapping):
-            raise ValueError(f"{where}: expected {{'ground_truth': ...}} in column {column!r}, found {found!r:.80}")
-        found = found.get("ground_truth")
-    if found is None:
+        if not isinstance(truth, Mapping):
+            raise ValueError(f"{where}: expected {{'ground_truth': ...}} in column {column!r}, found {truth!r:.80}")
+        truth = truth.get("ground_truth")
+    if truth is None:
         raise ValueError(f"{where}: the ground truth (column {column!r}) is missing")
-    return found
+    return truth
 
 
 # ---- the flow -------------------------------------------------------------------------------------------------------

@@ -87,14 +87,14 @@ class ResponseShards:
         """
         if not self.output.exists():
             return False
-        found = "with unknown settings"
+        difference = "with unknown settings"
         if settings_file(self.output).is_file():
             recorded = json.loads(settings_file(self.output).read_text(encoding="utf-8"))["settings"]
             if recorded == self.settings:
                 return True
-            found = f"generated with other settings ({changed(recorded, self.settings)})"
+            difference = f"generated with other settings ({changed(recorded, self.settings)})"
         raise ValueError(
-            f"data.output_path: {self.output} already exists, {found}: choose another file, or delete this one"
+            f"data.output_path: {self.output} already exists, {difference}: choose another file, or delete this one"
         )
 
     def open(self) -> None:
@@ -156,11 +156,11 @@ class ResponseShards:
         if not self._path(shard).is_file():
             return False
         try:
-            found = self._read(shard)
+            responses = self._read(shard)
         except (ValueError, TypeError) as error:
             logger.warning("%s is damaged and will be generated again: %s", self._path(shard), error)
             return False
-        complete = len(found) == len(self.prompts_of(shard)) and all(len(r.responses) == self.n for r in found)
+        complete = len(responses) == len(self.prompts_of(shard)) and all(len(r.responses) == self.n for r in responses)
         if not complete:
             logger.warning("%s is incomplete and will be generated again", self._path(shard))
         return complete

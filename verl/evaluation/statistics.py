@@ -186,13 +186,13 @@ def sign_flip_test(differences: np.ndarray, *, samples: int = 10_000, seed: int 
     included, so p is never 0. Unlike a bootstrap p-value, it is valid for few prompts.
     """
     differences = np.sort(differences)  # the result does not depend on the order of the prompts
-    found = abs(differences.mean())
+    observed = abs(differences.mean())
     random = np.random.default_rng(seed)
     as_far, remaining = 1, samples
     while remaining:
         size = min(remaining, max(1, _DRAWS // len(differences)))
         signs = random.integers(0, 2, (size, len(differences))) * 2 - 1
-        as_far += int((np.abs(signs @ differences) / len(differences) >= found - 1e-12).sum())
+        as_far += int((np.abs(signs @ differences) / len(differences) >= observed - 1e-12).sum())
         remaining -= size
     return as_far / (samples + 1)
 

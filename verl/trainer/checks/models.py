@@ -94,7 +94,7 @@ def readable_config(path: str, overrides: Mapping[str, Any], trust_remote_code: 
     if path:
         _check_folder(path)
     try:
-        found = read_config(path, overrides, trust_remote_code)
+        config = read_config(path, overrides, trust_remote_code)
     except (ValueError, ImportError):
         raise
     except Exception as error:  # strict dataclasses raise a separate error type, checks of single models any
@@ -102,8 +102,8 @@ def readable_config(path: str, overrides: Mapping[str, Any], trust_remote_code: 
         raise ValueError(
             f"{path!r}: transformers refuses its config.json ({reason}): expected that of a model"
         ) from error
-    _check_sizes(path, found.get_text_config())
-    return found
+    _check_sizes(path, config.get_text_config())
+    return config
 
 
 def _check_sizes(path: str, config: Any) -> None:
@@ -111,10 +111,10 @@ def _check_sizes(path: str, config: Any) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"the config of {path!r} has {name}={size}: expected int >= 1")
-    heads, of_keys = (sizes.get(name, 1) for name in ("num_attention_heads", "num_key_value_heads"))
-    if "num_attention_heads" in sizes and heads % of_keys:
+    heads, key_heads = (sizes.get(name, 1) for name in ("num_attention_heads", "num_key_value_heads"))
+    if "num_attention_heads" in sizes and heads % key_heads:
         raise ValueError(
-            f"the config of {path!r} has num_attention_heads={heads} and num_key_value_heads={of_keys}: expected a "
+            f"the config of {path!r} has num_attention_heads={heads} and num_key_value_heads={key_heads}: expected a "
             "multiple"
         )
 

@@ -61,8 +61,8 @@ def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_co
 
 def shape_of_config(hf: Any, name: str) -> ModelShape:
     """The shape of a model, from its HuggingFace config. name: in errors and tables."""
-    found = ModelShape.of({**hf.get_text_config().to_dict(), "tie_word_embeddings": hf.tie_word_embeddings}, name)
-    return replace(found, vision=_vision_of(hf)) if is_vision_config(hf) else found
+    shape = ModelShape.of({**hf.get_text_config().to_dict(), "tie_word_embeddings": hf.tie_word_embeddings}, name)
+    return replace(shape, vision=_vision_of(hf)) if is_vision_config(hf) else shape
 
 
 def _vision_of(hf: Any) -> VisionShape:
@@ -84,15 +84,15 @@ def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelSha
     """Role -> shape of its model."""
     policy, reward = config.actor_rollout_ref.model, config.reward.reward_model
     of_policy = functools.cache(lambda: shape_of(policy.path, policy))  # of several roles
-    found = {}
+    shapes = {}
     for name in names:
         if name == "critic":
-            found[name] = shape_of(config.critic.model.path, config.critic.model)
+            shapes[name] = shape_of(config.critic.model.path, config.critic.model)
         elif name == "reward":
-            found[name] = shape_of(reward.model_path, trust_remote_code=reward.trust_remote_code)
+            shapes[name] = shape_of(reward.model_path, trust_remote_code=reward.trust_remote_code)
         else:
-            found[name] = of_policy()
-    return found
+            shapes[name] = of_policy()
+    return shapes
 
 
 def estimate(config: schema.Config, names: Sequence[str]) -> Estimate:
@@ -116,23 +116,23 @@ def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str
 def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
     """The lines that `verl plan` adds to the plan of a run."""
     try:
-        found = estimate(config, names)
+        estimated = estimate(config, names)
     except ValueError as error:
         return f"no estimate of memory and time: {error}"
-    lines = [*report.memory_lines(found.plan), *report.time_lines(found.plan)]
-    if not found.plan.fits:
-        lines.append(_fix(found))
-    if sum(count for _, count in found.groups) > 1:
-        total, search = _devices(config), _search(config, found)
-        configured = report.Configured(found.plan, [numbers for _, numbers in _placed(config, names)])
+    lines = [*report.memory_lines(estimated.plan), *report.time_lines(estimated.plan)]
+    if not estimated.plan.fits:
+        lines.append(_fix(estimated))
+    if sum(count for _, count in estimated.groups) > 1:
+        total, search = _devices(config), _search(config, estimated)
+        configured = report.Configured(estimated.plan, [numbers for _, numbers in _placed(config, names)])
         plans = search.plans(total, len(search.partitions()))
         lines += ["", *report.choice_lines(plans, total, configured)]
     return "\n".join(lines)
 
 
-def _fix(found: Estimate) -> str:
+def _fix(estimated: Estimate) -> str:
     """The smallest change that makes an estimate fit, as text."""
-    return _change_words(found.change())
+    return _change_words(estimated.change())
 
 
 def _change_words(change: tuple[Change, Plan] | None) -> str:
@@ -149,17 +149,17 @@ def check_memory(run: Run) -> None:
     if run.backend == "ray":
         return
     try:
-        found = estimate(run.config, roles_of(run.config))
+        estimated = estimate(run.config, roles_of(run.config))
     except ValueError as error:
         logger.debug("memory is not checked: %s", error)
         return
-    plan = found.plan
+    plan = estimated.plan
     if plan.fits:
         return
     group = max(plan.groups, key=lambda group: group.peak[1])
     message = (
         f"{group.peak[0]} needs about {report.gib(plan.peak)} GiB per device, but there are "
-        f"{report.gib(plan.available)} GiB ({plan.device.name}); {_fix(found)}; `verl plan` prints the table"
+        f"{report.gib(plan.available)} GiB ({plan.device.name}); {_fix(estimated)}; `verl plan` prints the table"
     )
     if plan.peak > REFUSED_FROM * plan.available:
         raise ValueError(f"memory: {message}")
@@ -173,10 +173,10 @@ def _devices(config: schema.Config) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def _search(config: schema.Config, found: Estimate) -> Search:
+def _search(config: schema.Config, estimated: Estimate) -> Search:
     """The search over placements that the settings allow."""
     rollout, policy = config.actor_rollout_ref.rollout, config.actor_rollout_ref
-    job = found.job
+    job = estimated.job
     if "rollout" in job.names:
         roles = tuple(role for role in job.roles if role.name != "rollout")
         job = replace(job, roles=roles)
@@ -188,10 +188,10 @@ def _search(config: schema.Config, found: Estimate) -> Search:
         free = () if policy.actor.megatron.virtual_pipeline_model_parallel_size else MEGATRON_SIZES
         models = tuple(dict.fromkeys(((now.tensor, now.pipeline), *free)))
     # a rollout with separate devices idles during training, unless training is asynchronous
-    return Search(job, found.device, Space(job.overlaps, sizes, models, expert_sizes=None, same_sizes=True))
+    return Search(job, estimated.device, Space(job.overlaps, sizes, models, expert_sizes=None, same_sizes=True))
 
 
-def _nothing_fits(config: schema.Config, found: Estimate) -> str:
+def _nothing_fits(config: schema.Config, estimated: Estimate) -> str:
     """Why no placement is possible, and what to change."""
     total, k = _devices(config), config.trainer.max_staleness
     if k and total == 1:
@@ -201,14 +201,14 @@ def _nothing_fits(config: schema.Config, found: Estimate) -> str:
         )
 
     def plan_of(change: Change) -> Plan | None:
-        changed = replace(found, job=change.apply(found.job))
+        changed = replace(estimated, job=change.apply(estimated.job))
         plans = _search(config, changed).plans(total * change.factor, 1)
         return plans[0] if plans else None
 
     separate = f" with a rollout on separate devices, which trainer.async.max_staleness={k} needs," if k else ""
-    words = _change_words(first_that_fits(found.job, found.device, plan_of))
-    words += "; or use trainer.async.max_staleness=0" if k else ""
-    return f"no placement on {total} devices{separate} fits; {words}"
+    fix = _change_words(first_that_fits(estimated.job, estimated.device, plan_of))
+    fix += "; or use trainer.async.max_staleness=0" if k else ""
+    return f"no placement on {total} devices{separate} fits; {fix}"
 
 
 def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
@@ -229,8 +229,8 @@ def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
     for key in saved.keys() & known.keys():
         if key.startswith("placement.") or key in _PLACED or key.endswith(_MEGATRON_SIZES):
             kept |= {key: saved[key]} if saved[key] != known[key] and key != "placement.auto" else {}
-    words = " ".join(f"{key}={value}" for key, value in sorted(kept.items())).replace(", ", ",")
-    logger.info("placement=auto: as in %s, from which the run resumes; sets %s", folder, words)
+    settings = " ".join(f"{key}={value}" for key, value in sorted(kept.items())).replace(", ", ",")
+    logger.info("placement=auto: as in %s, from which the run resumes; sets %s", folder, settings)
     return kept
 
 
@@ -243,29 +243,29 @@ def apply_auto_placement(config: schema.Config) -> schema.Config:
         ValueError: devices are set too, a model is not modelled, or nothing fits (in asynchronous training, with a
             rollout on separate devices).
     """
-    given = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
-    if given:
-        raise ValueError(f"placement.auto chooses the devices, but placement.{given[0]} is set: remove one of them")
+    placed = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
+    if placed:
+        raise ValueError(f"placement.auto chooses the devices, but placement.{placed[0]} is set: remove one of them")
     if (kept := _resumed_placement(config)) is not None:
         return with_overrides(config, kept)
     try:
-        found = estimate(config, roles_of(config))
+        estimated = estimate(config, roles_of(config))
     except ValueError as error:
         raise ValueError(f"placement=auto is not possible: {error}; set placement.*_devices, or remove it") from error
-    plans = _search(config, found).plans(_devices(config))
+    plans = _search(config, estimated).plans(_devices(config))
     if not plans:
-        raise ValueError(f"placement=auto: {_nothing_fits(config, found)}")
+        raise ValueError(f"placement=auto: {_nothing_fits(config, estimated)}")
     best = preferred(plans)
-    chosen = overrides_of(best, _devices(config))
-    why = report.reason(plans) if len(plans) > 1 else "no other placement fits"
+    settings = overrides_of(best, _devices(config))
+    reason = report.reason(plans) if len(plans) > 1 else "no other placement fits"
     if best.devices < _devices(config):
-        why += f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
+        reason += f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
     logger.info(
         "placement=auto: %s, about %.3g s per step (%s; rates: %s); sets %s",
         report.placement_words(best),
         best.seconds,
-        why,
+        reason,
         best.device.source,
-        " ".join(f"{key}={value}" for key, value in chosen.items()).replace(", ", ","),
+        " ".join(f"{key}={value}" for key, value in settings.items()).replace(", ", ","),
     )
-    return with_overrides(config, chosen)
+    return with_overrides(config, settings)

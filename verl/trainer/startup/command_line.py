@@ -70,9 +70,9 @@ def _hydra_config(options: dict[str, str]) -> tuple[str | None, list[str]]:
 
     directories = [options[name] for name in ("--config-path", "--config-dir") if name in options]
     name = options.get("--config-name", "").removesuffix(".yaml")
-    found = find_config(options.get("--config-name"), directories)
-    if found is not None:
-        return str(found), []
+    file = find_config(options.get("--config-name"), directories)
+    if file is not None:
+        return str(file), []
     return None, [f"{CONFIGURATION}={name}"] if name in upstream_selections()[""] else []
 
 

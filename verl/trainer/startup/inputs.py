@@ -74,8 +74,10 @@ def load_inputs(
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
     processor = load_processor(model, tokenizer)
     note_unused_media_keys(config.data, processor)
-    given = reward_manager is not None
-    rewards = given_rewards(config, tokenizer, reward_manager) if given else load_rewards(config, tokenizer)
+    if reward_manager is None:
+        rewards = load_rewards(config, tokenizer)
+    else:
+        rewards = given_rewards(config, tokenizer, reward_manager)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, val_dataset, config.data.val_max_samples, processor)
     if train is None:
@@ -143,10 +145,10 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 
     ids, model_path = [tokenizer.eos_token_id], model_source(model_path)
     if (Path(model_path) / "generation_config.json").is_file() or not Path(model_path).is_dir():
-        found = GenerationConfig.from_pretrained(model_path).eos_token_id
+        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
     else:
-        found = AutoConfig.from_pretrained(model_path).eos_token_id
-    ids += found if isinstance(found, list) else [found] if found is not None else []
+        eos = AutoConfig.from_pretrained(model_path).eos_token_id
+    ids += eos if isinstance(eos, list) else [eos] if eos is not None else []
     return tuple(dict.fromkeys(ids))
 
 
@@ -235,44 +237,44 @@ def prompt_source(data: schema.DataConfig, inputs: Inputs) -> PromptSource:
     )
 
 
-def are_rows(given: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
+def are_rows(data: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
     """Whether these are rows of a table rather than a dataset whose items the trainer takes.
 
     Args:
-        given: anything with a length whose items are dicts.
+        data: anything with a length whose items are dicts.
         tokenized: keys that only an item of a dataset has.
 
     Raises:
         ValueError: it has no length or no items.
     """
-    if given is None or isinstance(given, RLHFDataset):
+    if data is None or isinstance(data, RLHFDataset):
         return False
     try:
-        size = len(given)
+        size = len(data)
     except TypeError:
         raise ValueError(
-            f"dataset: expected a list of dicts, a dataset with a length, or paths, found {type(given).__name__}"
+            f"dataset: expected a list of dicts, a dataset with a length, or paths, found {type(data).__name__}"
         ) from None
-    if isinstance(given, Mapping):
+    if isinstance(data, Mapping):
         raise ValueError(
-            f"dataset: expected one split, found {type(given).__name__} with the keys {', '.join(map(str, given))}"
+            f"dataset: expected one split, found {type(data).__name__} with the keys {', '.join(map(str, data))}"
         )
     if size == 0:
-        if isinstance(given, Dataset):
+        if isinstance(data, Dataset):
             return False  # reported by the check of its items
         raise ValueError("dataset: expected at least one row, found none")
-    first = given[0]
-    if isinstance(given, list | tuple) and not isinstance(first, Mapping):
+    first = data[0]
+    if isinstance(data, list | tuple) and not isinstance(first, Mapping):
         return True  # reported by `rows_in_memory`
     return isinstance(first, Mapping) and not any(key in first for key in tokenized)
 
 
-def as_dataset(config: schema.Config, tokenizer: Any, given: Any, max_samples: int, processor: Any = None) -> Any:
+def as_dataset(config: schema.Config, tokenizer: Any, data: Any, max_samples: int, processor: Any = None) -> Any:
     """The dataset of rows; a dataset as it is. Further columns of a row are also passed to the reward in extra_info."""
-    if not are_rows(given) or (isinstance(given, Dataset) and config.data.prompt_key not in given[0]):
-        return given
+    if not are_rows(data) or (isinstance(data, Dataset) and config.data.prompt_key not in data[0]):
+        return data
     truth_key = config.data.ground_truth_key
-    rows = [given[i] for i in range(len(given))]
+    rows = [data[i] for i in range(len(data))]
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
     read = (config.data.prompt_key, truth_key, *(media_columns(config.data) if processor is not None else ()))
     rows = [_row(row, columns, read, truth_key) for row in rows]
@@ -288,24 +290,24 @@ def _row(row: Any, columns: Mapping[str, None], read: Sequence[str], truth_key: 
     if "ground_truth" in row and truth_key not in row and "reward_model" not in row:
         row[truth_key] = row.pop("ground_truth")
     further = {key: value for key, value in row.items() if key not in (*_READ, *read)}
-    given = row.get("extra_info") or {}
-    if not isinstance(given, Mapping):
+    extra_info = row.get("extra_info") or {}
+    if not isinstance(extra_info, Mapping):
         return row  # reported by the dataset
-    return {**row, "extra_info": further | dict(given)} if further else row
+    return {**row, "extra_info": further | dict(extra_info)} if further else row
 
 
-def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardManager:
+def given_rewards(config: schema.Config, tokenizer: Any, reward: Any) -> RewardManager:
     """Return the reward manager for an object passed to a trainer: a manager, or a reward function of any form."""
     kwargs = config.reward.custom_reward_function.reward_kwargs
     further = {"reward_fn_key": config.data.reward_fn_key, **_limits_of(config.reward)}
-    return as_reward_manager(given, tokenizer, kwargs, **further)
+    return as_reward_manager(reward, tokenizer, kwargs, **further)
 
 
-def own_reward(given: Any, manager: Any, registered: str | None) -> Any:
+def own_reward(reward: Any, manager: Any, registered: str | None) -> Any:
     """The reward that tells this experiment from others: one given as an object, or registered by custom code."""
     function = getattr(manager, "compute_score", None)
-    if given is not None:
-        return function.func if given is manager and isinstance(function, ScoreFunction) else given
+    if reward is not None:
+        return function.func if reward is manager and isinstance(function, ScoreFunction) else reward
     return function.func if registered and not function.is_builtin else None
 
 
