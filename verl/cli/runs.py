@@ -1,4 +1,4 @@
-"""`verl runs`: list the runs of a folder, and compare runs."""
+"""Commands on finished runs: `verl runs` lists and compares them, `verl report` and `verl replay` explain one."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,6 +105,40 @@ def compare_runs(
     table.add_row("time", *(short_duration(run.seconds) for run in records))
     _print(table, _WIDEST)
     typer.echo(shown(f"legend: {'; '.join(labels(records))}\nplot: {plot}"))
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run (trainer.default_local_dir)")],
+    out: Annotated[Path | None, typer.Option(help="file to write; default: report.html in the folder")] = None,
+) -> None:
+    """Write one HTML file about a run: curves, settings, time, samples with their tokens, and warnings.
+
+    The file needs no server and no network.
+    """
+    from verl.tracking.report import write_report
+    from verl.trainer.startup.command_line import user_errors
+
+    with user_errors():
+        path = write_report(run, out)
+    typer.echo(f"report: {shown(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
+
+
+def replay(
+    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="folder bad_steps/step_N of a run")],
+) -> None:
+    """Compute a bad step again on a CPU; print the samples and operators whose values are not finite.
+
+    Exits with status 1 if no cause is found.
+    """
+    from verl.trainer.startup.command_line import user_errors
+    from verl.trainer.state.replay import replay as run
+    from verl.utils.log import setup_logging
+
+    setup_logging("error")
+    with user_errors():
+        result = run(dump)
+    typer.echo(shown("\n".join(result.lines())))
+    raise typer.Exit(0 if result.found else 1)
 
 
 _NUMBERS = ("steps", "reward", "best", "validation")

@@ -1,13 +1,8 @@
 """DAPO: clip-higher, dynamic sampling, token-level loss, soft overlong penalty."""
 
-import importlib
+from verl.utils.lazy import lazy_names
 
 _HOME = dict.fromkeys(("RECIPE", "DAPOTrainer", "LocalDAPOTrainer"), "verl.recipe.dapo.main_dapo")
 
 __all__ = list(_HOME)
-
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

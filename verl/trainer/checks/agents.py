@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.agents.loop import AGENT_LOOPS, SINGLE_TURN, make_multi_turn
+from verl.agents.tools.load import interaction_classes, tool_schemas
 from verl.config import Problem, schema
 from verl.trainer.checks.preflight import Run
 
@@ -30,13 +31,13 @@ def _loops_of_file(path: str | None) -> Collection[str]:
     return read_loops(path)
 
 
-def check_agent_loop(run: Run) -> Iterator[Problem]:
+def check_agent_loop(config: schema.Config) -> Iterator[Problem]:
     """rollout.mode, the agent loop, and what it runs fit together.
 
     Raises:
         ValueError: a file of tools, interactions, agents or loops cannot be used.
     """
-    rollout = run.config.actor_rollout_ref.rollout
+    rollout = config.actor_rollout_ref.rollout
     key, turns, is_server = _ROLLOUT, rollout.multi_turn, rollout.mode == "server"
     loop = rollout.agent.default_agent_loop
     if is_server and turns.enable:
@@ -55,7 +56,7 @@ def check_agent_loop(run: Run) -> Iterator[Problem]:
         from verl.server.agents import load_agent
 
         load_agent(rollout.server.agent)
-    elif runs_tools(rollout) and not (tool_names(rollout) or interaction_names(rollout)):
+    elif runs_tools(rollout) and not (_tools_of(turns) or interaction_classes(turns.interaction_config_path)):
         name = "multi_turn.enable" if turns.enable else "agent.default_agent_loop"
         yield Problem(
             f"{key}.{name}",
@@ -81,8 +82,8 @@ def check_tools_in_prompts(run: Run) -> None:
     if runs_tools(rollout):
         from verl.agents.chat import ChatContinuation
 
-        ChatContinuation(tokenizer, _tool_schemas(rollout.multi_turn), rollout.multi_turn.apply_chat_template_kwargs)
-    names = [tool["function"]["name"] for tool in _tool_schemas(data)]
+        ChatContinuation(tokenizer, _tools_of(rollout.multi_turn), rollout.multi_turn.apply_chat_template_kwargs)
+    names = [tool["function"]["name"] for tool in _tools_of(data)]
     if not names or tokenizer.chat_template is None:
         return
     from verl.agents.chat import shows_tools
@@ -97,27 +98,9 @@ def check_tools_in_prompts(run: Run) -> None:
         )
 
 
-def _tool_schemas(section: schema.MultiTurnConfig | schema.DataConfig) -> list[dict[str, Any]]:
+def _tools_of(section: schema.MultiTurnConfig | schema.DataConfig) -> list[dict[str, Any]]:
     """The schemas of the tools that a section names."""
-    if not (section.tool_config_path or section.function_tool_path):
-        return []
-    from verl.agents.tools.load import tool_schemas
-
     return tool_schemas(section.tool_config_path, section.function_tool_path)
-
-
-def tool_names(rollout: schema.RolloutConfig) -> list[str]:
-    """Names of the tools that the rollout runs."""
-    return [tool["function"]["name"] for tool in _tool_schemas(rollout.multi_turn)]
-
-
-def interaction_names(rollout: schema.RolloutConfig) -> list[str]:
-    """Names of the interactions that the rollout runs."""
-    if rollout.multi_turn.interaction_config_path is None:
-        return []
-    from verl.agents.tools.load import interaction_classes
-
-    return [*interaction_classes(rollout.multi_turn.interaction_config_path)]
 
 
 def describe_agents(config: schema.Config) -> dict[str, str]:
@@ -129,8 +112,8 @@ def describe_agents(config: schema.Config) -> dict[str, str]:
     if not runs_tools(rollout):
         return {} if loop in SINGLE_TURN else {"agent loop": loop}
     topics = {
-        "tools": _describe_tools(tool_names(rollout), rollout.multi_turn),
-        "interaction": ", ".join(interaction_names(rollout)),
+        "tools": _describe_tools(rollout.multi_turn),
+        "interaction": ", ".join(interaction_classes(rollout.multi_turn.interaction_config_path)),
         "turns": _describe_turns(rollout),
     }
     return {topic: description for topic, description in topics.items() if description}
@@ -142,7 +125,8 @@ def _describe_server_agent(server: schema.ServerConfig) -> str:
     return f"{agent}, calls the policy over HTTP; {limits}"
 
 
-def _describe_tools(names: list[str], turns: schema.MultiTurnConfig) -> str:
+def _describe_tools(turns: schema.MultiTurnConfig) -> str:
+    names = [tool["function"]["name"] for tool in _tools_of(turns)]
     if not names:
         return ""
     process = "worker processes" if turns.tool_isolation == "process" else "the rollout process"

@@ -6,31 +6,25 @@ from collections.abc import Iterator
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import check_settings, parameter_names
 from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH, get_policy_loss_fn
-from verl.config import Problem, check_critic
+from verl.config import Problem, check_critic, schema
 from verl.registry import location_of
 from verl.single_controller.local.cluster import ProcessCluster
 from verl.trainer.checks.preflight import Run
 from verl.trainer.ppo.flow import needs_critic
-from verl.trainer.ppo.rollout_correction import check_correction
 
 logger = logging.getLogger("verl.trainer")
 
 _ACTOR = "actor_rollout_ref.actor"
 
 
-def check_critic_settings(run: Run) -> Iterator[Problem]:
+def check_critic_settings(config: schema.Config) -> Iterator[Problem]:
     """`critic.enable` matches the estimator."""
-    return check_critic(run.config, needs_critic(run.config))
+    return check_critic(config, needs_critic(config))
 
 
-def check_rollout_correction(run: Run) -> None:
-    """The correction of the rollout is valid and supported by the loss."""
-    check_correction(run.config)
-
-
-def check_required_settings(run: Run) -> None:
+def check_required_settings(config: schema.Config) -> None:
     """Estimator and loss are registered and have a value for every required setting; the loss can be aggregated."""
-    actor, algorithm = run.config.actor_rollout_ref.actor, run.config.algorithm
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
     name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     check_settings(name, estimator, algorithm.settings, "algorithm.adv_kwargs", algorithm.adv_kwargs)
@@ -45,9 +39,9 @@ def check_required_settings(run: Run) -> None:
         )
 
 
-def check_group_size(run: Run) -> None:
+def check_group_size(config: schema.Config) -> None:
     """Estimators that compare the responses to one prompt have several of them."""
-    name, n = run.config.algorithm.adv_estimator, run.config.actor_rollout_ref.rollout.n
+    name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     least = getattr(get_adv_estimator_fn(name), "min_group_size", 1)
     if n < least:
         raise ValueError(
@@ -56,9 +50,9 @@ def check_group_size(run: Run) -> None:
         )
 
 
-def check_micro_batch_losses(run: Run) -> None:
+def check_micro_batch_losses(config: schema.Config) -> None:
     """Warn of a loss that selects among the tokens of one micro-batch if a mini-batch has several of them."""
-    policy, trainer = run.config.actor_rollout_ref, run.config.trainer
+    policy, trainer = config.actor_rollout_ref, config.trainer
     actor, loss = policy.actor, policy.actor.policy_loss
     if loss.loss_mode not in SELECTS_PER_MICRO_BATCH:
         return

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from verl.checkpoints.atomic import check_folder
 from verl.config import Problem, check_registered, schema
+from verl.config.fields import Schema
 from verl.config.inputs import check_code_file
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.engines.base import ENGINES
@@ -24,49 +25,49 @@ logger = logging.getLogger("verl.trainer")
 _OUTPUT_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 
 
-def check_imports(run: Run) -> None:
+def check_imports(config: Schema) -> None:
     """Import the user's files and modules, which register losses, estimators and rewards."""
-    for address in run.config.imports:
+    for address in config.imports:
         if not [*check_code_file("imports", address)]:  # a missing one is a problem of `check_files`
             import_module(address)
 
 
-def check_engines(run: Run) -> list[Problem]:
+def check_engines(config: Schema) -> list[Problem]:
     """Engines, agent loops and tool parsers are registered under the configured names."""
     names = {"rollout.name": ROLLOUT_ENGINES, "strategy": ENGINES}
-    if isinstance(run.config, schema.Config):
-        rollout = run.config.actor_rollout_ref.rollout
+    if isinstance(config, schema.Config):
+        rollout = config.actor_rollout_ref.rollout
         names["rollout.agent.default_agent_loop"] = agent_loop_names(rollout)
         if rollout.multi_turn.format != type(rollout.multi_turn)().format:
             from verl.agents.tools.parsers import TOOL_PARSERS
 
             names["rollout.multi_turn.format"] = TOOL_PARSERS
-    return check_registered(run.config, names)
+    return check_registered(config, names)
 
 
-def check_ranks(run: Run) -> None:
+def check_ranks(config: Schema) -> None:
     """The ranks are those that torchrun started, if it did."""
-    check_launcher(run.config.trainer)
+    check_launcher(config.trainer)
 
 
-def check_tracker_names(run: Run) -> None:
+def check_tracker_names(config: Schema) -> None:
     """The trackers are known, and their packages installed."""
-    check_trackers(run.config.trainer.logger)
+    check_trackers(config.trainer.logger)
 
 
-def check_output_folders(run: Run) -> None:
+def check_output_folders(config: Schema) -> None:
     """All output folders are writable, also that of weight_sync=disk."""
-    folders = {f"trainer.{name}": run.config.trainer.get(name) for name in _OUTPUT_FOLDERS}
-    if isinstance(run.config, schema.Config):
-        folders["actor_rollout_ref.rollout.weight_sync_dir"] = run.config.actor_rollout_ref.rollout.weight_sync_dir
+    folders = {f"trainer.{name}": config.trainer.get(name) for name in _OUTPUT_FOLDERS}
+    if isinstance(config, schema.Config):
+        folders["actor_rollout_ref.rollout.weight_sync_dir"] = config.actor_rollout_ref.rollout.weight_sync_dir
     for key, path in folders.items():
         if path:
             check_folder(key, Path(path))
 
 
-def check_faults(run: Run) -> None:
+def check_faults(config: schema.Config) -> None:
     """The faults of `trainer.chaos` are known and have an effect with these settings."""
-    trainer, reward, policy = run.config.trainer, run.config.reward, run.config.actor_rollout_ref
+    trainer, reward, policy = config.trainer, config.reward, config.actor_rollout_ref
     in_processes = trainer.backend == "ray" or trainer.nnodes * trainer.n_gpus_per_node > 1
     in_thread = any(TRACKER_REGISTRY[name].background for name in trainer.logger)
     isolated = reward.isolation == "process"
@@ -77,7 +78,7 @@ def check_faults(run: Run) -> None:
         "stop-rank": (in_processes, "worker processes: trainer.n_gpus_per_node of at least 2, or trainer.backend=ray"),
         "tracker-hang": (in_thread, "a tracker that runs in a thread in trainer.logger, such as wandb"),
         "stale-weights": (
-            run.config.rollout_is_separate and policy.rollout.check_every,
+            config.rollout_is_separate and policy.rollout.check_every,
             "placement.rollout_devices and rollout.check_every",
         ),
     }
@@ -87,22 +88,22 @@ def check_faults(run: Run) -> None:
         raise ValueError(f"trainer.chaos: {'; '.join(unmet)}")
 
 
-def check_reward_model(run: Run) -> Iterator[Problem]:
+def check_reward_model(config: schema.Config) -> Iterator[Problem]:
     """An enabled reward model has a path."""
-    key, section = "reward.reward_model", run.config.reward.reward_model
+    key, section = "reward.reward_model", config.reward.reward_model
     if section.enable and not section.model_path:
         yield Problem(f"{key}.model_path", f"null, but {key}.enable is true: set it to the reward model")
 
 
-def check_placement(run: Run) -> None:
+def check_placement(config: schema.Config) -> None:
     """Roles are placed on existing devices, and share all devices with another role or none. Warn of idle devices."""
-    if warning := idle_warning(run.config):
+    if warning := idle_warning(config):
         logger.warning(warning)
 
 
-def check_dataset_class(run: Run) -> None:
+def check_dataset_class(config: Schema) -> None:
     """The class of `data.custom_cls` can be imported."""
-    dataset_class(run.config, RLHFDataset)
+    dataset_class(config, RLHFDataset)
 
 
 def check_cluster(run: Run) -> None:
@@ -110,9 +111,9 @@ def check_cluster(run: Run) -> None:
     run.cluster.check(run.config)
 
 
-def check_saving(run: Run) -> None:
+def check_saving(config: Schema) -> None:
     """save_best and early stopping have validations. Warn if the run saves nothing."""
-    trainer = run.config.trainer
+    trainer = config.trainer
     settings = {"save_best": trainer.save_best, "early_stopping.patience": trainer.early_stopping.patience}
     for name, value in settings.items():
         if value and trainer.test_freq in (-1, 0):

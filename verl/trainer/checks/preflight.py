@@ -8,21 +8,24 @@
 
 No weights are loaded before the last check has passed. `--dry-run` on any command runs the list and stops. A new check
 is one function of a `Run`, in a module of this package, and one line in `CHECKS`. The module is imported when the check
-runs: this one, and those of SETTINGS, do not import torch.
+runs: those of SETTINGS do not import torch.
 """
 
+import inspect
 import logging
 import pkgutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config import ConfigError, Problem
+from verl.config import ConfigError, Problem, check_code, check_data, check_models
 from verl.config.fields import Schema, to_flat_dict
 from verl.config.load import Reading, read_config
-from verl.config.schema import Config, GenerationConfig, SFTConfig
+from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig
 from verl.config.sources import Overrides
+from verl.config.supported import check_built_in
 from verl.trainer.startup.recipe import Recipe
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.redaction import remember_settings
@@ -90,8 +93,8 @@ class Check:
     Attributes:
         name: printed by `--dry-run --verbose`.
         stage: SETTINGS, IMPORTS, CONFIG, INPUTS or FLOW.
-        function: "module.function" in this package; the function takes a Run, and raises ValueError or returns
-            problems.
+        function: "module.function" in this package, or "package.module:function". It has one parameter, the Run, or the
+            settings if its name is `config`, and raises ValueError or returns problems.
         of: schemas that it applies to.
     """
 
@@ -101,16 +104,18 @@ class Check:
     of: type[Schema] | tuple[type[Schema], ...] = TRAINING
 
     def __call__(self, run: Run) -> Iterable[Problem]:
-        return pkgutil.resolve_name(f"{__package__}.{self.function}")(run) or ()
+        function = pkgutil.resolve_name(self.function if ":" in self.function else f"{__package__}.{self.function}")
+        (parameter,) = inspect.signature(function).parameters
+        return function(run.config if parameter == "config" else run) or ()
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("settings fit together", SETTINGS, "settings.check_fields", Schema),
-    Check("files exist", SETTINGS, "settings.check_files", Schema),
-    Check("generation", SETTINGS, "settings.check_generation_settings", GenerationConfig),
-    Check("options are supported", SETTINGS, "settings.check_options", (*TRAINING, GenerationConfig)),
-    Check("built-in engines", SETTINGS, "settings.check_built_in_engines", (*TRAINING, GenerationConfig)),
-    Check("recipe settings", SETTINGS, "settings.check_recipe_settings"),
+    Check("settings fit together", SETTINGS, "verl.config.checks.settings:check_combinations", Schema),
+    Check("files exist", SETTINGS, "preflight.check_files", Schema),
+    Check("generation", SETTINGS, "verl.config.inputs:check_generation", GenerationConfig),
+    Check("options are supported", SETTINGS, "verl.config.supported:unsupported", (*TRAINING, GenerationConfig)),
+    Check("built-in engines", SETTINGS, "preflight.check_built_in_engines", (*TRAINING, GenerationConfig)),
+    Check("recipe settings", SETTINGS, "preflight.check_recipe_settings"),
     Check("imports", IMPORTS, "config.check_imports", Schema),
     Check("registered engines", IMPORTS, "config.check_engines", (*TRAINING, GenerationConfig)),
     Check("launcher", CONFIG, "config.check_ranks", (*TRAINING, GenerationConfig)),
@@ -123,7 +128,7 @@ CHECKS: tuple[Check, ...] = (
     Check("estimator and loss", CONFIG, "algorithm.check_required_settings", Config),
     Check("code of the workers", CONFIG, "algorithm.check_worker_code", Config),
     Check("group size", CONFIG, "algorithm.check_group_size", Config),
-    Check("rollout correction", CONFIG, "algorithm.check_rollout_correction", Config),
+    Check("rollout correction", CONFIG, "verl.trainer.ppo.rollout_correction:check_correction", Config),
     Check("placement", CONFIG, "config.check_placement", Config),
     Check("dataset class", CONFIG, "config.check_dataset_class"),
     Check("model configs", CONFIG, "models.check_models", (*TRAINING, GenerationConfig)),
@@ -212,3 +217,26 @@ def run_checks(run: Run, stage: str) -> None:
         if problems:
             raise ConfigError(problems)
         run.passed.append(check.name)
+
+
+# ---- SETTINGS -------------------------------------------------------------------------------------------------------
+
+
+def check_files(run: Run) -> Iterator[Problem]:
+    """Models, checkpoints and data files are configured and exist."""
+    if not isinstance(run.config, EvalConfig):
+        yield from check_models(run.config)
+    yield from check_code(run.config)
+    if not run.rows_given:
+        yield from check_data(run.config)
+
+
+def check_built_in_engines(run: Run) -> list[Problem]:
+    """Engines are built in, unless custom code may register others: in `imports`, or in a script that has loaded
+    torch."""
+    return [] if "torch" in sys.modules else check_built_in(run.config)
+
+
+def check_recipe_settings(run: Run) -> Iterable[Problem]:
+    """The settings are valid for the recipe."""
+    return run.recipe.check(run.config) if run.recipe.check is not None else ()
