@@ -52,14 +52,10 @@ PROGRAMS = (
     Command("train", "verl.trainer.main_ppo", "Train with reinforcement learning: PPO, GRPO and others.", "ppo"),
     Command("plan", "verl.cli.plan", "Check a run; print its memory, time and best placement.", "ppo"),
     Command("sft", "verl.trainer.sft_trainer", "Supervised fine-tuning.", "sft"),
-    Command(
-        "generate", "verl.trainer.main_generation", "Generate responses to the prompts of a file.", "generation"
-    ),
+    Command("generate", "verl.trainer.main_generation", "Generate responses to the prompts of a file.", "generation"),
     Command("eval", "verl.trainer.main_eval", "Score responses; pass@k; compare two models.", "evaluation"),
     Command("merge", "verl.cli.merge", "Merge a checkpoint into a Hugging Face model."),
-    Command(
-        "verify-resume", "verl.cli.verify_resume", "Check that a resumed run equals an uninterrupted one.", "ppo"
-    ),
+    Command("verify-resume", "verl.cli.verify_resume", "Check that a resumed run equals an uninterrupted one.", "ppo"),
     Command("check", "verl.cli.check", "Check packages and devices, and print the fixes."),
     Command("quickstart", "verl.cli.quickstart", "Train a tiny model with GRPO and watch its reward rise."),
 )

@@ -24,9 +24,9 @@ from verl.protocol import DataProto
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.checks.preflight import CONFIG, Settings, open_run, run_checks
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.ppo.operators import Roles, repeat
-from verl.trainer.startup.arguments import ConfigSource, prepare_run, read_arguments
 from verl.trainer.startup.command_line import print_error
 from verl.trainer.startup.inputs import stop_token_ids
 from verl.trainer.startup.recipe import Recipe
@@ -142,13 +142,13 @@ class GenerationRun:
 
     def __init__(
         self,
-        config: ConfigSource = None,
+        config: Settings = None,
         *,
         config_path: str | Path | None = None,
         overrides: Sequence[str] = (),
     ):
-        arguments = read_arguments(config, config_path, overrides, GenerationConfig)
-        run = prepare_run(arguments, Recipe(schema=GenerationConfig))
+        run = open_run(config_path if config is None else config, overrides, Recipe(schema=GenerationConfig))
+        run_checks(run, CONFIG)
         self.config: GenerationConfig = run.config
         self.roles: dict[str, WorkerGroup] = {}
         self.output = Path(self.config.data.output_path)

@@ -29,7 +29,7 @@ from verl.evaluation.score import (
 )
 from verl.evaluation.statistics import PairedComparison, compare_paired, mean_intervals, pass_at_k
 from verl.rewards.outcome import RewardError
-from verl.trainer.startup.arguments import ConfigSource, prepare_run, read_arguments
+from verl.trainer.checks.preflight import Settings, open_run
 from verl.trainer.startup.command_line import print_error
 from verl.trainer.startup.recipe import Recipe
 from verl.utils.disk import DiskFullError
@@ -280,12 +280,12 @@ class Evaluation:
 
     def __init__(
         self,
-        config: ConfigSource = None,
+        config: Settings = None,
         *,
         config_path: str | Path | None = None,
         overrides: Sequence[str] = (),
     ):
-        run = prepare_run(read_arguments(config, config_path, overrides, EvalConfig), Recipe(schema=EvalConfig))
+        run = open_run(config_path if config is None else config, overrides, Recipe(schema=EvalConfig))
         config: EvalConfig = run.config
         self.config, self._passed = config, run.passed
         self.prompts = read_responses(config.data.path, config.data)

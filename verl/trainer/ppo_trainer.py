@@ -22,7 +22,7 @@ from verl.tracking.tracking import setup_logging
 from verl.trainer.asynchronous.generation import Asynchronous, use_sampled_log_probs
 from verl.trainer.base import StepReport, Trainer
 from verl.trainer.checks.agents import describe_agents
-from verl.trainer.checks.preflight import INPUTS, run_checks
+from verl.trainer.checks.preflight import INPUTS, Settings, run_checks
 from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.output.recording import step_record
 from verl.trainer.output.samples import (
@@ -49,7 +49,7 @@ from verl.trainer.ppo.flow import (
 from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import correct_rollout
 from verl.trainer.ppo.weights import RolloutWeights
-from verl.trainer.startup.arguments import ConfigSource, prepare_run, read_arguments
+from verl.trainer.startup.arguments import prepare_run, read_arguments
 from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, prompt_source, stop_token_ids
 from verl.trainer.startup.launch import print_config_errors_plainly
 from verl.trainer.startup.recipe import Recipe, recipe_of
@@ -93,7 +93,7 @@ class PPOTrainer(Trainer):
 
     def __init__(
         self,
-        config: ConfigSource = None,
+        config: Settings = None,
         *,
         config_path: str | Path | None = None,
         overrides: Overrides = (),

@@ -17,8 +17,8 @@ from verl.single_controller.cluster import Cluster
 from verl.single_controller.placement import ResourcePool
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
-from verl.trainer.checks.preflight import INPUTS, run_checks
-from verl.trainer.startup.arguments import ConfigSource, prepare_run, read_arguments
+from verl.trainer.checks.preflight import INPUTS, Settings, run_checks
+from verl.trainer.startup.arguments import prepare_run, read_arguments
 from verl.trainer.startup.inputs import load_sft_inputs, reading_threads
 from verl.trainer.startup.recipe import Recipe
 from verl.trainer.state.checkpointing import describe_saving
@@ -61,7 +61,7 @@ class SFTTrainer(Trainer):
 
     def __init__(
         self,
-        config: ConfigSource = None,
+        config: Settings = None,
         *,
         config_path: str | Path | None = None,
         overrides: Overrides = (),

@@ -1,4 +1,4 @@
-"""Checks of the settings with the modules that they import, of the folders of a run and of its devices."""
+"""Checks of the settings with what is registered, of the folders of a run and of its devices."""
 
 import logging
 from collections.abc import Iterator
@@ -7,10 +7,8 @@ from pathlib import Path
 from verl.checkpoints.atomic import check_folder
 from verl.config import Problem, check_registered, schema
 from verl.config.fields import Schema
-from verl.config.inputs import check_code_file
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.engines.base import ENGINES
-from verl.registry import import_module
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.tracking.tracking import TRACKER_REGISTRY, check_trackers
 from verl.trainer.checks.agents import agent_loop_names
@@ -23,13 +21,6 @@ from verl.utils.chaos import read_faults
 logger = logging.getLogger("verl.trainer")
 
 _OUTPUT_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
-
-
-def check_imports(config: Schema) -> None:
-    """Import the user's files and modules, which register losses, estimators and rewards."""
-    for address in config.imports:
-        if not [*check_code_file("imports", address)]:  # a missing one is a problem of `check_files`
-            import_module(address)
 
 
 def check_engines(config: Schema) -> list[Problem]:

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config import ConfigError, Problem, check_code, check_data, check_models
 from verl.config.fields import Schema, to_flat_dict
+from verl.config.inputs import check_code_file
 from verl.config.load import Reading, read_config
 from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig
 from verl.config.sources import Overrides
 from verl.config.supported import check_built_in
+from verl.registry import import_module
 from verl.trainer.startup.recipe import Recipe
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.redaction import remember_settings
@@ -86,6 +88,10 @@ class Run:
         run_checks(run, CONFIG)
 
 
+Settings = Run | Schema | Mapping[str, Any] | str | Path | None
+"""A run of the command line, a configuration object, a dictionary with nested or dotted keys, or a YAML file."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One check of a run.
@@ -116,7 +122,7 @@ CHECKS: tuple[Check, ...] = (
     Check("options are supported", SETTINGS, "verl.config.supported:unsupported", (*TRAINING, GenerationConfig)),
     Check("built-in engines", SETTINGS, "preflight.check_built_in_engines", (*TRAINING, GenerationConfig)),
     Check("recipe settings", SETTINGS, "preflight.check_recipe_settings"),
-    Check("imports", IMPORTS, "config.check_imports", Schema),
+    Check("imports", IMPORTS, "preflight.check_imports", Schema),
     Check("registered engines", IMPORTS, "config.check_engines", (*TRAINING, GenerationConfig)),
     Check("launcher", CONFIG, "config.check_ranks", (*TRAINING, GenerationConfig)),
     Check("trackers", CONFIG, "config.check_tracker_names"),
@@ -190,6 +196,33 @@ def read_run(
     return Run(reading.config, recipe, rows_given, reading, passed=passed)
 
 
+def open_run(
+    settings: Settings,
+    overrides: Overrides,
+    recipe: Recipe,
+    *,
+    base: Mapping[str, Any] | None = None,
+    rows_given: bool = False,
+) -> Run:
+    """A run that has passed SETTINGS and IMPORTS. Logs what may surprise in its settings.
+
+    Args:
+        settings: a run of the command line, which has passed SETTINGS; a configuration; or as in `read_run`.
+    """
+    if isinstance(settings, Run) and not overrides:
+        run = settings
+        check_settings(run, IMPORTS)
+    elif isinstance(settings, Run | Schema):
+        settings = settings.config if isinstance(settings, Run) else settings
+        run = Run(settings.with_overrides(overrides) if overrides else settings, recipe, rows_given)
+        check_settings(run, SETTINGS, IMPORTS)
+    else:
+        run = read_run(settings, overrides, recipe, SETTINGS, IMPORTS, base=base, rows_given=rows_given)
+    if run.reading is not None:
+        run.reading.log_notes()
+    return run
+
+
 def check_settings(run: Run, *stages: str) -> None:
     """Run the checks of SETTINGS or IMPORTS. Raises ConfigError with all problems, with their places if known."""
     if problems := [*_problems(run, *stages)]:
@@ -219,7 +252,7 @@ def run_checks(run: Run, stage: str) -> None:
         run.passed.append(check.name)
 
 
-# ---- SETTINGS -------------------------------------------------------------------------------------------------------
+# ---- SETTINGS and IMPORTS -------------------------------------------------------------------------------------------
 
 
 def check_files(run: Run) -> Iterator[Problem]:
@@ -240,3 +273,10 @@ def check_built_in_engines(run: Run) -> list[Problem]:
 def check_recipe_settings(run: Run) -> Iterable[Problem]:
     """The settings are valid for the recipe."""
     return run.recipe.check(run.config) if run.recipe.check is not None else ()
+
+
+def check_imports(config: Schema) -> None:
+    """Import the user's files and modules, which register losses, estimators and rewards."""
+    for address in config.imports:
+        if not [*check_code_file("imports", address)]:  # a missing one is a problem of `check_files`
+            import_module(address)

@@ -15,22 +15,10 @@ from verl.config.fields import Schema, flatten
 from verl.config.sources import Overrides
 from verl.registry import did_you_mean
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
-from verl.trainer.checks.preflight import (
-    CONFIG,
-    IMPORTS,
-    SETTINGS,
-    TRAINING,
-    Run,
-    check_settings,
-    read_run,
-    run_checks,
-)
+from verl.trainer.checks.preflight import CONFIG, Run, Settings, open_run, run_checks
 from verl.trainer.startup.inputs import files_of_datasets
 from verl.trainer.startup.recipe import Recipe
 from verl.utils.log import setup_logging
-
-ConfigSource = Schema | Run | Mapping[str, Any] | str | Path | None
-"""A configuration object, a dictionary with nested or dotted keys, or a YAML file; a Run from the command line."""
 
 #: folder of a model that was given as an object, in trainer.default_local_dir
 _MODEL_FOLDER = "initial_model"
@@ -41,17 +29,13 @@ class TrainerArguments:
     """Configuration, datasets and reward as `prepare_run` and `load_inputs` take them.
 
     Attributes:
-        run: a run whose settings the command line has read and checked; None: they are not checked yet.
-        config: a configuration object; None: read from `path` and `overrides`.
-        path: a file, or a dictionary.
+        settings: as `open_run` takes them.
         overrides: settings above those of the file.
         train_dataset, val_dataset: None if they are files, which are then settings.
         reward: a reward function or manager; None if it is named by a setting.
     """
 
-    run: Run | None = None
-    config: Schema | None = None
-    path: Mapping[str, Any] | str | Path | None = None
+    settings: Settings
     overrides: Overrides = ()
     train_dataset: Any = None
     val_dataset: Any = None
@@ -61,17 +45,14 @@ class TrainerArguments:
         """Add settings above all others."""
         if not settings:
             return
-        self.run = None
-        if self.config is not None:
-            self.config = self.config.with_overrides(settings)
-        elif isinstance(self.overrides, Mapping):
+        if isinstance(self.overrides, Mapping):
             self.overrides = {**flatten(self.overrides), **settings}
         else:
             self.overrides = [*self.overrides, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
 
 
 def read_arguments(
-    config: ConfigSource,
+    config: Settings,
     config_path: str | Path | None,
     overrides: Overrides,
     expected: type[Schema],
@@ -132,30 +113,20 @@ def prepare_run(
         cluster: where the workers run; None: `make_cluster` chooses.
         backend: of that cluster; None: `trainer.backend`.
     """
-    run, train, val = arguments.run, arguments.train_dataset, arguments.val_dataset
-    if run is not None:
-        check_settings(run, IMPORTS)
-    elif arguments.config is not None:
-        run = Run(arguments.config, recipe, rows_given=train is not None)
-        check_settings(run, SETTINGS, IMPORTS)
-    else:
-        files, rows_given = files_of_datasets(train, val), train is not None
-        stages = (SETTINGS, IMPORTS)
-        run = read_run(arguments.path, arguments.overrides, recipe, *stages, base=files, rows_given=rows_given)
-    if run.reading is not None:
-        run.reading.log_notes()
+    train, val = arguments.train_dataset, arguments.val_dataset
+    files, rows_given = files_of_datasets(train, val), train is not None
+    run = open_run(arguments.settings, arguments.overrides, recipe, base=files, rows_given=rows_given)
     if isinstance(run.config, schema.Config) and run.config.placement.auto:
         from verl.trainer.checks.planning import apply_auto_placement
 
         run.config = apply_auto_placement(run.config)
-    if isinstance(run.config, TRAINING):
-        trainer = run.config.trainer
-        if trainer.log_level is not None:
-            setup_logging(trainer.log_level)
-        run.backend = backend or trainer.backend
-        if run.backend not in CLUSTERS:
-            raise ValueError(f"no backend is called {run.backend!r}: {did_you_mean(run.backend, CLUSTERS)}")
-        run.cluster = cluster or make_cluster(run.config, run.backend)
+    trainer = run.config.trainer
+    if trainer.log_level is not None:
+        setup_logging(trainer.log_level)
+    run.backend = backend or trainer.backend
+    if run.backend not in CLUSTERS:
+        raise ValueError(f"no backend is called {run.backend!r}: {did_you_mean(run.backend, CLUSTERS)}")
+    run.cluster = cluster or make_cluster(run.config, run.backend)
     run_checks(run, CONFIG)
     return run
 
@@ -169,18 +140,12 @@ def _read_config(config: Any, config_path: Any, overrides: Any, expected: type[S
     if isinstance(config, str) and "=" in config:
         raise TypeError(f"config: expected a file, found {config!r}: for keys, use overrides=[{config!r}]")
     if config is None or isinstance(config, str | Path | Mapping):
-        return TrainerArguments(path=config_path if config is None else config, overrides=overrides)
-    run = None
-    if isinstance(config, Run):
-        run, config = config, config.config
-    if not isinstance(config, expected):
+        return TrainerArguments(config_path if config is None else config, overrides)
+    if not isinstance(config.config if isinstance(config, Run) else config, expected):
         raise TypeError(
             f"config: expected a {expected.__name__}, a dict or the path of a YAML file, found {type(config).__name__}"
         )
-    arguments = TrainerArguments(run, config)
-    if overrides:
-        arguments.run, arguments.config = None, config.with_overrides(overrides)
-    return arguments
+    return TrainerArguments(config, overrides)
 
 
 def _paths(dataset: Any) -> list[str] | None:
@@ -203,9 +168,11 @@ def _write_model(arguments: TrainerArguments, expected: type[Schema], model: Any
                 f"{name}: expected {kind} of transformers, found {type(value).__name__}; for a folder or a name of "
                 f"the hub, set {key}"
             )
-    config = arguments.config
-    if config is None:
-        config = load_config(arguments.path, arguments.overrides, schema=expected)
+    config, overrides = arguments.settings, arguments.overrides
+    if not isinstance(config, Schema):
+        config = load_config(config, overrides, schema=expected)
+    elif overrides:
+        config = config.with_overrides(overrides)
     section = config.model if expected is schema.SFTConfig else config.actor_rollout_ref.model
     if section.path:
         raise ValueError(f"give model or {key} ({section.path}), not both")
