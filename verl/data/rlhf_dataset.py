@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
@@ -28,7 +28,6 @@ from verl.data.dataset import (
     tokenize_rows,
 )
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
-from verl.data.lazy_prompts import LazyPrompts
 from verl.data.media import (
     FEWER_IMAGE_TOKENS,
     MediaPrompt,
@@ -48,6 +47,9 @@ from verl.data.tokenization import (
     truncate,
 )
 from verl.registry import load_object
+
+if TYPE_CHECKING:
+    from verl.data.lazy_prompts import LazyPrompts
 
 logger = logging.getLogger("verl.data")
 
@@ -157,6 +159,8 @@ class RLHFDataset(Dataset):
         All rows are checked first only if overlong prompts are dropped, or with VERL_STRICT_DATA_CHECK=1; that keeps
         the numbers of the rows in memory, not the rows. Otherwise, a sample of the rows is checked.
         """
+        from verl.data.lazy_prompts import LazyPrompts
+
         self._prompt_ids = LazyPrompts(rows, self._ids_of, self.config.max_prompt_length)
         count = rows_to_use(rows, self.max_samples)
         if self.config.filter_overlong_prompts or self.config.max_bad_rows or strict_check_enabled():

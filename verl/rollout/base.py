@@ -19,7 +19,6 @@ import torch
 from pydantic import BaseModel
 
 from verl.registry import Registry, load_object
-from verl.rollout.gathering import GatheredRequests
 from verl.rollout.request import (  # noqa: F401 (the contract of an engine, importable from one module)
     SAMPLING_DEFAULTS,
     Completion,
@@ -36,6 +35,7 @@ from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
     from verl.rollout.adapters import AdaptedLayers
+    from verl.rollout.gathering import GatheredRequests
     from verl.weight_sync import WeightReceiver
     from verl.weight_sync.reshard.grouping import HybridGroups
 
@@ -71,7 +71,7 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
     #: whether its completions have `routed_experts` with `rollout.enable_rollout_routing_replay`
     records_routing: bool = False
 
-    _gathering: GatheredRequests | None = None
+    _gathering: "GatheredRequests | None" = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -92,7 +92,10 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
 
         The default collects concurrent requests and calls `generate`, which blocks the event loop meanwhile.
         """
-        if self._gathering is None:  # setdefault: another thread may do the same
+        if self._gathering is None:
+            from verl.rollout.gathering import GatheredRequests
+
+            # setdefault: another thread may do the same
             vars(self).setdefault("_gathering", GatheredRequests(self._complete))
         return await self._gathering.submit(request)
 
