@@ -4,6 +4,7 @@
 - `<!-- api verl.module.Name -->` becomes the documentation of that object, from its docstrings; names of methods after
   it select these methods, inherited ones included;
 - long keys in tables may break;
+- a code block of the language mermaid is a diagram;
 - a link to a file that is not a page leads to the repository (`repo_url`), or is plain text.
 """
 
@@ -13,11 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+from pymdownx.superfences import fence_code_format
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT = re.compile(r"^<!-- api (\S+)((?: \w+)*) -->$", re.MULTILINE)
 CELL = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Let the theme draw mermaid blocks."""
+    fence = {"name": "mermaid", "class": "mermaid", "format": fence_code_format}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

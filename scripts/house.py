@@ -1,10 +1,10 @@
-"""Figures about the source tree: sizes, import cycles and chains, files that a step enters, banned words.
+"""Figures about the source tree: sizes, import cycles and chains, banned words, and what a step and a start enter.
 
     python scripts/house.py                       # this repository, as a table
     python scripts/house.py FOLDER --json         # another checkout, such as a git worktree of an older commit
-    python scripts/house.py --no-trace            # without the traced training steps (about 20 s)
+    python scripts/house.py --no-trace            # without the traced runs (about 40 s)
 
-The traced figures come from a subprocess that trains a tiny model for two GRPO steps with the code of FOLDER.
+The traced figures come from subprocesses that train a tiny model by GRPO with the code of FOLDER.
 """
 
 import argparse
@@ -139,86 +139,136 @@ def longest_chain(graph: dict[str, set[str]], start: str) -> list[str]:
     return chains[group_of[start]]
 
 
-# ---- traced steps ---------------------------------------------------------------------------------------------------
+# ---- traced steps and starts ----------------------------------------------------------------------------------------
 
-# Uses only names that older commits have too: examples/quickstart, DataFlow, LocalPPOTrainer.
-_TRACED = """
-import dataclasses, json, sys
+# The traced programs use only names that older commits have too: examples/quickstart, Pipeline, LocalPPOTrainer.
+_TASK = """
+import functools, json, os, sys
 from pathlib import Path
 root, work = Path(sys.argv[1]), Path(sys.argv[2])
 from examples.quickstart.tasks import write_task
 from examples.quickstart.tiny_model import tiny_model
-from verl.trainer.local_trainer import LocalPPOTrainer
-
-inside = (f"{root}/verl/",)
-step, update, functions, to_loss = set(), set(), set(), []
-updating = 0
-
-def name_of(code):
-    return code.co_filename.removeprefix(f"{root}/")
-
-def profile(frame, event, arg):
-    code = frame.f_code
-    if event != "call" or not code.co_filename.startswith(inside):
-        return
-    step.add(name_of(code))
-    functions.add((code.co_filename, code.co_firstlineno))
-    if updating:
-        update.add(name_of(code))
-        if not to_loss and code.co_name == "vanilla" and code.co_filename.endswith("algorithms/policy_losses.py"):
-            while frame is not None and frame.f_code is not traced.__code__:
-                if frame.f_code.co_filename.startswith(inside):
-                    to_loss.insert(0, name_of(frame.f_code))
-                frame = frame.f_back
-
-def traced(func, batch):
-    global updating
-    updating += 1
-    try:
-        return func(batch)
-    finally:
-        updating -= 1
-
-class Traced(LocalPPOTrainer):
-    def build_flow(self):
-        flow = super().build_flow()
-        operator = flow["update_actor"]
-        func = lambda batch: traced(operator.func, batch)
-        return flow.replace("update_actor", dataclasses.replace(operator, func=func))
 
 model, data = tiny_model("llama", work / "model"), write_task("reverse", work / "data", rows=16)
-trainer = Traced(overrides=[
+settings = [
     "algorithm.name=grpo", f"data.train_files={data / 'train.parquet'}", f"data.val_files={data / 'test.parquet'}",
     "data.train_batch_size=8", "data.max_prompt_length=16", "data.max_response_length=8",
     f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.name=native",
     "actor_rollout_ref.model.enable_gradient_checkpointing=false", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.actor.old_log_prob_pass=always",
     f"reward.custom_reward_function.path={root / 'examples/quickstart/tasks.py'}",
-    "trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1",
+    "trainer.total_training_steps=3", "trainer.val_before_train=false", "trainer.test_freq=-1",
     "trainer.save_at_end=false", "trainer.device=cpu", f"trainer.default_local_dir={work / 'run'}",
     "trainer.logger=[jsonl]",
-])
-trainer.on_step.append(lambda report: report.step == 1 and [x.clear() for x in (step, update, functions, to_loss)])
+]
+inside = f"{root}/verl/"
+
+def is_function(code):
+    return code.co_filename.startswith(inside) and code.co_name != "<module>"
+
+def name_of(code):
+    return code.co_filename.removeprefix(f"{root}/")
+
+def frames_below(frame, name):
+    \"\"\"Functions of the project on the stack, from the one of this name to the frame.\"\"\"
+    found = []
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(inside):
+            found.insert(0, frame.f_code)
+            if frame.f_code.co_name == name:
+                return found
+        frame = frame.f_back
+    return []
+"""
+
+# The second of three GRPO steps: from the end of the first to the end of the second.
+_STEP = """
+from verl.dataflow.operator import running_operator
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+entered, loop, to_loss = {}, [], []
+stack = []  # the operators that are running
+
+def profile(frame, event, arg):
+    code = frame.f_code
+    if event == "return" and stack and stack[-1][1] is frame:
+        stack.pop()
+    if event != "call" or not is_function(code):
+        return
+    if code in operator_codes and not stack:
+        stack.append((running_operator(), frame))
+    entered.setdefault(stack[-1][0] if stack else None, set()).add((name_of(code), code.co_qualname))
+    if code.co_name == "run" and code.co_filename.endswith("dataflow/pipeline.py") and not loop:
+        loop.extend(frames_below(frame, "fit"))
+    if code.co_name == "vanilla" and code.co_filename.endswith("algorithms/policy_losses.py") and not to_loss:
+        to_loss.extend(frames_below(frame, "run"))
+
+def code_of(func):
+    while isinstance(func, functools.partial):
+        func = func.func
+    func = func if hasattr(func, "__code__") or hasattr(func, "__func__") else type(func).__call__
+    return func.__code__
+
+def on_step(report):
+    if report.step == 1:
+        entered.clear()
+    else:
+        sys.setprofile(None)
+
+trainer = LocalPPOTrainer(overrides=settings)
+operator_codes = {code_of(op.func) for op in trainer.pipeline.operators}
+trainer.on_step.append(on_step)
 sys.setprofile(profile)
 trainer.fit()
-sys.setprofile(None)
-visited = [name for i, name in enumerate(to_loss) if i == 0 or name != to_loss[i - 1]]
+
+every = set().union(*entered.values())
+starts = [i for i, code in enumerate(to_loss) if code in operator_codes]
+path = [name_of(code) for code in to_loss[starts[0]:]]
+visited = [name for i, name in enumerate(path) if i == 0 or name != path[i - 1]]
+
+def counts(functions):
+    return {"functions": len(functions), "files": len({file for file, _ in functions})}
+
 print("\\n" + json.dumps({
-    "functions in one GRPO step": len(functions),
-    "files in one GRPO step": len(step),
-    "files in one update_actor": len(update),
+    "one GRPO step": counts(every),
+    "of it beside the operators": counts(entered[None]),
+    "operators": {name: counts(functions) for name, functions in entered.items() if name},
+    "frames from fit to Pipeline.run": len(loop),
+    "loop": [f"{name_of(code)}:{code.co_name}" for code in loop],
     "files from update_actor to the loss": len(set(visited)),
     "returns to a file on that way": len(visited) - len(set(visited)),
-    "files on that way": visited,
 }))
 """
 
+# `verl train`, from the import of the command to the first operator, in the main thread.
+_START = """
+functions = set()
 
-def trace(root: Path) -> dict[str, Any]:
-    """Files and functions that the second GRPO step of a tiny model enters."""
+def profile(frame, event, arg):
+    code = frame.f_code
+    if event != "call" or not is_function(code):
+        return
+    if code.co_name == "run" and code.co_filename.endswith("dataflow/pipeline.py"):
+        sys.setprofile(None)
+        files = {file for file, _ in functions}
+        print("\\n" + json.dumps({"start": {"functions": len(functions), "files": len(files)}}), flush=True)
+        os._exit(0)
+    functions.add((name_of(code), code.co_qualname))
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+    del sys.modules[name]
+sys.argv = ["verl", "train", *settings]
+sys.setprofile(profile)
+from verl.cli.app import app
+app()
+"""
+
+
+def traced(root: Path, program: str) -> dict[str, Any]:
+    """Run a traced program with the code of a checkout, and return the JSON object that it prints last."""
     with tempfile.TemporaryDirectory() as work:
         done = subprocess.run(
-            [sys.executable, "-c", _TRACED, str(root), work],
+            [sys.executable, "-c", _TASK + program, str(root), work],
             cwd=work,
             env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
@@ -227,6 +277,21 @@ def trace(root: Path) -> dict[str, Any]:
     if done.returncode != 0:
         raise SystemExit(f"the traced run of {root} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---- single importers -----------------------------------------------------------------------------------------------
+
+
+def small_modules(root: Path, lines: int = 60) -> list[str]:
+    """Modules of at most so many lines with exactly one importer, the packages' own files not counted."""
+    graph = import_graph(root)
+    importers = {module: [other for other, imported in graph.items() if module in imported] for module in graph}
+    paths = {module_of(root, path): path for path in files_of(root, *PACKAGES) if path.name != "__init__.py"}
+    return sorted(
+        module
+        for module, path in paths.items()
+        if len(importers[module]) == 1 and len(path.read_text(encoding="utf-8").splitlines()) <= lines
+    )
 
 
 # ---- all of it ------------------------------------------------------------------------------------------------------
@@ -241,7 +306,7 @@ def banned_words(root: Path) -> dict[str, int]:
     }
 
 
-def figures(root: Path, traced: bool = True) -> dict[str, Any]:
+def figures(root: Path, with_traces: bool = True) -> dict[str, Any]:
     """All figures of a checkout."""
     at_import, everywhere = import_graph(root, inside_functions=False), import_graph(root)
     chain = longest_chain(everywhere, ENTRY)
@@ -251,7 +316,8 @@ def figures(root: Path, traced: bool = True) -> dict[str, Any]:
         "import cycles at module level": [sorted(group) for group in components(at_import) if len(group) > 1],
         f"longest import chain from {ENTRY}": {"links": len(chain) - 1, "modules": chain},
         "banned words": banned_words(root),
-        "traced": trace(root) if traced else {},
+        "modules of at most 60 lines with one importer": small_modules(root),
+        "traced": traced(root, _STEP) | traced(root, _START) if with_traces else {},
     }
 
 
@@ -268,8 +334,20 @@ def print_table(found: dict[str, Any]) -> None:
     print(f"\nlongest import chain from {ENTRY}: {chain['links']} links\n  " + " > ".join(chain["modules"]))
     words = found["banned words"]
     print(f"\nbanned words: {words['identifiers']} in identifiers, {words['prose']} in prose")
+    small = found["modules of at most 60 lines with one importer"]
+    print(f"modules of at most 60 lines with one importer: {len(small)}\n  " + " ".join(small))
     for name, value in found["traced"].items():
-        print(f"{name}: {' > '.join(value) if isinstance(value, list) else value}")
+        print(f"{name}: {_format_traced(value)}")
+
+
+def _format_traced(value: Any) -> str:
+    if isinstance(value, list):
+        return " > ".join(value)
+    if not isinstance(value, dict):
+        return str(value)
+    if "functions" in value:
+        return f"{value['functions']:,} functions in {value['files']} files"
+    return "".join(f"\n  {name}: {_format_traced(counts)}" for name, counts in value.items())
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -278,7 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--no-trace", action="store_true", help="skip the traced training steps")
     args = parser.parse_args(arguments)
-    found = figures(args.folder.resolve(), traced=not args.no_trace)
+    found = figures(args.folder.resolve(), with_traces=not args.no_trace)
     print(json.dumps(found, indent=1)) if args.json else print_table(found)
 
 
