@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import verl.weight_sync as weight_sync  # loads a method at its first use
 from verl.weight_sync.base import AdapterReceiver, ReceivesWeights, RemoteReceiver, SlicedWeights, WeightSync
 from verl.weight_sync.in_process import InProcessSync
 
@@ -67,21 +68,15 @@ def local_sync(
 
     adapters = sends_adapters(lora_sync, has_adapters, takes, method == "ipc" or applies)
     if method == "reshard" and not adapters:
-        from verl.weight_sync.reshard.sync import ReshardSync
-
-        sync = ReshardSync(engine, device, bucket_bytes, grouping=grouping)
+        sync = weight_sync.ReshardSync(engine, device, bucket_bytes, grouping=grouping)
         if sync.peers.size == 1:
             sync.bandwidth = copy_bandwidth(device)
         return sync
     if setting == "reshard":
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
     if method == "ipc":
-        from verl.weight_sync.ipc import IpcSync
-
-        return IpcSync(engine, device, dtype, bucket_bytes, adapters, copy_bandwidth(device))
-    from verl.weight_sync.replica import ReplicaSync
-
-    return ReplicaSync(engine, adapters, copy_bandwidth(device))
+        return weight_sync.IpcSync(engine, device, dtype, bucket_bytes, adapters, copy_bandwidth(device))
+    return weight_sync.ReplicaSync(engine, adapters, copy_bandwidth(device))
 
 
 def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[str]:

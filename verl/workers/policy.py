@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import verl.weight_sync as weight_sync  # loads a method at its first use
 from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.masked import LossAggregation
 from verl.algorithms.policy_losses import get_policy_loss_fn
@@ -96,23 +97,20 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
         Rank 0 sends; the other ranks only take part in gathering the weights.
         """
-        from verl.weight_sync import CollectiveSync, TransferGroup
         from verl.weight_sync.adapters import sends_adapters
 
         rollout, group = self.config.rollout, None
         has_adapters = self.engine.adapter_config() is not None
         adapters = sends_adapters(rollout.lora_sync, has_adapters, takes_adapters, cheaper=True)
         if self.rank == 0:
-            group = TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
+            group = weight_sync.TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
             group.measure()
-        self._sync = CollectiveSync(group, self.compute_dtype, bucket_bytes(rollout), adapters)
+        self._sync = weight_sync.CollectiveSync(group, self.compute_dtype, bucket_bytes(rollout), adapters)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_to_folder(self) -> None:
         """Push weights to rollout.weight_sync_dir, where rollout ranks read them."""
-        from verl.weight_sync import DiskSync
-
-        self._sync = DiskSync(self.config.rollout.weight_sync_dir, self.rank == 0, self.compute_dtype)
+        self._sync = weight_sync.DiskSync(self.config.rollout.weight_sync_dir, self.rank == 0, self.compute_dtype)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> SyncReport:

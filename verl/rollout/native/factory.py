@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import verl.weight_sync as weight_sync  # loads its modules at use
 from verl.config import schema
 from verl.modeling.huggingface import read_config
 from verl.modeling.vision import is_vision_config
@@ -52,19 +53,18 @@ def make_native(
         narrow = None if dtype == next(shared.parameters()).dtype else dtype
         return NativeRollout(shared, dtype=narrow, forward=forward, **options)
     from verl.modeling.batch_invariant import model as batch_invariant
-    from verl.weight_sync import ModuleReceiver
 
     attention = batch_invariant.NAME if deterministic else None
     if train_engine is None:
         module = load_module(model, dtype, env.device, attention)
-        return NativeRollout(module, weights=ModuleReceiver(module, filled=True), **options)
+        return NativeRollout(module, weights=weight_sync.ModuleReceiver(module, filled=True), **options)
     replica_dtype = env.compute_dtype or dtype
     module = empty_module(model, replica_dtype, env.device, train_engine.buffers(), attention)
     if forward is not None:  # the training computation, whose layers are gathered in the narrow dtype too
         batch_invariant.use_batch_invariant(module)
         forward = batch_invariant.BatchInvariantForward(_Replica(module, forward.model.autocast_to))
     narrow = None if dtype == replica_dtype else dtype
-    return NativeRollout(module, dtype=narrow, forward=forward, weights=ModuleReceiver(module), **options)
+    return NativeRollout(module, dtype=narrow, forward=forward, weights=weight_sync.ModuleReceiver(module), **options)
 
 
 def _make_tensor_parallel(
