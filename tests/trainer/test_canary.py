@@ -134,7 +134,6 @@ class Unties(ModuleReceiver):
 
 
 def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tiny, tmp_path):
-
     tied = shutil.copytree(tiny / "model", tmp_path / "tied")
     module = AutoModelForCausalLM.from_pretrained(tied)
     module.config.tie_word_embeddings = True
