@@ -22,6 +22,7 @@ from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_colum
 from verl.data.dataset import (
     DatasetConfig,
     Encoded,
+    TokenizedDataset,
     overlong_figures,
     read_data_section,
     rows_to_use,
@@ -56,7 +57,7 @@ logger = logging.getLogger("verl.data")
 Prompt = str | list[dict[str, Any]] | MediaPrompt
 
 
-class RLHFDataset(Dataset):
+class RLHFDataset(TokenizedDataset):
     """Prompts of data files; one item per usable row.
 
     A row has a prompt (column `prompt_key`: chat messages or text) and what its reward needs: the columns

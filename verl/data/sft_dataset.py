@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from verl.config import schema
 from verl.data.bad_rows import usable_rows
 from verl.data.chat import encode_conversations
 from verl.data.dataset import (
     DatasetConfig,
     Encoded,
+    TokenizedDataset,
     overlong_figures,
     read_data_section,
     rows_to_use,
@@ -82,7 +81,7 @@ class _Columns:
 _Example = list[Message] | MediaPrompt | _Pair
 
 
-class SFTDataset(Dataset):
+class SFTDataset(TokenizedDataset):
     """SFT samples of data files; one item per row.
 
     A row is a chat (column `messages_key`, by default "messages") or a prompt with a response (columns `prompt_key` and

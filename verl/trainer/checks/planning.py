@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,12 +14,10 @@ from verl.config import schema
 from verl.config.fields import to_flat_dict
 from verl.config.load import with_overrides
 from verl.modeling.vision import is_vision_config, language_model_of, tower_of, tower_sizes
-from verl.planner import report
 from verl.planner.devices import Device
 from verl.planner.fixes import Change, describe, first_that_fits, smallest_change
 from verl.planner.host import host_profile
 from verl.planner.placement import Plan, plan_groups
-from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space, preferred
 from verl.planner.settings import groups_of, job_of, overrides_of
 from verl.planner.shapes import ModelShape, VisionShape
 from verl.planner.workload import Job
@@ -28,6 +26,9 @@ from verl.trainer.checks.models import readable_config
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.roles import roles_of
 from verl.trainer.state.saved_state import load_state
+
+if TYPE_CHECKING:
+    from verl.planner.search import Search
 
 logger = logging.getLogger("verl.trainer")
 
@@ -115,6 +116,8 @@ def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str
 
 def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
     """The lines that `verl plan` adds to the plan of a run."""
+    from verl.planner import report
+
     try:
         estimated = estimate(config, names)
     except ValueError as error:
@@ -138,7 +141,9 @@ def _fix(estimated: Estimate) -> str:
 def _change_words(change: tuple[Change, Plan] | None) -> str:
     if change is None:
         return "no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits"
-    return f"smallest change that fits ({report.gib(change[1].peak)} GiB): {describe(*change)}"
+    from verl.planner.report import gib
+
+    return f"smallest change that fits ({gib(change[1].peak)} GiB): {describe(*change)}"
 
 
 def check_memory(run: Run) -> None:
@@ -156,10 +161,12 @@ def check_memory(run: Run) -> None:
     plan = estimated.plan
     if plan.fits:
         return
+    from verl.planner.report import gib
+
     group = max(plan.groups, key=lambda group: group.peak[1])
     message = (
-        f"{group.peak[0]} needs about {report.gib(plan.peak)} GiB per device, but there are "
-        f"{report.gib(plan.available)} GiB ({plan.device.name}); {_fix(estimated)}; `verl plan` prints the table"
+        f"{group.peak[0]} needs about {gib(plan.peak)} GiB per device, but there are "
+        f"{gib(plan.available)} GiB ({plan.device.name}); {_fix(estimated)}; `verl plan` prints the table"
     )
     if plan.peak > REFUSED_FROM * plan.available:
         raise ValueError(f"memory: {message}")
@@ -173,8 +180,10 @@ def _devices(config: schema.Config) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def _search(config: schema.Config, estimated: Estimate) -> Search:
+def _search(config: schema.Config, estimated: Estimate) -> "Search":
     """The search over placements that the settings allow."""
+    from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space
+
     rollout, policy = config.actor_rollout_ref.rollout, config.actor_rollout_ref
     job = estimated.job
     if "rollout" in job.names:
@@ -243,6 +252,9 @@ def apply_auto_placement(config: schema.Config) -> schema.Config:
         ValueError: devices are set too, a model is not modelled, or nothing fits (in asynchronous training, with a
             rollout on separate devices).
     """
+    from verl.planner import report
+    from verl.planner.search import preferred
+
     placed = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
     if placed:
         raise ValueError(f"placement.auto chooses the devices, but placement.{placed[0]} is set: remove one of them")

@@ -12,11 +12,11 @@ from torch.utils.data import Dataset
 from verl.config import schema
 from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
+from verl.data.dataset import TokenizedDataset
 from verl.data.files import row_count
 from verl.data.media import media_columns, note_unused_media_keys
 from verl.data.mixture import Mixture, datasets_of
 from verl.data.order import PromptSource, ResumableSampler, check_batch_size
-from verl.data.prefetch import default_workers
 from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
 from verl.data.tokenization import load_tokenizer
@@ -165,7 +165,8 @@ def _list_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], 
         train = load()
     except BadRowsError as error:
         raise ValueError(f"{error}\nAll of them are listed in {write_bad_rows(folder, error.rows)}") from None
-    write_bad_rows(folder, [row for each in datasets_of(train) for row in getattr(each, "bad_rows", ())])
+    tokenized = [dataset for dataset in datasets_of(train) if isinstance(dataset, TokenizedDataset)]
+    write_bad_rows(folder, [row for dataset in tokenized for row in dataset.bad_rows])
     return train
 
 
@@ -210,7 +211,11 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
     threads = data.dataloader_num_workers
     if threads is None:
         has_images = not is_custom and any(part.media is not None for part in parts)
-        return default_workers() if has_images else 0
+        if not has_images:
+            return 0
+        from verl.data.prefetch import default_workers
+
+        return default_workers()
     if is_custom and threads > 1:
         logger.info("data.dataloader_num_workers=%d: the items of a custom dataset are read by one thread", threads)
         return 1

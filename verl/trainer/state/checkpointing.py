@@ -26,10 +26,9 @@ from verl.config import dump_config, to_flat_dict
 from verl.config.fields import Schema
 from verl.config.schema.model import ModelConfig
 from verl.config.schema.trainer import RunConfig
+from verl.data.dataset import TokenizedDataset
 from verl.data.files import IN_MEMORY
 from verl.data.processor import copy_processor_files
-from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.sft_dataset import SFTDataset
 from verl.dataflow import Pipeline, running
 from verl.processes.limits import Durations
 from verl.single_controller import WorkerGroup
@@ -389,7 +388,7 @@ class Checkpointer:
     @cached_property
     def _fingerprint(self) -> str | None:
         """What tells the training data from others; None for a custom dataset."""
-        known = isinstance(self.train_dataset, RLHFDataset | SFTDataset)
+        known = isinstance(self.train_dataset, TokenizedDataset)
         return self.train_dataset.fingerprint if known else None
 
     def _check_rows(self, saved: str | None, folder: Path) -> None:
@@ -406,7 +405,7 @@ class Checkpointer:
     @cached_property
     def _media(self) -> str | None:
         """What tells the images of the training data from others; None without, and for a custom dataset."""
-        known = isinstance(self.train_dataset, RLHFDataset | SFTDataset)
+        known = isinstance(self.train_dataset, TokenizedDataset)
         return self.train_dataset.media_fingerprint if known else None
 
     def _check_media(self, saved: str | None, folder: Path) -> None:
