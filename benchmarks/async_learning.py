@@ -91,8 +91,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further override")
     parser.add_argument("--out", type=Path, help="write the record to this file")
     args = parser.parse_args()
-    facts = {name: metadata.version(name) for name in ("torch", "transformers")}
-    record = {"command": " ".join(["python", "benchmarks/async_learning.py", *sys.argv[1:]]), **facts, "runs": []}
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    record = {"command": " ".join(["python", "benchmarks/async_learning.py", *sys.argv[1:]]), **versions, "runs": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = start_model(args.task, folder)
@@ -101,8 +101,8 @@ def main() -> None:
             for name in args.runs:
                 settings = overrides(args.task, model, data, folder / name / str(seed), args.steps, seed=seed)
                 kind = Delayed if "delayed" in name else LocalPPOTrainer
-                found = curve([*settings, *RUNS[name], *args.set], kind, args.task)
-                line = {"run": name, "task": args.task, "seed": seed, **found}
+                result = curve([*settings, *RUNS[name], *args.set], kind, args.task)
+                line = {"run": name, "task": args.task, "seed": seed, **result}
                 record["runs"].append(line)
                 print(json.dumps({key: value for key, value in line.items() if key != "reward"}), flush=True)
     if args.out:

@@ -147,8 +147,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    given = {name: value for name in ("prompts", "new") if (value := vars(args)[name]) is not None}
-    work = replace(SUITES[args.suite], **given)
+    replaced = {name: value for name in ("prompts", "new") if (value := vars(args)[name]) is not None}
+    work = replace(SUITES[args.suite], **replaced)
     if args.child:
         line = run_variant(work, args.folder, args)
         (args.folder / f"{args.child}.json").write_text(json.dumps(line), encoding="utf-8")

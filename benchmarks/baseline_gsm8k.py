@@ -143,8 +143,8 @@ def rl_settings(args: argparse.Namespace, model: Path | str, data: Path, out: Pa
 
 def accuracy_of(metrics: dict[str, float]) -> float | None:
     """The greedy accuracy among the metrics of a validation; None if there was none."""
-    found = [value for name, value in metrics.items() if name.startswith("val-core/") and "/acc/" in name]
-    return round(found[0], 4) if found else None
+    accuracies = [value for name, value in metrics.items() if name.startswith("val-core/") and "/acc/" in name]
+    return round(accuracies[0], 4) if accuracies else None
 
 
 def before_sft(args: argparse.Namespace, result: Result, data: Path) -> None:
@@ -207,9 +207,9 @@ def grpo(args: argparse.Namespace, result: Result, model: Path, data: Path) -> N
 
     def note(report: StepReport) -> None:
         seconds = time.perf_counter() - start
-        kept = {name: round(report.metrics[name], 6) for name in CURVE if name in report.metrics}
+        metrics = {name: round(report.metrics[name], 6) for name in CURVE if name in report.metrics}
         timings = {name: round(value, 2) for name, value in report.timings.items() if value >= 0.01}
-        curve.append({"step": report.step, "seconds": round(seconds, 1), **kept, "timings": timings})
+        curve.append({"step": report.step, "seconds": round(seconds, 1), **metrics, "timings": timings})
         if report.step % 5 == 1:
             print(json.dumps(curve[-1]), flush=True)
         if seconds >= args.grpo_seconds and trainer.global_step < trainer.total_steps:

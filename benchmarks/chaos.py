@@ -170,11 +170,11 @@ def main() -> int:
         print(f"{'fault':<22} {'the run':<62} {'seconds':>7}  as expected", flush=True)
         wrong = 0
         for name in args.faults:
-            trial, begun = TRIALS[name], time.monotonic()
-            found = list(runs.faults(name, trial, runs.start(name, trial.place, *runs.overrides(trial))))
-            wrong += bool(found)
-            words, seconds = "; ".join(found) or did(trial), time.monotonic() - begun
-            print(f"{trial.faults:<22} {words:<62} {seconds:7.1f}  {'NO' if found else 'yes'}", flush=True)
+            trial, start = TRIALS[name], time.monotonic()
+            problems = list(runs.faults(name, trial, runs.start(name, trial.place, *runs.overrides(trial))))
+            wrong += bool(problems)
+            outcome, seconds = "; ".join(problems) or did(trial), time.monotonic() - start
+            print(f"{trial.faults:<22} {outcome:<62} {seconds:7.1f}  {'NO' if problems else 'yes'}", flush=True)
     return 1 if wrong else 0
 
 

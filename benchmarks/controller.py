@@ -85,9 +85,9 @@ def ppo_step(group: WorkerGroup, by_reference: bool) -> Pipeline:
 
     def infer(column: str) -> Operator:
         def func(batch: DataProto) -> DataProto:
-            asked = batch.select(READ_BY_MODELS, [], [])
-            asked.meta_info["column"] = column
-            return arrive(group.infer(asked))
+            inputs = batch.select(READ_BY_MODELS, [], [])
+            inputs.meta_info["column"] = column
+            return arrive(group.infer(inputs))
 
         return Operator(column, func, writes=(column,))
 
@@ -154,15 +154,15 @@ def needed(executor: str, data: str, rows: int, tokens: int) -> int:
 
 def run_one(executor: str, data: str, rows: int, args: argparse.Namespace) -> dict:
     """Run one measurement in a separate process."""
-    one = {"executor": executor, "data": data, "rows": rows}
+    record = {"executor": executor, "data": data, "rows": rows}
     free, need = psutil.virtual_memory().available, needed(executor, data, rows, args.tokens)
     if need > free:
-        return {**one, "left_out": f"needs about {need / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"}
+        return {**record, "left_out": f"needs about {need / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"}
     sizes = {"tokens": args.tokens, "ranks": args.ranks, "steps": args.steps}
-    options = [word for name, value in {**one, **sizes}.items() for word in (f"--{name}", str(value))]
+    options = [word for name, value in {**record, **sizes}.items() for word in (f"--{name}", str(value))]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, __file__, *options], env=env, stdout=subprocess.PIPE, encoding="utf-8")
-    return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {**one, "failed": True}
+    return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {**record, "failed": True}
 
 
 def main() -> None:
@@ -188,8 +188,8 @@ def main() -> None:
         packages = {name: version(name) for name in ("torch", "tensordict", "ray")}
         machine = {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30)}
         command = " ".join(["python", "benchmarks/controller.py", *sys.argv[1:]])
-        facts = {"command": command, "machine": machine, "versions": {"python": platform.python_version(), **packages}}
-        args.out.write_text(json.dumps({**facts, "results": lines}, indent=1) + "\n", encoding="utf-8")
+        info = {"command": command, "machine": machine, "versions": {"python": platform.python_version(), **packages}}
+        args.out.write_text(json.dumps({**info, "results": lines}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

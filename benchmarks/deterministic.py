@@ -74,10 +74,10 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> tuple[float,
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    found = call()
+    result = call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start, found
+    return time.perf_counter() - start, result
 
 
 def measure(mode: str, args: argparse.Namespace, device: torch.device) -> dict:
@@ -104,9 +104,9 @@ def measure(mode: str, args: argparse.Namespace, device: torch.device) -> dict:
     batch = DataProto.from_dict({**columns, "rollout_log_probs": sampled, "advantages": torch.randn(sampled.shape)})
     micro = MicroBatching(tokens=args.tokens)
     for _ in range(args.repeats):
-        took, found = seconds_of(lambda: engine.infer(batch, ("log_probs",), micro), device)
+        took, outputs = seconds_of(lambda: engine.infer(batch, ("log_probs",), micro), device)
         best["log_probs"] = min(took, best.get("log_probs", took))
-    gap = (found["log_probs"] - sampled).abs()
+    gap = (outputs["log_probs"] - sampled).abs()
     agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
     objective = policy_objective("vanilla", LOSS, agg, old_is_current=True)
     for i in range(args.repeats):

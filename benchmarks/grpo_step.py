@@ -343,7 +343,7 @@ class Child:
         """End the process. Returns what went wrong if it has not run all steps."""
         over_time = not self.timer.is_alive()
         self.timer.cancel()
-        found = f"{self.name}: {len(self.steps)} of {expected} steps"
+        summary = f"{self.name}: {len(self.steps)} of {expected} steps"
         if len(self.steps) < expected:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)  # its pipe has closed: its status follows
@@ -352,12 +352,12 @@ class Child:
         self.process.wait()
         if len(self.steps) >= expected and expected > 0:
             return []
-        why = "was killed at --limit" if over_time else f"ended with status {status}"
-        return [f"{found}; its process {why} (see its output above)"]
+        reason = "was killed at --limit" if over_time else f"ended with status {status}"
+        return [f"{summary}; its process {reason} (see its output above)"]
 
     def line(self, work: Work, steps: list[dict], args: argparse.Namespace, setting: dict) -> dict:
-        named = sorted(name for name, value in steps[-1].items() if value is not None) if steps else []
-        medians = {name: float(f"{statistics.median(s[name] for s in steps):.5g}") for name in named}
+        reported = sorted(name for name, value in steps[-1].items() if value is not None) if steps else []
+        medians = {name: float(f"{statistics.median(s[name] for s in steps):.5g}") for name in reported}
         return {
             "benchmark": "grpo_step",
             "trainer": self.name,

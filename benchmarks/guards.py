@@ -185,14 +185,14 @@ def once(trainer: Any, clock: Clock) -> dict[str, float]:
     """Seconds of what is not done in every step."""
     from verl.trainer.state.identity import Identity
 
-    found = {}
+    seconds_by_guard = {}
     start = clock()
     Identity(trainer.config, trainer.run.working_dir).state()
-    found["fingerprints"] = clock() - start
+    seconds_by_guard["fingerprints"] = clock() - start
     start = clock()
     trainer.checkpointer.require_finite("actor", trainer.global_step)
-    found["before_a_save"] = clock() - start
-    return {name: round(seconds, 5) for name, seconds in found.items()}
+    seconds_by_guard["before_a_save"] = clock() - start
+    return {name: round(seconds, 5) for name, seconds in seconds_by_guard.items()}
 
 
 def main() -> None:
@@ -215,13 +215,13 @@ def main() -> None:
         with trainer:
             for _ in range(args.warm_up):
                 trainer.step()
-            found = measure(trainer, guards, args.pairs)
+            results = measure(trainer, guards, args.pairs)
             guards.on = True
             line = {
                 "benchmark": "guards",
                 "suite": args.suite,
                 **asdict(work),
-                **found,
+                **results,
                 "once": once(trainer, clocks[0]),
             }
     device = torch.cuda.get_device_name() if gpu else f"{os.cpu_count()} cores, shared with other programs"

@@ -42,16 +42,16 @@ def product_tiles(device: torch.device) -> None:
             x, weight = (torch.randn(n, inside, device=device, dtype=torch.bfloat16) for n in (rows, outside))
             flops = 2e-9 * rows * inside * outside
             milliseconds, _ = timed(torch.nn.functional.linear, x, weight)
-            said = [f"cuBLAS {flops / milliseconds:.0f}"]
+            rates = [f"cuBLAS {flops / milliseconds:.0f}"]
             reference = triton_kernels.linear(x, weight)
             for option in options:
                 triton_kernels.TILES[2] = dict(zip(("BM", "BN", "BK", "num_warps", "num_stages"), option))
                 milliseconds, out = timed(triton_kernels.linear, x, weight)
                 same = "=" if torch.equal(out, reference) else "x"
                 name = "x".join(map(str, option[:3]))
-                said.append(f"{name},{option[3]},{option[4]} {flops / milliseconds:.0f}{same}")
+                rates.append(f"{name},{option[3]},{option[4]} {flops / milliseconds:.0f}{same}")
             triton_kernels.TILES[2] = used
-            print(f"{rows:6} {inside:5} -> {outside:6}: " + "  ".join(said), flush=True)
+            print(f"{rows:6} {inside:5} -> {outside:6}: " + "  ".join(rates), flush=True)
 
 
 def attention_tiles(device: torch.device) -> None:
@@ -74,11 +74,15 @@ def attention_tiles(device: torch.device) -> None:
     used = triton_kernels.QUERIES, triton_kernels.ATTENTION
     for queries, warps, stages in itertools.product((16, 32, 64), (2, 4), (2, 3)):
         triton_kernels.QUERIES, triton_kernels.ATTENTION = queries, {"num_warps": warps, "num_stages": stages}
-        whole, out = timed(triton_kernels.attend_rows, q, k, v, lengths, scores)
-        step, one = timed(triton_kernels.attend_cached, last, *kv_cache, tiles, table, scores)
-        same = torch.equal(one[: len(lengths)], out.view(len(lengths), length, heads, size)[:, -1])
-        words = f"{'equal' if same else 'DIFFERENT'}, {'' if torch.equal(out, reference) else 'not '}those of the used"
-        print(f"  {queries:4} queries, {warps} warps, {stages} stages: {whole:.3f}  {step:.3f}  {words}", flush=True)
+        all_rows, out = timed(triton_kernels.attend_rows, q, k, v, lengths, scores)
+        step, cached = timed(triton_kernels.attend_cached, last, *kv_cache, tiles, table, scores)
+        same = torch.equal(cached[: len(lengths)], out.view(len(lengths), length, heads, size)[:, -1])
+        verdict = (
+            f"{'equal' if same else 'DIFFERENT'}, {'' if torch.equal(out, reference) else 'not '}those of the used"
+        )
+        print(
+            f"  {queries:4} queries, {warps} warps, {stages} stages: {all_rows:.3f}  {step:.3f}  {verdict}", flush=True
+        )
     triton_kernels.QUERIES, triton_kernels.ATTENTION = used
 
 

@@ -99,8 +99,8 @@ def steps_once(straight: Path, killed: Path) -> list[str]:
     """Steps that are missing from the logs, or there twice."""
     wrong = []
     for file in ("metrics.jsonl", "steps.jsonl"):
-        expected, found = logged_steps(straight, file), logged_steps(killed, file)
-        wrong += [f"{file}: {found[k]} lines of step {k[0]}" for k in {*expected, *found} if expected[k] != found[k]]
+        expected, actual = logged_steps(straight, file), logged_steps(killed, file)
+        wrong += [f"{file}: {actual[k]} lines of step {k[0]}" for k in {*expected, *actual} if expected[k] != actual[k]]
     return wrong
 
 
@@ -118,9 +118,9 @@ def weights(run: Path) -> dict:
 
 def to_rounding(straight: Path, killed: Path) -> list[str]:
     """The weights to 1e-7, and one step of float32, which is larger for weights above 1."""
-    found, wrong = weights(killed), steps_once(straight, killed)
+    resumed, wrong = weights(killed), steps_once(straight, killed)
     for name, value in weights(straight).items():
-        gaps = (found[name].double() - value.double()).abs()
+        gaps = (resumed[name].double() - value.double()).abs()
         if (gaps > 1e-7 + 2**-23 * value.double().abs()).any():
             wrong.append(f"{name} differs by {gaps.max():.3g}")
     return wrong
@@ -201,21 +201,21 @@ class Killer:
 
     def finish(self, run: Path) -> int:
         """Run to the end. Returns the exit status."""
-        begun = time.monotonic()
+        start = time.monotonic()
         pid = self.start(run)
-        while not (run / "metrics.jsonl").exists() and time.monotonic() - begun < 120:
+        while not (run / "metrics.jsonl").exists() and time.monotonic() - start < 120:
             time.sleep(0.01)
-        first = time.monotonic() - begun
+        first = time.monotonic() - start
         while (status := ended(pid)) is None:
             time.sleep(0.01)
         if not self.startup:
-            self.startup, self.whole = first, time.monotonic() - begun
+            self.startup, self.whole = first, time.monotonic() - start
         return status
 
     def kill(self, run: Path) -> int | None:
         """Start the run and kill it. Returns its exit status if it ended before."""
         self.started = time.time()
-        pid, begun = self.start(run), time.monotonic()
+        pid, start = self.start(run), time.monotonic()
         at_write = self.draw.random() < 0.6
         delay = self.draw.uniform(0.2 * self.startup, self.startup + (self.whole - self.startup) / 2)
         skipped, before = self.draw.choice((0, 1, 1, 2, 3)), False
@@ -227,7 +227,7 @@ class Killer:
                 if writing and skipped < 0:
                     time.sleep(self.draw.uniform(0.0, 0.06))
                     break
-            elif time.monotonic() - begun > delay:
+            elif time.monotonic() - start > delay:
                 break
             time.sleep(0.002)
         else:
@@ -248,7 +248,7 @@ def is_writing(run: Path, since: float) -> bool:
 
 def measure(name: str, args: argparse.Namespace, folder: Path, save: Callable[[Record], None]) -> None:
     """Kill and resume runs of one kind until there are enough kills, or time is up, and the last run has ended."""
-    kind, record, begun = KINDS[name], Record(name), time.monotonic()
+    kind, record, start = KINDS[name], Record(name), time.monotonic()
     kills = kind.kills if args.kills is None else args.kills
     log, straight = folder / f"{name}.log", folder / f"{name}_straight"
     killer = Killer(kind, folder / "job", log, random.Random(f"{name} {args.seed}"))
@@ -272,7 +272,7 @@ def measure(name: str, args: argparse.Namespace, folder: Path, save: Callable[[R
             shutil.rmtree(run)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         record.cpu_seconds = round(after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime, 1)
-        record.seconds = round(time.monotonic() - begun, 1)
+        record.seconds = round(time.monotonic() - start, 1)
         save(record)
 
 

@@ -177,14 +177,14 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
     trainer = method.trainer(overrides=settings)
     operators = {op.name: op for op in trainer.pipeline.operators}
     source = operators["prompts"].func
-    asked = source.size if isinstance(source, PromptQueue) else PROMPTS
+    requested = source.size if isinstance(source, PromptQueue) else PROMPTS
     per_prompt = trainer.config.actor_rollout_ref.rollout.n + ("reward_baseline" in operators)
 
     sampling = sampled_validation(trainer)
 
     def record(report: StepReport) -> None:
         metrics = report.metrics
-        prompts = int(metrics.get("filter_groups/prompts", asked))
+        prompts = int(metrics.get("filter_groups/prompts", requested))
         curve.responses.append(prompts * per_prompt + (curve.responses[-1] if curve.responses else 0))
         means = [metrics[name] for name in BEFORE_CHOICE if name in metrics]
         curve.reward.append(round(means[0] if means else metrics["critic/score/mean"], 4))
@@ -194,9 +194,9 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
             curve.entropy.append(round(metrics["actor/entropy"], 4))
         if report.step % SAMPLED_FREQ == 0 or report.step == report.total_steps:
             greedy, trainer.validation = trainer.validation, sampling
-            found = trainer.validate()
+            scores = trainer.validate()
             trainer.validation = greedy
-            mean, best = (found[f"val-core/{curve.task}/acc/{kind}@{RESPONSES}"] for kind in ("mean", "best"))
+            mean, best = (scores[f"val-core/{curve.task}/acc/{kind}@{RESPONSES}"] for kind in ("mean", "best"))
             curve.sampled.append((report.step, round(mean, 4), round(best, 4)))
 
     trainer.on_step.append(record)
@@ -226,11 +226,11 @@ def start_model(task: str, out: Path) -> Path:
     return folder / "warm"
 
 
-def spread(curves: list[Curve], of: Callable[[Curve], float | None]) -> list[float | None]:
+def spread(curves: list[Curve], measure: Callable[[Curve], float | None]) -> list[float | None]:
     """Median, minimum and maximum over the seeds. None means never, and is above every number."""
-    values = [math.inf if (value := of(curve)) is None else value for curve in curves]
-    found = (statistics.median(values), min(values), max(values))
-    return [None if value == math.inf else round(value, 4) for value in found]
+    values = [math.inf if (value := measure(curve)) is None else value for curve in curves]
+    bounds = (statistics.median(values), min(values), max(values))
+    return [None if value == math.inf else round(value, 4) for value in bounds]
 
 
 def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
@@ -311,11 +311,11 @@ def main() -> None:
         curves = []
         for seed in args.seeds:
             curve = Curve(args.task, name, seed, args.shuffle_rewards)
-            known = {found.key: found for found in read_runs(args.out / "runs.jsonl")}
-            if curve.key not in known:
+            finished = {record.key: record for record in read_runs(args.out / "runs.jsonl")}
+            if curve.key not in finished:
                 run(curve, method_of(name), args.out, steps, args.override)
                 print(json.dumps(asdict(curve)), flush=True)
-            curves.append(known.get(curve.key, curve))
+            curves.append(finished.get(curve.key, curve))
         print(json.dumps(summary(curves, args.threshold or THRESHOLD[args.task])), flush=True)
         draw(curves, args.out / f"{curves[0].title}.png")
 

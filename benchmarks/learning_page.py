@@ -35,11 +35,11 @@ _BLOCK = re.compile(r"(<!-- learning: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def by_algorithm(runs: list[Curve], task: str, shuffled: bool = False) -> dict[str, list[Curve]]:
     """The runs of a task, ordered by the first run of each algorithm."""
-    found: dict[str, list[Curve]] = {}
+    curves_by_name: dict[str, list[Curve]] = {}
     for run in runs:
         if (run.task, run.shuffled) == (task, shuffled):
-            found.setdefault(run.algorithm, []).append(run)
-    return {name: sorted(curves, key=lambda c: c.seed) for name, curves in found.items()}
+            curves_by_name.setdefault(run.algorithm, []).append(run)
+    return {name: sorted(curves, key=lambda c: c.seed) for name, curves in curves_by_name.items()}
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -50,20 +50,20 @@ def table(runs: list[Curve], task: str) -> str:
     controls, threshold = by_algorithm(runs, task, shuffled=True), THRESHOLD[task]
     rows = []
     for name, curves in by_algorithm(runs, task).items():
-        found = summary(curves, threshold)
-        needed = found[f"responses_to_{threshold}"]
+        figures = summary(curves, threshold)
+        needed = figures[f"responses_to_{threshold}"]
         cells = [
             f"[`{name}`](curves/{task}-{name}.png)" if task in CURVE_OF_EACH else f"`{name}`",
             _range(needed, "{:,.0f}"),
-            f"{found['first_reward'][0]:.2f} -> {_range(found['last_reward'], '{:.2f}')}",
+            f"{figures['first_reward'][0]:.2f} -> {_range(figures['last_reward'], '{:.2f}')}",
             _sampled(curves, 1),
             _sampled(curves, 2),
-            _range(found["accuracy"], "{:.2f}"),
+            _range(figures["accuracy"], "{:.2f}"),
             _range(spread(curves, lambda c: mean(c.entropy[-WINDOW:])), "{:.2f}") if curves[0].entropy else "",
             f"{spread(controls[name], lambda c: c.accuracy[-1][1])[0]:.2f}" if name in controls else "",
             f"{len(curves)}",
         ]
-        rows.append((needed[0] or math.inf, -found["last_reward"][0], cells))
+        rows.append((needed[0] or math.inf, -figures["last_reward"][0], cells))
     steps = " and ".join(map(str, sorted({step for run in runs if run.task == task for step in _shown(run)})))
     head = [
         "algorithm",
@@ -88,13 +88,17 @@ def _shown(curve: Curve) -> list[int]:
 def _sampled(curves: list[Curve], column: int) -> str:
     """Sampled results at each step shown: the median, and the range at the last one."""
     steps = _shown(curves[0])
-    at = [spread(curves, lambda c, step=step: {s: row for s, *row in c.sampled}[step][column - 1]) for step in steps]
-    return ", ".join([*(f"{found[0]:.2f}" for found in at[:-1]), *(_range(found, "{:.2f}") for found in at[-1:])])
+    spreads = [
+        spread(curves, lambda c, step=step: {s: row for s, *row in c.sampled}[step][column - 1]) for step in steps
+    ]
+    return ", ".join(
+        [*(f"{found[0]:.2f}" for found in spreads[:-1]), *(_range(found, "{:.2f}") for found in spreads[-1:])]
+    )
 
 
-def _range(found: list[float | None], form: str) -> str:
+def _range(bounds: list[float | None], form: str) -> str:
     """median (minimum to maximum); one number if they are equal."""
-    median, low, high = ("never" if value is None else form.format(value) for value in found)
+    median, low, high = ("never" if value is None else form.format(value) for value in bounds)
     return median if low == high else f"{median} ({low} to {high})"
 
 
@@ -108,16 +112,16 @@ def page(text: str, runs: list[Curve]) -> str:
 
 def pictures(runs: list[Curve]) -> dict[str, Callable[[Path], None]]:
     """file name -> function that plots it."""
-    found: dict[str, Callable[[Path], None]] = {}
+    painters: dict[str, Callable[[Path], None]] = {}
     for task in {run.task for run in runs}:
         algorithms, controls = by_algorithm(runs, task), by_algorithm(runs, task, shuffled=True)
         if task in CURVE_OF_EACH:
             for name, curves in algorithms.items():
-                both = [*curves, *controls.get(name, [])]
-                found[f"{task}-{name}.png"] = lambda path, both=both: draw(both, path)
+                drawn = [*curves, *controls.get(name, [])]
+                painters[f"{task}-{name}.png"] = lambda path, drawn=drawn: draw(drawn, path)
         if task in TOGETHER:
-            found[f"{task}.png"] = lambda path, task=task, of=algorithms: draw_together(task, of, path)
-    return found
+            painters[f"{task}.png"] = lambda path, task=task, of=algorithms: draw_together(task, of, path)
+    return painters
 
 
 def draw_together(task: str, algorithms: dict[str, list[Curve]], path: Path) -> None:

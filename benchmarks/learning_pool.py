@@ -69,27 +69,27 @@ def read_plan(text: str) -> list[Planned]:
     """Read the runs of a plan, longest first within a block. Raises ValueError with the line."""
     planned, block = {}, 0
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.split("#")[0].split()
+        tokens = line.split("#")[0].split()
         block += not line.strip()
-        if words:
+        if tokens:
             try:
-                found = _runs_of(words, block)
+                runs = _runs_of(tokens, block)
             except ValueError as error:
                 raise ValueError(f"line {number} of the plan: {error}: {line.strip()!r}") from None
-            for one in found:
-                planned.setdefault(one.curve.key, one)
-    return sorted(planned.values(), key=lambda one: (one.block, -one.seconds))
+            for planned_run in runs:
+                planned.setdefault(planned_run.curve.key, planned_run)
+    return sorted(planned.values(), key=lambda planned_run: (planned_run.block, -planned_run.seconds))
 
 
-def _runs_of(words: Sequence[str], block: int) -> list[Planned]:
-    if len(words) < 3:
+def _runs_of(tokens: Sequence[str], block: int) -> list[Planned]:
+    if len(tokens) < 3:
         raise ValueError("expected TASK ALGORITHMS SEEDS ...")
-    task, algorithms, seeds, *more = words
+    task, algorithms, seeds, *more = tokens
     known = sorted({*PRESETS, *RECIPES})
     names = known if algorithms == "all" else algorithms.split(",")
-    for name, of in ((task, TASKS), *((name, known) for name in names)):
-        if name not in of:
-            raise ValueError(f"{name!r} is unknown: {did_you_mean(name, of)}")
+    for name, valid_names in ((task, TASKS), *((name, known) for name in names)):
+        if name not in valid_names:
+            raise ValueError(f"{name!r} is unknown: {did_you_mean(name, valid_names)}")
     renamed = [word.removeprefix("as=") for word in more if word.startswith("as=")]
     settings = tuple(word for word in more if word != "shuffled" and not word.startswith("as="))
     return [
@@ -140,11 +140,11 @@ class Pool:
                 process = context.Process(target=_logged, args=(self.work, job, self.logs(job)))
                 process.start()
                 self.running[process.sentinel] = (process, job, time.monotonic())
-            rest = self.deadline - time.monotonic()
-            ended = wait(list(self.running), timeout=max(rest, 0)) if self.running else []
+            remaining = self.deadline - time.monotonic()
+            ended = wait(list(self.running), timeout=max(remaining, 0)) if self.running else []
             for sentinel in ended:
                 self._note_end(*self.running.pop(sentinel))
-            if rest <= 0:
+            if remaining <= 0:
                 self._end_all()
 
     def _note_end(self, process: BaseProcess, job: Planned, start: float) -> None:
@@ -215,9 +215,9 @@ def main() -> None:
     making.run(list({job.task: job for job in jobs}.values()))
     pool = Pool(Work(args.out), lambda job: log_of(args.out, job), args.processes, deadline)
     pool.run([job for job in jobs if job.task not in {failed.task for failed in making.failed}])
-    for what, found in {"failed": [*making.failed, *pool.failed], "left for another time": pool.left}.items():
-        if found:
-            print(f"{what}: {', '.join(f'{job.curve.title} seed {job.seed}' for job in found)}")
+    for state, labels in {"failed": [*making.failed, *pool.failed], "left for another time": pool.left}.items():
+        if labels:
+            print(f"{state}: {', '.join(f'{job.curve.title} seed {job.seed}' for job in labels)}")
     sys.exit(1 if making.failed or pool.failed else 0)
 
 

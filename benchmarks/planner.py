@@ -64,7 +64,7 @@ STEPS = 4
 
 def overrides_of(name: str, folder: Path) -> dict[str, Any]:
     """The settings of a configuration."""
-    work, own = CONFIGS[name]
+    work, extra = CONFIGS[name]
     return {
         "data.train_files": str(folder / "prompts.jsonl"),
         "data.train_batch_size": work.prompts,
@@ -85,7 +85,7 @@ def overrides_of(name: str, folder: Path) -> dict[str, Any]:
         "trainer.resume_mode": "disable",
         "trainer.logger": [],
         "trainer.default_local_dir": str(folder / "run"),
-        **own,
+        **extra,
     }
 
 
@@ -106,8 +106,8 @@ class TensorMemory:
 
         gc.unfreeze()  # what the trainer has loaded
         gc.collect()
-        found = (x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.device.type == "cpu")
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+        tensors = (x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.device.type == "cpu")
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         self._live = sum(storages.values())
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._profile.start()
@@ -193,19 +193,19 @@ def cpu_lines(base: Device, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
     for name in names:
         work = CONFIGS[name][0]
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
             forked(lambda work=work, folder=folder: make_inputs(work, folder, 4 * work.prompts))
 
             def run(name: str = name, folder: Path = folder) -> tuple[dict[str, float], Device]:
                 return measure(name, folder), with_engine_rates(base, torch.device("cpu"))
 
-            found, device = forked(run)
+            measured, device = forked(run)
             plan = predict(name, folder, device)
-        line = {"name": name, "wall": round(found["wall"], 3)}
+        line = {"name": name, "wall": round(measured["wall"], 3)}
         tensors = (plan.peak - device.reserved) / 2**20
-        line |= compared(plan.seconds, found["seconds"], tensors, found["memory"] / 2**20, "mib")
-        line["resident_mib"] = round(found["resident"] / 2**20)
+        line |= compared(plan.seconds, measured["seconds"], tensors, measured["memory"] / 2**20, "mib")
+        line["resident_mib"] = round(measured["resident"] / 2**20)
         line["rates"] = {key: float(f"{getattr(device, key):.4g}") for key in RATES}
         print(json.dumps(line), flush=True)
         yield line
@@ -217,13 +217,13 @@ def cpu_lines(base: Device, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 def summary(lines: list[dict[str, Any]]) -> dict[str, str]:
     """How many ratios are within the goals of 25 % (time) and 10 % (memory), also of the runs that are held out."""
     goals = {"time_ratio": ("time within 25 %", 0.25), "memory_ratio": ("memory within 10 %", 0.1)}
-    found = {}
-    for key, (words, goal) in goals.items():
-        for more, chosen in (("", lines), (", held out", [line for line in lines if line.get("held_out")])):
-            ratios = [line[key] for line in chosen if key in line]
+    figures = {}
+    for key, (title, goal) in goals.items():
+        for more, selected in (("", lines), (", held out", [line for line in lines if line.get("held_out")])):
+            ratios = [line[key] for line in selected if key in line]
             if ratios:
-                found[words + more] = f"{sum(abs(ratio - 1) <= goal + 1e-9 for ratio in ratios)} of {len(ratios)}"
-    return found
+                figures[title + more] = f"{sum(abs(ratio - 1) <= goal + 1e-9 for ratio in ratios)} of {len(ratios)}"
+    return figures
 
 
 def main() -> None:
@@ -250,11 +250,11 @@ def _measure_cpu(out: Path | None, names: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     device = forked(lambda: calibrate(torch.device("cpu"), print))
-    kept = json.loads(out.read_text(encoding="utf-8"))["lines"] if out is not None and out.exists() else []
-    found = {line["name"]: line for line in kept}
+    earlier = json.loads(out.read_text(encoding="utf-8"))["lines"] if out is not None and out.exists() else []
+    by_name = {line["name"]: line for line in earlier}
     for line in cpu_lines(device, names):
-        found[line["name"]] = line
-        lines = [found[name] for name in CONFIGS if name in found]
+        by_name[line["name"]] = line
+        lines = [by_name[name] for name in CONFIGS if name in by_name]
         record = {"command": "python benchmarks/planner.py --cpu", "lines": lines, "goals": summary(lines)}
         _write(record | {"profile": asdict(device), "load": round(os.getloadavg()[0], 1)}, out)
     print(summary(lines), flush=True)

@@ -112,9 +112,9 @@ def _grpo_steps() -> Iterator[Run]:
             seconds = {"step": line["seconds"]} | {name: line[f"{name}_seconds"] for name in operators}
             job = _job("0.5B", (64, 8, 128, 512), ref=ref)
             yield Run(f"grpo_step_gpu.json: beta {line['beta']}", job, 1, seconds, line["peak_gib"], True)
-    found = [line for line in _read("restructure_h200.json")["lines"] if line["tree"] == "new" and "hidden" in line]
+    selected = [line for line in _read("restructure_h200.json")["lines"] if line["tree"] == "new" and "hidden" in line]
     for hidden, model, rows, count in ((3584, "7B", (16, 8, 128, 128), 2), (896, "0.5B", (64, 8, 128, 512), 1)):
-        same = [line for line in found if line["hidden"] == hidden]
+        same = [line for line in selected if line["hidden"] == hidden]
         seconds = {"step": statistics.median(s for line in same for s in line["seconds_of_steps"])}
         for operator in ("gen", "ref", "update_actor"):
             seconds[operator] = statistics.median(line[f"{operator}_seconds"] for line in same)
@@ -145,10 +145,10 @@ def _engines() -> Iterator[Run]:
         config = load_config(overrides=engines.overrides(args, Path(), strategy, engine, line["placement"], replay))
         names = roles_of(config)
         job = job_of(config, dict.fromkeys(names, _shape_of(line["suite"])), names, on_gpu=True)
-        words = [line["suite"], {"megatron": "Megatron"}.get(strategy, "FSDP2"), {"vllm": "vLLM"}.get(engine, engine)]
-        words += [f"TP {line['tensor_parallel']}"] if line.get("tensor_parallel", 1) > 1 else []
-        words += [line["router_replay"]] if "router_replay" in line else []
-        words += ["split"] if line["placement"] == "split" else []
+        labels = [line["suite"], {"megatron": "Megatron"}.get(strategy, "FSDP2"), {"vllm": "vLLM"}.get(engine, engine)]
+        labels += [f"TP {line['tensor_parallel']}"] if line.get("tensor_parallel", 1) > 1 else []
+        labels += [line["router_replay"]] if "router_replay" in line else []
+        labels += ["split"] if line["placement"] == "split" else []
         seconds = {"step": line["step_s"], "gen": line["gen_s"], "update_actor": line["update_s"]}
         seconds |= {"old_log_prob": line["old_log_prob_s"]} if line.get("old_log_prob_s") else {}
         seconds |= {"sync_weights": line["push_s"]} if _is_current_push(line, job.roles[0]) else {}
@@ -156,15 +156,15 @@ def _engines() -> Iterator[Run]:
         gib = None if engine == "vllm" else line["memory_gib"]
         placed = groups_of(config.placement.model_dump(exclude={"auto"}), names, line["devices"])
         groups = tuple((roles, len(numbers)) for roles, numbers in placed)
-        yield Run(f"engines_h200.json: {', '.join(words)}", job, line["devices"], seconds, gib, groups=groups)
+        yield Run(f"engines_h200.json: {', '.join(labels)}", job, line["devices"], seconds, gib, groups=groups)
 
 
 def _is_current_push(line: dict[str, Any], role: Role) -> bool:
     """Whether a record has a push into vLLM as it is now: on the devices of training, by reshard."""
     if line["engine"] != "vllm":
         return False
-    sent = line["push_gib_s"] * line["push_s"] * GIB
-    return line["placement"] == "split" or sent < 0.9 * role.parameters * role.compute_bytes
+    pushed = line["push_gib_s"] * line["push_s"] * GIB
+    return line["placement"] == "split" or pushed < 0.9 * role.parameters * role.compute_bytes
 
 
 def _vllm_steps() -> Iterator[Run]:

@@ -76,17 +76,17 @@ def main() -> None:
         reports = {threads: [] for threads in trainers}
         for block in range(1 + -(-args.steps // _BLOCK)):  # one to warm up
             for threads, trainer in trainers.items():
-                found = [trainer.step().metrics for _ in range(1 + _BLOCK)]
-                reports[threads] += found[1:] if block else []  # the first step of a block waits for its batch
+                step_metrics = [trainer.step().metrics for _ in range(1 + _BLOCK)]
+                reports[threads] += step_metrics[1:] if block else []  # the first step of a block waits for its batch
                 trainer.source.close()
         for trainer in trainers.values():
             trainer.shutdown()
     figures = {
         f"{threads} threads": {
-            "step_s": round(statistics.median(m["timing_s/step"] for m in found), 4),
-            "prompts_s": round(statistics.median(m["timing_s/prompts"] for m in found), 4),
+            "step_s": round(statistics.median(m["timing_s/step"] for m in step_metrics), 4),
+            "prompts_s": round(statistics.median(m["timing_s/prompts"] for m in step_metrics), 4),
         }
-        for threads, found in reports.items()
+        for threads, step_metrics in reports.items()
     }
     without, threaded = figures.values()
     line = {

@@ -81,8 +81,8 @@ class Model:
         )
         self.device, self.dtype = device, torch.float32 if device.type == "cpu" else torch.bfloat16
         with torch.device("meta"):
-            named = AutoModelForCausalLM.from_config(self.config).named_parameters()
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in named}
+            named_parameters = AutoModelForCausalLM.from_config(self.config).named_parameters()
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters}
 
     def stage(self, name: str, stages: int) -> int:
         """The pipeline stage of a parameter."""
@@ -112,10 +112,10 @@ class Training:
         self.stage, tensor, replica = groups.training(rank)
         self.replicas = (replica,)
         self.slices = Slices(model.config, TensorParallel(tensor, groups.tp))
-        own = [name for name in model.shapes if model.stage(name, groups.pp) == self.stage]
-        self.tensors = {name: self.slices.of(name, model.full(name)).clone() for name in own}
+        local_names = [name for name in model.shapes if model.stage(name, groups.pp) == self.stage]
+        self.tensors = {name: self.slices.of(name, model.full(name)).clone() for name in local_names}
         self._layout = [
-            Shard(name, model.shapes[name], model.stored(self.slices, name, True).chunks[0].box) for name in own
+            Shard(name, model.shapes[name], model.stored(self.slices, name, True).chunks[0].box) for name in local_names
         ]
         self._tensor = _own_group(groups.of("tp"), rank)
         self._pipeline = _own_group(groups.of("pp"), rank)
@@ -156,8 +156,8 @@ class Generation(SlicedWeights):
         self.own = {name for name in model.shapes if model.stage(name, groups.generation_pp) == stage}
         self._layout = {name: model.stored(self.slices, name, name in self.own) for name in model.shapes}
         self.tensors = {
-            name: torch.empty(each.rows, each.columns, device=model.device, dtype=model.dtype)
-            for name, each in self._layout.items()
+            name: torch.empty(stored.rows, stored.columns, device=model.device, dtype=model.dtype)
+            for name, stored in self._layout.items()
         }
 
     def slice_layout(self) -> Mapping[str, Stored]:
@@ -170,14 +170,14 @@ class Generation(SlicedWeights):
         """Keep the slices of all weights."""
         for name, full in weights:
             if name in self.own:
-                own = self.tensors[name]
-                own.copy_(self.slices.of(name, full).reshape(own.shape))
+                target = self.tensors[name]
+                target.copy_(self.slices.of(name, full).reshape(target.shape))
 
     def check(self) -> None:
         """Compare what is stored with the weights, and forget it."""
         for name in self.own:
-            wanted = self.slices.of(name, self.model.full(name))
-            assert torch.equal(self.tensors[name], wanted.reshape(self.tensors[name].shape)), name
+            expected = self.slices.of(name, self.model.full(name))
+            assert torch.equal(self.tensors[name], expected.reshape(self.tensors[name].shape)), name
             self.tensors[name].fill_(float("nan"))
 
 
@@ -188,9 +188,9 @@ class Counter:
         self.bytes = 0
         gather, broadcast, exchange = dist.all_gather, dist.broadcast, Peers.start_exchange
 
-        def all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
-            self.bytes += sum(x.nbytes for x in outputs) - own.nbytes
-            gather(outputs, own, group=group)
+        def all_gather(outputs: list[torch.Tensor], local: torch.Tensor, group: Any) -> None:
+            self.bytes += sum(x.nbytes for x in outputs) - local.nbytes
+            gather(outputs, local, group=group)
 
         def broadcast_(tensor: torch.Tensor, source: int, group: Any) -> None:
             self.bytes += tensor.nbytes if dist.get_rank() != source else 0
@@ -205,8 +205,8 @@ class Counter:
 
 def _own_group(groups: list[list[int]], rank: int) -> Any:
     """The process group of a rank. Collective."""
-    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    return next(group for ranks, group in made if rank in ranks)
+    created = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    return next(group for ranks, group in created if rank in ranks)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -258,10 +258,10 @@ def work(rank: int, ranks: int, args: argparse.Namespace, port: int) -> None:
         vanilla: dict[str, Any] = {}
         for way in WAYS:
             groups = HybridGroups(*sizes, strided=way == "strided")
-            found: list[Any] = [None] * ranks
-            dist.all_gather_object(found, measure(way, groups, model, args, counter))
+            results: list[Any] = [None] * ranks
+            dist.all_gather_object(results, measure(way, groups, model, args, counter))
             line = {"layout": "{}-{}-{} -> {}-{}".format(*sizes), "ranks": ranks, "way": way, "model_bytes": total}
-            line |= summary(found, total, bandwidth)
+            line |= summary(results, total, bandwidth)
             line["formula"] = None if way == "consecutive" else float(groups.volumes().communication)
             vanilla = vanilla or line
             line["less_bytes"] = round(1 - line["mean_bytes"] / vanilla["mean_bytes"], 3)
@@ -272,16 +272,16 @@ def work(rank: int, ranks: int, args: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
-def summary(found: list[dict[str, float]], total: int, bandwidth: float | None) -> dict[str, Any]:
+def summary(results: list[dict[str, float]], total: int, bandwidth: float | None) -> dict[str, Any]:
     """The figures of a line, from those of all ranks. bandwidth: bytes per second, on GPUs."""
-    received, seconds = [each["bytes"] for each in found], max(each["seconds"] for each in found)
-    mean = sum(received) / len(found)
+    received, seconds = [result["bytes"] for result in results], max(result["seconds"] for result in results)
+    mean = sum(received) / len(results)
     line = {"mean_bytes": mean, "max_bytes": max(received), "share": round(mean / total, 4)}
     line["seconds"] = round(seconds, 4)
     if bandwidth:
         line["limit_seconds"] = round(max(received) / bandwidth, 4)
         line["ratio"] = round(seconds / (max(received) / bandwidth), 2) if max(received) else None
-        line["above_gib"] = round(max(each["above"] for each in found) / 2**30, 2)
+        line["above_gib"] = round(max(result["above"] for result in results) / 2**30, 2)
     return line
 
 

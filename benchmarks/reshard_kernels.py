@@ -34,13 +34,13 @@ RANKS = 2
 
 def shards_of(module: torch.nn.Module, rank: int) -> tuple[Shard, ...]:
     """The rows that FSDP2 gives a rank."""
-    found = []
+    shards = []
     for name, parameter in module.named_parameters():
         box = whole(tuple(parameter.shape))
         share = -(-box.rows // RANKS)
         top, bottom = (min(i * share, box.rows) for i in (rank, rank + 1))
-        found.append(Shard(name, tuple(parameter.shape), box._replace(top=top, bottom=bottom)))
-    return tuple(found)
+        shards.append(Shard(name, tuple(parameter.shape), box._replace(top=top, bottom=bottom)))
+    return tuple(shards)
 
 
 def receiver_of(shape: str, rank: int, device: torch.device) -> SliceReceiver:
@@ -64,13 +64,13 @@ class Bench:
         receivers = [receiver, receiver_of(shape, 1, torch.device("meta"))]
         layouts = [RankLayout(shards_of(whole_model, rank), receivers[rank].slice_layout()) for rank in range(RANKS)]
         self.plan = make_plan(layouts, bucket_mib * 2**20)
-        own = LocalLayout(0, layouts[0], self.plan)
-        self.buckets = [RankBucket(bucket, own) for bucket in self.plan.buckets]
+        local_layout = LocalLayout(0, layouts[0], self.plan)
+        self.buckets = [RankBucket(bucket, local_layout) for bucket in self.plan.buckets]
         kind = FusedCopies if is_supported(device, self.plan) else TorchCopies
-        self.copies = kind(self.buckets, own, device)
+        self.copies = kind(self.buckets, local_layout, device)
         with receiver.open_slices(0) as stored:
-            self.stored = [stored[name] for name in own.names]
-        self.shards = {key: torch.randn(shard.box.numel, device=device) for key, shard in own.shards.items()}
+            self.stored = [stored[name] for name in local_layout.names]
+        self.shards = {key: torch.randn(shard.box.numel, device=device) for key, shard in local_layout.shards.items()}
 
     def push(self, steps: str) -> None:
         push = self.copies.push(self.stored)
@@ -107,9 +107,9 @@ class Bench:
         wide, narrow = (torch.zeros(size, dtype=dtype, device=self.device) for dtype in (torch.float32, NARROW))
         cast = 6 * size / self.milliseconds(lambda: narrow.copy_(wide))
         read = 4 * size / self.milliseconds(lambda: wide.view(torch.int64).sum())
-        own = sum(shard.numel() for shard in self.shards.values())
+        local_elements = sum(shard.numel() for shard in self.shards.values())
         received, kept = self.plan.received[0], self.plan.kept[0]
-        return (6 * own + 2 * received) / cast + (received + kept) / read
+        return (6 * local_elements + 2 * received) / cast + (received + kept) / read
 
 
 def main() -> None:

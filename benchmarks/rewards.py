@@ -29,9 +29,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def microseconds(manager: NaiveRewardManager, samples: Sequence[Sample]) -> float:
     """Elapsed time per sample of one call for all samples."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     values = [outcome.value for *_, outcome in manager.outcomes(samples)]
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     assert sum(values) == len(samples) // 2, "expected every second sample to be right"
     return seconds / len(samples) * 1e6
 
@@ -56,15 +56,15 @@ def main() -> None:
             "prime": {"manager": "prime", "manager_kwargs": {"num_processes": options.processes}},
         }
         managers = {
-            name: load_reward_manager(None, function_path=str(path), **chosen) for name, chosen in settings.items()
+            name: load_reward_manager(None, function_path=str(path), **keywords) for name, keywords in settings.items()
         }
         for manager in managers.values():
             microseconds(manager, samples)  # starts the processes
-        found = {
+        results = {
             name: statistics.median(microseconds(manager, samples) for _ in range(options.repeats))
             for name, manager in managers.items()
         }
-    print(json.dumps({"samples": options.samples, **{name: round(value, 1) for name, value in found.items()}}))
+    print(json.dumps({"samples": options.samples, **{name: round(value, 1) for name, value in results.items()}}))
 
 
 if __name__ == "__main__":

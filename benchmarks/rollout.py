@@ -146,8 +146,8 @@ def transformers_generate(module: torch.nn.Module, work: Work, longest: int, **o
         )
         torch.manual_seed(seed)
         with torch.no_grad():
-            made = module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        assert made.shape[1] == ids.shape[1] + max(limits)
+            output = module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        assert output.shape[1] == ids.shape[1] + max(limits)
 
     return run
 
@@ -185,8 +185,8 @@ def vllm(module: torch.nn.Module, work: Work, longest: int) -> Engine:
             VllmParams(max_tokens=n, ignore_eos=True, logprobs=0, seed=None, top_p=work.top_p, detokenize=False)
             for n in limits
         ]
-        made = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        assert [len(request.outputs[0].token_ids) for request in made] == limits
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        assert [len(request.outputs[0].token_ids) for request in outputs] == limits
 
     return run
 
@@ -293,13 +293,13 @@ def floor_seconds(work: Work, module: torch.nn.Module, speed: Speed) -> float:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    packages = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("transformers", "triton", "vllm"):
         try:
-            found[name] = metadata.version(name)
+            packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return packages
 
 
 def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: Speed, longest: int) -> list[dict]:
@@ -386,11 +386,13 @@ def profile(work: Work, args: argparse.Namespace) -> str:
     params = SamplingParams(max(limits), (), ignore_eos=True, top_p=work.top_p)
     engine.generate(make_requests(prompts, params, limits=limits))
     gpu = device.type == "cuda"
-    with record(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
+    with record(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as profiler:
         engine.generate(make_requests(prompts, params, limits=limits))
         wait(device)
     steps = engine.stats.steps
-    spent = [(e.self_device_time_total if gpu else e.self_cpu_time_total, e.count, e.key) for e in found.key_averages()]
+    spent = [
+        (e.self_device_time_total if gpu else e.self_cpu_time_total, e.count, e.key) for e in profiler.key_averages()
+    ]
     total = sum(time for time, _, _ in spent)
     rows = [["us/step", "share", "calls/step", "us/call", "kernel" if gpu else "operation"]]
     for took, count, name in sorted(spent, reverse=True)[:25]:
@@ -437,10 +439,10 @@ def main() -> None:
     if args.serve:
         serve(args)
         return
-    one = Work(args.shape, args.rows, args.prompt, args.new, args.samples, args.lengths, args.top_p)
+    single = Work(args.shape, args.rows, args.prompt, args.new, args.samples, args.lengths, args.top_p)
     works = SUITES[args.suite or ("h200" if args.device == "cuda" else "cpu")]
     if args.shape:
-        works = [work for work in works if work.shape == args.shape] if args.suite else [one]
+        works = [work for work in works if work.shape == args.shape] if args.suite else [single]
     speed = measure_speed(torch.device(args.device), getattr(torch, args.dtype))
     print(json.dumps({"benchmark": "device_speed", "tflops": speed.flops / 1e12, "gb_per_s": speed.bytes / 1e9}))
     lines = []

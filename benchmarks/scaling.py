@@ -63,8 +63,8 @@ def job_of(algorithm: str, policy: str, values: str | None = None) -> Job:
 def named_placements(names: Sequence[str]) -> dict[str, Partition]:
     """The placements that the paper compares."""
     policy = tuple(name for name in names if name in ("actor", "ref"))
-    others = tuple(name for name in names if name not in policy)
-    return {"colocate": (tuple(names),), "split": (policy, others), "standalone": tuple((name,) for name in names)}
+    separate = tuple(name for name in names if name not in policy)
+    return {"colocate": (tuple(names),), "split": (policy, separate), "standalone": tuple((name,) for name in names)}
 
 
 def simulate(algorithm: str, policy: str, values: str | None = None) -> list[dict[str, Any]]:
@@ -78,8 +78,8 @@ def simulate(algorithm: str, policy: str, values: str | None = None) -> list[dic
         best = search.plans(count, 1)
         line = {"algorithm": algorithm, "model": policy, "values": values or policy, "devices": count}
         line |= {name: round(plan.seconds, 1) if plan else None for name, plan in plans.items()}
-        found = {name: plan.seconds for name, plan in plans.items() if plan}
-        line["winner"] = min(found, key=lambda name: found[name]) if found else None
+        seconds = {name: plan.seconds for name, plan in plans.items() if plan}
+        line["winner"] = min(seconds, key=lambda name: seconds[name]) if seconds else None
         line |= _best(best[0] if best else None, job)
         line["search_seconds"] = round(time.perf_counter() - start, 2)
         if algorithm == "PPO" and values is None:
@@ -107,9 +107,9 @@ def generation_sizes() -> list[dict[str, Any]]:
     for model in ("7B", "13B"):
         job = job_of("PPO", model)
         role = replace(job.role("actor"), layout=Layout(16, tensor=8))
-        taken = 20 * 2**30  # what the other models leave
+        reserved = 20 * 2**30  # what the other models leave
         seconds = {
-            size: step_time.generation_seconds(replace(job, rollout_tensor=size), role, TESTBED, taken)
+            size: step_time.generation_seconds(replace(job, rollout_tensor=size), role, TESTBED, reserved)
             for size in (1, 2, 4, 8)
         }
         fastest = min(seconds, key=lambda size: seconds[size])

@@ -161,11 +161,11 @@ def main() -> None:
     for line in lines:
         print(json.dumps(line))
     if args.out:
-        words = [word if word != args.trl_python else "PYTHON" for word in sys.argv[2:]]
+        command = [word if word != args.trl_python else "PYTHON" for word in sys.argv[2:]]
         record = {
             "device": f"cpu, {args.threads} threads",
             "versions": {name: versions(sys.executable if name == "ours" else args.trl_python) for name in TRAINERS},
-            "command": " ".join(["python benchmarks/showcase.py MODEL", *words]),
+            "command": " ".join(["python benchmarks/showcase.py MODEL", *command]),
             "results": lines,
         }
         args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -209,13 +209,13 @@ def run_variant(name: str, model: str, folder: Path, seconds: float, test_rows: 
     validate = trainer.validate
 
     def watched() -> dict[str, float]:
-        found = validate()
-        accuracy = next(value for key, value in found.items() if key.startswith("val-core/") and "/acc/" in key)
+        scores = validate()
+        accuracy = next(value for key, value in scores.items() if key.startswith("val-core/") and "/acc/" in key)
         curve.append({"step": trainer.global_step, "seconds": round(spent[0], 1), "accuracy": round(accuracy, 3)})
         line = {"variant": name, "curve": curve, "scores": scores[-1:], "times": times[-1:]}
         line |= {"cpu": round(time.process_time()), "tokens": lengths[-1:], "threads": torch.get_num_threads()}
         print(json.dumps(line), flush=True)
-        return found
+        return scores
 
     lengths: list[dict] = []
 
@@ -254,8 +254,8 @@ def start(name: str, cores: list[int], args: argparse.Namespace) -> subprocess.P
 def result_of(name: str, out: Path) -> dict:
     """The last JSON line of a variant's log; its end if there is none."""
     lines = (out / f"{name}.log").read_text(errors="replace", encoding="utf-8").splitlines()
-    found = [line for line in lines if line.startswith('{"variant"')]
-    return json.loads(found[-1]) if found else {"variant": name, "error": lines[-3:]}
+    results = [line for line in lines if line.startswith('{"variant"')]
+    return json.loads(results[-1]) if results else {"variant": name, "error": lines[-3:]}
 
 
 def run_all(names: list[str], args: argparse.Namespace) -> list[dict]:
@@ -288,9 +288,11 @@ def run_all(names: list[str], args: argparse.Namespace) -> list[dict]:
 def table(results: list[dict]) -> str:
     """Accuracy by steps and seconds, best last accuracy first."""
     rows = []
-    for one in sorted(results, key=lambda r: -r["curve"][-1]["accuracy"] if "curve" in r else 1):
-        points = [f"{p['step']}:{p['seconds']:.0f}s={p['accuracy']:.2f}" for p in one.get("curve", [])]
-        rows.append(f"{one['variant']:<18} cpu {one.get('cpu', '?')} s  " + " ".join(points or map(str, one["error"])))
+    for result in sorted(results, key=lambda r: -r["curve"][-1]["accuracy"] if "curve" in r else 1):
+        points = [f"{p['step']}:{p['seconds']:.0f}s={p['accuracy']:.2f}" for p in result.get("curve", [])]
+        rows.append(
+            f"{result['variant']:<18} cpu {result.get('cpu', '?')} s  " + " ".join(points or map(str, result["error"]))
+        )
     return "\n".join(rows)
 
 

@@ -47,7 +47,7 @@ def sample(step: int, run: Path) -> dict[str, float]:
     """What this process and its descendants use now."""
     me = psutil.Process()
     children = me.children(recursive=True)
-    found = {
+    record = {
         "step": step,
         "rss_mib": me.memory_info().rss / MIB,
         "descriptors": me.num_fds(),
@@ -59,25 +59,25 @@ def sample(step: int, run: Path) -> dict[str, float]:
     }
     files = [path for path in run.rglob("*") if path.is_file()]
     saved = [path for path in files if "global_step_" in str(path.relative_to(run))]
-    found["checkpoints_mib"] = sum(path.stat().st_size for path in saved) / MIB
-    found["logs_mib"] = sum(path.stat().st_size for path in files if path not in set(saved)) / MIB
-    return {name: round(value, 3) for name, value in found.items()}
+    record["checkpoints_mib"] = sum(path.stat().st_size for path in saved) / MIB
+    record["logs_mib"] = sum(path.stat().st_size for path in files if path not in set(saved)) / MIB
+    return {name: round(value, 3) for name, value in record.items()}
 
 
 def trends(samples: Sequence[dict[str, float]], warm_up: int) -> dict[str, dict[str, float]]:
     """Name -> its first and last value after the warm-up, slope per 1,000 steps, and drift."""
-    kept = [one for one in samples if one["step"] >= warm_up]
-    if len(kept) < 5:
+    measured = [record for record in samples if record["step"] >= warm_up]
+    if len(measured) < 5:
         return {}
-    steps, fifth, found = [one["step"] for one in kept], len(kept) // 5, {}
-    for name in kept[0]:
+    steps, fifth, figures = [record["step"] for record in measured], len(measured) // 5, {}
+    for name in measured[0]:
         if name == "step":
             continue
-        values = [one[name] for one in kept]
+        values = [record[name] for record in measured]
         slope = statistics.linear_regression(steps, values).slope
         drift = statistics.mean(values[-fifth:]) - statistics.mean(values[:fifth])
-        found[name] = {"first": values[0], "last": values[-1], "per_1000_steps": slope * 1000, "drift": drift}
-    return {name: {key: round(value, 3) for key, value in each.items()} for name, each in found.items()}
+        figures[name] = {"first": values[0], "last": values[-1], "per_1000_steps": slope * 1000, "drift": drift}
+    return {name: {key: round(value, 3) for key, value in figure.items()} for name, figure in figures.items()}
 
 
 def image_job(folder: Path) -> list[str]:
@@ -99,7 +99,7 @@ def soak(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     from verl.trainer.local_trainer import LocalPPOTrainer
 
-    run, begun, samples = folder / "run", time.monotonic(), []
+    run, start, samples = folder / "run", time.monotonic(), []
     fixed = [
         *("algorithm.name=grpo", f"trainer.total_training_steps={args.steps}", "trainer.logger=[jsonl,tensorboard]"),
         *("trainer.save_freq=50", "trainer.max_actor_ckpt_to_keep=2", "trainer.test_freq=100"),
@@ -110,17 +110,17 @@ def soak(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     trainer = LocalPPOTrainer(overrides=settings(job, run, *fixed, *further))
 
     def result() -> dict[str, Any]:
-        facts = {"suite": name, "steps": trainer.global_step, "asked": args.steps, "warm_up": args.warm_up}
-        facts |= {"seconds": round(time.monotonic() - begun, 1), "torch": torch.__version__}
-        facts |= {"python": platform.python_version(), "cores": os.cpu_count()}
-        return facts | {"trends": trends(samples, args.warm_up), "samples": samples[:: max(1, len(samples) // 40)]}
+        info = {"suite": name, "steps": trainer.global_step, "asked": args.steps, "warm_up": args.warm_up}
+        info |= {"seconds": round(time.monotonic() - start, 1), "torch": torch.__version__}
+        info |= {"python": platform.python_version(), "cores": os.cpu_count()}
+        return info | {"trends": trends(samples, args.warm_up), "samples": samples[:: max(1, len(samples) // 40)]}
 
     def watch(report: Any) -> None:
         if report.step % args.every == 0:
             samples.append(sample(report.step, run))
             if len(samples) % 10 == 0:
                 write(args.out, name, result())
-        if args.seconds and time.monotonic() - begun > args.seconds:
+        if args.seconds and time.monotonic() - start > args.seconds:
             trainer.total_steps = report.step  # the last one
 
     trainer.on_step.append(watch)
@@ -131,8 +131,8 @@ def soak(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def write(out: Path, name: str, line: dict[str, Any]) -> None:
     """Replace the result of a suite in a file."""
-    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    out.write_text(json.dumps(found | {name: line}, indent=1) + "\n", encoding="utf-8")
+    records = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    out.write_text(json.dumps(records | {name: line}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

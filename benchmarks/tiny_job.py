@@ -170,8 +170,8 @@ def _end_children(number: int, frame: object) -> None:
 
 def ended(pid: int) -> int | None:
     """The exit status of a child, negative for a signal; None if it runs."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
+    child, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if child else None
 
 
 def left_processes(seconds: float = 120.0) -> list[str]:

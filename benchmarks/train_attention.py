@@ -77,9 +77,12 @@ def measure(name: str, kernel: str) -> dict:
     out = attend(q, k, v, rows, length)
     g = torch.randn_like(out)
     expected = varlen(q, k, v, rows, length)
-    wanted = torch.autograd.grad(expected, (q, k, v), g)
-    found = torch.autograd.grad(out, (q, k, v), g)
-    apart = max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip((out, *found), (expected, *wanted)))
+    expected_gradients = torch.autograd.grad(expected, (q, k, v), g)
+    gradients = torch.autograd.grad(out, (q, k, v), g)
+    apart = max(
+        ((a - b).float().norm() / b.float().norm()).item()
+        for a, b in zip((out, *gradients), (expected, *expected_gradients))
+    )
     forward = milliseconds(lambda: attend(q, k, v, rows, length))
 
     def both() -> None:

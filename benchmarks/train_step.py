@@ -235,10 +235,10 @@ def seconds_of(call: Callable[[], float], device: torch.device) -> tuple[float, 
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    found = call()
+    result = call()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start, found
+    return time.perf_counter() - start, result
 
 
 def measured_flops(device: torch.device) -> float:
@@ -305,9 +305,9 @@ def profile(call: Callable[[], float], device: torch.device) -> tuple[str, float
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    with record(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as found:
+    with record(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as profiler:
         seconds, _ = seconds_of(call, device)
-    operations = found.key_averages()
+    operations = profiler.key_averages()
     table = operations.table(sort_by=f"self_{device.type}_time_total", row_limit=45, max_name_column_width=110)
     if device.type != "cuda":
         return table, None

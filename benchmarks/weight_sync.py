@@ -177,31 +177,31 @@ class Bench:
 
     def run(self) -> None:
         for case in self.args.cases:
-            found = getattr(self, case)()
+            records = getattr(self, case)()
             if self.is_gpu:
                 torch.cuda.empty_cache()
             reports = [None, None]
-            dist.all_gather_object(reports, found, self.host)
+            dist.all_gather_object(reports, records, self.host)
             if self.rank == 0:
                 self.report(case, reports)
         dist.destroy_process_group()
 
-    def report(self, case: str, found: list[dict]) -> None:
-        size = max(side["bytes"] for side in found)
-        seconds = max(side["seconds"] for side in found)
-        limit = found[0]["bandwidth"]
+    def report(self, case: str, records: list[dict]) -> None:
+        size = max(side["bytes"] for side in records)
+        seconds = max(side["seconds"] for side in records)
+        limit = records[0]["bandwidth"]
         line = {
             "case": case,
             "shape": self.args.shape,
             "device": torch.cuda.get_device_name() if self.is_gpu else "cpu",
             "bytes": size,
-            "kept_bytes": max(side["kept"] for side in found),
+            "kept_bytes": max(side["kept"] for side in records),
             "seconds": round(seconds, 4),
             "gb_per_second": round(size / seconds / 1e9, 2),
             "limit_gb_per_second": round(limit / 1e9, 1),
             "limit_seconds": round(size / limit, 4) if limit else None,
             "ratio": round(seconds * limit / size, 2) if limit else None,
-            "above_gib": [round(side["above"] / 2**30, 3) for side in found],
+            "above_gib": [round(side["above"] / 2**30, 3) for side in records],
             "bucket_mib": self.args.bucket_mib,
             "torch": torch.__version__,
         }
@@ -266,12 +266,12 @@ class Bench:
     def _gather_bandwidth(self) -> float:
         """Bytes per second of the result of an all-gather."""
         size = 256 * 2**20 if self.is_gpu else 8 * 2**20
-        own = torch.zeros(size // 2, dtype=torch.uint8, device=self.device)
-        found, seconds = torch.empty(size, dtype=torch.uint8, device=self.device), math.inf
+        local = torch.zeros(size // 2, dtype=torch.uint8, device=self.device)
+        gathered, seconds = torch.empty(size, dtype=torch.uint8, device=self.device), math.inf
         for _ in range(4):
             dist.barrier(self.host)
             start = time.perf_counter()
-            dist.all_gather_into_tensor(found, own)
+            dist.all_gather_into_tensor(gathered, local)
             if self.is_gpu:
                 torch.cuda.synchronize()
             seconds = min(seconds, time.perf_counter() - start)

@@ -33,9 +33,9 @@ def text() -> str:
     for name, schema in SCHEMAS.items():
         head, rule, *rows = reference_table(schema).splitlines()
         parts.append(f"## verl {COMMANDS[name]}\n")
-        for section, found in itertools.groupby(sorted(rows, key=section_of), section_of):
+        for section, rows_of_section in itertools.groupby(sorted(rows, key=section_of), section_of):
             title = f"{COMMANDS[name]}: {section}" if section else f"{COMMANDS[name]}: top level"
-            parts += [f"### {title}\n", "\n".join([head, rule, *found]) + "\n"]
+            parts += [f"### {title}\n", "\n".join([head, rule, *rows_of_section]) + "\n"]
     return "\n".join(parts)
 
 

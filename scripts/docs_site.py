@@ -41,20 +41,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = posixpath.dirname(page.file.src_uri)
     folder = "" if page.file.src_uri == "index.md" else posixpath.join("docs", here)
 
-    def link(found: re.Match[str]) -> str:
-        label, target = found[1], found[2]
+    def link(match: re.Match[str]) -> str:
+        label, target = match[1], match[2]
         path = posixpath.normpath(posixpath.join(folder, target))
         is_page = files.get_file_from_path(posixpath.normpath(posixpath.join(here, target))) is not None
         if is_page or not (ROOT / path).exists():
-            return found[0]
+            return match[0]
         return f"[{label}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else label
 
     return LINK.sub(link, OBJECT.sub(_directive, markdown))
 
 
-def _directive(found: re.Match[str]) -> str:
+def _directive(match: re.Match[str]) -> str:
     """The directive of mkdocstrings for an object."""
-    path, methods = found[1], found[2].split()
+    path, methods = match[1], match[2].split()
     options = f"\n    options: {{inherited_members: true, members: [{', '.join(methods)}]}}" if methods else ""
     return f"::: {path}{options}"
 

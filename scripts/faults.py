@@ -148,7 +148,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
     offsets = [0]
     for line in source.encode().splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
-    found = []
+    mutants = []
 
     def visit(node: ast.AST, scope: str, function: str) -> None:
         """scope: what the name of a function begins with here. function: the enclosing one, "" if there is none."""
@@ -163,7 +163,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
         place = spans(offsets, node) if faults else ()
         if isinstance(node, ast.If | ast.While):
             faults, place = [("condition", f"not ({ast.unparse(node.test)})")], spans(offsets, node.test)
-        found.extend(Mutant(path, node.lineno, function, fault, *place, text) for fault, text in faults)
+        mutants.extend(Mutant(path, node.lineno, function, fault, *place, text) for fault, text in faults)
         if isinstance(node, ast.Raise):  # the message
             return
         for field, value in ast.iter_fields(node):
@@ -174,4 +174,4 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
                     visit(child, scope, function)
 
     visit(ast.parse(source), "", "")
-    return found
+    return mutants

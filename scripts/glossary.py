@@ -10,6 +10,7 @@ from pathlib import Path
 
 GLOSSARY = tomllib.loads((Path(__file__).parent / "glossary.toml").read_text(encoding="utf-8"))
 IDENTIFIERS: dict[str, str] = GLOSSARY["identifiers"]
+NAMES: dict[str, str] = GLOSSARY.get("names", {})
 PROSE: dict[str, str] = GLOSSARY["prose"]
 EXCEPTIONS: dict[str, dict] = GLOSSARY["exceptions"]
 
@@ -42,20 +43,21 @@ def definitions(text: str) -> Iterator[tuple[int, str]]:
 
 def _allowed(path: str, identifier: str, word: str) -> bool:
     return any(
-        word in entry["words"] and (where == identifier or path == where or path.startswith(f"{where}/"))
-        for where, entry in EXCEPTIONS.items()
+        word in entry["words"] and (key == identifier or path == key or path.startswith(f"{key}/"))
+        for key, entry in EXCEPTIONS.items()
     )
 
 
 def banned_identifiers(root: Path, folder: str, files: str = "**/*.py") -> list[Finding]:
     """Banned words in the names of modules and in the names that they define: of `files` in `root / folder`."""
-    found = []
+    findings = []
     for path in sorted((root / folder).glob(files)):
         name = path.relative_to(root).as_posix()
         for line, identifier in [(0, path.stem), *definitions(path.read_text(encoding="utf-8"))]:
             banned = [word for word in words_of(identifier) if word in IDENTIFIERS]
-            found += [(name, line, identifier, word) for word in banned if not _allowed(name, identifier, word)]
-    return found
+            banned += [whole for whole in [identifier.strip("_")] if whole in NAMES]
+            findings += [(name, line, identifier, word) for word in banned if not _allowed(name, identifier, word)]
+    return findings
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:
@@ -67,23 +69,24 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
 
 def banned_prose(root: Path, folder: str) -> list[Finding]:
     """Banned phrases in comments, docstrings and strings of the modules under `root / folder`."""
-    found = []
+    findings = []
     for path in sorted((root / folder).rglob("*.py")):
         name = path.relative_to(root).as_posix()
         for start, text in prose(path.read_text(encoding="utf-8")):
             for offset, line in enumerate(text.splitlines()):
-                found += [(name, start + offset, line.strip(), match.lower()) for match in _PHRASES.findall(line)]
-    return found
+                findings += [(name, start + offset, line.strip(), match.lower()) for match in _PHRASES.findall(line)]
+    return findings
 
 
 def banned_headings(page: Path) -> list[Finding]:
     """Banned words and phrases in the headings of a Markdown page."""
-    found, code = [], False
+    findings: list[Finding] = []
+    code = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
         code ^= line.startswith("```")
         if code or not line.startswith("#"):
             continue
         heading = re.sub(r"`[^`]*`|\bin[ -]place\b", "", line)
         words = [word for word in re.findall(r"[a-z']+", heading.lower()) if word in IDENTIFIERS]
-        found += [(page.name, number, line, word) for word in [*words, *_PHRASES.findall(heading)]]
-    return found
+        findings += [(page.name, number, line, word) for word in [*words, *_PHRASES.findall(heading)]]
+    return findings

@@ -80,8 +80,8 @@ def sources(only: list[str]) -> list[str]:
 def draw(number: int, seed: int, only: list[str]) -> list[Mutant]:
     """Random faults. Dropped: those on a GPU, and the few that leave the program as it is (equal arguments swapped)."""
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in sources(only)}
-    every = [mutant for name, text in texts.items() for mutant in mutants_of(name, text)]
-    drawn = random.Random(seed).sample(every, min(number + 100, len(every)))
+    mutants = [mutant for name, text in texts.items() for mutant in mutants_of(name, text)]
+    drawn = random.Random(seed).sample(mutants, min(number + 100, len(mutants)))
     drawn = [mutant for mutant in drawn if Path(mutant.path).name not in ON_GPU]
     different = (m for m in drawn if tree_of(m.source(texts[m.path])) != tree_of(texts[m.path]))
     return [mutant for _, mutant in zip(range(number), different)]
@@ -123,10 +123,10 @@ def descendants() -> list[int]:
                 parents[int(entry.name)] = int((entry / "stat").read_bytes().rsplit(b")", 1)[1].split()[1])
             except (OSError, IndexError):
                 continue
-    found = [os.getpid()]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
+    pids = [os.getpid()]
+    for pid in pids:
+        pids += [child for child, parent in parents.items() if parent == pid]
+    return pids[1:]
 
 
 def kill_descendants() -> None:
@@ -205,7 +205,7 @@ if not os.environ.pop("MUTANTS_OWN", None):
 """
 
 
-def run_tests(place: Copy, tests: list[str], options: list[str], limit: float, wanted=None, trace=False) -> dict:
+def run_tests(place: Copy, tests: list[str], options: list[str], limit: float, selected=None, trace=False) -> dict:
     """Runs tests in a forked child; {"code": exit status or "timeout", "failed", "passed", "seconds"}."""
     work = place.folder.parent / f"{place.folder.name}_run"
     shutil.rmtree(work, ignore_errors=True)
@@ -214,7 +214,7 @@ def run_tests(place: Copy, tests: list[str], options: list[str], limit: float, w
     if pid == 0:
         code = 99
         try:
-            code = _tests_in_child(place.folder, work, tests, options, wanted, trace)
+            code = _tests_in_child(place.folder, work, tests, options, selected, trace)
         finally:
             os._exit(code)
     end, code = time.monotonic() + limit, "timeout"
@@ -233,7 +233,7 @@ def run_tests(place: Copy, tests: list[str], options: list[str], limit: float, w
     return {"code": code, "output": (work / "output").read_text(errors="replace", encoding="utf-8")[-3000:]} | result
 
 
-def _tests_in_child(folder: Path, work: Path, tests: list[str], options: list[str], wanted, trace: bool) -> int:
+def _tests_in_child(folder: Path, work: Path, tests: list[str], options: list[str], selected, trace: bool) -> int:
     import pytest
 
     output = os.open(work / "output", os.O_WRONLY | os.O_CREAT)
@@ -254,7 +254,7 @@ def _tests_in_child(folder: Path, work: Path, tests: list[str], options: list[st
         sys.path.append(str(hook))
         os.environ["MUTANTS_OWN"] = "1"
         tracer = importlib.import_module("sitecustomize")
-    plugin = Plugin(wanted, tracer)
+    plugin = Plugin(selected, tracer)
     arguments = [*tests, *options, "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={work / 'tmp'}"]
     code = pytest.main(arguments, plugins=[plugin])
     result = {"failed": plugin.failed, "passed": sorted(plugin.passed), "seconds": plugin.seconds}
@@ -267,10 +267,10 @@ def _tests_in_child(folder: Path, work: Path, tests: list[str], options: list[st
 
 
 def test_files() -> list[str]:
-    found = []
+    files = []
     for name in TESTS:
-        found += sorted((ROOT / "tests").glob(name if name.endswith(".py") else f"{name}/**/test_*.py"))
-    return [path.relative_to(ROOT).as_posix() for path in found if not any(word in path.name for word in ELSEWHERE)]
+        files += sorted((ROOT / "tests").glob(name if name.endswith(".py") else f"{name}/**/test_*.py"))
+    return [path.relative_to(ROOT).as_posix() for path in files if not any(word in path.name for word in ELSEWHERE)]
 
 
 class Calls:
@@ -284,8 +284,8 @@ class Calls:
     def measure(self, place: Copy, file: str) -> None:
         note = self.folder / (file.replace("/", "__") + ".json")
         key = hashlib.sha256((ROOT / file).read_bytes() + repr(self.options).encode()).hexdigest()
-        found = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
-        if found.get("key") != key:
+        record = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
+        if record.get("key") != key:
             ran = run_tests(place, [file], self.options, limit=1800, trace=True)
             functions: dict[str, list[str]] = {}
             for line in ran.pop("trace", []):
@@ -293,22 +293,22 @@ class Calls:
                 while name.endswith((">", ".<locals>")):  # lambdas and comprehensions
                     name = name.rpartition(".<")[0]
                 functions.setdefault(f"{path}::{name}", []).append(test)
-            found = {"key": key, "functions": functions, **ran}
+            record = {"key": key, "functions": functions, **ran}
             note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(json.dumps(found), encoding="utf-8")
-            seconds = sum(found["seconds"].values())
-            say(f"{file}: {len(found['passed'])} tests, {seconds:.0f} s, failed {found['failed']}")
-        trusted = set(found["passed"]) - set(found["failed"])
-        self.seconds |= {test: seconds for test, seconds in found["seconds"].items() if test in trusted}
-        for function, tests in found["functions"].items():
+            note.write_text(json.dumps(record), encoding="utf-8")
+            seconds = sum(record["seconds"].values())
+            say(f"{file}: {len(record['passed'])} tests, {seconds:.0f} s, failed {record['failed']}")
+        trusted = set(record["passed"]) - set(record["failed"])
+        self.seconds |= {test: seconds for test, seconds in record["seconds"].items() if test in trusted}
+        for function, tests in record["functions"].items():
             for name in (function, function.partition("::")[0]):
                 self.tests.setdefault(name, set()).update(trusted.intersection(tests))
 
     def of(self, mutant: Mutant, seconds: float, without: set[str]) -> list[str]:
         """Tests that call the function of a fault, or its file: those of the mirror first, then the fastest."""
-        found = self.tests.get(f"{mutant.path}::{mutant.function}") if mutant.function else None
-        if found is None:  # code of a module or class, or a function that only untraced processes call
-            found, seconds = self.tests.get(mutant.path, set()), seconds / 2
+        tests = self.tests.get(f"{mutant.path}::{mutant.function}") if mutant.function else None
+        if tests is None:  # code of a module or class, or a function that only untraced processes call
+            tests, seconds = self.tests.get(mutant.path, set()), seconds / 2
         path = Path(mutant.path)
 
         def rank(test: str) -> tuple[int, float]:
@@ -316,13 +316,13 @@ class Calls:
             near = file.stem.removeprefix("test_") in path.stem or path.stem in file.stem
             return (0 if near else 1 if file.parts[1] in path.parts else 2), self.seconds[test]
 
-        chosen, total = [], 0.0
-        for test in sorted(found - without, key=rank):
-            if chosen and total + self.seconds[test] > seconds:
+        selected, total = [], 0.0
+        for test in sorted(tests - without, key=rank):
+            if selected and total + self.seconds[test] > seconds:
                 continue
-            chosen.append(test)
+            selected.append(test)
             total += self.seconds[test]
-        return chosen
+        return selected
 
 
 # ---- judging --------------------------------------------------------------------------------------------------------
@@ -336,25 +336,25 @@ def key_of(mutant: Mutant) -> str:
 def judge(place: Copy, mutant: Mutant, calls: Calls, seconds: float, without: set[str]) -> dict[str, Any]:
     """Runs the tests of one fault."""
     original = (ROOT / mutant.path).read_text(encoding="utf-8")
-    found = {name: getattr(mutant, name) for name in ("path", "line", "function", "fault")}
-    found |= {"key": key_of(mutant), "diff": mutant.diff(original), "seconds": 0.0, "by": None}
+    entry = {name: getattr(mutant, name) for name in ("path", "line", "function", "fault")}
+    entry |= {"key": key_of(mutant), "diff": mutant.diff(original), "seconds": 0.0, "by": None}
     tests = calls.of(mutant, seconds, without)
-    found["tests"] = len(tests)
+    entry["tests"] = len(tests)
     if not tests:
-        return found | {"status": "survived", "why": "no test calls it"}
+        return entry | {"status": "survived", "why": "no test calls it"}
     source = mutant.source(original)
     limit = 5 * sum(calls.seconds[test] for test in tests) + 60
     begin = time.monotonic()
     place.write(mutant.path, source)
     try:
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-        ran = run_tests(place, files, [*calls.options, "-x"], limit, wanted=tests)
+        ran = run_tests(place, files, [*calls.options, "-x"], limit, selected=tests)
     finally:
         place.write(mutant.path, original)
     # 5, no test is left: a parametrized test of something that the fault removes
     status = {0: "survived", "timeout": "timeout"}.get(ran["code"], "killed")
     by = ran["failed"][0] if ran["failed"] else f"exit status {ran['code']}" if status == "killed" else None
-    return found | {"status": status, "by": by, "seconds": round(time.monotonic() - begin, 1)}
+    return entry | {"status": status, "by": by, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def say(text: str) -> None:
@@ -390,63 +390,63 @@ def share_out(items: list[Any], jobs: int, work: Any) -> list[Any]:
 
 def judge_all(mutants: list[Mutant], calls: Calls, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Judges the faults that were not found before. A kill counts if its test passes without the fault."""
-    notes, known = BUILD / "found.jsonl", {}
+    notes, entries = BUILD / "found.jsonl", {}
     if arguments.fresh:
         notes.unlink(missing_ok=True)
     elif arguments.record and arguments.record.is_file():
-        known = {found["key"]: found for found in json.loads(arguments.record.read_text(encoding="utf-8"))["mutants"]}
+        entries = {entry["key"]: entry for entry in json.loads(arguments.record.read_text(encoding="utf-8"))["mutants"]}
     lines = notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []
-    known |= {found["key"]: found for found in map(json.loads, lines)}
+    entries |= {entry["key"]: entry for entry in map(json.loads, lines)}
 
-    def note(found: dict[str, Any]) -> None:
+    def note(entry: dict[str, Any]) -> None:
         with notes.open("a", encoding="utf-8") as file:
-            print(json.dumps(found), file=file, flush=True)
-        known[found["key"]] = found
+            print(json.dumps(entry), file=file, flush=True)
+        entries[entry["key"]] = entry
 
     def one(place: Copy, mutant: Mutant, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-        found = judge(place, mutant, calls, arguments.seconds, set(without))
-        say(f"{found['status']:8} {found['seconds']:6.1f} s  {mutant.path}:{mutant.line} {mutant.fault}  {found['by']}")
-        note(found)
-        return found
+        entry = judge(place, mutant, calls, arguments.seconds, set(without))
+        say(f"{entry['status']:8} {entry['seconds']:6.1f} s  {mutant.path}:{mutant.line} {mutant.fault}  {entry['by']}")
+        note(entry)
+        return entry
 
     def undisturbed(place: Copy, file: str) -> list[str]:
-        wanted = sorted({test for test in killers if test.startswith(f"{file}::")})
-        limit = 5 * sum(calls.seconds.get(test, 10.0) for test in wanted) + 60
-        ran = run_tests(place, [file], calls.options, limit, wanted=wanted)
-        return sorted(set(wanted) - set(ran["passed"]))
+        tests = sorted({test for test in killers if test.startswith(f"{file}::")})
+        limit = 5 * sum(calls.seconds.get(test, 10.0) for test in tests) + 60
+        ran = run_tests(place, [file], calls.options, limit, selected=tests)
+        return sorted(set(tests) - set(ran["passed"]))
 
-    todo = [mutant for mutant in mutants if known.get(key_of(mutant), {"status": "survived"})["status"] == "survived"]
+    todo = [mutant for mutant in mutants if entries.get(key_of(mutant), {"status": "survived"})["status"] == "survived"]
     say(f"{len(mutants) - len(todo)} of {len(mutants)} faults were found before")
-    known |= {found["key"]: found for found in share_out(todo, arguments.jobs, one)}
-    unchecked = [known[key_of(m)] for m in mutants if not known[key_of(m)].get("checked")]
-    killers = [found["by"] for found in unchecked if "::" in (found["by"] or "")]
+    entries |= {entry["key"]: entry for entry in share_out(todo, arguments.jobs, one)}
+    unchecked = [entries[key_of(m)] for m in mutants if not entries[key_of(m)].get("checked")]
+    killers = [entry["by"] for entry in unchecked if "::" in (entry["by"] or "")]
     files = sorted({test.partition("::")[0] for test in killers})
     unstable = {test for tests in share_out(files, arguments.jobs, undisturbed) for test in tests}
-    for found in unchecked:
-        if found["status"] != "survived" and found["by"] not in unstable:
-            note(found | {"checked": True})
-    again = [mutant for mutant in mutants if known[key_of(mutant)]["by"] in unstable]
+    for entry in unchecked:
+        if entry["status"] != "survived" and entry["by"] not in unstable:
+            note(entry | {"checked": True})
+    again = [mutant for mutant in mutants if entries[key_of(mutant)]["by"] in unstable]
     if again:
         say(f"fail without a fault too: {sorted(unstable)}; {len(again)} faults are judged again without them")
         second = share_out(again, arguments.jobs, lambda place, mutant: one(place, mutant, frozenset(unstable)))
-        known |= {found["key"]: found for found in second}
-    return [known[key_of(mutant)] for mutant in mutants]
+        entries |= {entry["key"]: entry for entry in second}
+    return [entries[key_of(mutant)] for mutant in mutants]
 
 
 def report(results: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
     """Prints a table and the survivors; the record of a run."""
     counts: dict[str, dict[str, int]] = {}
-    for found in results:
-        for group in ("/".join(found["path"].split("/")[:2]), "all"):
+    for entry in results:
+        for group in ("/".join(entry["path"].split("/")[:2]), "all"):
             row = counts.setdefault(group, {"killed": 0, "timeout": 0, "survived": 0})
-            row[found["status"]] += 1
+            row[entry["status"]] += 1
     print(f"\n{'':28}{'killed':>9}{'timeout':>9}{'survived':>9}")
     for group, row in sorted(counts.items(), key=lambda pair: (pair[0] == "all", pair[0])):
         print(f"{group:28}{row['killed']:9}{row['timeout']:9}{row['survived']:9}")
-    for found in results:
-        if found["status"] == "survived":
-            print(f"\n{found['path']}:{found['line']}  {found['function']}  ({found['fault']}, {found['tests']} tests)")
-            print(found["diff"])
+    for entry in results:
+        if entry["status"] == "survived":
+            print(f"\n{entry['path']}:{entry['line']}  {entry['function']}  ({entry['fault']}, {entry['tests']} tests)")
+            print(entry["diff"])
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, encoding="utf-8")
     short = [{k: v for k, v in f.items() if k != "diff" or f["status"] == "survived"} for f in results]
     return about | {"commit": commit.stdout.strip(), "counts": counts, "mutants": short}
@@ -472,8 +472,8 @@ def main() -> None:
     arguments = arguments_of()
     mutants = draw(arguments.number, arguments.seed, arguments.only)
     if arguments.list:
-        for each in mutants:
-            print(f"{each.path}:{each.line} {each.fault}\n{each.diff((ROOT / each.path).read_text(encoding='utf-8'))}")
+        for m in mutants:
+            print(f"{m.path}:{m.line} {m.fault}\n{m.diff((ROOT / m.path).read_text(encoding='utf-8'))}")
         return
     sys.path[:] = [p for p in sys.path if p and Path(p).resolve() not in (ROOT, ROOT / "scripts")]
     os.environ.setdefault("OMP_NUM_THREADS", "1")

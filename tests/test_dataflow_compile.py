@@ -55,7 +55,7 @@ def test_a_function_that_needs_more_is_refused_when_the_operator_is_made():
         ValueError, match=message + r".*\n  Source: needs_more\(\) at line \d+ in test_dataflow_compile.py"
     ):
         Operator("gen", needs_more)
-    assert Operator("gen", functools.partial(needs_more, tokenizer=None)).takes_batch
+    assert Operator("gen", functools.partial(needs_more, tokenizer=None)).accepts_batch
 
 
 class Counter(Stateful):

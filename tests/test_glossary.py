@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.glossary import EXCEPTIONS, IDENTIFIERS, banned_headings, banned_identifiers, banned_prose, words_of
+from scripts.glossary import EXCEPTIONS, IDENTIFIERS, NAMES, banned_headings, banned_identifiers, banned_prose, words_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(
@@ -16,9 +16,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT
 
 
 def described(findings: list) -> list[str]:
-    return [
-        f"{file}:{line}: {text}: use {IDENTIFIERS.get(word, word)} for {word}" for file, line, text, word in findings
-    ]
+    better = {**IDENTIFIERS, **NAMES}
+    return [f"{file}:{line}: {text}: use {better.get(word, word)} for {word}" for file, line, text, word in findings]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -39,8 +38,14 @@ def test_exceptions_are_needed():
     """A path that exists, or an identifier that is somewhere."""
     text = "\n".join(path.read_text() for path in (ROOT / "verl").rglob("*.py"))
     for where, entry in EXCEPTIONS.items():
-        assert entry["why"] and set(entry["words"]) <= set(IDENTIFIERS), where
+        assert entry["why"] and set(entry["words"]) <= {*IDENTIFIERS, *NAMES}, where
         assert (ROOT / where).exists() or where in text, where
+
+
+def test_a_name_that_is_banned_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setitem(NAMES, "of", "the result")
+    (tmp_path / "names.py").write_text("def _of(x, *, of_total):\n    self.of = x.of\n")
+    assert [(line, name) for _, line, name, _ in banned_identifiers(tmp_path, "")] == [(1, "_of"), (2, "of")]
 
 
 def test_the_search_itself(tmp_path):

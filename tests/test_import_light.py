@@ -20,7 +20,7 @@ ADAPTERS = {
     "verl.single_controller.ray.actor_pool",
     "verl.single_controller.ray.cluster",
     "verl.single_controller.ray.rank_actor",
-    *(f"verl.engines.megatron.{name}" for name in ("checkpoint", "convert", "engine", "experts", "model", "recompute")),
+    *(f"verl.engines.megatron.{name}" for name in ("checkpoint", "convert", "engine", "experts", "memory", "model")),
     # kernels for a GPU, written in Triton
     "verl.modeling.layers_triton",
     "verl.modeling.log_probs_triton",

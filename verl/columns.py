@@ -29,8 +29,10 @@ class DataProtoValidationError(ValueError):
 class Column:
     """One row of the table.
 
-    dims: "B T", "B P", "B P+T", "B P+T layers k" or "B". dtype: a key of `DTYPES`, or "object" for a column of Python
-    objects.
+    Args:
+        dims: "B T", "B P", "B P+T", "B P+T layers k" or "B".
+        dtype: a key of `DTYPES`, or "object" for a column of Python objects.
+        meaning: for the documentation.
     """
 
     dims: str
@@ -51,7 +53,7 @@ COLUMNS: dict[str, Column] = {
     "weight_version": Column("B", "int64", "version of the weights that sampled it: completed training steps"),
     "weight_versions": Column("B", "object", "spans (first token, version); in asynchronous training"),
     "finish_reason": Column("B", "object", "why the response ended: stop, length or abort"),
-    "agent_facts": Column("B", "object", "what the agent loop adds to extra_info: turns and rewards of tools"),
+    "trajectory_info": Column("B", "object", "what the agent loop adds to extra_info: turns and rewards of tools"),
     "old_log_probs": Column("B T", "float", "log-probs of the policy before this update, by the training engine"),
     "ref_log_prob": Column("B T", "float", "log-probs of the reference policy"),
     "entropys": Column("B T", "float", "entropy of the distribution that each token was sampled from"),
@@ -67,7 +69,7 @@ COLUMNS: dict[str, Column] = {
     "uid": Column("B", "object", "the prompt a row belongs to: rows of one group share it"),
     "data_source": Column("B", "object", "the dataset of the row; selects its reward rule"),
     "reward_model": Column("B", "object", "what the reward needs, `ground_truth` among it"),
-    "extra_info": Column("B", "object", "further facts for the reward function"),
+    "extra_info": Column("B", "object", "further information for the reward function"),
     "raw_prompt": Column("B", "object", "the chat messages or the text before tokenization"),
     "prompt_ids": Column("B", "object", "prompt token ids as a list, without padding"),
     "raw_prompt_ids": Column("B", "object", "the same with one placeholder for each image or video"),
@@ -86,7 +88,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 }
 
 
-# ---- who wrote it -------------------------------------------------------------------------------------------------
+# ---- the function that wrote a batch, for messages ----------------------------------------------------------------
 
 
 def innermost(func: Callable) -> Any:
@@ -178,19 +180,19 @@ def _sizes(tensors: dict[str, torch.Tensor], rows: int) -> dict[str, int]:
     return sizes
 
 
-def one_token_short(found: tuple[int, ...], expected: tuple[int | None, ...]) -> str:
+def one_token_short(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> str:
     """Hint for a (B, T) column of width T - 1, as shifted log-probs have it; empty for other shapes."""
-    if len(found) != 2 or expected[1] is None or found[1] != expected[1] - 1:
+    if len(shape) != 2 or expected[1] is None or shape[1] != expected[1] - 1:
         return ""
     return ": position t is that of response token t, the last one included: do not drop a column ([:, :-1], [:, 1:])"
 
 
 def _spell(dims: str, shape: tuple[int | None, ...], tensors: dict[str, torch.Tensor]) -> str:
     """`(B=4, P+T=8) with P as in 'prompts' and T as in 'responses'`."""
-    words = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in zip(dims.split(), shape))
+    sizes = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in zip(dims.split(), shape))
     origins = [(dim, _defining_column(dim, tensors)) for dim in ("P", "T") if dim in dims]
-    told = " and ".join(f"{dim} as in {name!r}" for dim, name in origins if name)
-    return f"({words}) with {told}" if told else f"({words})"
+    sources = " and ".join(f"{dim} as in {name!r}" for dim, name in origins if name)
+    return f"({sizes}) with {sources}" if sources else f"({sizes})"
 
 
 # ---- contents -----------------------------------------------------------------------------------------------------
@@ -223,15 +225,15 @@ def check_contents(batch: "DataProto") -> None:
     _check_media(batch)
 
 
-def _first(where: torch.Tensor) -> tuple[int, int] | None:
+def _first(condition: torch.Tensor) -> tuple[int, int] | None:
     """(row, position) of the first true entry of a (B, W) tensor, or None."""
-    found = where.nonzero()
-    return tuple(found[0].tolist()) if len(found) else None
+    indices = condition.nonzero()
+    return tuple(indices[0].tolist()) if len(indices) else None
 
 
 def _check_binary(name: str, mask: torch.Tensor) -> None:
-    if at := _first((mask != 0) & (mask != 1)):
-        _fail(name, "0 or 1 everywhere", f"{mask[at].item()} at row {at[0]}, position {at[1]}")
+    if index := _first((mask != 0) & (mask != 1)):
+        _fail(name, "0 or 1 everywhere", f"{mask[index].item()} at row {index[0]}, position {index[1]}")
 
 
 def _check_attention(tensors: dict[str, torch.Tensor]) -> None:
@@ -244,17 +246,21 @@ def _check_attention(tensors: dict[str, torch.Tensor]) -> None:
         _fail("attention_mask", "at least one token in every row", f"row {empty[0].item()} without any")
     if "prompts" in tensors:
         prompt = attention[:, : tensors["prompts"].shape[1]]
-        if at := _first(prompt[:, :-1] & ~prompt[:, 1:]):
-            _fail("attention_mask", "prompts padded on the left only", f"a hole in row {at[0]} after token {at[1]}")
+        if index := _first(prompt[:, :-1] & ~prompt[:, 1:]):
+            _fail(
+                "attention_mask", "prompts padded on the left only", f"a hole in row {index[0]} after token {index[1]}"
+            )
     response = _response_part(tensors)
     if response is None:
         return
-    if at := _first(~response[:, :-1] & response[:, 1:]):
+    if index := _first(~response[:, :-1] & response[:, 1:]):
         _fail(
-            "attention_mask", "responses padded on the right only", f"a hole in row {at[0]} at response token {at[1]}"
+            "attention_mask",
+            "responses padded on the right only",
+            f"a hole in row {index[0]} at response token {index[1]}",
         )
-    if "response_mask" in tensors and (at := _first(tensors["response_mask"].bool() & ~response)):
-        _fail("response_mask", "0 where attention_mask is 0", f"1 at row {at[0]}, token {at[1]}")
+    if "response_mask" in tensors and (index := _first(tensors["response_mask"].bool() & ~response)):
+        _fail("response_mask", "0 where attention_mask is 0", f"1 at row {index[0]}, token {index[1]}")
 
 
 def _response_part(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
@@ -279,10 +285,10 @@ class BadValues:
     first: float
 
     def __str__(self) -> str:
-        at = self.positions[0].tolist()
-        where = f"row {at[0]}" + (f", token {at[1]}" if len(at) > 1 else "")
-        more = f" and {len(self.positions) - 1} more" if len(self.positions) > 1 else ""
-        return f"{self.first} at {where}{more}"
+        index = self.positions[0].tolist()
+        location = f"row {index[0]}" + (f", token {index[1]}" if len(index) > 1 else "")
+        others = f" and {len(self.positions) - 1} more" if len(self.positions) > 1 else ""
+        return f"{self.first} at {location}{others}"
 
 
 def find_bad_values(tensors: Mapping[str, torch.Tensor], bounded: bool = True) -> list[BadValues]:
@@ -293,7 +299,7 @@ def find_bad_values(tensors: Mapping[str, torch.Tensor], bounded: bool = True) -
         bounded: also those beyond LARGEST_LOG_PROB and LARGEST_VALUE.
     """
     counts = tensors["response_mask"].bool() if "response_mask" in tensors else _response_part(tensors)
-    found = []
+    bad_columns = []
     for name, value in tensors.items():
         column = COLUMNS.get(name)
         if column is None or column.dtype != "float":
@@ -303,28 +309,28 @@ def find_bad_values(tensors: Mapping[str, torch.Tensor], bounded: bool = True) -
         bad = ~good & counts if column.dims == "B T" and counts is not None else ~good
         if bad.any():
             positions = bad.nonzero()
-            found.append(BadValues(name, positions, value[tuple(positions[0].tolist())].item()))
-    return found
+            bad_columns.append(BadValues(name, positions, value[tuple(positions[0].tolist())].item()))
+    return bad_columns
 
 
 def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
     """Raise for NaN or infinity at valid positions."""
-    for found in find_bad_values(tensors, bounded=False):
-        _fail(found.column, "finite values", str(found))
+    for bad in find_bad_values(tensors, bounded=False):
+        _fail(bad.column, "finite values", str(bad))
 
 
 def _check_positions(tensors: dict[str, torch.Tensor], media: Any) -> None:
     if "attention_mask" not in tensors or "position_ids" not in tensors:
         return
     attention, positions = tensors["attention_mask"].bool(), tensors["position_ids"]
-    counted = attention.cumsum(1) - 1
+    expected = attention.cumsum(1) - 1
     if positions.dim() == 3:
-        _check_axes(attention, positions, counted, media)
-    elif at := _first(attention & (positions != counted)):
+        _check_axes(attention, positions, expected, media)
+    elif index := _first(attention & (positions != expected)):
         _fail(
             "position_ids",
-            f"{counted[at].item()} at row {at[0]}, position {at[1]} (the tokens before it)",
-            f"{positions[at].item()}",
+            f"{expected[index].item()} at row {index[0]}, position {index[1]} (the tokens before it)",
+            f"{positions[index].item()}",
         )
 
 
@@ -335,30 +341,30 @@ def _check_routed_experts(tensors: dict[str, torch.Tensor]) -> None:
     experts = tensors["routed_experts"]
     ordered = experts.sort(-1).values
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & (ordered[..., -1] >= 0)
-    some = (experts < 0).any(-1) & (experts >= 0).any(-1)
-    wrong = (repeated | some | (experts < -1).any(-1)).any(-1)
-    if at := _first(wrong):
-        found = f"{experts[at].tolist()} at row {at[0]}, position {at[1]}"
-        _fail("routed_experts", "different experts, or -1 only, in every layer", found)
+    partial = (experts < 0).any(-1) & (experts >= 0).any(-1)
+    wrong = (repeated | partial | (experts < -1).any(-1)).any(-1)
+    if index := _first(wrong):
+        actual = f"{experts[index].tolist()} at row {index[0]}, position {index[1]}"
+        _fail("routed_experts", "different experts, or -1 only, in every layer", actual)
     if "attention_mask" in tensors:
         padded = (experts >= 0).flatten(2).any(-1) & ~tensors["attention_mask"].bool()
-        if at := _first(padded):
-            _fail("routed_experts", "-1 where attention_mask is 0", f"experts at row {at[0]}, position {at[1]}")
+        if index := _first(padded):
+            _fail("routed_experts", "-1 where attention_mask is 0", f"experts at row {index[0]}, position {index[1]}")
 
 
-def _check_axes(attention: torch.Tensor, positions: torch.Tensor, counted: torch.Tensor, media: Any) -> None:
+def _check_axes(attention: torch.Tensor, positions: torch.Tensor, expected_positions: torch.Tensor, media: Any) -> None:
     """Positions of several axes: not negative; in text-only rows (media: None), those of text on every axis."""
     is_text = torch.tensor([inputs is None for inputs in media] if media is not None else [False] * len(positions))
     is_text = is_text.to(positions.device)[:, None, None]
-    wrong = attention[:, None] & ((positions < 0) | (is_text & (positions != counted[:, None])))
-    found = wrong.nonzero()
-    if len(found):
-        row, axis, at = found[0].tolist()
-        expected = str(counted[row, at].item()) if is_text[row] else "at least 0"
+    wrong = attention[:, None] & ((positions < 0) | (is_text & (positions != expected_positions[:, None])))
+    indices = wrong.nonzero()
+    if len(indices):
+        row, axis, token = indices[0].tolist()
+        expected = str(expected_positions[row, token].item()) if is_text[row] else "at least 0"
         _fail(
             "position_ids",
-            f"{expected} at row {row}, axis {axis}, position {at}",
-            f"{positions[row, axis, at].item()}",
+            f"{expected} at row {row}, axis {axis}, position {token}",
+            f"{positions[row, axis, token].item()}",
         )
 
 
@@ -378,12 +384,12 @@ def _check_media(batch: "DataProto") -> None:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
                 _fail("multi_modal_inputs", "finite values", f"NaN or infinity in {name!r} of row {row}")
         finite.add(id(inputs))
-        for kind in ("image", "video") if tokens and prompts is not None else ():
-            grid = (inputs or {}).get(f"{kind}_grid_thw")
+        for media in ("image", "video") if tokens and prompts is not None else ():
+            grid = (inputs or {}).get(f"{media}_grid_thw")
             expected = 0 if grid is None else int(grid.prod(1).sum()) // tokens["patches"]
-            found = int((prompts[row] == tokens[kind]).sum())
-            if found != expected:
-                _fail("prompts", f"{expected} {kind} tokens in row {row}, as its {kind}_grid_thw has", str(found))
+            count = int((prompts[row] == tokens[media]).sum())
+            if count != expected:
+                _fail("prompts", f"{expected} {media} tokens in row {row}, as its {media}_grid_thw has", str(count))
 
 
 def outside_vocabulary(ids: torch.Tensor, vocab_size: int | None) -> tuple[int, int] | None:
@@ -396,14 +402,14 @@ def _check_ids(tensors: dict[str, torch.Tensor], vocab_size: int | None) -> None
         if name not in tensors:
             continue
         ids = tensors[name]
-        if at := outside_vocabulary(ids, vocab_size):
+        if index := outside_vocabulary(ids, vocab_size):
             limit = "of at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
-            _fail(name, f"token ids {limit}", f"{ids[at].item()} at row {at[0]}, position {at[1]}")
+            _fail(name, f"token ids {limit}", f"{ids[index].item()} at row {index[0]}, position {index[1]}")
     if all(k in tensors for k in ("prompts", "responses", "input_ids")):
         joined = torch.cat([tensors["prompts"], tensors["responses"]], 1)
-        if at := _first(joined != tensors["input_ids"]):
+        if index := _first(joined != tensors["input_ids"]):
             _fail(
                 "input_ids",
-                f"prompts followed by responses: {joined[at].item()}",
-                f"{tensors['input_ids'][at].item()} at row {at[0]}, position {at[1]}",
+                f"prompts followed by responses: {joined[index].item()}",
+                f"{tensors['input_ids'][index].item()} at row {index[0]}, position {index[1]}",
             )

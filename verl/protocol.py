@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from verl.batch.containers import MERGED_FACTS, Containers, concat_facts
+from verl.batch.containers import MERGED_ENTRIES, Containers, concat_meta_info
 from verl.batch.padding import DataProtoConfig
 from verl.batch.rows import DataProtoItem, Rows
 from verl.batch.serialization import (
@@ -30,7 +30,7 @@ from verl.columns import DataProtoValidationError
 from verl.compat.hook import published_names
 
 __all__ = [
-    "MERGED_FACTS",
+    "MERGED_ENTRIES",
     "DataProto",
     "DataProtoConfig",
     "DataProtoItem",
@@ -81,7 +81,7 @@ class DataProto(Rows, Containers):
     def concat(cls, data: Sequence[Self]) -> Self:
         """Concatenate the rows of several batches.
 
-        Columns must agree in names, dtypes and row shapes. Facts that several batches have must be equal. Only
+        Columns must agree in names, dtypes and row shapes. Metadata that several batches have must be equal. Only
         `metrics` and `timing` may differ; they become a dict of the lists of all values, for the caller to reduce.
         """
         if not data:
@@ -102,7 +102,7 @@ class DataProto(Rows, Containers):
             sum(len(batch) for batch in data),
             {k: torch.cat([columns[k] for columns in tensors]) for k in tensors[0]},
             {k: np.concatenate([columns[k] for columns in objects]) for k in objects[0]},
-            concat_facts([batch.meta_info for batch in data]),
+            concat_meta_info([batch.meta_info for batch in data]),
         )
 
     # ---- TensorDict -------------------------------------------------------------------------------------------------
@@ -112,16 +112,16 @@ class DataProto(Rows, Containers):
         cls, tensor_dict: TensorDictBase, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
     ) -> Self:
         """Make a batch from a TensorDict: stacks of non-tensors are object columns, single non-tensors are metadata."""
-        tensors, objects, facts = {}, {}, dict(meta_info or {})
+        tensors, objects, info = {}, {}, dict(meta_info or {})
         for name in tuple(tensor_dict.keys()):
             value = tensor_dict.get(name)
             if isinstance(value, NonTensorData):
-                facts[name] = value.data
+                info[name] = value.data
             elif isinstance(value, NonTensorStack):
                 objects[name] = value.tolist()
             else:
                 tensors[name] = value
-        return cls.from_dict(tensors, objects, facts, num_batch_dims)
+        return cls.from_dict(tensors, objects, info, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
         """Return a TensorDict: the tensors, the object columns (NonTensorStack) and the metadata (NonTensorData)."""
@@ -131,8 +131,8 @@ class DataProto(Rows, Containers):
             name: NonTensorStack.from_list([NonTensorData(entry) for entry in column])
             for name, column in self.non_tensor_batch.items()
         }
-        facts = {name: NonTensorData(fact, batch_size=[len(self)]) for name, fact in self.meta_info.items()}
-        return TensorDict({**self.tensors, **objects, **facts}, batch_size=[len(self)])
+        info = {name: NonTensorData(value, batch_size=[len(self)]) for name, value in self.meta_info.items()}
+        return TensorDict({**self.tensors, **objects, **info}, batch_size=[len(self)])
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class DataProto(Rows, Containers):
         return self._become(self._build(len(self), tensors, self.non_tensor_batch, self.meta_info))
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling. A chunk of a batch is pickled with its own rows only, not with its base tensors."""
+        """State for pickling, which is also the file format. A view is pickled without the rest of its base tensor."""
         return {
             "rows": len(self),
             "tensors": {k: _own_storage(v.detach()) for k, v in self.tensors.items()},
@@ -169,7 +169,14 @@ class DataProto(Rows, Containers):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(vars(self._build(**state)))
+        self.__dict__.update(vars(self._from_state(state)))
+
+    @classmethod
+    def _from_state(cls, state: dict[str, Any]) -> Self:
+        batch = cls._build(state["rows"], state["tensors"], state["objects"], state["facts"])
+        if "agent_facts" in batch:  # the name in earlier releases
+            batch.rename("agent_facts", "trajectory_info")
+        return batch
 
     def save(self, path: str | Path) -> None:
         """Write to a file, atomically."""
@@ -206,16 +213,9 @@ class DataProto(Rows, Containers):
                 raise invalid from error
         if not isinstance(state, dict) or state.keys() != cls().__getstate__().keys():
             raise invalid
-        return cls._build(**state)
+        return cls._from_state(state)
 
-    def save_to_disk(self, filepath: str | Path) -> None:
-        """The same as `save`."""
-        self.save(filepath)
-
-    @classmethod
-    def load_from_disk(cls, filepath: str | Path) -> Self:
-        """The same as `load`."""
-        return cls.load(filepath)
+    save_to_disk, load_from_disk = save, load  # names of public verl
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,10 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger("verl.registry")
 
@@ -70,7 +70,7 @@ def _validates(annotation: Any, value: Any) -> bool:
     return True
 
 
-class Registry(Generic[T]):
+class Registry(MutableMapping[str, T]):
     """A table name -> object for one kind of object ("policy loss", "reward manager").
 
     >>> LOSSES = Registry("loss")
@@ -100,14 +100,14 @@ class Registry(Generic[T]):
             return lambda decorated: self.register(name, decorated)
         if not isinstance(name, str) or not name:
             raise ValueError(f"{self.kind} name: expected a non-empty string, found {name!r}")
-        known = self._entries.get(name)
-        if known is not None and not _same_definition(known, obj):
-            if not (self._builtins_replaceable and _is_builtin(known) and not _is_builtin(obj)):
-                taken = f"{self.kind} {name!r} is already registered as {_described(known)}"
+        registered = self._entries.get(name)
+        if registered is not None and not _same_definition(registered, obj):
+            if not (self._builtins_replaceable and _is_builtin(registered) and not _is_builtin(obj)):
+                problem = f"{self.kind} {name!r} is already registered as {_described(registered)}"
                 raise ValueError(
-                    f"{taken}: choose another name, or replace it by item assignment: registry[{name!r}] = ..."
+                    f"{problem}: choose another name, or replace it by item assignment: registry[{name!r}] = ..."
                 )
-            logger.info("%s %r: %s is replaced by %s", self.kind, name, location_of(known), location_of(obj))
+            logger.info("%s %r: %s is replaced by %s", self.kind, name, location_of(registered), location_of(obj))
         self._entries[name] = obj
         return obj
 
@@ -127,17 +127,6 @@ class Registry(Generic[T]):
     def get(self, name: str, default: Any = None) -> Any:
         return self._entries.get(name, default)
 
-    def clear(self) -> None:
-        """Remove all entries, the built-in ones included."""
-        self._entries.clear()
-
-    def update(self, entries: Mapping[str, T]) -> None:
-        for name, obj in entries.items():
-            self[name] = obj
-
-    def keys(self) -> Iterable[str]:
-        return self._entries.keys()
-
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
@@ -147,8 +136,7 @@ class Registry(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def items(self) -> Iterable[tuple[str, T]]:
-        return self._entries.items()
+    __hash__, __eq__ = object.__hash__, object.__eq__  # a registry, not its entries
 
 
 def _same_definition(a: Any, b: Any) -> bool:

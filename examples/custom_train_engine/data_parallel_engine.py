@@ -51,15 +51,15 @@ class DataParallelEngine(TrainEngine):
             position_ids=columns["position_ids"],
         ).logits[:, -responses.shape[1] - 1 : -1]  # the logits that predict the response tokens
         log_p = (logits / temperature).log_softmax(-1)
-        found = {"log_probs": log_p.gather(-1, responses[..., None])[..., 0]}
+        computed = {"log_probs": log_p.gather(-1, responses[..., None])[..., 0]}
         if "entropys" in outputs:
-            found["entropys"] = -(log_p.exp() * log_p).sum(-1)
+            computed["entropys"] = -(log_p.exp() * log_p).sum(-1)
         if "sum_pi_squared" in outputs:
-            found["sum_pi_squared"] = log_p.mul(2).exp().sum(-1)
-        unknown = set(outputs) - set(found)
+            computed["sum_pi_squared"] = log_p.mul(2).exp().sum(-1)
+        unknown = set(outputs) - set(computed)
         if unknown:
             raise ValueError(f"strategy=data_parallel does not compute {sorted(unknown)}")
-        return {name: found[name] for name in outputs}
+        return {name: computed[name] for name in outputs}
 
     def _micro_batches(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[slice, Tensors]]:
         size = micro.rows or len(batch)
@@ -72,12 +72,12 @@ class DataParallelEngine(TrainEngine):
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
         width = batch.tensors["responses"].shape[1]
-        found = {name: torch.zeros(len(batch), width) for name in outputs}
+        result = {name: torch.zeros(len(batch), width) for name in outputs}
         answered = batch.tensors["attention_mask"][:, -width:].bool()
         for rows, columns in self._micro_batches(batch, micro):
             for name, values in self._forward(columns, outputs, temperature).items():
-                found[name][rows] = values.float().cpu() * answered[rows]
-        return found
+                result[name][rows] = values.float().cpu() * answered[rows]
+        return result
 
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0

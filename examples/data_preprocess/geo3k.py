@@ -33,7 +33,7 @@ def local_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
         try:
             yield geo3k_row(row, split, index)
         except ValueError as error:
-            raise ValueError(f"{rows.where(index)}: {error}") from error
+            raise ValueError(f"{rows.location(index)}: {error}") from error
 
 
 def hub_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
@@ -73,9 +73,9 @@ def _flush(writer: pq.ParquetWriter | None, group: list[dict[str, Any]], path: P
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--local_dir", type=Path, help="folder with train*.parquet and test*.parquet")
-    where.add_argument("--hub", default=GEO3K, help="name on the HuggingFace hub")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--local_dir", type=Path, help="folder with train*.parquet and test*.parquet")
+    source.add_argument("--hub", default=GEO3K, help="name on the HuggingFace hub")
     parser.add_argument("--save_dir", type=Path, required=True, help="folder to write")
     args = parser.parse_args(arguments)
     args.save_dir.mkdir(parents=True, exist_ok=True)

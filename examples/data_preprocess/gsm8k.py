@@ -29,7 +29,7 @@ def local_rows(folder: Path, split: str) -> list[dict[str, Any]]:
         try:
             converted.append(gsm8k_row(row, split, index))
         except ValueError as error:
-            raise ValueError(f"{rows.where(index)}: {error}") from error
+            raise ValueError(f"{rows.location(index)}: {error}") from error
     return converted
 
 
@@ -43,9 +43,9 @@ def hub_rows(name: str, split: str) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--local_dir", type=Path, help="folder with train.jsonl and test.jsonl")
-    where.add_argument("--hub", default=GSM8K, help="name on the HuggingFace hub")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--local_dir", type=Path, help="folder with train.jsonl and test.jsonl")
+    source.add_argument("--hub", default=GSM8K, help="name on the HuggingFace hub")
     parser.add_argument("--save_dir", type=Path, required=True, help="folder to write")
     args = parser.parse_args(arguments)
     for split in SPLITS:

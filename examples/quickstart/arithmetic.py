@@ -40,11 +40,11 @@ def draw(random: Random) -> tuple[str, int]:
 
 def held_out(count: int = TEST_ROWS, seed: int = TEST_SEED, draw: Draw = draw) -> dict[str, int]:
     """`count` different expressions with their values: the test set, or that of another seed."""
-    random, found = Random(seed), {}
-    while len(found) < count:
+    random, problems = Random(seed), {}
+    while len(problems) < count:
         expression, value = draw(random)
-        found[expression] = value
-    return found
+        problems[expression] = value
+    return problems
 
 
 def train_stream(seed: int, test_seed: int = TEST_SEED, draw: Draw = draw) -> Iterator[tuple[str, int]]:
@@ -92,7 +92,7 @@ def row(prompt: list[dict[str, str]] | str, value: int) -> dict[str, Any]:
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_arithmetic(folder: str | Path, rows: int, test_rows: int = TEST_ROWS, seed: int = 1) -> Path:

@@ -32,14 +32,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=list(TOKENS),
     )
-    made.chat_template = TEMPLATE
-    return made
+    fast.chat_template = TEMPLATE
+    return fast
 
 
 def make_config(ids: PreTrainedTokenizerFast) -> Qwen2VLConfig:

@@ -38,7 +38,7 @@ from verl.config import check_inputs, load_config, unsupported
 from verl.config.load import read_config
 from verl.config.presets import PRESETS
 from verl.config.supported import check_built_in
-from verl.tracking.console import TrainingProgress
+from verl.tracking.console import Alive, TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
@@ -47,7 +47,6 @@ from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.output.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
-from verl.utils.alive import Alive
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")
@@ -123,8 +122,8 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     rewards: list[float] = []
     random = Random(args.seed)
     title = f"{name_of(args)} on {args.task}: 64 prompts x 8 responses per step"
-    shown = {"running": trainer.running_operators, "alive_every": ALIVE_SECONDS}
-    with TrainingProgress(trainer.total_steps, title, **shown) as progress:
+    display = {"running": trainer.running_operators, "alive_every": ALIVE_SECONDS}
+    with TrainingProgress(trainer.total_steps, title, **display) as progress:
 
         def show(report: StepReport) -> None:
             samples = None
@@ -152,7 +151,7 @@ def name_of(args: argparse.Namespace) -> str:
     return f"{args.algorithm} with shuffled rewards" if args.shuffle_rewards else args.algorithm
 
 
-def arguments(given: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="train this model: smollm2, or a folder; its other options: --model smollm2 -h")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
@@ -166,7 +165,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         "--shuffle-rewards", action="store_true", help="control: shuffle the rewards, so the policy should not improve"
     )
     parser.add_argument("override", nargs="*", metavar="key=value", help="any config key")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     if args.out is None:
         kind = "-shuffled" if args.shuffle_rewards else ""
         args.out = Path("outputs/quickstart") / f"{args.task}-{args.algorithm}{kind}"
@@ -174,15 +173,15 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Create a model, warm it up, train it, and print the result. Returns the exit status."""
-    given = sys.argv[1:] if given is None else given
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        if any(word.split("=")[0] == "--model" for word in given):
+        if any(word.split("=")[0] == "--model" for word in argv):
             from examples.quickstart import showcase
 
-            return showcase.main(given)
-        return quickstart(arguments(given))
+            return showcase.main(argv)
+        return quickstart(arguments(argv))
     except Stopped as stop:
         print(f"\nstopped by {stop.signal.name}; the same command starts again from the beginning", file=sys.stderr)
         return stop.exit_status

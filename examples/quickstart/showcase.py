@@ -24,13 +24,12 @@ from rich.table import Table
 from examples.quickstart import arithmetic
 from examples.quickstart.smollm2 import find_model
 from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, check_output_folder
-from verl.tracking.console import TrainingProgress
+from verl.tracking.console import Alive, TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.samples import generations
 from verl.trainer.startup.command_line import user_errors, whole_number
-from verl.utils.alive import Alive
 from verl.utils.log import setup_logging
 
 SCORER = str(Path(__file__).resolve().parent / "arithmetic.py")
@@ -102,8 +101,12 @@ class Showcase:
 
     def run(self, title: str) -> None:
         """Train and display the steps."""
-        shown = {"print_every": SAMPLES_EVERY, "running": self.trainer.running_operators, "alive_every": ALIVE_SECONDS}
-        with TrainingProgress(self.trainer.total_steps, title, **shown) as progress:
+        display = {
+            "print_every": SAMPLES_EVERY,
+            "running": self.trainer.running_operators,
+            "alive_every": ALIVE_SECONDS,
+        }
+        with TrainingProgress(self.trainer.total_steps, title, **display) as progress:
 
             def show(report: StepReport) -> None:
                 self.rewards.append(report.metrics["critic/score/mean"])
@@ -119,14 +122,14 @@ class Showcase:
 
     def table(self) -> Table:
         """Test questions with the responses before and after training."""
-        found = Table("question", "before", "after", "answer", box=None, header_style="dim")
+        table = Table("question", "before", "after", "answer", box=None, header_style="dim")
         for before, after in zip(self.answers[0], self.answers[-1]):
             texts = (arithmetic.question_in(before["input"]), before["output"], after["output"], before["gts"])
-            found.add_row(*(" ".join(str(text).split()) for text in texts))
-        return found
+            table.add_row(*(" ".join(str(text).split()) for text in texts))
+        return table
 
 
-def arguments(given: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or the folder of a HuggingFace model")
     parser.add_argument("--steps", type=STEPS, default=12, help="RL steps (default 12)")
@@ -136,14 +139,14 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=SEED, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/showcase"), help="default: outputs/showcase")
     parser.add_argument("override", nargs="*", metavar="key=value", help="any config key")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     check_output_folder(parser, args.out, WRITTEN)
     return args
 
 
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Find the model, train it, and print the result. Returns the exit status."""
-    args = arguments(given)
+    args = arguments(argv)
     setup_logging()
     logging.getLogger("verl").setLevel(logging.WARNING)
     console = Console()

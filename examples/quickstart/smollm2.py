@@ -40,18 +40,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("VERL_CACHE_DIR", "~/.cache/verl")).expanduser() / NAME
 
 
-def find_model(given: str | None = None, say: Callable[[str], None] = print) -> Path:
+def find_model(path: str | None = None, say: Callable[[str], None] = print) -> Path:
     """Return the folder of the model, which is downloaded and converted if necessary.
 
     Args:
-        given: a folder to use instead of all sources.
+        path: a folder to use instead of all sources.
         say: receives one line per source.
 
     Raises:
-        ValueError: no source has the model, or `given` is not a folder of a model.
+        ValueError: no source has the model, or `path` is not a folder of a model.
     """
-    if given is not None:
-        folder = Path(os.path.expanduser(given))
+    if path is not None:
+        folder = Path(os.path.expanduser(path))
         if not (folder / "config.json").is_file():
             raise ValueError(f"expected the folder of a HuggingFace model, found no config.json in {folder}")
         return folder
@@ -96,9 +96,9 @@ def check_tokenizer(folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(ROUND_TRIP)["input_ids"]
-    found = tokenizer.decode(ids)
-    if found != ROUND_TRIP:
-        raise ValueError(f"expected the tokenizer to return {ROUND_TRIP!r}, found {found!r}")
+    decoded = tokenizer.decode(ids)
+    if decoded != ROUND_TRIP:
+        raise ValueError(f"expected the tokenizer to return {ROUND_TRIP!r}, found {decoded!r}")
     if tokenizer.chat_template is None:
         raise ValueError("expected a tokenizer with a chat template, found none")
 

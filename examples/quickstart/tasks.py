@@ -127,9 +127,9 @@ def draw_digits(random: Random) -> Example:
 
 def score_digits(response: str, ground_truth: str) -> float:
     """Fraction of correct digits before the first incorrect one; surplus digits are subtracted."""
-    expected, found = ground_truth.split(","), response.split(",")
-    correct = next((k for k, (e, f) in enumerate(zip(expected, found)) if e != f), min(len(expected), len(found)))
-    surplus = max(len(found) - len(expected), 0)
+    expected, digits = ground_truth.split(","), response.split(",")
+    correct = next((k for k, (e, f) in enumerate(zip(expected, digits)) if e != f), min(len(expected), len(digits)))
+    surplus = max(len(digits) - len(expected), 0)
     return max(correct - surplus, 0) / len(expected)
 
 
@@ -195,9 +195,9 @@ def check_output_folder(parser: argparse.ArgumentParser, out: Path, written: set
         check_folder("--out", out)
     except ValueError as error:
         parser.error(str(error))
-    others = sorted({path.name for path in out.glob("*")} - written)
-    if others:
-        parser.error(f"--out: {out} contains other files ({', '.join(others[:3])}): choose a new folder")
+    unknown = sorted({path.name for path in out.glob("*")} - written)
+    if unknown:
+        parser.error(f"--out: {out} contains other files ({', '.join(unknown[:3])}): choose a new folder")
 
 
 def write_task(name: str, out_dir: str | Path, rows: int, *, sft_rows: int = 0, seed: int = 1) -> Path:

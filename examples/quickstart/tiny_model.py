@@ -204,23 +204,23 @@ def builtin_sentences() -> list[str]:
     ]
 
 
-def _lookup(table: dict, name: str, what: str):
+def _lookup(table: dict, name: str, noun: str):
     if name not in table:
-        raise ValueError(f"no {what} is called {name!r}: {did_you_mean(name, table)}")
+        raise ValueError(f"no {noun} is called {name!r}: {did_you_mean(name, table)}")
     return table[name]
 
 
-def _check_reload(made: PreTrainedTokenizerBase, folder: Path) -> None:
+def _check_reload(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Raise ValueError if `AutoTokenizer`, which chooses a class by model type, reloads a different tokenizer."""
     loaded = AutoTokenizer.from_pretrained(folder)
     texts = ["abcdefghij=", "1,2,3:7=1+2*3", "(9-4)=5", "a Z"]
-    if made.chat_template is not None:
+    if tokenizer.chat_template is not None:
         texts += [*builtin_sentences()[::40], "<|im_start|>user\nA  naïve café's 3½ €5 – “yes”\n\n\ttab<|im_end|>\n"]
     for text in texts:
-        ids = made(text)["input_ids"]
+        ids = tokenizer(text)["input_ids"]
         back = loaded(text)["input_ids"]
-        if back != ids or loaded.decode(back) != made.decode(ids):
+        if back != ids or loaded.decode(back) != tokenizer.decode(ids):
             raise ValueError(
-                f"AutoTokenizer does not reload the {type(made).__name__} saved in {folder}: {text!r} gives {back}, "
-                f"expected {ids}. This model family needs its default tokenizer: remove the tokenizer option"
+                f"AutoTokenizer does not reload the {type(tokenizer).__name__} saved in {folder}: {text!r} gives "
+                f"{back}, expected {ids}. This model family needs its default tokenizer: remove the tokenizer option"
             )

@@ -18,5 +18,7 @@ def compute_score(
 ) -> float:
     """Score one response. The ground truth may be a full solution: its last number counts."""
     numbers = [_NUMBER.findall(str(text)) for text in (solution_str, ground_truth)]
-    found, expected = (float(each[-1].replace(",", "")) if each else None for each in numbers)
+    found, expected = (
+        float(found_numbers[-1].replace(",", "")) if found_numbers else None for found_numbers in numbers
+    )
     return float(found is not None and found == expected)

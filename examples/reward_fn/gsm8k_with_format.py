@@ -16,7 +16,7 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Score one response. Validation reports `acc`; the other values are logged as training metrics."""
-    found = _ANSWER.findall(solution_str)
-    pred = found[-1].replace(",", "") if found else ""
+    match = _ANSWER.findall(solution_str)
+    pred = match[-1].replace(",", "") if match else ""
     correct = bool(pred) and float(pred) == float(ground_truth)
     return {"score": 1.0 if correct else 0.1 if pred else 0.0, "acc": correct, "marked": bool(pred), "pred": pred}

@@ -25,8 +25,8 @@ def run(sample: dict, base_url: str, api_key: str, model: str) -> float:
 def play(client: openai.OpenAI, model: str, secret: int, show: bool = False) -> float:
     messages = [{"role": "user", "content": "Guess a number from 1 to 7."}]
     for _ in range(GUESSES):
-        found = client.chat.completions.create(model=model, messages=messages)
-        guess = found.choices[0].message.content.strip()
+        completion = client.chat.completions.create(model=model, messages=messages)
+        guess = completion.choices[0].message.content.strip()
         if guess == str(secret):
             return 1.0
         messages.append({"role": "assistant", "content": guess})

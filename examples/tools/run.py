@@ -146,10 +146,10 @@ def validation(out: Path) -> list[tuple[int, float]]:
     """(step, mean reward of the held-out prompts) of a run, from its log."""
     (log,) = (out / "rl").rglob("metrics.jsonl")
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    found = []
+    rewards = []
     for record in records:
-        found += [(record["step"], value) for key, value in record.items() if key.endswith("reward/mean@1")]
-    return found
+        rewards += [(record["step"], value) for key, value in record.items() if key.endswith("reward/mean@1")]
+    return rewards
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def test_equals_the_loop_in_any_order_of_rows_and_reads_no_padding(mode):
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("sizes", SPLITS)
 def test_micro_batches_add_up(mode, sizes):
-    aggregation = LossAggregation.of(mode, MASK, scale_factor=9)
+    aggregation = LossAggregation.from_mask(mode, MASK, scale_factor=9)
     x = losses()
     whole = agg_loss(x, MASK, aggregation)
     parts = [agg_loss(a, b, aggregation) for a, b in zip(x.split(sizes), MASK.split(sizes))]
@@ -64,7 +64,7 @@ def test_micro_batches_add_up(mode, sizes):
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_ranks_add_up_when_their_gradients_are_averaged(mode):
-    aggregation, x = LossAggregation.of(mode, MASK), losses()
+    aggregation, x = LossAggregation.from_mask(mode, MASK), losses()
     ranks = [agg_loss(a, b, aggregation, dp_size=3) for a, b in zip(x.split([1, 2, 3]), MASK.split([1, 2, 3]))]
     torch.testing.assert_close(sum(ranks) / 3, agg_loss(x, MASK, aggregation))
 
@@ -74,7 +74,7 @@ def test_counts_by_hand_local_and_carried_agree(mode):
     x = losses()
     local = agg_loss(x, MASK, mode)
     given = agg_loss(x, MASK, mode, batch_num_tokens=12, global_batch_size=5, loss_scale_factor=4)
-    assert local == given == agg_loss(x, MASK, LossAggregation.of(mode, MASK))
+    assert local == given == agg_loss(x, MASK, LossAggregation.from_mask(mode, MASK))
     assert local == agg_loss(x, MASK, LossAggregation(mode, 12, 5, 4))
 
 
@@ -82,14 +82,16 @@ def test_padding_to_another_width_changes_the_norm_only_where_no_constant_is_giv
     x, mode = losses(), "seq-mean-token-sum-norm"
     wide, wide_mask = torch.nn.functional.pad(x, (0, 3)), torch.nn.functional.pad(MASK, (0, 3))
     assert agg_loss(wide, wide_mask, mode) != agg_loss(x, MASK, mode)
-    constant = LossAggregation.of(mode, wide_mask, scale_factor=4)
-    assert agg_loss(wide, wide_mask, constant) == agg_loss(x, MASK, LossAggregation.of(mode, MASK, scale_factor=4))
+    constant = LossAggregation.from_mask(mode, wide_mask, scale_factor=4)
+    assert agg_loss(wide, wide_mask, constant) == agg_loss(
+        x, MASK, LossAggregation.from_mask(mode, MASK, scale_factor=4)
+    )
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_nothing_valid_is_zero_with_a_gradient_of_zero(mode):
     x = torch.full((2, 3), math.nan, requires_grad=True)
-    for counts in (mode, LossAggregation.of(mode, torch.zeros(2, 3))):
+    for counts in (mode, LossAggregation.from_mask(mode, torch.zeros(2, 3))):
         loss = agg_loss(x, torch.zeros(2, 3), counts)
         assert loss == 0
         assert (torch.autograd.grad(loss, x)[0] == 0).all()
@@ -108,7 +110,7 @@ def test_loss_aggregation_is_a_string_that_keeps_its_counts():
 
 
 def test_the_shares_of_micro_batches_add_up_to_one():
-    aggregation = LossAggregation.of("token-mean", torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]]))
+    aggregation = LossAggregation.from_mask("token-mean", torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]]))
     first = aggregation.share(torch.tensor(0.5), torch.tensor([[1, 1], [1, 0], [0, 0]]))
     second = aggregation.share(torch.tensor(0.25), torch.tensor([[1, 1]]))
     assert [first[0], second[0]] == [0.5, 0.25]
@@ -119,7 +121,7 @@ def test_misspelt_mode_lists_the_right_ones():
     for call in (
         lambda: agg_loss(losses(), MASK, "token_mean"),
         lambda: LossAggregation("token_mean", 1, 1),
-        lambda: LossAggregation.of("token-mean", MASK).with_mode("token_mean"),
+        lambda: LossAggregation.from_mask("token-mean", MASK).with_mode("token_mean"),
     ):
         with pytest.raises(ValueError, match=r"'token_mean': did you mean 'token-mean'.*seq-mean-token-sum-norm"):
             call()

@@ -170,7 +170,7 @@ def test_a_loss_written_for_verl_runs_and_is_normalised_over_the_mini_batch():
             "log_prob": torch.zeros(4, 2)[rows],
             "advantages": REWARDS[rows],
             "response_mask": MASK[rows],
-            "loss_agg_mode": LossAggregation.of("token-mean", MASK),
+            "loss_agg_mode": LossAggregation.from_mask("token-mean", MASK),
         }
         return fn(**bind_arguments(fn, columns, settings))[0]
 

@@ -126,7 +126,7 @@ def test_kl_loss_reads_no_padding_and_adds_up(kind):
         torch.where(mask.bool(), x, nan) for x in -torch.rand(2, 3, 3, generator=generator, dtype=torch.float64)
     )
     log_prob.requires_grad_()
-    aggregation = LossAggregation.of("token-mean", mask)
+    aggregation = LossAggregation.from_mask("token-mean", mask)
     loss, metrics = kl_loss(log_prob, ref, mask, aggregation, kl_loss_type=kind)
     (gradient,) = torch.autograd.grad(loss, log_prob)
     assert torch.isfinite(gradient).all()

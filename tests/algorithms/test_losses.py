@@ -57,7 +57,7 @@ def test_gradient_by_finite_differences(name):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_micro_batches_add_up_and_read_no_padding(name, mode):
-    aggregation = LossAggregation.of(mode, MASK)
+    aggregation = LossAggregation.from_mask(mode, MASK)
     x = column(0).requires_grad_()
     whole, metrics = LOSSES[name](x, MASK, aggregation)
     cuts = [slice(0, 1), slice(1, 3), slice(3, 4)]

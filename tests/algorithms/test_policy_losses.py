@@ -290,7 +290,7 @@ def test_micro_batches_add_up(name, mode, sizes):
     batch = make_batch(6)
     batch["response_mask"][2] = 0  # a rejected response, alone in a micro-batch of one
     weights = {"rollout_is_weights": torch.rand(6, 5, generator=torch.Generator().manual_seed(0)).double()}
-    aggregation = LossAggregation.of(mode, batch["response_mask"], scale_factor=7)
+    aggregation = LossAggregation.from_mask(mode, batch["response_mask"], scale_factor=7)
     whole, gradient, metrics = call(name, batch | weights, aggregation)
     parts = [
         call(name, {key: column.split(sizes)[i] for key, column in (batch | weights).items()}, aggregation)

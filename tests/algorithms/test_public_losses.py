@@ -165,7 +165,7 @@ def test_estimators_by_member_of_the_enumeration():
 def loss_of(name: str, agg: LossAggregation | None = None, **settings) -> tuple[float, dict[str, float]]:
     old, new, advantages, mask = columns()
     batch = {"response_mask": mask, "old_log_probs": old, "advantages": advantages}
-    agg = agg or LossAggregation.of("token-mean", mask)
+    agg = agg or LossAggregation.from_mask("token-mean", mask)
     settings = {"entropy_coeff": 0.0, "use_kl_loss": False, **settings}
     loss, metrics = actor_loss({"log_probs": new}, batch, loss_mode=name, settings=settings, agg=agg)
     return loss.item(), merge_metrics([metrics])

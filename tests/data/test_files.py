@@ -25,9 +25,9 @@ def test_several_files_are_one_sequence_and_rows_keep_their_place(write):
     rows = read_rows([write("a.parquet", ROWS[:2]), write("b.jsonl", ROWS[2:]), write("c.json", ROWS[:1])])
     assert list(rows) == ROWS + ROWS[:1]
     assert [rows[i]["answer"] for i in range(6)] == ["0", "1", "2", "3", "4", "0"]
-    assert rows.where(1).endswith("a.parquet, row 1 (the first is 0)")
-    assert rows.where(2).endswith("b.jsonl, line 1")
-    assert rows.where(5).endswith("c.json, row 0 (the first is 0)")
+    assert rows.location(1).endswith("a.parquet, row 1 (the first is 0)")
+    assert rows.location(2).endswith("b.jsonl, line 1")
+    assert rows.location(5).endswith("c.json, row 0 (the first is 0)")
     for row in (6, -1):
         with pytest.raises(IndexError, match=f"row {row} of 6"):
             rows[row]
@@ -58,7 +58,7 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
     path.write_text('{"prompt": "x\u2028y"}\n\n{"prompt": "z"}\n', encoding="utf-8")
     rows = read_rows(path)
     assert [r["prompt"] for r in rows] == ["x\u2028y", "z"]
-    assert rows.where(1).endswith("line 3")
+    assert rows.location(1).endswith("line 3")
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):

@@ -82,7 +82,7 @@ def test_gsm8k_gives_the_rows_of_the_preprocess_script(fake, tmp_path):
     assert list(rows) == local_rows(tmp_path, "test")
     assert rows[3]["reward_model"]["ground_truth"] == "4"
     assert row_count("openai/gsm8k:test") == 4 and len(fake.calls) == 1  # loaded once
-    assert rows.where(2) == "openai/gsm8k@main:test, row 2 (the first is 0)"
+    assert rows.location(2) == "openai/gsm8k@main:test, row 2 (the first is 0)"
 
 
 def test_the_real_gsm8k(fake, gsm8k_folder):

@@ -9,7 +9,7 @@ import pytest
 from verl.data.collate import collate_prompts
 from verl.data.files import is_streamed, read_rows
 from verl.data.order import PromptSource
-from verl.data.readers import ArrowCopy, CsvFile, JsonLines
+from verl.data.readers import ArrowCopy, JsonLines, RowTable
 from verl.data.rlhf_dataset import RLHFDataset
 
 ROWS = [{"prompt": f"{'ab' * (1 + i % 3)}=", "answer": str(i)} for i in range(2500)]
@@ -41,7 +41,7 @@ def test_the_same_rows(write_any, name):
     for rows in (streamed, loaded):
         assert [rows[i] for i in (0, 1023, 1024, 2499)] == [ROWS[i] for i in (0, 1023, 1024, 2499)]
         assert rows.to_table().to_pylist() == ROWS
-    assert streamed.where(1500) == loaded.where(1500)
+    assert streamed.location(1500) == loaded.location(1500)
     assert streamed.columns == loaded.columns == ("prompt", "answer")
 
 
@@ -133,7 +133,7 @@ def test_only_offsets_of_lines_are_in_memory(write_any):
     }  # fmt: skip
     assert set(file._empty.values()) == {None}
     assert isinstance(read_rows(write_any("a.csv", ROWS), streaming=True).files[0], ArrowCopy)
-    assert isinstance(read_rows(write_any("a.csv", ROWS)).files[0], CsvFile)
+    assert isinstance(read_rows(write_any("a.csv", ROWS)).files[0], RowTable)
 
 
 def test_a_csv_row_with_line_breaks_and_a_list_that_is_not_streamed(tmp_path, caplog):

@@ -14,7 +14,7 @@ from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, megatron_engine,
 from tests.engines.ranks import make_batch, make_engine, save_model, train
 from verl.engines.base import MicroBatching
 from verl.engines.megatron.layout import ShardRank, conversions
-from verl.engines.megatron.offload import optimizer_tensors
+from verl.engines.megatron.memory import optimizer_tensors
 from verl.model_merger.__main__ import main as merger
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")

@@ -13,8 +13,8 @@ if reason := skip_reason():
 
 from tests.engines.megatron_cpu.ranks import MODELS, TWO_ROWS, megatron_engine
 from tests.engines.ranks import make_batch, run_on_ranks, save_model, train
-from verl.engines.megatron import recompute
-from verl.engines.megatron.recompute import AutoRecompute
+from verl.engines.megatron import memory
+from verl.engines.megatron.memory import AutoRecompute
 from verl.engines.token_budget import SHARE
 
 
@@ -104,8 +104,8 @@ def test_the_choice_of_each_update_is_logged_when_it_changes(tmp_path, caplog, m
     engine = megatron_engine(saved("llama", tmp_path))
     auto = AutoRecompute(engine.chunks, engine.ranks, None)
     free = iter([2**40, 2**40, 2**10])
-    monkeypatch.setattr(recompute, "free_bytes", lambda device: next(free))
-    monkeypatch.setattr(recompute, "bytes_beside_activations", lambda *_: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: next(free))
+    monkeypatch.setattr(memory, "bytes_beside_activations", lambda *_: 0)
     chosen = []
     with caplog.at_level("INFO", "verl.engines"):
         for _ in range(3):
@@ -121,6 +121,6 @@ def test_moments_are_counted_until_the_first_step_allocates_them(sharded, tmp_pa
     path = save_model(MODELS["llama"], tmp_path, "value")
     engine = megatron_engine(path, kind="value", use_distributed_optimizer=sharded)  # no logits
     parameters = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters())
-    assert recompute.bytes_beside_activations(engine.chunks, engine.optimizer, engine.device) == 2 * 4 * parameters
+    assert memory.bytes_beside_activations(engine.chunks, engine.optimizer, engine.device) == 2 * 4 * parameters
     train(engine, make_batch(), TWO_ROWS, steps=1)
-    assert recompute.bytes_beside_activations(engine.chunks, engine.optimizer, engine.device) == 0
+    assert memory.bytes_beside_activations(engine.chunks, engine.optimizer, engine.device) == 0

@@ -27,7 +27,7 @@ from tests.engines.ranks import (
 from verl.engines.base import REPLAYS, MicroBatching
 from verl.engines.routing import ROUTED_EXPERTS
 from verl.engines.sharding import make_sharding
-from verl.modeling.moe import RoutingStatistics, gate_weights, routing_of
+from verl.modeling.moe import RoutingStatistics, gate_weights, install_routing
 from verl.protocol import DataProto
 
 CONFIGS = {
@@ -75,7 +75,7 @@ def test_the_patched_layers_compute_what_transformers_does(paths, kind):
     found = []
     for patched in (False, True):
         model = AutoModelForCausalLM.from_pretrained(paths[kind])
-        assert not patched or routing_of(model) is routing_of(model) is not None
+        assert not patched or install_routing(model) is install_routing(model) is not None
         logits = model(ids).logits
         logits.square().mean().backward()
         found.append((logits, {name: p.grad for name, p in model.named_parameters()}))
@@ -88,7 +88,7 @@ def test_the_patched_layers_compute_what_transformers_does(paths, kind):
 def test_replayed_forward_and_gradients_equal_a_loop(paths, kind):
     """One layer with given experts, against a loop over tokens and experts that shares no code with it."""
     model = AutoModelForCausalLM.from_pretrained(paths[kind], dtype=torch.float64)
-    routing, block = routing_of(model), model.model.layers[1].mlp
+    routing, block = install_routing(model), model.model.layers[1].mlp
     x = torch.randn(5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     given = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [0, 3]])
     routing.start(given[:, None].expand(5, 2, 2))
@@ -115,10 +115,10 @@ def test_replayed_forward_and_gradients_equal_a_loop(paths, kind):
 
 
 def test_statistics_by_hand(paths):
-    routing = routing_of(AutoModelForCausalLM.from_pretrained(paths["mixtral"]))
+    routing = install_routing(AutoModelForCausalLM.from_pretrained(paths["mixtral"]))
     routing.start(torch.tensor([[[0, 1], [0, 1]], [[0, 1], [0, 1]], [[-1, -1], [-1, -1]]]))
     own = torch.tensor([[1, 0], [0, 2], [3, 0]])  # per token; the second differs from what was recorded
-    routing.own, routing.chosen = [own, own], [own, own]
+    routing.computed, routing.used = [own, own], [own, own]
     routing.entropies = [torch.tensor([0.5, 0.7, 9.0]), torch.tensor([0.1, 0.3, 9.0])]
     statistics = RoutingStatistics(routing)
     statistics.add(torch.tensor([True, True, False]))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.ranks import run_on_ranks
-from verl.engines.megatron.log_probs import ShardedStatistics
+from verl.modeling.log_probs import ShardedStatistics
 
 
 def on_rank(logits: torch.Tensor, targets: torch.Tensor, temperature: float, each: int) -> list[torch.Tensor]:

@@ -48,7 +48,7 @@ def apart_from_float64(packing: Packing, tokens: int, sizes: tuple[int, int, int
 def test_rows_by_the_variable_length_kernel(heads, key_heads, dim, window):
     torch.manual_seed(0)
     lengths = torch.tensor([3, 130, 1, 64, 77])
-    packing = Packing.of(lengths.cuda())
+    packing = Packing.from_lengths(lengths.cuda())
     n = int(lengths.sum())
     assert apart_from_float64(packing, n, (heads, key_heads, dim), window) < 1e-2
 
@@ -70,7 +70,7 @@ def test_rows_that_share_prompts_by_the_variable_length_kernel(heads, key_heads,
 @pytest.mark.parametrize("lengths", [[4096], [5003, 3700], [1, 9000]])
 def test_long_rows_one_by_one(heads, key_heads, dim, lengths, monkeypatch):
     torch.manual_seed(0)
-    packing = Packing.of(torch.tensor(lengths).cuda())
+    packing = Packing.from_lengths(torch.tensor(lengths).cuda())
     n = sum(lengths)
     q, k, v, g = random_heads(n, heads, key_heads, dim)
     assert attention._one_call_per_row(packing, q) == attention._fast_cudnn(q.device)

@@ -66,7 +66,7 @@ def test_every_layer_of_a_known_family_is_fused(kind):
 
 def test_rows_one_by_one_are_the_rows_together():
     torch.manual_seed(0)
-    packing = Packing.of(torch.tensor([3, 70, 1, 33]))
+    packing = Packing.from_lengths(torch.tensor([3, 70, 1, 33]))
     shapes = [(1, heads, 107, 16) for heads in (4, 2, 2)]
     q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
     found = []

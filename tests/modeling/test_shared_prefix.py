@@ -57,7 +57,7 @@ def test_every_row_finds_its_tokens(seed):
     assert len(ids) == sum(layout.queries)
     expected = torch.cat([columns["input_ids"][i][attention[i]] for i in layout.rows])
     assert torch.equal(ids[layout.source], expected)
-    assert torch.equal(layout.source[layout.one_use], torch.arange(len(ids)))
+    assert torch.equal(layout.source[layout.representative], torch.arange(len(ids)))
     uses = [layout.uses[a:b].tolist() for a, b in zip(layout.offsets[:-1], layout.offsets[1:])]
     assert uses == [(layout.source == i).nonzero()[:, 0].tolist() for i in range(len(ids))]
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.planner.test_planner import H200, TINY, job_of
-from verl.engines.megatron.log_probs import ShardedStatistics
+from verl.modeling.log_probs import ShardedStatistics
 from verl.planner.memory import logits, update_items
 from verl.planner.workload import Layout
 

@@ -141,7 +141,7 @@ def test_the_rows_of_a_pair_go_to_one_rank():
     attention = torch.arange(9)[None] < torch.tensor(lengths)[:, None]
     batch = DataProto({"attention_mask": attention.long(), "row": torch.arange(16)}, meta_info={"global_step": 1})
     ranks = Ranks()
-    Update({"actor": ranks}, "actor", "update_dpo", UpdatePlan(8, epochs=2, shuffle=True, together=2))(batch)
+    Update({"actor": ranks}, "actor", "update_dpo", UpdatePlan(8, epochs=2, shuffle=True, rows_per_unit=2))(batch)
     for given in ranks.given:
         assert sorted(given) == list(range(16))
         assert all(b == a + 1 and a % 2 == 0 for a, b in zip(given[::2], given[1::2]))

@@ -10,7 +10,7 @@ from tests.trainer.conftest import make_tiny, run_settings
 from verl.algorithms.preference import dpo_loss
 from verl.protocol import DataProto
 from verl.recipe.dpo import DPOTrainer
-from verl.recipe.dpo.flow import GivenResponses
+from verl.recipe.dpo.flow import ResponsesOfData
 from verl.recipe.dpo.worker import DPOSection
 
 
@@ -48,7 +48,7 @@ def test_the_rows_of_a_batch_by_hand(tiny):
             "rejected": ["b", "b", *[[{"role": "user", "content": "?"}, {"role": "assistant", "content": "def"}]] * 2],
         },
     )
-    found = GivenResponses(DPOSection(), tokenizer, 8)(batch).batch
+    found = ResponsesOfData(DPOSection(), tokenizer, 8)(batch).batch
     a, b, c, d, e, f = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcdef")
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     assert found["responses"].tolist() == [[a, b, end, pad], [b, end, pad, pad], [c, end, pad, pad], [d, e, f, end]]

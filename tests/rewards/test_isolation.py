@@ -13,8 +13,7 @@ import pytest
 from verl.registry import import_module
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import Sample
-from verl.rewards.sandbox.alarm import DeadlineExceeded, alarm
-from verl.rewards.sandbox.calls import call_samples
+from verl.rewards.sandbox.calls import DeadlineExceeded, alarm, call_samples
 from verl.rewards.sandbox.pool import Call, Limits, ProcessPool, _Worker, address_of
 
 SAMPLES = import_module(str(Path(__file__).with_name("sample_rewards.py")))

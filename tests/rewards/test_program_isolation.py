@@ -11,7 +11,7 @@ import pytest
 
 from verl.rewards.sandbox import program_boot, programs
 from verl.rewards.sandbox.pool import Limits
-from verl.rewards.sandbox.program_boot import can_filter_calls, excess_of_files, landlock_abi
+from verl.rewards.sandbox.program_boot import can_filter_calls, exceeded_file_limit, landlock_abi
 from verl.rewards.sandbox.programs import has_shared_memory, run_program
 
 ON_LINUX = sys.platform == "linux"
@@ -216,9 +216,9 @@ def test_without_mounts_the_files_of_a_program_are_measured(act, said, monkeypat
 def test_files_that_fit_are_measured_and_allowed(tmp_path):
     for i in range(40):
         (tmp_path / str(i)).write_bytes(os.urandom(1 << 20))
-    assert excess_of_files(str(tmp_path), 100 << 20) is None
-    assert excess_of_files(str(tmp_path), -1) is None
-    assert excess_of_files(str(tmp_path), 78 << 20) == "wrote more than 39 MiB to files"
+    assert exceeded_file_limit(str(tmp_path), 100 << 20) is None
+    assert exceeded_file_limit(str(tmp_path), -1) is None
+    assert exceeded_file_limit(str(tmp_path), 78 << 20) == "wrote more than 39 MiB to files"
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="/proc")
@@ -251,7 +251,7 @@ def test_without_mounts_there_is_a_warning_and_programs_run_as_before(monkeypatc
     )
     real = subprocess.run
     monkeypatch.setattr(programs.subprocess, "run", lambda _, **kw: real([sys.executable, "-I", "-c", code], **kw))
-    for cached in (programs.has_shared_memory, programs.warn_of_missing_isolation):
+    for cached in (programs.has_shared_memory, programs.warn_about_missing_isolation):
         cached.cache_clear()
         monkeypatch.setattr(programs, cached.__name__, functools.cache(cached.__wrapped__))
     assert not programs.has_shared_memory()
@@ -310,10 +310,10 @@ def test_what_the_kernel_cannot_prevent_is_logged_once(monkeypatch, caplog):
     """The kernel of the test has it all, so the versions are replaced."""
     monkeypatch.setattr(programs, "landlock_abi", lambda: -1)
     monkeypatch.setattr(programs, "can_filter_calls", lambda: False)
-    programs.warn_of_missing_isolation.cache_clear()
+    programs.warn_about_missing_isolation.cache_clear()
     run("print(1)")
     run("print(1)")
-    programs.warn_of_missing_isolation.cache_clear()
+    programs.warn_about_missing_isolation.cache_clear()
     (said,) = [record.getMessage() for record in caplog.records]
     assert "can read and write all files of this user, use the network, signal other processes of this user" in said
 

@@ -70,7 +70,7 @@ def test_objects_methods_and_partials_are_functions_too():
     assert score(ScoreFunction(Judge(3).method)) == 3
     weighted = resolve_reward_function(SAMPLES, "weighted", reward_kwargs={"weight": 1}).func
     assert score(ScoreFunction(functools.partial(weighted, weight=4))) == 4
-    assert "Judge() at" in ScoreFunction(Judge(2)).where or "Judge.__call__() at" in ScoreFunction(Judge(2)).where
+    assert "Judge() at" in ScoreFunction(Judge(2)).location or "Judge.__call__() at" in ScoreFunction(Judge(2)).location
 
 
 @pytest.mark.parametrize(

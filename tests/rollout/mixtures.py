@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from verl.modeling.moe import routing_of
+from verl.modeling.moe import install_routing
 from verl.rollout.base import RolloutEngine
 from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.stop_strings import StopStrings
@@ -57,11 +57,11 @@ def save_mixture(family: str, folder: Path) -> torch.nn.Module:
 
 def expected_experts(module: torch.nn.Module, tokens: list[int]) -> np.ndarray:
     """Of all tokens but the last, from one forward pass."""
-    routing = routing_of(module)
+    routing = install_routing(module)
     routing.start(None)
     with torch.no_grad():
         module(torch.tensor([tokens[:-1]]))
-    return routing.recorded().numpy()
+    return routing.choices().numpy()
 
 
 def assert_experts(module: torch.nn.Module, prompt: list[int], completion: Completion, exact: bool = True) -> None:

@@ -141,7 +141,7 @@ class TakesNoAdapters:
 
 
 def test_what_is_pushed_follows_the_setting_and_the_engine(path):
-    # setting, has_adapters, takes_adapters, cheaper
+    # setting, has_adapters, accepts_adapters, cheaper
     assert sends_adapters("auto", True, True, True) and sends_adapters("adapters", True, True, False)
     for refused in (
         ("merged", True, True, True),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+import verl.agents.loop as agent_loop
 from examples.quickstart.tiny_model import tiny_model
-from verl.agents import AGENT_LOOPS, MultiTurnLoop, Prompt, Trajectory, base, make_agent_loop
+from verl.agents import AGENT_LOOPS, MultiTurnLoop, Prompt, Trajectory, make_agent_loop
 from verl.agents.chat import ChatContinuation
 from verl.agents.public import ServerManager
 from verl.config import load_config
@@ -121,7 +122,7 @@ def test_a_call_its_observation_and_the_answer(files, tokenizer):
     assert policy.requests[1].prompt_ids == trajectory.prompt.token_ids + trajectory.token_ids[:-2]
     assert trajectory.turns == 2 and trajectory.finish_reason == "stop"
     assert trajectory.metrics == {"tool_calls": 1, "tool_errors": 0, "tool_timeouts": 0}
-    assert trajectory.agent_facts["tool_rewards"] == [0.25] and trajectory.agent_facts["num_turns"] == 4
+    assert trajectory.extra_info["tool_rewards"] == [0.25] and trajectory.extra_info["num_turns"] == 4
 
 
 def test_sft_on_a_chat_with_a_call_trains_on_the_tokens_of_the_rollout(tokenizer):
@@ -185,11 +186,11 @@ def test_limits_of_turns_and_tokens(files, tokenizer):
 
 def test_rewards_of_classes(files, tokenizer, caplog):
     loop = tool_loop(files, tokenizer, f"multi_turn.tool_config_path={files / 'tools.yaml'}")
-    facts = run(loop, Policy(tokenizer, call("count"), "done"), extra_info={}).facts
+    facts = run(loop, Policy(tokenizer, call("count"), "done"), extra_info={}).info
     assert facts["tool_rewards"] == [0.5] and facts["rollout_reward_scores"] == {"count": 2.0}
     used = {"need_tools_kwargs": True, "tools_kwargs": {"count": {"create_kwargs": {"x": 1}}, "add": None}}
-    assert run(loop, Policy(tokenizer, "done"), extra_info=used).facts["rollout_reward_scores"] == {"count": 2.0}
-    assert run(loop, Policy(tokenizer, "done")).facts["rollout_reward_scores"] == {}
+    assert run(loop, Policy(tokenizer, "done"), extra_info=used).info["rollout_reward_scores"] == {"count": 2.0}
+    assert run(loop, Policy(tokenizer, "done")).info["rollout_reward_scores"] == {}
     with pytest.raises(ValueError, match="need_tools_kwargs is true, but the sample has no tools_kwargs"):
         run(loop, Policy(tokenizer, "done"), extra_info={"need_tools_kwargs": True})
     for wrong, what in (("count", "tools_kwargs"), ({"count": [1]}, r"tools_kwargs\['count'\]")):
@@ -207,7 +208,7 @@ def test_a_tool_whose_reward_fails_counts_and_others_keep_theirs(files, tokenize
     (files / "tools.yaml").write_text(f"tools: [{broken}, {entry}]")
     loop = tool_loop(files, tokenizer, f"multi_turn.tool_config_path={files / 'tools.yaml'}")
     found = run(loop, Policy(tokenizer, "done"), extra_info={"tools_kwargs": {"broken": {}, "count": {}}})
-    assert found.facts["rollout_reward_scores"] == {"count": 2.0}
+    assert found.info["rollout_reward_scores"] == {"count": 2.0}
     assert (found.metrics["tool_errors"], found.metrics["tool_timeouts"]) == (1, 0)
     assert "calc_reward or release of the tool broken: TypeError" in caplog.text and not loop.runner.host._instances
 
@@ -243,7 +244,7 @@ def test_a_user_replies_until_the_interaction_ends(files, tokenizer):
         ("user", "\n<|im_start|>user\nyou said b<|im_end|>\n<|im_start|>assistant\n"),
         ("policy", "c<|im_end|>"),
     ]
-    assert trajectory.facts["turn_scores"] == [0.5, 0.5, 0.5] and trajectory.turns == 3
+    assert trajectory.info["turn_scores"] == [0.5, 0.5, 0.5] and trajectory.turns == 3
     assert loop.runner.host.interactions["echo"].left == {}
     for raw in (np.array([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], dtype=object), "u"):
         assert run(loop, Policy(tokenizer, "a", "b", "c"), **columns, raw_prompt=raw).turns == 3
@@ -254,13 +255,13 @@ def test_interactions_that_fail_and_samples_without_arguments(files, tokenizer):
     columns = {"extra_info": {"interaction_kwargs": {"name": "echo", "replies": 9}}}
     failed = run(loop, Policy(tokenizer, "fail", "never"), **columns)
     assert failed.turns == 1 and failed.metrics["tool_errors"] == failed.metrics["interaction_errors"] == 1
-    assert failed.facts["agent_failure"] == "interaction echo: ValueError: no"
+    assert failed.info["agent_failure"] == "interaction echo: ValueError: no"
     worked = run(loop, Policy(tokenizer, "a", "b", "never"), **columns)
-    assert worked.turns == 2 and worked.metrics["interaction_errors"] == 0 and "agent_failure" not in worked.facts
+    assert worked.turns == 2 and worked.metrics["interaction_errors"] == 0 and "agent_failure" not in worked.info
     without = run(loop, Policy(tokenizer, "a"))
     assert without.metrics["interaction_errors"] == 1 and without.turns == 1
     hint = "interaction echo: KeyError: 'replies' (the sample has no extra_info.interaction_kwargs)"
-    assert without.facts["agent_failure"] == hint
+    assert without.info["agent_failure"] == hint
     with pytest.raises(ValueError, match="found 'ecko': did you mean 'echo'"):
         run(loop, Policy(tokenizer), extra_info={"interaction_kwargs": {"name": "ecko"}})
 
@@ -376,7 +377,7 @@ def test_a_loop_of_public_verl(tmp_path, tokenizer):
         "a<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
     )
     assert sum(trajectory.response_mask) == 4 and trajectory.log_probs[0] == -1.0 and trajectory.turns == 2
-    assert trajectory.facts == {"num_turns": 4}
+    assert trajectory.info == {"num_turns": 4}
 
 
 def test_a_loop_of_public_verl_refuses_images_that_it_would_not_send(tokenizer):
@@ -387,7 +388,7 @@ def test_a_loop_of_public_verl_refuses_images_that_it_would_not_send(tokenizer):
 
 
 def test_sampling_of_the_run_is_kept_in_a_loop_of_public_verl(tokenizer, caplog):
-    base._noted.clear()
+    agent_loop._logged.clear()
     policy = Policy(tokenizer, "a", "b")
     params = SamplingParams(20, (7,), temperature=0.8, top_p=0.9)
     server = ServerManager(Prompt([5], params, 0), policy, tokenizer)

@@ -11,8 +11,9 @@ import openai
 import psutil
 import pytest
 
+import verl.agents.loop as agent_loop
 from examples.quickstart.tiny_model import tiny_model
-from verl.agents import Prompt, Trajectory, base, make_agent_loop
+from verl.agents import Prompt, Trajectory, make_agent_loop
 from verl.config import schema
 from verl.rollout.request import Completion, Request, SamplingParams
 from verl.server.agents import AgentCall, CommandAgent, in_thread, read_result
@@ -122,7 +123,7 @@ def test_tokens_are_appended_and_never_tokenized_again(tokenizer):
     whole = trajectory.prompt_ids + trajectory.token_ids
     assert all(request.prompt_ids == whole[: len(request.prompt_ids)] for request in policy.requests)
     assert len({request.sample_id for request in policy.requests}) == 3
-    assert trajectory.facts["agent_score"] == 1.5 and trajectory.facts["num_turns"] == 6
+    assert trajectory.info["agent_score"] == 1.5 and trajectory.info["num_turns"] == 6
     assert trajectory.weight_versions[0] == (0, 4) and trajectory.finish_reason == "stop"
     # rendering the conversation again gives other tokens
     rendered = tokenizer("hello")["input_ids"]
@@ -147,7 +148,7 @@ def test_stripped_replies_and_tool_calls_continue_the_trajectory(tokenizer, monk
 
     (trajectory,) = run(tokenizer, Policy(tokenizer, call), act)
     assert trajectory.turns == 2 and [s.author for s in trajectory.segments] == ["policy", "tool", "policy"]
-    assert trajectory.facts["agent_error"] is None and trajectory.facts["agent_score"] is None
+    assert trajectory.info["agent_error"] is None and trajectory.info["agent_score"] is None
 
     def strip(client, sample):
         content = say(client, START).message.content
@@ -155,7 +156,7 @@ def test_stripped_replies_and_tool_calls_continue_the_trajectory(tokenizer, monk
         say(client, [*START, {"role": "assistant", "content": content.strip()}, {"role": "user", "content": "x"}])
 
     (trajectory,) = run(tokenizer, Policy(tokenizer, " hi "), strip)
-    assert trajectory.turns == 2 and trajectory.facts["agent_error"] is None
+    assert trajectory.turns == 2 and trajectory.info["agent_error"] is None
 
 
 def two_conversations(client, sample):
@@ -181,19 +182,19 @@ def test_a_call_that_does_not_continue_is_explained(tokenizer):
         return say(client, [*START, message, *START], max_tokens=3).finish_reason == "length"
 
     (trajectory,) = run(tokenizer, Policy(tokenizer), act)
-    assert trajectory.turns == 2 and trajectory.facts["agent_score"] == 1
+    assert trajectory.turns == 2 and trajectory.info["agent_score"] == 1
 
 
 @pytest.mark.parametrize(("on_new", "turns"), [("last", 1), ("longest", 2)])
 def test_several_conversations(tokenizer, on_new, turns):
     policy = Policy(tokenizer)
     (trajectory,) = run(tokenizer, policy, two_conversations, on_new_conversation=on_new)
-    assert trajectory.turns == turns and trajectory.facts["agent_score"] == 0.5
+    assert trajectory.turns == turns and trajectory.info["agent_score"] == 0.5
     assert len({request.sample_id for request in policy.requests}) == 3  # no random numbers twice
 
 
 def test_sampling_of_the_run_is_kept_and_stops_of_the_agent_apply(tokenizer, caplog):
-    base._noted.clear()
+    agent_loop._logged.clear()
 
     def act(client, sample):
         return float(say(client, START, temperature=0.1, seed=3, stop=["l"]).message.content == "he")
@@ -202,15 +203,15 @@ def test_sampling_of_the_run_is_kept_and_stops_of_the_agent_apply(tokenizer, cap
     (trajectory,) = run(tokenizer, policy, act)
     params = policy.requests[0].params
     assert (params.temperature, params.seed, params.stop.strings) == (1.0, 0, ("l",))
-    assert "temperature=0.1, which is not applied" in caplog.text and trajectory.facts["agent_score"] == 1
+    assert "temperature=0.1, which is not applied" in caplog.text and trajectory.info["agent_score"] == 1
 
 
 def test_the_response_length_limits_the_trajectory(tokenizer):
     (trajectory,) = run(tokenizer, Policy(tokenizer), three_turns, max_tokens=20)
     assert trajectory.turns == 1 and trajectory.finish_reason == "length" and len(trajectory) == 6
-    assert trajectory.facts["agent_score"] == 0 and "have reached 20 tokens" in trajectory.facts["agent_error"]
+    assert trajectory.info["agent_score"] == 0 and "have reached 20 tokens" in trajectory.info["agent_error"]
     none = {"agent_errors": 0, "agent_timeouts": 0, "agent_empty": 0, "agent_out_of_tokens": 0}
-    assert trajectory.metrics == {**none, "agent_out_of_tokens": 1} and "agent_failure" not in trajectory.facts
+    assert trajectory.metrics == {**none, "agent_out_of_tokens": 1} and "agent_failure" not in trajectory.info
     (trajectory,) = run(tokenizer, Policy(tokenizer), three_turns, max_tokens=4)
     assert len(trajectory) == 4 and trajectory.finish_reason == "length"
     assert trajectory.metrics == {**none, "agent_out_of_tokens": 1}
@@ -218,7 +219,7 @@ def test_the_response_length_limits_the_trajectory(tokenizer):
     assert trajectory.metrics == none
     long = [{"role": "user", "content": "long " * 100}]
     (trajectory,) = run(tokenizer, Policy(tokenizer), lambda client, sample: say(client, long))
-    assert "data.max_prompt_length" in trajectory.facts["agent_error"] and not sum(trajectory.response_mask)
+    assert "data.max_prompt_length" in trajectory.info["agent_error"] and not sum(trajectory.response_mask)
 
 
 # ---- agents that fail -----------------------------------------------------------------------------------------------
@@ -240,8 +241,8 @@ def test_one_agent_that_fails_does_not_stop_the_others(tokenizer):
         return index
 
     found = run(tokenizer, Policy(tokenizer), act, samples=5, timeout=1.5, failure_score=-1)
-    assert [t.facts["agent_score"] for t in found] == [-1, -1, -1, -1, 4]
-    errors = [t.facts["agent_error"] for t in found]
+    assert [t.info["agent_score"] for t in found] == [-1, -1, -1, -1, 4]
+    errors = [t.info["agent_error"] for t in found]
     assert "no idea" in errors[0] and "'a text'" in errors[1] and "SystemExit(3)" in errors[2]
     assert "rollout.server.timeout" in errors[3] and errors[4] is None
     assert [t.metrics["agent_timeouts"] for t in found] == [0, 0, 0, 1, 0]
@@ -258,7 +259,7 @@ def test_a_wrong_result_counts_also_when_the_tokens_are_used_up(tokenizer):
 
     (trajectory,) = run(tokenizer, Policy(tokenizer), act, max_tokens=20)
     assert trajectory.metrics["agent_errors"] == trajectory.metrics["agent_out_of_tokens"] == 1
-    assert trajectory.facts["agent_failure"].startswith("after 1 call of the policy: ValueError: the agent returned 'a")
+    assert trajectory.info["agent_failure"].startswith("after 1 call of the policy: ValueError: the agent returned 'a")
 
 
 def test_a_call_that_runs_at_the_time_limit_is_cancelled(tokenizer):
@@ -287,7 +288,7 @@ def test_calls_after_the_end_and_concurrent_calls_are_refused(tokenizer):
         return 1
 
     (trajectory,) = run(tokenizer, Policy(tokenizer, seconds=0.5), act)
-    assert trajectory.facts == {"agent_score": 1, "agent_error": None, "agent_info": {}, "num_turns": 2}
+    assert trajectory.info == {"agent_score": 1, "agent_error": None, "agent_info": {}, "num_turns": 2}
 
 
 def test_a_broken_agent_stops_the_run(tokenizer, tmp_path):
@@ -380,10 +381,10 @@ def test_async_and_plain_functions_and_their_checks(tokenizer, tmp_path):
     path = tmp_path / "agent.py"
     path.write_text(FILE)
     found = run(tokenizer, Policy(tokenizer), samples=3, agent={"path": str(path)}, timeout=2)
-    assert [t.facts["agent_score"] for t in found] == [5, 0, 5] and found[0].facts["agent_info"] == {"note": "x"}
+    assert [t.info["agent_score"] for t in found] == [5, 0, 5] and found[0].info["agent_info"] == {"note": "x"}
     assert [t.metrics["agent_timeouts"] for t in found] == [0, 1, 0]
     found = run(tokenizer, Policy(tokenizer), samples=2, agent={"path": str(path), "name": "plain"}, max_concurrency=1)
-    assert [t.facts["agent_score"] for t in found] == [1, 1]
+    assert [t.info["agent_score"] for t in found] == [1, 1]
     for agent, message in (
         ({"path": str(path), "name": "few"}, "expected a function of"),
         ({}, "found neither"),
@@ -398,9 +399,9 @@ def test_a_program_is_an_agent(tokenizer, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     found = run(tokenizer, Policy(tokenizer), samples=2, agent={"command": [sys.executable, str(path)]}, timeout=60)
-    assert [t.facts["agent_score"] for t in found] == [0.25, 0]
-    assert found[0].facts["agent_info"] == {"text": "hello"}
-    assert "status 1: this one fails" in found[1].facts["agent_error"]
+    assert [t.info["agent_score"] for t in found] == [0.25, 0]
+    assert found[0].info["agent_info"] == {"text": "hello"}
+    assert "status 1: this one fails" in found[1].info["agent_error"]
     hanging = [sys.executable, "-c", "import time; time.sleep(60)"]
     (trajectory,) = run(tokenizer, Policy(tokenizer), agent={"command": hanging}, timeout=0.5)
     assert trajectory.metrics["agent_timeouts"] == 1

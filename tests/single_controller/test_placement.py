@@ -4,7 +4,7 @@ import pytest
 
 from verl.single_controller.placement import (
     ResourcePool,
-    device_words,
+    format_devices,
     idle_devices,
     place_roles,
     pools_by_name,
@@ -122,7 +122,7 @@ def test_sizes_that_are_left(devices, sizes):
     ],
 )
 def test_devices_in_words(numbers, words):
-    assert device_words(numbers) == words
+    assert format_devices(numbers) == words
 
 
 def test_devices_that_no_pool_has():

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from verl.tracking.console import TrainingProgress
-from verl.tracking.formatting import StepLine, duration_in_words, fixed, sparkline
-from verl.tracking.summary import push_words, summary_lines
+from verl.tracking.formatting import StepLine, format_duration, format_fixed, sparkline
+from verl.tracking.summary import describe_push, summary_lines
 from verl.utils import log
 
 METRICS = {
@@ -105,8 +105,8 @@ def test_columns_of_equal_values():
 def test_numbers_of_a_fixed_width():
     values = [0.0, 0.625, 12.5, 123.456, 1234.5, 152_345.0, -0.63, 1e-5, -1e-9, float("nan"), float("inf")]
     texts = ["0.000", "0.625", "12.50", "123.5", " 1234", " 152k", "-0.63", " 1e-5", "-1e-9", "  nan", "  inf"]
-    assert [fixed(value, 5) for value in values] == texts
-    assert [fixed(value, 4) for value in (1e-9, 2e-10, -2e-10)] == ["1e-9", "0.00", "-0.0"]
+    assert [format_fixed(value, 5) for value in values] == texts
+    assert [format_fixed(value, 4) for value in (1e-9, 2e-10, -2e-10)] == ["1e-9", "0.00", "-0.0"]
 
 
 def test_samples_are_one_line_each_cut_to_the_width_and_no_markup():
@@ -267,11 +267,11 @@ def test_the_summary_has_the_cost_of_weight_pushes_and_the_staleness():
     ],
 )
 def test_the_bandwidth_limit_is_named_where_it_matters(size, seconds, share, words):
-    assert push_words(size, seconds, share) == words
+    assert describe_push(size, seconds, share) == words
 
 
 def test_durations_in_words():
-    assert [duration_in_words(s) for s in (41, 123, 5364)] == ["41 s", "2 min 03 s", "1 h 29 min"]
+    assert [format_duration(s) for s in (41, 123, 5364)] == ["41 s", "2 min 03 s", "1 h 29 min"]
 
 
 @pytest.mark.parametrize(("width", "height"), [(20, 5), (10, 2), (1, 1)])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from verl.tracking.formatting import headline, short
+from verl.tracking.formatting import format_headline, format_number
 from verl.tracking.run_record import RunRecord
 from verl.tracking.thumbnails import thumbnail
 from verl.tracking.trackers import TRACKER_REGISTRY, Tracker
@@ -173,17 +173,18 @@ def test_console_line_has_one_order_and_short_numbers(tmp_path, caplog):
 
 def test_the_console_shows_a_number_once():
     same = {"critic/score/mean": 0.5, "reward/acc": 0.5 + 1e-9, "critic/rewards/mean": 0.5, "actor/entropy": 0.5}
-    assert headline(same) == {"reward": "0.5", "entropy": "0.5"}
-    assert headline({**same, "critic/rewards/mean": 0.4}) == {"reward": "0.5", "net_reward": "0.4", "entropy": "0.5"}
-    assert list(headline({**same, "critic/score/mean": 0.6})) == ["reward", "acc", "entropy"]
-    assert list(headline({**same, "reward/acc": float("nan")})) == ["reward", "acc", "entropy"]
+    assert format_headline(same) == {"reward": "0.5", "entropy": "0.5"}
+    differing = {**same, "critic/rewards/mean": 0.4}
+    assert format_headline(differing) == {"reward": "0.5", "net_reward": "0.4", "entropy": "0.5"}
+    assert list(format_headline({**same, "critic/score/mean": 0.6})) == ["reward", "acc", "entropy"]
+    assert list(format_headline({**same, "reward/acc": float("nan")})) == ["reward", "acc", "entropy"]
 
 
 def test_short_numbers():
     values = [0, 1, 0.5, 1.239, 12.5, 999, 1000, 9994, 9995, 152_345, 2.5e6, 3e9, -0.01234, float("nan")]
     words = ["0", "1", "0.5", "1.24", "12.5", "999", "1000", "9994", "9.99k", "152k", "2.5M", "3G", "-0.0123", "nan"]
-    assert [short(v) for v in values] == words
-    assert headline({}) == {}
+    assert [format_number(v) for v in values] == words
+    assert format_headline({}) == {}
 
 
 def test_samples_on_the_console_cannot_control_the_terminal(tmp_path, caplog):

@@ -193,18 +193,18 @@ def test_the_plan_names_tools_interactions_agents_and_staleness(settings, folder
 def test_failures_are_counted_and_the_first_is_named(caplog):
     def batch(*errors: str | None) -> DataProto:
         facts = [{"num_turns": 2} | ({"agent_failure": error} if error else {}) for error in errors]
-        return DataProto.from_dict(non_tensors={"agent_facts": facts})
+        return DataProto.from_dict(non_tensors={"trajectory_info": facts})
 
-    check_failures(batch(None, "first", "second"), stops=True)
+    check_failures(batch(None, "first", "second"), raise_if_all=True)
     counted = "the agent or interaction of 2 of 3 samples failed; the first one, of sample 1: first"
     assert [record.getMessage() for record in caplog.records] == [counted]
-    check_failures(batch("a", "b"), stops=False)
+    check_failures(batch("a", "b"), raise_if_all=False)
     with pytest.raises(
         ValueError, match=r"of 2 of 2 samples failed; the first one, of sample 0: a\. A step in which all"
     ):
-        check_failures(batch("a", "b"), stops=True)
+        check_failures(batch("a", "b"), raise_if_all=True)
     caplog.clear()
-    check_failures(batch(None, None), stops=True)
+    check_failures(batch(None, None), raise_if_all=True)
     assert not caplog.records
 
 

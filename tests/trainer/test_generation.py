@@ -19,7 +19,7 @@ from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.evaluation import generate
-from verl.evaluation.shards import Responses, ResponseShards, changed, digest_of
+from verl.evaluation.shards import Responses, ResponseShards, describe_changes, settings_digest
 from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
 from verl.rollout.request import SamplingParams, make_requests
@@ -232,7 +232,7 @@ def test_replaced_weights_are_another_model(keys, tmp_path, tiny):
     assert GenerationRun(overrides=given).settings() == first
     weights = copy / "model.safetensors"
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
-    assert "model.path (files)" in changed(first, GenerationRun(overrides=given).settings())
+    assert "model.path (files)" in describe_changes(first, GenerationRun(overrides=given).settings())
 
 
 def make_shards(tmp_path, **settings) -> ResponseShards:
@@ -248,8 +248,8 @@ def test_damaged_shards_are_generated_again(tmp_path, caplog):
     shards.open()
     assert shards.missing() == [0, 1, 2]
     for shard in shards.missing():
-        shards.write(shard, responses_to(shards.prompts_of(shard)))
-    assert [len(shards.prompts_of(shard)) for shard in range(3)] == [2, 2, 1]
+        shards.write(shard, responses_to(shards.prompt_indices(shard)))
+    assert [len(shards.prompt_indices(shard)) for shard in range(3)] == [2, 2, 1]
     assert shards.missing() == [] and shards.read() == responses_to(range(5))
     middle = shards.folder / "part-00001.jsonl"
     whole = middle.read_text()
@@ -273,8 +273,8 @@ def test_shards_of_other_settings_are_named_and_kept(tmp_path, caplog):
 
 
 def test_digest_depends_on_every_value_and_not_on_the_order():
-    assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
-    assert len({digest_of({"a": value}) for value in (1, 1.5, "1", None, True, [1])}) == 6
+    assert settings_digest({"a": 1, "b": 2}) == settings_digest({"b": 2, "a": 1})
+    assert len({settings_digest({"a": value}) for value in (1, 1.5, "1", None, True, [1])}) == 6
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):

@@ -139,6 +139,6 @@ def test_a_column_selects_the_loop(settings, tmp_path, monkeypatch):
     trainer.on_step.append(reports.append)
     trainer.fit()
     (batch,) = [report.batch for report in reports]
-    for name, facts in zip(batch.non_tensor_batch["agent_name"], batch.non_tensor_batch["agent_facts"]):
+    for name, facts in zip(batch.non_tensor_batch["agent_name"], batch.non_tensor_batch["trajectory_info"]):
         assert facts["num_turns"] == 2 or name == "tool_agent"
-    assert any(facts["tool_rewards"] for facts in batch.non_tensor_batch["agent_facts"])
+    assert any(facts["tool_rewards"] for facts in batch.non_tensor_batch["trajectory_info"])

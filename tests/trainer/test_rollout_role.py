@@ -153,7 +153,7 @@ def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, 
 
 def test_a_push_over_files_takes_the_time_of_writing_and_of_the_slowest_reader():
     calls = {
-        "takes_adapters": lambda: [False],
+        "accepts_adapters": lambda: [False],
         "connect_to_folder": lambda: None,
         "push_weights": lambda version: [SyncReport(version, 0, 0.5), SyncReport(version, 10, 2.0, 7)],
         "receive_weights": lambda version: [SyncReport(version, 10, seconds) for seconds in (0.25, 1.0)],
@@ -267,7 +267,7 @@ class Group:
     def __init__(self):
         self.calls: list[str] = []
 
-    def takes_adapters(self) -> list[bool]:
+    def accepts_adapters(self) -> list[bool]:
         return [False, False]
 
     def transfer_address(self) -> str:
@@ -275,7 +275,7 @@ class Group:
 
     def submit(self, name: str, *args) -> Future:
         self.calls.append(name)
-        return Future.of([SyncReport(args[0], 8, 1.0)] if name in ("push_weights", "receive_weights") else None)
+        return Future.completed([SyncReport(args[0], 8, 1.0)] if name in ("push_weights", "receive_weights") else None)
 
 
 def test_training_and_separate_rollout_connect_once_and_again_after_a_restart():

@@ -116,7 +116,7 @@ def test_an_agent_of_three_turns_is_trained_on_what_it_sampled(chat_model, tmp_p
             empty += 1
             assert trajectory.token_ids == [trajectory.prompt.params.stop_token_ids[0]]
             assert trajectory.response_mask == [0] and trajectory.finish_reason == "abort"
-            assert trajectory.facts["agent_score"] == 0 and "fails at once" in trajectory.facts["agent_error"]
+            assert trajectory.info["agent_score"] == 0 and "fails at once" in trajectory.info["agent_error"]
             continue
         responses = by_tokens[tuple(sampled[0].token_ids)]
         assert [segment.token_ids for segment in sampled] == [r.choices[0].token_ids for r in responses]
@@ -136,7 +136,7 @@ def test_an_agent_of_three_turns_is_trained_on_what_it_sampled(chat_model, tmp_p
             trajectory = next(t for t in found if t.token_ids == rows[row, : len(t)].tolist())
             assert rows[row][mask[row]].tolist() == [i for s in trajectory.segments if s.log_probs for i in s.token_ids]
         scores = batch.batch["token_level_scores"].sum(1).tolist()
-        assert scores == pytest.approx([facts["agent_score"] for facts in batch.non_tensor_batch["agent_facts"]])
+        assert scores == pytest.approx([facts["agent_score"] for facts in batch.non_tensor_batch["trajectory_info"]])
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(m.get("rollout/agent_errors", 0) for m in metrics) == pytest.approx(4 / 8)
 
@@ -169,7 +169,7 @@ def test_a_reward_function_sees_the_score_and_validation_is_greedy(chat_model, t
     ]
     (report,) = train(settings(chat_model, tmp_path, ASYNC_AGENT, *others))
     scores = report.batch.batch["token_level_scores"].sum(1).tolist()
-    assert scores == [2 * facts["agent_score"] + 2 for facts in report.batch.non_tensor_batch["agent_facts"]]
+    assert scores == [2 * facts["agent_score"] + 2 for facts in report.batch.non_tensor_batch["trajectory_info"]]
     validated, trained = found[:8], found[8:16]
     assert len({tuple(t.token_ids) for t in validated}) == 1 < len({tuple(t.token_ids) for t in trained})
     assert {t.prompt.params.temperature for t in validated} == {0.0}

@@ -6,8 +6,7 @@ import threading
 
 from rich.console import Console
 
-from verl.tracking.console import TrainingProgress
-from verl.utils.alive import Alive
+from verl.tracking.console import Alive, TrainingProgress
 
 
 def test_lines_until_the_end():
@@ -27,7 +26,7 @@ def test_lines_until_the_end():
 def test_no_line_while_others_are_printed():
     lines = []
     with Alive(lines.append, lambda: "x", 3600.0) as alive:
-        alive.said()
+        alive.reset()
     with Alive(lines.append, lambda: "x", None):
         pass
     assert lines == []

@@ -54,7 +54,7 @@ def test_the_share_of_the_peak_rate(tmp_path, monkeypatch):
     mask = torch.tensor([[1, 1], [1, 0]])
     batch = DataProto.from_dict({"attention_mask": ones, "response_mask": mask})
     flops = 3 * forward_flops(ModelShape.of(QWEN2.to_dict()), [5, 5], 3)
-    assert found.of(batch, 0.5) == pytest.approx(flops / (0.5 * 2 * 989e12))
+    assert found.mfu(batch, 0.5) == pytest.approx(flops / (0.5 * 2 * 989e12))
     assert Utilization.find(model, "causal_lm", cuda, 2, "fp32") is None
     assert Utilization.find(model, "causal_lm", torch.device("cpu"), 1, "bf16") is None
     monkeypatch.setattr(utilization.torch.cuda, "get_device_name", lambda _: "NVIDIA GB999")

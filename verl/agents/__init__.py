@@ -13,6 +13,7 @@ from verl.utils.lazy import lazy_names
 _HOME = {
     "AGENT_LOOPS": "verl.agents.loop",
     "NO_FACTS": "verl.agents.loop",
+    "NO_TRAJECTORY_INFO": "verl.agents.loop",
     "POLICY": "verl.agents.loop",
     "SINGLE_TURN": "verl.agents.loop",
     "AgentLoop": "verl.agents.loop",

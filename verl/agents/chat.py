@@ -33,7 +33,7 @@ def shows_tools(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
     settings = {**(template_kwargs or {}), "add_generation_prompt": True, "tokenize": False}
     try:
         texts = {tokenizer.apply_chat_template(_BEFORE[:1], tools=tools, **settings) for tools in ([_TOOL], None)}
-    except jinja2.TemplateError:  # for this chat or tool: what the template does with others is not known
+    except jinja2.TemplateError:  # the template rejects this chat or tool, and may accept others
         return True
     return len(texts) > 1
 
@@ -63,7 +63,7 @@ class ChatContinuation:
             )
         self.tokenizer = tokenizer
         self._settings = {**(template_kwargs or {}), "tools": list(tools) or None, "tokenize": False}
-        self._continued("user", "message")
+        self._check_shown("user", "message")
 
     def between(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text from the end of a turn of the policy up to the start of its next turn.
@@ -83,10 +83,10 @@ class ChatContinuation:
                 f"the chat template does not support messages of {roles} after a turn of the policy: {error}. Set "
                 "actor_rollout_ref.model.custom_chat_template"
             ) from error
-        _, found, rest = text.partition(_PLACEHOLDER)
-        if not found:
+        _, separator, continuation = text.partition(_PLACEHOLDER)
+        if not separator:
             raise ValueError("the chat template does not show assistant messages: set another custom_chat_template")
-        return rest
+        return continuation
 
     def next_tokens(self, sampled: Sequence[int], stop_ids: Sequence[int], messages: Sequence[Mapping]) -> list[int]:
         """The tokens to append after a turn, so that the policy can start its next turn.
@@ -102,12 +102,12 @@ class ChatContinuation:
         """
         text = self.between(messages).encode(errors="replace").decode()  # tools can return lone surrogates
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        ends = {*stop_ids, self.tokenizer.eos_token_id}
-        if sampled and sampled[-1] in ends and ids and ids[0] in ends:
+        end_ids = {*stop_ids, self.tokenizer.eos_token_id}
+        if sampled and sampled[-1] in end_ids and ids and ids[0] in end_ids:
             return ids[1:]
         return ids
 
-    def _continued(self, role: str, content: str) -> None:
+    def _check_shown(self, role: str, content: str) -> None:
         """Raise ValueError unless the template writes a message after a turn of the policy."""
         if content not in self.between([{"role": role, "content": content}]):
             raise ValueError(f"the chat template does not show a {role} message after an assistant message")

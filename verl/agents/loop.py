@@ -39,9 +39,10 @@ GenerateFn = Callable[[Request], Awaitable[Completion]]
 POLICY = "policy"
 #: names of the built-in loop of one turn
 SINGLE_TURN = ("single_turn", "single_turn_agent")
-#: the facts of a trajectory without tools, as the reward function gets them: number of messages, the rewards of tool
+#: entries of extra_info for the reward function, of a trajectory without tools: number of messages, rewards of tool
 #: calls and of turns of an interaction in order, and the rewards of tools at the end by name
-NO_FACTS = {"num_turns": 2, "tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
+NO_TRAJECTORY_INFO = {"num_turns": 2, "tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
+NO_FACTS = NO_TRAJECTORY_INFO  # the name in earlier releases
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Trajectory:
 
     Args:
         prompt: the input of the loop.
-        prompt_ids: the prompt that the policy sees, if it is not that of `prompt`.
+        prompt_ids: the prompt that the policy sees, if it differs from that of `prompt`.
     """
 
     def __init__(self, prompt: Prompt, prompt_ids: list[int] | None = None):
@@ -97,8 +98,8 @@ class Trajectory:
         self.turns = self.user_turns = 0
         #: counts of the loop; the metric rollout/<name> is the mean over all trajectories
         self.metrics: dict[str, float] = {}
-        #: further entries of `agent_facts`
-        self.facts: dict[str, Any] = {}
+        #: entries that the reward function gets in extra_info
+        self.info: dict[str, Any] = {}
 
     def add_completion(self, completion: Completion) -> None:
         """Append a completion of the policy."""
@@ -133,13 +134,16 @@ class Trajectory:
         turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
         params = replace(self.prompt.params, max_tokens=left)
         sampled = self.token_ids
-        more = media_of(self.prompt.columns, sampled) | {"continued": len(sampled)}
-        return Request(self.prompt_ids + sampled, params, turn_id, f"{sample_id}:{self.turns}", **more)
+        media = media_of(self.prompt.columns, sampled) | {"continued": len(sampled)}
+        return Request(self.prompt_ids + sampled, params, turn_id, f"{sample_id}:{self.turns}", **media)
+
+    #: `info`, by its name in earlier releases
+    facts = property(lambda self: self.info, lambda self, info: setattr(self, "info", info))
 
     @property
-    def agent_facts(self) -> dict[str, Any]:
-        """What the reward function gets in extra_info: `NO_FACTS` with the values of this trajectory."""
-        return {**NO_FACTS, "num_turns": 1 + self.turns + self.user_turns, **self.facts}
+    def extra_info(self) -> dict[str, Any]:
+        """Entries of extra_info for the reward function: `NO_TRAJECTORY_INFO` updated with `info`."""
+        return {**NO_TRAJECTORY_INFO, "num_turns": 1 + self.turns + self.user_turns, **self.info}
 
     def __len__(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments)
@@ -160,21 +164,16 @@ class Trajectory:
         return [p for s in self.segments for p in (s.log_probs if s.author == POLICY else [0.0] * len(s.token_ids))]
 
 
-_noted: set[str] = set()
+_logged: set[str] = set()
 
 
-def note_sampling(given: Mapping[str, Any], used: Mapping[str, Any]) -> None:
+def log_ignored_sampling(requested: Mapping[str, Any], applied: Mapping[str, Any]) -> None:
     """Log sampling parameters of an agent that differ from those of the run, once each."""
-    for name, value in given.items():
-        if value is not None and value != used[name] and name not in _noted:
-            _noted.add(name)
-            logger.warning(
-                "the agent sets %s=%s, which is not applied: the run is configured with %s=%s",
-                name,
-                value,
-                name,
-                used[name],
-            )
+    message = "the agent sets %s=%s, which is not applied: the run is configured with %s=%s"
+    for name, value in requested.items():
+        if value is not None and value != applied[name] and name not in _logged:
+            _logged.add(name)
+            logger.warning(message, name, value, name, applied[name])
 
 
 class AgentLoop(Protocol):
@@ -192,7 +191,7 @@ class AgentLoopFactory(Protocol):
     """A class with this constructor, or a function."""
 
     def __call__(self, config: BaseModel, tokenizer: Any) -> AgentLoop:
-        """config: the `rollout` section. tokenizer: the policy's tokenizer."""
+        """Make the loop from the `rollout` section and the policy's tokenizer."""
 
 
 #: name -> factory; `rollout.agent.default_agent_loop` selects one

@@ -34,7 +34,7 @@ class _State:
     """The state of one trajectory.
 
     Args:
-        id: of the trajectory, in the tool processes.
+        id: identifies the trajectory in the tool processes.
         tools_kwargs: arguments of the tools for this sample, by name.
         interaction: name of the interaction; None for none.
         interaction_kwargs: its arguments.
@@ -59,7 +59,7 @@ class MultiTurnLoop:
     Args:
         config: the `rollout` section.
         tokenizer: the policy's tokenizer, with a chat template.
-        runner: runs the tools; default: what `multi_turn.tool_isolation` says.
+        runner: runs the tools; by default the one of `multi_turn.tool_isolation`.
     """
 
     def __init__(self, config: BaseModel, tokenizer: Any, runner: ToolRunner | None = None):
@@ -99,30 +99,30 @@ class MultiTurnLoop:
                     messages = await self._next_messages(trajectory, state, completion)
                     if not messages:
                         break
-                    stops = prompt.params.stop_token_ids
-                    tokens = self.chat.next_tokens(completion.token_ids, stops, messages)
+                    stop_ids = prompt.params.stop_token_ids
+                    tokens = self.chat.next_tokens(completion.token_ids, stop_ids, messages)
                     if len(trajectory) + len(tokens) >= prompt.params.max_tokens:
                         trajectory.finish_reason = "length"
                         break
                     trajectory.add_tokens(tokens, author=messages[0]["role"])
                     trajectory.user_turns += 1
-            finally:  # also after an error: instances are released
+            finally:  # release the instances also after an error
                 await self._finish(trajectory, state)
         finally:
             self.runner.forget(state.id)
         return trajectory
 
     def _state_of(self, prompt: Prompt) -> _State:
-        """Raises ValueError for a sample whose tools_kwargs or interaction_kwargs cannot be used."""
+        """The initial state. Raises ValueError for a sample whose tools_kwargs or interaction_kwargs are invalid."""
         columns = prompt.columns
         extra = columns.get("extra_info") or _EMPTY
         kwargs = self._tools_kwargs(columns.get("tools_kwargs") or extra.get("tools_kwargs"))
         if extra.get("need_tools_kwargs") and not kwargs:
             raise ValueError("extra_info.need_tools_kwargs is true, but the sample has no tools_kwargs")
-        given = columns.get("interaction_kwargs") or extra.get("interaction_kwargs")
-        given = dict(_checked("interaction_kwargs", given))
-        name = given.get("name") or (self.interactions[0] if len(self.interactions) == 1 else None)
-        if (given or self.interactions) and name not in self.interactions:
+        interaction_kwargs = columns.get("interaction_kwargs") or extra.get("interaction_kwargs")
+        interaction_kwargs = dict(_checked("interaction_kwargs", interaction_kwargs))
+        name = interaction_kwargs.get("name") or (self.interactions[0] if len(self.interactions) == 1 else None)
+        if (interaction_kwargs or self.interactions) and name not in self.interactions:
             raise ValueError(
                 f"interaction_kwargs of the sample: expected the name of an interaction, found {name!r}: "
                 f"{did_you_mean(str(name), self.interactions)}"
@@ -130,20 +130,20 @@ class MultiTurnLoop:
         raw = columns.get("raw_prompt")
         if raw is None or isinstance(raw, str):
             raw = [] if raw is None else [{"role": "user", "content": raw}]
-        messages = [dict(message) for message in raw]  # of a list or an array
+        messages = [dict(message) for message in raw]  # raw is a list or an array
         self._number += 1
-        return _State(f"{os.getpid()}-{self._number}", kwargs, name, given, messages)
+        return _State(f"{os.getpid()}-{self._number}", kwargs, name, interaction_kwargs, messages)
 
-    def _tools_kwargs(self, given: Any) -> dict[str, Any]:
+    def _tools_kwargs(self, value: Any) -> dict[str, Any]:
         """Arguments by tool. Logs tools that do not exist, and raises ValueError for anything but mappings."""
-        found = {tool: entry for tool, entry in _checked("tools_kwargs", given).items() if entry is not None}
-        for tool, entry in found.items():
+        kwargs = {tool: entry for tool, entry in _checked("tools_kwargs", value).items() if entry is not None}
+        for tool, entry in kwargs.items():
             _checked(f"tools_kwargs[{tool!r}]", entry)
             if tool not in self.tool_names and tool not in self._unknown:
                 self._unknown.add(tool)
                 fix = did_you_mean(tool, self.tool_names)
                 logger.warning("tools_kwargs of a sample: there is no tool %r: %s", tool, fix)
-        return found
+        return kwargs
 
     # ---- between two turns --------------------------------------------------------------------------------------
 
@@ -156,9 +156,9 @@ class MultiTurnLoop:
         calls: list[FunctionCall] = []
         if self.parser is not None:
             _, calls = await self.parser.extract_tool_calls(completion.token_ids)
-        most_turns, most_users = self.config.max_assistant_turns, self.config.max_user_turns
-        no_turn_left = most_turns is not None and trajectory.turns >= most_turns
-        if calls and (no_turn_left or (most_users is not None and trajectory.user_turns >= most_users)):
+        max_turns, max_user_turns = self.config.max_assistant_turns, self.config.max_user_turns
+        no_turn_left = max_turns is not None and trajectory.turns >= max_turns
+        if calls and (no_turn_left or (max_user_turns is not None and trajectory.user_turns >= max_user_turns)):
             return []
         if state.interaction is not None:
             text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
@@ -170,16 +170,16 @@ class MultiTurnLoop:
         else:
             return []
         state.messages += messages
-        over = no_turn_left or (most_users is not None and trajectory.user_turns >= most_users)
-        return [] if over else messages
+        is_last = no_turn_left or (max_user_turns is not None and trajectory.user_turns >= max_user_turns)
+        return [] if is_last else messages
 
     async def _run_tools(
         self, trajectory: Trajectory, state: _State, calls: Sequence[FunctionCall]
     ) -> list[dict[str, Any]]:
-        most = self.config.max_parallel_calls
-        observations = await asyncio.gather(*(self._run_tool(state, call) for call in calls[:most]))
-        too_many = failure(f"at most {most} tool calls per turn are run, and this is one more")
-        observations += [too_many] * len(calls[most:])
+        limit = self.config.max_parallel_calls
+        observations = await asyncio.gather(*(self._run_tool(state, call) for call in calls[:limit]))
+        rejected = failure(f"at most {limit} tool calls per turn are run, so this one was not")
+        observations += [rejected] * len(calls[limit:])
         for observation in observations:
             trajectory.count("tool_calls")
             trajectory.count("tool_errors", observation.failed)
@@ -230,13 +230,13 @@ class MultiTurnLoop:
     async def _finish(self, trajectory: Trajectory, state: _State) -> None:
         """Collect the rewards and release the instances."""
         scores: dict[str, float] = {}
-        calls_of_classes = trajectory.metrics["tool_calls"] and self.config.tool_config_path is not None
+        called_tools = trajectory.metrics["tool_calls"] and self.config.tool_config_path is not None
         limit = self.config.tool_timeout
         try:
-            if calls_of_classes or state.tools_kwargs:
-                ended: Rewards = await self.runner.call(state.id, "rewards", {"kwargs": state.tools_kwargs}, limit)
-                scores = ended.rewards
-                for name, error in ended.errors.items():
+            if called_tools or state.tools_kwargs:
+                result: Rewards = await self.runner.call(state.id, "rewards", {"kwargs": state.tools_kwargs}, limit)
+                scores = result.rewards
+                for name, error in result.errors.items():
                     self._count_failure(trajectory, f"calc_reward or release of the tool {name}", ToolFailure(error))
         except ToolFailure as error:
             self._count_failure(trajectory, "calc_reward or release of the tools", error)
@@ -245,16 +245,16 @@ class MultiTurnLoop:
                 await self.runner.call(state.id, "finish", {"name": state.interaction}, limit)
         except ToolFailure as error:
             self._count_failure(trajectory, f"interaction {state.interaction}", error)
-        trajectory.facts = {
+        trajectory.info = {
             "tool_rewards": state.tool_rewards,
             "turn_scores": state.turn_scores,
             "rollout_reward_scores": scores,
         }
         if state.failure is not None:
-            trajectory.facts["agent_failure"] = state.failure
+            trajectory.info["agent_failure"] = state.failure
 
-    def _count_failure(self, trajectory: Trajectory, what: str, error: ToolFailure) -> None:
-        logger.warning("%s: %s", what, error)
+    def _count_failure(self, trajectory: Trajectory, operation: str, error: ToolFailure) -> None:
+        logger.warning("%s: %s", operation, error)
         trajectory.count("tool_errors")
         trajectory.count("tool_timeouts", error.timed_out)
 
@@ -266,8 +266,8 @@ def make_runner(settings: ToolSettings, config: BaseModel) -> ToolRunner:
     return ToolProcesses(settings, config.tool_processes)
 
 
-def _checked(what: str, given: Any) -> Mapping[str, Any]:
+def _checked(name: str, value: Any) -> Mapping[str, Any]:
     """Arguments of a sample; empty for None. Raises ValueError unless they are a mapping."""
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"{what} of the sample: expected a mapping, found {type(given).__name__} {given!r:.80}")
-    return given or {}
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} of the sample: expected a mapping, found {type(value).__name__} {value!r:.80}")
+    return value or {}

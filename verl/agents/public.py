@@ -27,13 +27,13 @@ from verl.agents.loop import (
     GenerateFn,
     Prompt,
     Trajectory,
-    note_sampling,
+    log_ignored_sampling,
 )
 from verl.agents.tools.load import load_class, read_yaml_list
 from verl.rollout.request import Completion, Request, SamplingParams, media_of
 from verl.utils.rng import fork_seed
 
-#: sampling parameters that are those of the run, and those that an agent sets
+#: sampling parameters that an agent cannot change, and those that it can
 _FIXED = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
 _APPLIED = {"max_tokens", "max_new_tokens", "stop", "stop_token_ids"}
 
@@ -49,7 +49,7 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """What `AgentLoopBase.run` returns. response_mask: 1 for tokens that the policy sampled."""
+    """The result of `AgentLoopBase.run`. response_mask: 1 for tokens that the policy sampled."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -66,7 +66,7 @@ class AgentLoopOutput(BaseModel):
 
 
 class TokenOutput(BaseModel):
-    """What `server_manager.generate` returns."""
+    """The result of `server_manager.generate`."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
@@ -119,18 +119,18 @@ class ServerManager:
         reason = "aborted" if completion.finish_reason == "abort" else "completed"
         return TokenOutput(token_ids=completion.token_ids, log_probs=completion.log_probs, stop_reason=reason)
 
-    def _params(self, given: Mapping[str, Any], length: int) -> SamplingParams:
+    def _params(self, requested: Mapping[str, Any], length: int) -> SamplingParams:
         params = self._prompt.params
         fixed = {name: getattr(params, name) for name in (*_FIXED, "seed")} | {"repetition_penalty": 1.0, "n": 1}
-        if unknown := given.keys() - fixed.keys() - _APPLIED - {"logprobs"}:
+        if unknown := requested.keys() - fixed.keys() - _APPLIED - {"logprobs"}:
             raise ValueError(f"sampling_params: {sorted(unknown)} not supported: use {sorted(_APPLIED)}")
-        note_sampling({name: value for name, value in given.items() if name in fixed}, fixed)
-        strings = given.get("stop") or ()
+        log_ignored_sampling({name: value for name, value in requested.items() if name in fixed}, fixed)
+        strings = requested.get("stop") or ()
         strings = (strings,) if isinstance(strings, str) else strings
-        params = params.with_stops(strings, given.get("stop_token_ids") or (), self._tokenizer.decode)
-        left = len(self._prompt.token_ids) + params.max_tokens - length
-        limit = given.get("max_tokens") or given.get("max_new_tokens") or left
-        return dataclasses.replace(params, max_tokens=max(1, min(limit, left)))
+        params = params.with_stops(strings, requested.get("stop_token_ids") or (), self._tokenizer.decode)
+        remaining = len(self._prompt.token_ids) + params.max_tokens - length
+        limit = requested.get("max_tokens") or requested.get("max_new_tokens") or remaining
+        return dataclasses.replace(params, max_tokens=max(1, min(limit, remaining)))
 
 
 @dataclasses.dataclass
@@ -222,29 +222,30 @@ class PublicLoop:
             )
         if len(output.response_ids) != len(output.response_mask):
             raise ValueError(f"the agent loop {name}: response_ids and response_mask have different lengths")
-        trajectory, at = Trajectory(prompt), 0
-        ids, mask = list(output.response_ids), list(output.response_mask)
+        ids = list(output.response_ids)
+        mask = list(output.response_mask)
+        trajectory, position = Trajectory(prompt), 0
         for completion in completions:
-            start = next((k for k in range(at, len(mask)) if mask[k]), len(mask))
+            start = next((k for k in range(position, len(mask)) if mask[k]), len(mask))
             sampled = completion.token_ids[: len(ids) - start]  # the last turn may be truncated
             if ids[start : start + len(sampled)] != sampled or not all(mask[start : start + len(sampled)]):
                 break
-            trajectory.add_tokens(ids[at:start])
+            trajectory.add_tokens(ids[position:start])
             versions = [span for span in completion.weight_versions if span[0] < len(sampled)]
-            kept = dataclasses.replace(
+            truncated = dataclasses.replace(
                 completion, token_ids=sampled, log_probs=completion.log_probs[: len(sampled)], weight_versions=versions
             )
-            trajectory.add_completion(kept)
-            at = start + len(sampled)
-        if any(mask[at:]):
+            trajectory.add_completion(truncated)
+            position = start + len(sampled)
+        if any(mask[position:]):
             raise ValueError(
-                f"the agent loop {name}: token {at + mask[at:].index(1)} of the response has mask 1, but the engine "
-                "did not sample it there: append the token ids that server_manager.generate returned, unchanged"
+                f"the agent loop {name}: token {position + mask[position:].index(1)} of the response has mask 1, but "
+                "the engine did not sample it there: append the token ids of server_manager.generate, unchanged"
             )
-        trajectory.add_tokens(ids[at:])
+        trajectory.add_tokens(ids[position:])
         if output.reward_score is not None:
-            trajectory.facts["reward_score"] = output.reward_score
-        trajectory.facts |= {"num_turns": output.num_turns, **output.extra_fields}
+            trajectory.info["reward_score"] = output.reward_score
+        trajectory.info |= {"num_turns": output.num_turns, **output.extra_fields}
         return trajectory
 
 
@@ -280,11 +281,11 @@ def read_loops(path: str | None) -> dict[str, tuple[type, dict[str, Any]]]:
     """
     loops: dict[str, tuple[type, dict[str, Any]]] = {}
     for position, entry in enumerate(read_yaml_list(path, None) if path else ()):
-        where = f"{path}: [{position}]"
+        location = f"{path}: [{position}]"
         if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-            raise ValueError(f"{where}: expected name and _target_, found {entry!r}")
-        cls = load_class(entry, where, path, key="_target_")
+            raise ValueError(f"{location}: expected name and _target_, found {entry!r}")
+        cls = load_class(entry, location, path, key="_target_")
         if not inspect.iscoroutinefunction(getattr(cls, "run", None)):
-            raise ValueError(f"{where}: expected a class with `async def run`, found {cls.__name__}")
+            raise ValueError(f"{location}: expected a class with `async def run`, found {cls.__name__}")
         loops[entry["name"]] = cls, {k: v for k, v in entry.items() if k not in ("name", "_target_")}
     return loops

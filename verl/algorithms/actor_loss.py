@@ -46,8 +46,8 @@ def actor_loss(
         "rollout_log_prob": columns.get("rollout_log_probs"),
     }
     policy_loss = get_policy_loss_fn(loss_mode)
-    arguments["loss_agg_mode"] = of_loss = agg_of_loss(policy_loss, settings.get("loss_agg_mode"), agg)
-    bound = bind_arguments(policy_loss, arguments, settings, custom_loss_config(settings, of_loss))
+    arguments["loss_agg_mode"] = loss_agg = loss_aggregation(policy_loss, settings.get("loss_agg_mode"), agg)
+    bound = bind_arguments(policy_loss, arguments, settings, custom_loss_config(settings, loss_agg))
     total, metrics = _checked_result(loss_mode, policy_loss(**bound), mask)
     shares = {"actor/pg_loss": total}
     if settings["entropy_coeff"]:
@@ -65,7 +65,7 @@ def actor_loss(
     return total, {**metrics, **{name: agg.share(value, mask) for name, value in shares.items()}}
 
 
-def agg_of_loss(policy_loss: PolicyLossFn, mode: str | None, agg: LossAggregation) -> LossAggregation:
+def loss_aggregation(policy_loss: PolicyLossFn, mode: str | None, agg: LossAggregation) -> LossAggregation:
     """Return `agg`, or, if no mode was set, the same counts with the mode that is the default of the loss."""
     default = inspect.signature(policy_loss).parameters.get("loss_agg_mode")
     return agg.with_mode(default.default) if mode is None and default and isinstance(default.default, str) else agg
@@ -86,10 +86,10 @@ def custom_loss_config(settings: Mapping[str, Any], agg: LossAggregation) -> dic
         "loss_scale_factor": agg.scale_factor,
     }
     resolved = {name: value for name, value in defaults.items() if settings.get(name) is None}
-    of_loss = dict(settings.get("policy_loss") or {})
-    if of_loss.get("ppo_kl_coef") is None:
-        of_loss["ppo_kl_coef"] = 0.1
-    return {**settings, **resolved, "policy_loss": of_loss, "loss_agg_mode": agg, "global_batch_info": counts}
+    loss_settings = dict(settings.get("policy_loss") or {})
+    if loss_settings.get("ppo_kl_coef") is None:
+        loss_settings["ppo_kl_coef"] = 0.1
+    return {**settings, **resolved, "policy_loss": loss_settings, "loss_agg_mode": agg, "global_batch_info": counts}
 
 
 def _checked_result(loss_mode: str, result: Any, mask: torch.Tensor) -> LossAndMetrics:
@@ -99,13 +99,13 @@ def _checked_result(loss_mode: str, result: Any, mask: torch.Tensor) -> LossAndM
     and the fraction bounded by the dual clip.
     """
     if isinstance(result, tuple | list) and result and all(map(_is_scalar, result[:1])):
-        total, *rest = result
-        if len(rest) == 1 and isinstance(rest[0], Mapping):
-            return total, dict(rest[0])
-        if len(rest) == len(CLIP_METRICS) and all(map(_is_scalar, rest)):
-            return total, as_parts(CLIP_METRICS, rest, mask)
+        total, *metrics = result
+        if len(metrics) == 1 and isinstance(metrics[0], Mapping):
+            return total, dict(metrics[0])
+        if len(metrics) == len(CLIP_METRICS) and all(map(_is_scalar, metrics)):
+            return total, as_parts(CLIP_METRICS, metrics, mask)
     raise ValueError(
-        f"policy loss {loss_mode!r}: expected (scalar tensor, dict of metrics), found {_described(result)}: return "
+        f"policy loss {loss_mode!r}: expected (scalar tensor, dict of metrics), found {_describe(result)}: return "
         "agg_loss(losses, response_mask, loss_agg_mode), {}"
     )
 
@@ -114,9 +114,9 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
-def _described(result: Any) -> str:
+def _describe(result: Any) -> str:
     if isinstance(result, tuple | list):
-        return f"({', '.join(map(_described, result))})"
+        return f"({', '.join(map(_describe, result))})"
     if isinstance(result, torch.Tensor):
         return f"a tensor of shape {tuple(result.shape)}"
     return "None" if result is None else type(result).__name__

@@ -421,16 +421,16 @@ def gdpo(
 
 def _reward_component(columns: Mapping, key: str) -> torch.Tensor:
     """Return one reward as (B,) float64. Raises ValueError if the column is missing or not finite."""
-    found = [name for name in (f"reward_{key}", key) if name in columns]
-    if not found:
+    present = [name for name in (f"reward_{key}", key) if name in columns]
+    if not present:
         raise ValueError(
             f"gdpo: gdpo_reward_keys names {key!r}, but there is no column 'reward_{key}' or {key!r}; columns: "
             f"{', '.join(sorted(columns))}"
         )
-    values = columns[found[0]]
+    values = columns[present[0]]
     component = torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float64)
     if not torch.isfinite(component).all():
-        raise ValueError(f"gdpo: expected finite numbers in column {found[0]!r}, found {values}")
+        raise ValueError(f"gdpo: expected finite numbers in column {present[0]!r}, found {values}")
     return component
 
 

@@ -115,8 +115,8 @@ def reads_all_columns(fn: Callable) -> bool:
 
 def optional_columns(fn: Callable, present: Iterable[str]) -> tuple[str, ...]:
     """Return the columns of `present` that `fn` has an optional parameter for."""
-    named = {ALIASES.get(p.name, p.name) for p in _named_parameters(fn) if p.default is not p.empty}
-    return tuple(name for name in present if name in named)
+    optional = {ALIASES.get(p.name, p.name) for p in _named_parameters(fn) if p.default is not p.empty}
+    return tuple(name for name in present if name in optional)
 
 
 def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -168,14 +168,14 @@ def _named_parameters(fn: Callable) -> list[inspect.Parameter]:
 
 
 def _missing(fn: Callable, parameter: inspect.Parameter, columns: Mapping, settings: Mapping) -> str:
-    what = "setting" if parameter.kind is parameter.KEYWORD_ONLY or parameter.name in settings else "column or setting"
-    found = f"the {what} is null" if parameter.name in settings else f"there is no {what} of that name"
+    noun = "setting" if parameter.kind is parameter.KEYWORD_ONLY or parameter.name in settings else "column or setting"
+    problem = f"the {noun} is null" if parameter.name in settings else f"there is no {noun} of that name"
     return (
-        f"{_name(fn)} requires {parameter.name!r}, but {found}; "
+        f"{_name(fn)} requires {parameter.name!r}, but {problem}; "
         f"columns: {', '.join(sorted(columns)) or '(none)'}; settings: {', '.join(sorted(settings)) or '(none)'}"
     )
 
 
 def _name(fn: Callable) -> str:
-    named = fn if inspect.isfunction(fn) or inspect.isclass(fn) or inspect.ismethod(fn) else type(fn)
-    return f"{named.__module__}.{named.__qualname__}"
+    definition = fn if inspect.isfunction(fn) or inspect.isclass(fn) or inspect.ismethod(fn) else type(fn)
+    return f"{definition.__module__}.{definition.__qualname__}"

@@ -8,6 +8,7 @@ Training calls the functions behind these names. Only `compute_policy_loss` can 
 the loss `vanilla`; register a function to replace another.
 """
 
+import ast
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -44,37 +45,7 @@ __all__ = [
     "PolicyLossFn",
     "agg_loss",
     "compute_entropy_loss",
-    "compute_gae_advantage_return",
-    "compute_gdpo_outcome_advantage",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_grpo_vectorized_outcome_advantage",
-    "compute_multi_turn_optimal_token_baseline_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_optimal_token_baseline_advantage",
-    "compute_pf_ppo_reweight_data",
     "compute_policy_loss",
-    "compute_policy_loss_bypass_mode",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_dppo_kl",
-    "compute_policy_loss_dppo_tv",
-    "compute_policy_loss_dro",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_reinforce",
-    "compute_policy_loss_sapo",
-    "compute_policy_loss_vanilla",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rewards",
-    "compute_rloo_outcome_advantage",
-    "compute_rloo_vectorized_outcome_advantage",
-    "compute_value_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
     "get_policy_loss_fn",
@@ -83,6 +54,53 @@ __all__ = [
     "register_adv_est",
     "register_policy_loss",
 ]
+
+_OUTCOME = "token_level_rewards response_mask index"
+_NORMALIZED = f"{_OUTCOME} epsilon=1e-6 norm_adv_by_std_in_grpo=True config=None"
+_TOKENS = (
+    f"{_OUTCOME} old_log_probs sum_pi_squared rollout_is_weights=None handle_zero_tail=True epsilon=1e-8 config=None"
+)
+_LOSS = "old_log_prob log_prob advantages response_mask loss_agg_mode='seq-mean-token-sum' config=None "
+_LOSS += "rollout_is_weights=None"
+
+#: name in public verl -> the function of this package, and public verl's parameters in its order
+_FUNCTIONS: dict[str, tuple[Callable, str]] = {
+    "compute_gae_advantage_return": (_advantages.gae, "token_level_rewards values response_mask gamma lam"),
+    "compute_grpo_outcome_advantage": (_advantages.grpo, _NORMALIZED),
+    "compute_grpo_vectorized_outcome_advantage": (_advantages.grpo, _NORMALIZED),
+    "compute_grpo_passk_outcome_advantage": (_advantages.grpo_passk, _NORMALIZED),
+    "compute_rloo_outcome_advantage": (_advantages.rloo, f"{_OUTCOME} epsilon=1e-6 config=None"),
+    "compute_rloo_vectorized_outcome_advantage": (_advantages.rloo, f"{_OUTCOME} epsilon=1e-6 config=None"),
+    "compute_opo_outcome_advantage": (_advantages.opo, f"{_OUTCOME} epsilon=1e-6 config=None"),
+    # `alpha` is always computed from the batch
+    "compute_gpg_outcome_advantage": (_advantages.gpg, f"{_OUTCOME} epsilon=1e-6 f_norm=1.0 alpha=1.0 config=None"),
+    "compute_reinforce_plus_plus_outcome_advantage": (
+        _advantages.reinforce_plus_plus,
+        "token_level_rewards response_mask config=None",
+    ),
+    "compute_reinforce_plus_plus_baseline_outcome_advantage": (
+        _advantages.reinforce_plus_plus_baseline,
+        f"{_OUTCOME} epsilon=1e-6 config=None",
+    ),
+    "compute_remax_outcome_advantage": (
+        _advantages.remax,
+        "token_level_rewards reward_baselines response_mask config=None",
+    ),
+    "compute_optimal_token_baseline_advantage": (_token_baselines.optimal_token_baseline, _TOKENS),
+    "compute_multi_turn_optimal_token_baseline_advantage": (_token_baselines.tir_optimal_token_baseline, _TOKENS),
+    "compute_policy_loss_reinforce": (_off_policy_losses.reinforce, _LOSS),
+}
+#: settings that public verl's function reads from `config`, which takes precedence over a parameter
+_FROM_CONFIG = {
+    "compute_grpo_passk_outcome_advantage": "norm_adv_by_std_in_grpo",
+    "compute_reinforce_plus_plus_outcome_advantage": "gamma",
+}
+#: policy losses `compute_policy_loss_<name>`
+_LOSSES = (
+    *(_policy_losses.vanilla, _policy_losses.gspo, _policy_losses.sapo, _policy_losses.gpg, _policy_losses.clip_cov),
+    *(_policy_losses.kl_cov, _policy_losses.geo_mean, _policy_losses.cispo, _off_policy_losses.dro),
+    *(_off_policy_losses.dppo_tv, _off_policy_losses.dppo_kl, _off_policy_losses.bypass_mode),
+)
 
 
 class AdvantageEstimator(StrEnum):
@@ -104,86 +122,36 @@ class AdvantageEstimator(StrEnum):
     GDPO = "gdpo"
 
 
-def _with_public_signature(fn: Callable, required: str, **defaults: Any) -> Callable:
-    """Return `fn` with public verl's parameters, in public verl's order.
+def _with_public_signature(name: str, fn: Callable, parameters: str) -> Callable:
+    """Return `fn` as the function `name` of public verl.
 
     `index` is passed as `uid`; parameters that `fn` does not have (`epsilon`, `config`) are accepted and ignored.
 
     Args:
+        name: key of `_FUNCTIONS`.
         fn: a function of this package.
-        required: names of the parameters without a default.
-        defaults: the other parameters.
+        parameters: public verl's parameters: "a b=1".
     """
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in required.split()]
-    parameters += [inspect.Parameter(name, kind, default=value) for name, value in defaults.items()]
-    signature = inspect.Signature(parameters)
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    pairs = [parameter.partition("=") for parameter in parameters.split()]
+    defaults = {key: ast.literal_eval(value) if value else empty for key, _, value in pairs}
+    signature = inspect.Signature([inspect.Parameter(key, kind, default=value) for key, value in defaults.items()])
     accepted = inspect.signature(fn).parameters
+    setting = _FROM_CONFIG.get(name)
 
     def compute(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = {"uid" if name == "index" else name: value for name, value in bound.arguments.items()}
-        return fn(**{name: value for name, value in given.items() if name in accepted})
+        arguments = {"uid" if key == "index" else key: value for key, value in bound.arguments.items()}
+        if setting is not None and arguments["config"] is not None:
+            value = _setting(arguments["config"], setting)
+            arguments[setting] = accepted[setting].default if value is None else value
+        return fn(**{key: value for key, value in arguments.items() if key in accepted})
 
+    compute.__name__ = compute.__qualname__ = name
     compute.__signature__ = signature
     compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with public verl's arguments."
     return compute
-
-
-_OUTCOME = "token_level_rewards response_mask index"
-_TOKENS = f"{_OUTCOME} old_log_probs sum_pi_squared"
-_TOKEN_DEFAULTS = {"rollout_is_weights": None, "handle_zero_tail": True, "epsilon": 1e-8, "config": None}
-
-compute_gae_advantage_return = _with_public_signature(
-    _advantages.gae, "token_level_rewards values response_mask gamma lam"
-)
-compute_grpo_outcome_advantage = _with_public_signature(
-    _advantages.grpo, _OUTCOME, epsilon=1e-6, norm_adv_by_std_in_grpo=True, config=None
-)
-compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
-compute_rloo_outcome_advantage = _with_public_signature(_advantages.rloo, _OUTCOME, epsilon=1e-6, config=None)
-compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
-compute_opo_outcome_advantage = _with_public_signature(_advantages.opo, _OUTCOME, epsilon=1e-6, config=None)
-# `alpha` is always computed from the batch
-compute_gpg_outcome_advantage = _with_public_signature(
-    _advantages.gpg, _OUTCOME, epsilon=1e-6, f_norm=1.0, alpha=1.0, config=None
-)
-compute_reinforce_plus_plus_baseline_outcome_advantage = _with_public_signature(
-    _advantages.reinforce_plus_plus_baseline, _OUTCOME, epsilon=1e-6, config=None
-)
-compute_remax_outcome_advantage = _with_public_signature(
-    _advantages.remax, "token_level_rewards reward_baselines response_mask", config=None
-)
-compute_optimal_token_baseline_advantage = _with_public_signature(
-    _token_baselines.optimal_token_baseline, _TOKENS, **_TOKEN_DEFAULTS
-)
-compute_multi_turn_optimal_token_baseline_advantage = _with_public_signature(
-    _token_baselines.tir_optimal_token_baseline, _TOKENS, **_TOKEN_DEFAULTS
-)
-compute_policy_loss_reinforce = _with_public_signature(
-    _off_policy_losses.reinforce,
-    "old_log_prob log_prob advantages response_mask",
-    loss_agg_mode="seq-mean-token-sum",
-    config=None,
-    rollout_is_weights=None,
-)
-
-
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, config=None
-):
-    """`advantages.grpo_passk`; `config.norm_adv_by_std_in_grpo` takes precedence."""
-    divide = norm_adv_by_std_in_grpo if config is None else config.get("norm_adv_by_std_in_grpo", True)
-    return _advantages.grpo_passk(
-        token_level_rewards, response_mask, index, epsilon=epsilon, norm_adv_by_std_in_grpo=divide
-    )
-
-
-def compute_reinforce_plus_plus_outcome_advantage(token_level_rewards, response_mask, config=None):
-    """`advantages.reinforce_plus_plus`, with `config.gamma`."""
-    gamma = 1.0 if config is None else config.gamma
-    return _advantages.reinforce_plus_plus(token_level_rewards, response_mask, gamma=gamma)
 
 
 def compute_gdpo_outcome_advantage(
@@ -264,8 +232,8 @@ def compute_pf_ppo_reweight_data(data, reweight_method="pow", weight_pow=2.0):
     elif reweight_method == "max_random":
         weights = torch.where(best, 1.0, 0.4)
     else:
-        known = ("pow", "max_min", "max_random")
-        raise ValueError(f"unknown reweight_method {reweight_method!r}: {did_you_mean(str(reweight_method), known)}")
+        methods = ("pow", "max_min", "max_random")
+        raise ValueError(f"unknown reweight_method {reweight_method!r}: {did_you_mean(str(reweight_method), methods)}")
     drawn = torch.multinomial(weights.clamp(min=1e-8), len(scores), replacement=True)  # all weights may be 0
     return data.select_idxs(drawn)
 
@@ -281,25 +249,25 @@ def _settings(config: Any, names: set[str]) -> dict[str, Any]:
     """The values of `names` in the config of an actor and its sections; those that are missing or None are omitted."""
     policy = _setting(config, "policy_loss")
     sections = [config, policy, *(_setting(section, "rollout_correction") for section in (policy, config))]
-    found = {name: [_setting(section, name) for section in sections if section is not None] for name in names}
-    given = {name: next((v for v in values if v is not None), None) for name, values in found.items()}
+    candidates = {name: [_setting(section, name) for section in sections if section is not None] for name in names}
+    settings = {name: next((v for v in values if v is not None), None) for name, values in candidates.items()}
     if "clip_ratio" not in names:  # a loss whose two bounds have no common default
         shared = dict.fromkeys(names & {"clip_ratio_low", "clip_ratio_high"}, _setting(config, "clip_ratio"))
-        given = {name: shared.get(name) if value is None else value for name, value in given.items()}
-    return {name: value for name, value in given.items() if value is not None}
+        settings = {name: shared.get(name) if value is None else value for name, value in settings.items()}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _aggregation(mode: str, response_mask: torch.Tensor, counts: Mapping[str, Any]) -> str:
-    """`mode` with the counts of the mini-batch, as far as they are given; the others are those of `response_mask`."""
+    """`mode` with the counts of the mini-batch, where set; the others are those of `response_mask`."""
     if isinstance(mode, LossAggregation) or all(value is None for value in counts.values()):
         return mode
-    own = LossAggregation.of(mode, response_mask, counts.get("loss_scale_factor"))
+    computed = LossAggregation.from_mask(mode, response_mask, counts.get("loss_scale_factor"))
     tokens, sequences = counts.get("batch_num_tokens"), counts.get("global_batch_size")
     return LossAggregation(
         mode,
-        own.num_tokens if tokens is None else tokens,
-        own.num_sequences if sequences is None else sequences,
-        own.scale_factor,
+        computed.num_tokens if tokens is None else tokens,
+        computed.num_sequences if sequences is None else sequences,
+        computed.scale_factor,
     )
 
 
@@ -331,18 +299,10 @@ def _policy_loss(fn: Callable) -> Callable:
     return compute
 
 
-compute_policy_loss_vanilla = _policy_loss(_policy_losses.vanilla)
-compute_policy_loss_gspo = _policy_loss(_policy_losses.gspo)
-compute_policy_loss_sapo = _policy_loss(_policy_losses.sapo)
-compute_policy_loss_gpg = _policy_loss(_policy_losses.gpg)
-compute_policy_loss_clip_cov = _policy_loss(_policy_losses.clip_cov)
-compute_policy_loss_kl_cov = _policy_loss(_policy_losses.kl_cov)
-compute_policy_loss_geo_mean = _policy_loss(_policy_losses.geo_mean)
-compute_policy_loss_cispo = _policy_loss(_policy_losses.cispo)
-compute_policy_loss_dro = _policy_loss(_off_policy_losses.dro)
-compute_policy_loss_dppo_tv = _policy_loss(_off_policy_losses.dppo_tv)
-compute_policy_loss_dppo_kl = _policy_loss(_off_policy_losses.dppo_kl)
-compute_policy_loss_bypass_mode = _policy_loss(_off_policy_losses.bypass_mode)
+globals().update({name: _with_public_signature(name, *target) for name, target in _FUNCTIONS.items()})
+globals().update({f"compute_policy_loss_{fn.__name__}": _policy_loss(fn) for fn in _LOSSES})
+
+__all__ += [name for name in globals() if name.startswith("compute_") and name not in __all__]
 
 
 # ---- replacing a published function ---------------------------------------------------------------------------------

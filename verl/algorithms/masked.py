@@ -163,7 +163,7 @@ class LossAggregation(str):
     A gradient must not depend on how a mini-batch is split into micro-batches or over ranks. So every loss term is a
     sum divided by one global count, taken before the split:
 
-        aggregation = LossAggregation.of("token-mean", mini_batch_response_mask)
+        aggregation = LossAggregation.from_mask("token-mean", mini_batch_response_mask)
         for micro in micro_batches:
             agg_loss(token_losses, micro_mask, aggregation).backward()
 
@@ -194,7 +194,7 @@ class LossAggregation(str):
         return str(self), self.num_tokens, self.num_sequences, self.scale_factor
 
     @classmethod
-    def of(cls, mode: str, response_mask: torch.Tensor, scale_factor: float | None = None) -> "LossAggregation":
+    def from_mask(cls, mode: str, response_mask: torch.Tensor, scale_factor: float | None = None) -> "LossAggregation":
         """Return the aggregation of a mini-batch, from its response mask (B, T).
 
         Without `scale_factor`, C is T, the width of the mask. That is only correct if all batches are padded to the
@@ -314,11 +314,11 @@ def merge_metrics(metrics: Iterable[Mapping[str, object]], weights: Iterable[flo
     weights = [1.0] * len(metrics) if weights is None else [float(weight) for weight in weights]
     if len(weights) != len(metrics):
         raise ValueError(f"expected one weight per dictionary of metrics ({len(metrics)}), found {len(weights)}")
-    found: dict[str, list[tuple[object, float]]] = {}
-    for weight, one in zip(weights, metrics):
-        for name, value in one.items():
-            found.setdefault(name, []).append((value, weight))
-    return {name: _merge_one(name, values) for name, values in found.items()}
+    entries: dict[str, list[tuple[object, float]]] = {}
+    for weight, reported in zip(weights, metrics):
+        for name, value in reported.items():
+            entries.setdefault(name, []).append((value, weight))
+    return {name: _merge_one(name, values) for name, values in entries.items()}
 
 
 def _merge_one(name: str, values: list[tuple[object, float]]) -> float:

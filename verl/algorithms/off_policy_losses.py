@@ -127,15 +127,15 @@ def bypass_mode(
     if loss_type == "reinforce" and rollout_is is not None:
         weights, metrics = compute_rollout_correction_weights(x, response_mask, rollout_is, rollout_is_threshold)
     if rollout_rs is not None:
-        kept, rejected = compute_rollout_rejection_mask(x, response_mask, rollout_rs, rollout_rs_threshold)
-        weights, metrics = weights * kept, metrics | rejected
+        accepted, rejected = compute_rollout_rejection_mask(x, response_mask, rollout_rs, rollout_rs_threshold)
+        weights, metrics = weights * accepted, metrics | rejected
     columns = (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode)
     if loss_type == "reinforce":
-        loss, found = reinforce(*columns, rollout_is_weights=weights)
+        loss, loss_metrics = reinforce(*columns, rollout_is_weights=weights)
     else:
         clip = {"clip_ratio": clip_ratio, "clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
-        loss, found = vanilla(*columns, **clip, clip_ratio_c=clip_ratio_c, rollout_is_weights=weights)
-    return loss, metrics | found
+        loss, loss_metrics = vanilla(*columns, **clip, clip_ratio_c=clip_ratio_c, rollout_is_weights=weights)
+    return loss, metrics | loss_metrics
 
 
 @register_policy_loss("dppo_tv")
@@ -196,8 +196,8 @@ def dppo_kl(
     """
 
     def divergence(log_p: torch.Tensor, log_p_old: torch.Tensor) -> torch.Tensor:
-        others, others_old = log1m_exp(log_p), log1m_exp(log_p_old)
-        return log_p_old.exp() * (log_p_old - log_p) + others_old.exp() * (others_old - others)
+        log_rest, log_rest_old = log1m_exp(log_p), log1m_exp(log_p_old)
+        return log_p_old.exp() * (log_p_old - log_p) + log_rest_old.exp() * (log_rest_old - log_rest)
 
     def log1m_exp(log_p: torch.Tensor) -> torch.Tensor:
         """log(1 - p), finite at p = 1."""

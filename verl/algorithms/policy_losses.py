@@ -106,8 +106,8 @@ def compute_policy_loss(
     losses = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
     losses = apply_weights(losses, rollout_is_weights, response_mask)
 
-    shown = (clipped > unclipped, -log_ratio, (surrogate > bound) & (advantages < 0))
-    means = (masked_mean(x.detach().double(), response_mask) for x in shown)
+    reported = (clipped > unclipped, -log_ratio, (surrogate > bound) & (advantages < 0))
+    means = (masked_mean(x.detach().double(), response_mask) for x in reported)
     return agg_loss(losses, response_mask, loss_agg_mode), *means
 
 
@@ -132,7 +132,7 @@ def vanilla(
 
 
 CLIP_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-"""What `compute_policy_loss` returns after the loss."""
+"""Metrics that `compute_policy_loss` returns after the loss."""
 
 
 def as_parts(names: Iterable[str], means: Iterable[torch.Tensor], mask: torch.Tensor) -> dict[str, object]:

@@ -90,8 +90,8 @@ def prime(
     mask, groups = grouped.mask, grouped.groups
     others = (groups.count - 1).clamp(min=1)  # (B,)
 
-    def leave_one_out(own: torch.Tensor, mean_reward: torch.Tensor) -> torch.Tensor:
-        return own * (groups.count / others).unsqueeze(-1) - (groups.sum(mean_reward) / others).unsqueeze(-1)
+    def leave_one_out(reward: torch.Tensor, mean_reward: torch.Tensor) -> torch.Tensor:
+        return reward * (groups.count / others).unsqueeze(-1) - (groups.sum(mean_reward) / others).unsqueeze(-1)
 
     rewards = reward_dpo_coef * leave_one_out(process, masked_mean(process, mask, -1))
     outcome = leave_one_out(grouped.reward.unsqueeze(-1), grouped.reward)
@@ -103,5 +103,5 @@ def prime(
 
 def last_token(mask: torch.Tensor) -> torch.Tensor:
     """Return a (B, T) bool mask of the last position in each row where `mask` is 1."""
-    so_far = mask.long().cumsum(-1)
-    return mask.bool() & (so_far == so_far[:, -1:])
+    count = mask.long().cumsum(-1)
+    return mask.bool() & (count == count[:, -1:])

@@ -102,16 +102,16 @@ def _weight_metrics(
     """Metrics of the weights before batch normalization; `units` selects the tokens or sequences that have one."""
     if not units.any():
         return {}
-    kept = weights[units]
+    selected = weights[units]
     name = "rollout_corr/rollout_is_"
     return {
-        name + "mean": float(kept.mean()),
-        name + "std": float(kept.std(unbiased=False)),
-        name + "max": float(kept.max()),
-        name + "min": float(kept.min()),
+        name + "mean": float(selected.mean()),
+        name + "std": float(selected.std(unbiased=False)),
+        name + "max": float(selected.max()),
+        name + "min": float(selected.min()),
         name + "ratio_fraction_high": float((raw[units] > high).double().mean()),
         name + "ratio_fraction_low": float((raw[units] < (1 / high if low is None else low)).double().mean()),
-        name + "eff_sample_size": effective_sample_size(kept),
+        name + "eff_sample_size": effective_sample_size(selected),
     }
 
 
@@ -151,14 +151,14 @@ def compute_rollout_rejection_mask(
     """
     mask = response_mask.bool()
     x = checked_column("log_ratio", log_ratio, mask).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    kept, metrics = mask, {}
+    accepted, metrics = mask, {}
     for option, low, high in parse_rejections(rollout_rs, rollout_rs_threshold):
         value = _mismatch_value(option, x, mask)
         passes = (value >= low) & (value <= high)
         metrics |= _rejected_fractions(f"rollout_corr/{option}_", mask, mask & passes)
-        kept = kept & passes
-    metrics |= _rejected_fractions("rollout_corr/rollout_rs_", mask, kept)
-    return response_mask * kept.to(response_mask.dtype), metrics
+        accepted = accepted & passes
+    metrics |= _rejected_fractions("rollout_corr/rollout_rs_", mask, accepted)
+    return response_mask * accepted.to(response_mask.dtype), metrics
 
 
 def parse_rejections(rollout_rs: str, rollout_rs_threshold: float | str) -> list[tuple[str, float, float]]:
@@ -186,12 +186,12 @@ def _bounds_of(option: str, bound: str) -> tuple[float, float]:
         return _two_bounds(bound, option)
     if "_" in bound:
         raise ValueError(f"{option}: expected one upper bound, found {bound!r} (only k1 takes two bounds)")
-    upper = _number(bound, option)
+    high = _number(bound, option)
     if not option.endswith("k1"):
-        return -math.inf, upper
-    if upper < 1:
+        return -math.inf, high
+    if high < 1:
         raise ValueError(f"{option}: a single bound u means 1/u_u: expected at least 1, found {bound!r}")
-    return 1 / upper, upper
+    return 1 / high, high
 
 
 def _two_bounds(text: str, name: str) -> tuple[float, float]:
@@ -211,18 +211,18 @@ def _number(text: str, name: str) -> float:
 
 def _mismatch_value(option: str, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the value that is compared with the bounds: (B, T), or (B, 1) per response."""
-    *how, kind = option.split("_")
-    if kind == "k1":
+    *reduction, estimator = option.split("_")
+    if estimator == "k1":
         per_token = x
     else:
-        per_token = 0.5 * x**2 if kind == "k2" else k3(-x)
-    if how == ["token"]:
+        per_token = 0.5 * x**2 if estimator == "k2" else k3(-x)
+    if reduction == ["token"]:
         value = per_token
-    elif how == ["seq", "max"]:  # k2 and k3 are at least 0, and padding is 0
+    elif reduction == ["seq", "max"]:  # k2 and k3 are at least 0, and padding is 0
         value = per_token.amax(-1, keepdim=True)
     else:
-        value = (per_token.sum(-1) if how == ["seq", "sum"] else masked_mean(per_token, mask, -1)).unsqueeze(-1)
-    return value.exp() if kind == "k1" else value
+        value = (per_token.sum(-1) if reduction == ["seq", "sum"] else masked_mean(per_token, mask, -1)).unsqueeze(-1)
+    return value.exp() if estimator == "k1" else value
 
 
 def _rejected_fractions(name: str, before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:
@@ -274,25 +274,25 @@ def compute_rollout_correction_and_rejection_mask(
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     weights = None
     if rollout_is is not None:
-        weights, found = compute_rollout_correction_weights(
+        weights, weight_metrics = compute_rollout_correction_weights(
             x, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
-        metrics |= found
-    kept = response_mask
+        metrics |= weight_metrics
+    loss_mask = response_mask
     if rollout_rs is not None:
-        kept, found = compute_rollout_rejection_mask(x, response_mask, rollout_rs, rollout_rs_threshold)
-        metrics |= found
+        loss_mask, weight_metrics = compute_rollout_rejection_mask(x, response_mask, rollout_rs, rollout_rs_threshold)
+        metrics |= weight_metrics
     if rollout_token_veto_threshold is not None:
         vetoed = veto_mask(x, response_mask, rollout_token_veto_threshold)
         metrics |= _rejected_fractions("rollout_corr/veto_", response_mask.bool(), vetoed.bool())
-        kept = kept * vetoed
-    if response_mask.any() and not kept.any():
+        loss_mask = loss_mask * vetoed
+    if response_mask.any() and not loss_mask.any():
         warnings.warn(
             "rollout correction rejected every token of the batch, so its gradient is 0: check rollout_corr/kl, then "
             "widen rollout_rs_threshold or fix the mismatch",
             stacklevel=2,
         )
-    return weights, kept, metrics
+    return weights, loss_mask, metrics
 
 
 @torch.no_grad()

@@ -114,5 +114,5 @@ def postprocess_data(
     if truncation not in head:
         raise ValueError(f"truncation: expected one of error, left, right, middle, found {truncation!r}")
     first, last = head[truncation], max_length - head[truncation]
-    kept = torch.tensor([*range(first), *range(length - last, length)], device=input_ids.device)
-    return input_ids.index_select(-1, kept), attention_mask.index_select(-1, kept)
+    indices = torch.tensor([*range(first), *range(length - last, length)], device=input_ids.device)
+    return input_ids.index_select(-1, indices), attention_mask.index_select(-1, indices)

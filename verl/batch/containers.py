@@ -14,7 +14,7 @@ from verl.registry import did_you_mean
 from verl.utils.equality import same
 
 # entries of meta_info that every operator adds to: merged, while other entries are replaced
-MERGED_FACTS = ("metrics", "timing")
+MERGED_ENTRIES = ("metrics", "timing")
 
 
 class Containers:
@@ -29,9 +29,9 @@ class Containers:
         tensors = dict(batch.items()) if batch is not None else {}
         for name, value in tensors.items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                found = "a tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
+                value_type = "a tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise DataProtoValidationError(
-                    f"column {name!r}: expected a tensor with one row per entry, found {found}"
+                    f"column {name!r}: expected a tensor with one row per entry, found {value_type}"
                 )
         objects = {name: _object_column(name, values) for name, values in (non_tensor_batch or {}).items()}
         if twice := tensors.keys() & objects.keys():
@@ -69,8 +69,8 @@ class Containers:
             raise DataProtoValidationError(
                 f"num_batch_dims: expected 1, found {num_batch_dims}; fold_batch_dim groups the rows of a batch"
             )
-        facts = {**(meta_info or {}), **({DataProtoConfig.auto_padding_key: True} if auto_padding else {})}
-        return cls(tensors, non_tensors, facts)
+        info = {**(meta_info or {}), **({DataProtoConfig.auto_padding_key: True} if auto_padding else {})}
+        return cls(tensors, non_tensors, info)
 
     @classmethod
     def from_single_dict(
@@ -83,14 +83,14 @@ class Containers:
 
     @classmethod
     def _build(
-        cls, rows: int, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any], facts: Mapping[str, Any]
+        cls, rows: int, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any], meta_info: Mapping[str, Any]
     ) -> Self:
         """Make a batch that has `rows` rows even if it has no columns."""
-        return cls(tensors or TensorDict({}, batch_size=[rows]), objects, facts)
+        return cls(tensors or TensorDict({}, batch_size=[rows]), objects, meta_info)
 
-    def _become(self, other: "Containers") -> Self:
+    def _become(self, source: "Containers") -> Self:
         """Take over the containers of a batch that is not used elsewhere."""
-        self.batch, self.non_tensor_batch, self.meta_info = other.batch, other.non_tensor_batch, other.meta_info
+        self.batch, self.non_tensor_batch, self.meta_info = source.batch, source.non_tensor_batch, source.meta_info
         return self
 
     # ---- metadata ---------------------------------------------------------------------------------------------------
@@ -143,19 +143,19 @@ class Containers:
             DataProtoValidationError: if rows or contents differ, or a known column has the wrong shape or dtype. The
                 batch is then unchanged.
         """
-        mine, theirs = self.tensors | self.non_tensor_batch, other.tensors | other.non_tensor_batch
-        if len(self) != len(other) and (mine or len(self)) and (theirs or len(other)):
+        columns, other_columns = self.tensors | self.non_tensor_batch, other.tensors | other.non_tensor_batch
+        if len(self) != len(other) and (columns or len(self)) and (other_columns or len(other)):
             raise DataProtoValidationError(
                 f"union of {len(self)} rows with {len(other)} rows: expected the same number of rows"
             )
-        for name in mine.keys() & theirs.keys():
-            if not same(mine[name], theirs[name]):
+        for name in columns.keys() & other_columns.keys():
+            if not same(columns[name], other_columns[name]):
                 raise DataProtoValidationError(
                     f"column {name!r} is in both batches with different contents: rename one, or drop the old one first"
                 )
         objects = self.non_tensor_batch | other.non_tensor_batch
-        facts = _join_facts(self.meta_info, other.meta_info)
-        joined = self._build(max(len(self), len(other)), self.tensors | other.tensors, objects, facts)
+        meta_info = _join_meta_info(self.meta_info, other.meta_info)
+        joined = self._build(max(len(self), len(other)), self.tensors | other.tensors, objects, meta_info)
         check_layout(joined)
         return self._become(joined)
 
@@ -181,15 +181,17 @@ class Containers:
         Raises:
             DataProtoValidationError: if a name is unknown.
         """
-        chosen = {
+        selections = {
             "tensor column": (batch_keys, self.tensors),
             "object column": (non_tensor_batch_keys, self.non_tensor_batch),
             "meta_info entry": (meta_info_keys, self.meta_info),
         }
-        tensors, objects, facts = (_chosen(names, present, kind) for kind, (names, present) in chosen.items())
+        tensors, objects, meta_info = (
+            _select_entries(names, present, kind) for kind, (names, present) in selections.items()
+        )
         if deepcopy:
-            objects, facts = copy.deepcopy(objects), copy.deepcopy(facts)
-        return self._build(len(self), tensors, objects, facts)
+            objects, meta_info = copy.deepcopy(objects), copy.deepcopy(meta_info)
+        return self._build(len(self), tensors, objects, meta_info)
 
     def drop(self, names: str | Sequence[str]) -> Self:
         """Return the batch without the named columns, of either kind. An unknown name is an error."""
@@ -206,11 +208,11 @@ class Containers:
         meta_info_keys: str | Sequence[str] | None = (),
     ) -> Self:
         """Remove the named columns and meta_info entries from this batch, in place, and return them as a new batch."""
-        taken = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        rest = self.drop(taken.columns)
-        self._become(rest)
-        self.meta_info = {k: v for k, v in self.meta_info.items() if k not in taken.meta_info}
-        return taken
+        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        remaining = self.drop(popped.columns)
+        self._become(remaining)
+        self.meta_info = {k: v for k, v in self.meta_info.items() if k not in popped.meta_info}
+        return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
         """Rename columns of this batch, in place, and return it."""
@@ -259,36 +261,36 @@ def _require(names: Iterable[str], present: Iterable[str], kind: str) -> None:
             raise DataProtoValidationError(f"the batch has no {kind} {name!r}: {did_you_mean(name, present)}")
 
 
-def _chosen(names: str | Sequence[str] | None, present: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _select_entries(names: str | Sequence[str] | None, present: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return the entries of `present` in `names`; None: all of them."""
     if names is None:
         return dict(present)
-    wanted = _names(names)
-    _require(wanted, present, kind)
-    return {name: present[name] for name in wanted}
+    selected = _names(names)
+    _require(selected, present, kind)
+    return {name: present[name] for name in selected}
 
 
-def _join_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the metadata of two batches; `theirs` takes precedence, MERGED_FACTS are merged."""
-    joined = {**mine, **theirs}
-    for name in MERGED_FACTS:
-        if name in mine and name in theirs:
-            for facts in (mine[name], theirs[name]):
-                if not isinstance(facts, Mapping):
+def _join_meta_info(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the metadata of two batches; `second` takes precedence, MERGED_ENTRIES are merged."""
+    joined = {**first, **second}
+    for name in MERGED_ENTRIES:
+        if name in first and name in second:
+            for value in (first[name], second[name]):
+                if not isinstance(value, Mapping):
                     raise DataProtoValidationError(
-                        f"meta_info[{name!r}]: expected a dict, found {type(facts).__name__}; reduce the list "
+                        f"meta_info[{name!r}]: expected a dict, found {type(value).__name__}; reduce the list "
                         "that concat returns, one entry per batch, first"
                     )
-            joined[name] = {**mine[name], **theirs[name]}
+            joined[name] = {**first[name], **second[name]}
     return joined
 
 
-def concat_facts(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenate metadata: equal entries once, MERGED_FACTS as name -> list of the values of all batches."""
+def concat_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Concatenate metadata: equal entries once, MERGED_ENTRIES as name -> list of the values of all batches."""
     joined: dict[str, Any] = {}
-    for facts in batches:
-        for name, value in facts.items():
-            if name in MERGED_FACTS:
+    for meta_info in meta_infos:
+        for name, value in meta_info.items():
+            if name in MERGED_ENTRIES:
                 for part in value if isinstance(value, list) else [value]:
                     if not isinstance(part, Mapping):
                         raise DataProtoValidationError(

@@ -222,9 +222,9 @@ class Rows:
 # ---- helpers --------------------------------------------------------------------------------------------------------
 
 
-def _require_positive(what: str, number: int) -> None:
+def _require_positive(name: str, number: int) -> None:
     if number < 1:
-        raise DataProtoValidationError(f"{what}: expected at least 1, found {number}")
+        raise DataProtoValidationError(f"{name}: expected at least 1, found {number}")
 
 
 def _row_index(item: Any, rows: int) -> np.ndarray:

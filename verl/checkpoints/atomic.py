@@ -45,9 +45,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def set_aside_irregular(path: Path) -> None:
-    """Rename what is not a regular file, or a link to one, such as a folder, a dangling link or a pipe.
+    """Rename a path that is neither a regular file nor a link to one, such as a folder, a dangling link or a pipe.
 
-    A file in which a run is recorded must not keep it from resuming.
+    It would keep a run from writing its record, and so from resuming.
     """
     if path.is_file() or not os.path.lexists(path):
         return
@@ -58,25 +58,25 @@ def set_aside_irregular(path: Path) -> None:
 
 def check_folder(key: str, folder: Path) -> None:
     """Raise ValueError if a folder cannot be created or written to. key: the config key, for the message."""
-    given, folder = expanded(folder), resolved(folder)
+    path = expanded(folder)
+    folder = resolved(folder)
     try:
-        dangling = given.is_symlink() and not given.exists()
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        dangling = path.is_symlink() and not path.exists()
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     except OSError as error:  # a name that is too long
-        raise ValueError(f"{key}: expected a writable folder, found {str(given)!r}: {error.strerror}") from error
+        raise ValueError(f"{key}: expected a writable folder, found {str(path)!r}: {error.strerror}") from error
     if dangling:
         raise ValueError(
-            f"{key}: expected a writable folder, found {str(given)!r}, a link to {os.readlink(given)!r}, which does "
+            f"{key}: expected a writable folder, found {str(path)!r}, a link to {os.readlink(path)!r}, which does "
             "not exist: create that folder, or remove the link"
         )
-    what = f"{key}: expected a writable folder, found {str(existing)!r}"
     if not existing.is_dir():
-        raise ValueError(f"{what}, which is a file")
+        raise ValueError(f"{key}: expected a writable folder, found {str(existing)!r}, which is a file")
     try:
         with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{key}: expected a writable folder, found {str(existing)!r}: {error}") from error
 
 
 def make_folder(folder: Path) -> None:

@@ -78,13 +78,13 @@ class BoxLoadPlanner(ShardPlanner):
         self._values: dict[MetadataIndex, torch.Tensor] = {}
         for key, boxes in self.state_dict.items():
             stored = self.metadata.state_dict_metadata.get(key)
-            wanted = [(region, values) for region, values in boxes if values.numel()]
-            for region, values in wanted:
+            nonempty = [(region, values) for region, values in boxes if values.numel()]
+            for region, values in nonempty:
                 if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != region.full:
-                    found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
-                    raise ValueError(f"{key}: expected the shape {list(region.full)}, found {found}")
+                    actual = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
+                    raise ValueError(f"{key}: expected the shape {list(region.full)}, found {actual}")
                 self._values[MetadataIndex(key, torch.Size(region.offset))] = values
-            items += create_read_items_for_chunk_list(key, stored, [_chunk(region) for region, _ in wanted])
+            items += create_read_items_for_chunk_list(key, stored, [_chunk(region) for region, _ in nonempty])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

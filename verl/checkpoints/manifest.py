@@ -8,7 +8,7 @@ from typing import Any
 MANIFEST = "manifest.json"
 FORMAT = 1
 
-#: what to do with a checkpoint that cannot be restored, for messages
+#: the fix of a checkpoint that cannot be restored, for messages
 DELETE = "delete this checkpoint, so that the one before it is used"
 
 
@@ -18,7 +18,7 @@ def make_manifest(serial: int, files: dict[str, dict[str, Any]], dropped: list[s
 
 
 def manifest_fault(manifest: Any) -> str | None:
-    """Return what is wrong with the contents of a manifest, or None."""
+    """Return the fault of the contents of a manifest, or None."""
     if not isinstance(manifest, dict):
         return f"expected an object, found {type(manifest).__name__}"
     if manifest.get("format") != FORMAT or isinstance(manifest.get("format"), bool):

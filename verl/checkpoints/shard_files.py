@@ -32,11 +32,11 @@ _DESCRIPTION = (
 
 
 class _MegatronMetadata(metadata.Metadata):
-    """What megatron-core wrote instead of torch's class before 0.16; what it adds describes optimizer state."""
+    """The class that megatron-core before 0.16 wrote for torch's; its further fields describe optimizer state."""
 
 
 class _MegatronPlan(planner.SavePlan):
-    """The same for plans, which megatron-core adds to the metadata."""
+    """The class of plans that megatron-core adds to the metadata."""
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -44,7 +44,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _MegatronMetadata,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _MegatronPlan,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # the folder that it was written to, which is not used
+    # the path of the written folder, which is not used
     **{(m, name): PurePath for m in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
     **{("torch", str(t).removeprefix("torch.")): t for t in vars(torch).values() if isinstance(t, torch.dtype)},
 }
@@ -87,8 +87,7 @@ class ShardPlanner(DefaultLoadPlanner):
     """Loads values into a state. Raises pickle.UnpicklingError for values other than plain ones."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(
-            value, weights_only=True
-        )  # raises for anything that could run code; torch then reads it again without this check
+        # raises for anything that could run code; torch then reads it again without this check
+        torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

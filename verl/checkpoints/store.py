@@ -101,7 +101,7 @@ def _target(folder: Path) -> Path:
     return resolved(folder) if folder.is_symlink() else folder
 
 
-def step_of_saved(folder: Path) -> int:
+def saved_step(folder: Path) -> int:
     """Return the step of a checkpoint, reading only its manifest. Raises CheckpointError if it has none."""
     return _read(_target(folder)).step
 
@@ -139,11 +139,11 @@ class CheckpointStore:
         Args:
             root: their folder.
             keep: number of newest checkpoints to keep; None: all. Includes checkpoints from before a resume.
-            noun, key: for errors of the disk: what is stored, before its number, and the config key of `root`.
-            resumable: whether a run resumes from them, which the errors then say.
+            noun, key: for errors of the disk: the noun before the number of a checkpoint, and the config key of `root`.
+            resumable: whether a run resumes from them; the errors then say from which.
         """
         self.root = Path(root)
-        self.keep = _checked_keep("keep", keep)
+        self.keep = _check_keep("keep", keep)
         self.noun, self.key, self.resumable = noun, key, resumable
 
     @contextmanager
@@ -173,11 +173,12 @@ class CheckpointStore:
 
     def _failure(self, step: int, folder: Path, error: BaseException) -> DiskError | None:
         """Remove the incomplete `folder`. Return the error of the disk that is the cause, or None with a note."""
-        exists, refused = folder.exists(), refusal(error, self.root)
+        exists = folder.exists()
+        refused = refusal(error, self.root)
         reason, written = (disk_full_reason(error, folder), folder_size(folder)) if exists else (None, 0)
-        shutil.rmtree(folder, ignore_errors=True)  # the next save removes what is left
-        newest, what = self.newest(), f"the {self.noun} {step}"
-        kept, then = self._consequences(newest)
+        shutil.rmtree(folder, ignore_errors=True)  # the next save removes remaining files
+        newest = self.newest()
+        name = f"the {self.noun} {step}"
         if reason is not None:
             size = 0 if newest is None else folder_size(newest)
             needed = format_bytes(size) if newest and size >= written else f"more than {format_bytes(written)}"
@@ -187,25 +188,22 @@ class CheckpointStore:
                     " (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is deleted after a new "
                     "one is written)"
                 )
-            advice = f"{kept}{space}, or move the folder to a larger disk and set {self.key}{then}"
-            return disk_full(f"{what}, which needs {needed},", self.root, reason, advice)
+            fix = f"{space}, or move the folder to a larger disk and set {self.key}"
+            return disk_full(f"{name}, which needs {needed},", self.root, reason, self._advice(fix, newest))
         if refused is not None:
-            return DiskError(
-                f"{what} cannot be written to {self.root}: {refused}. {kept}Make the folder writable, or copy it to "
-                f"another disk and set {self.key}{then}"
-            )
+            fix = f"Make the folder writable, or copy it to another disk and set {self.key}"
+            return DiskError(f"{name} cannot be written to {self.root}: {refused}. {self._advice(fix, newest)}")
         if exists:
-            error.add_note(f"{what.capitalize()} was not written to {self.root}. {kept}".rstrip())
+            note = f"{name.capitalize()} was not written to {self.root}."
+            error.add_note(f"{note} {_describe_remaining(newest)}" if self.resumable else note)
         return None
 
-    def _consequences(self, newest: Path | None) -> tuple[str, str]:
-        """Return what a failed save leaves, and what the same command does next; empty if no run resumes from it."""
+    def _advice(self, fix: str, newest: Path | None) -> str:
+        """The sentences after a failed save: the remaining checkpoints, the fix, and the effect of the same command."""
         if not self.resumable:
-            return "", ""
-        if newest is None:
-            return "There is no earlier checkpoint. ", ". The same command then starts over"
-        kept = f"{newest.name} and earlier checkpoints are unchanged. "
-        return kept, f". The same command then resumes from {newest}"
+            return fix
+        effect = "starts over" if newest is None else f"resumes from {newest}"
+        return f"{_describe_remaining(newest)} {fix}. The same command then {effect}"
 
     def last_serial(self) -> int:
         """Return the serial number of the newest checkpoint; 0 without one."""
@@ -301,7 +299,7 @@ class CheckpointStore:
 
     def prune(self, keep: int) -> None:
         """Delete checkpoints older than the newest `keep`, except the best. One that cannot be deleted is logged."""
-        for saved in self._surplus(self._scan()[0], _checked_keep("keep", keep)):
+        for saved in self._surplus(self._scan()[0], _check_keep("keep", keep)):
             with _deleting(saved.folder):
                 self._discard(saved.folder)
 
@@ -312,7 +310,7 @@ class CheckpointStore:
         The manifest records the deletion, and the checkpoint can no longer be resumed from. If no sub-folder is left,
         the whole checkpoint is deleted.
         """
-        if _checked_keep(f"checkpoints to keep for {name}", keep) is None:
+        if _check_keep(f"checkpoints to keep for {name}", keep) is None:
             return
         having = [saved for saved in self._scan()[0] if (saved.folder / name).is_dir()]
         for saved in self._surplus(having, keep):
@@ -346,14 +344,14 @@ class CheckpointStore:
         """Return all checkpoints with a readable manifest, newest first, and the errors of the others."""
         if not self.root.is_dir():
             return [], []
-        found, faults = [], []
+        checkpoints, faults = [], []
         for folder in sorted(self.root.iterdir()):
             if re.fullmatch(r"global_step_\d+", folder.name):
                 try:
-                    found.append(_read(folder))
+                    checkpoints.append(_read(folder))
                 except CheckpointError as error:
                     faults.append(str(error))
-        return sorted(found, key=lambda saved: -saved.serial), faults
+        return sorted(checkpoints, key=lambda saved: -saved.serial), faults
 
     def _publish(self, folder: Path, step: int) -> None:
         """Rename the complete folder, then update the tracker file."""
@@ -404,6 +402,12 @@ class CheckpointStore:
         _remove(garbage)
 
 
+def _describe_remaining(newest: Path | None) -> str:
+    if newest is None:
+        return "There is no earlier checkpoint."
+    return f"{newest.name} and earlier checkpoints are unchanged."
+
+
 @contextmanager
 def _deleting(path: Path) -> Iterator[None]:
     """Log an OSError of a deletion as a warning: the new checkpoint is complete, and training continues."""
@@ -414,14 +418,14 @@ def _deleting(path: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, or a link to one without what it leads to, if it exists."""
+    """Delete a folder if it exists; of a link, only the link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
 
 
-def _checked_keep(name: str, keep: int | None) -> int | None:
+def _check_keep(name: str, keep: int | None) -> int | None:
     if keep is not None and keep < 1:
         raise ValueError(f"{name}: expected at least 1, or null to keep all, found {keep}")
     return keep

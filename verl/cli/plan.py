@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from verl.processes.streams import command_output
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 if TYPE_CHECKING:
     from verl.planner.shapes import ModelShape
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
     if any(argument.partition("=")[0] == "--gpus" for argument in arguments):
         return _simulate(arguments)
     if wrong := _wrong_first_form(arguments):
-        print(shown(f"error: {wrong}"), file=sys.stderr)
+        print(console_text(f"error: {wrong}"), file=sys.stderr)
         return _WRONG
     from verl.trainer import main_ppo
 
@@ -126,11 +126,11 @@ def _simulate(arguments: list[str]) -> int:
     try:
         device, job = devices.built_in(args.gpu), _job(args)
     except ValueError as error:
-        print(shown(f"error: {error}"), file=sys.stderr)
+        print(console_text(f"error: {error}"), file=sys.stderr)
         return _WRONG
     sizes = MEGATRON_SIZES if job.kind == "megatron" else None
     space = Space(separate_rollout=False, rollout_sizes=ROLLOUT_SIZES, model_sizes=sizes)
-    print(shown("\n".join([*_model_lines(job), *_workload_lines(args, device.name)])))
+    print(console_text("\n".join([*_model_lines(job), *_workload_lines(args, device.name)])))
 
     def plans_of(job: Job, gpus: int, count: int) -> list[Plan]:
         """The plans with the largest share of the memory for the rollout with which there are any."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 runs = typer.Typer(help="List and compare runs.", no_args_is_help=False)
 
@@ -26,7 +26,7 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
     """List the runs of a folder, the newest first."""
     from rich.table import Table
 
-    from verl.tracking.formatting import short_duration
+    from verl.tracking.formatting import format_short_duration
     from verl.tracking.runs import open_run, run_folders
     from verl.trainer.startup.command_line import user_errors
 
@@ -35,7 +35,7 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
         records = [open_run(path) for path in (folders[:limit] if limit else folders)]
     if not records:
         typer.echo(
-            f"no runs in {shown(str(folder))}: expected folders with run.json or metrics.jsonl. For "
+            f"no runs in {console_text(str(folder))}: expected folders with run.json or metrics.jsonl. For "
             "another folder: verl runs list FOLDER",
             err=True,
         )
@@ -55,11 +55,11 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
             *_last_and_best(run.reward_name, training),
             *_last_and_best(_first(run.validation_names), validation),
         ]
-        cells = (name, run.algorithm, run.model, steps, *figures, run.state, short_duration(run.age))
-        table.add_row(*map(shown, cells))
+        cells = (name, run.algorithm, run.model, steps, *figures, run.state, format_short_duration(run.age))
+        table.add_row(*map(console_text, cells))
     _print(table)
     if len(records) < len(folders):
-        typer.echo(f"{len(folders) - len(records)} older runs in {shown(str(folder))}: --limit 0 lists all")
+        typer.echo(f"{len(folders) - len(records)} older runs in {console_text(str(folder))}: --limit 0 lists all")
 
 
 @runs.command("compare")
@@ -75,7 +75,7 @@ def compare_runs(
     from rich.table import Table
 
     from verl.tracking.curves import save_comparison
-    from verl.tracking.formatting import short_duration
+    from verl.tracking.formatting import format_short_duration
     from verl.tracking.runs import differing_settings, labels, open_run, short_names
     from verl.trainer.startup.command_line import user_errors
 
@@ -84,12 +84,12 @@ def compare_runs(
         if len(records) < 2:
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
         plot = save_comparison(records, out, metric)
-    names = [shown(name) for name in short_names(records)]
+    names = [console_text(name) for name in short_names(records)]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("setting", *names):
         table.add_column(column, overflow="fold")
     for key, values in differing_settings(records).items():
-        table.add_row(shown(key), *("-" if value is None else shown(str(value)) for value in values))
+        table.add_row(console_text(key), *("-" if value is None else console_text(str(value)) for value in values))
     if table.row_count:
         _print(table, _WIDEST)
     else:
@@ -100,11 +100,11 @@ def compare_runs(
     for column in ("first -> last (best)", *names):
         table.add_column(column, overflow="fold")
     for name in metric or _shown_metrics(records):
-        table.add_row(shown(name), *(_range(name, run.metrics.get(name)) for run in records))
+        table.add_row(console_text(name), *(_range(name, run.metrics.get(name)) for run in records))
     table.add_row("steps", *(str(run.steps) for run in records))
-    table.add_row("time", *(short_duration(run.seconds) for run in records))
+    table.add_row("time", *(format_short_duration(run.seconds) for run in records))
     _print(table, _WIDEST)
-    typer.echo(shown(f"legend: {'; '.join(labels(records))}\nplot: {plot}"))
+    typer.echo(console_text(f"legend: {'; '.join(labels(records))}\nplot: {plot}"))
 
 
 def report(
@@ -120,7 +120,7 @@ def report(
 
     with user_errors():
         path = write_report(run, out)
-    typer.echo(f"report: {shown(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
+    typer.echo(f"report: {console_text(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
 
 
 def replay(
@@ -137,7 +137,7 @@ def replay(
     setup_logging("error")
     with user_errors():
         result = run(dump)
-    typer.echo(shown("\n".join(result.lines())))
+    typer.echo(console_text("\n".join(result.lines())))
     raise typer.Exit(0 if result.found else 1)
 
 
@@ -184,16 +184,18 @@ def _best(name: str | None, series: Any) -> float | None:
 
 
 def _last_and_best(name: str | None, series: Any) -> tuple[str, str]:
-    from verl.tracking.formatting import short
+    from verl.tracking.formatting import format_number
 
     best = _best(name, series) if series else None
-    return short(series[-1][1]) if series else "-", "-" if best is None else short(best)
+    return format_number(series[-1][1]) if series else "-", "-" if best is None else format_number(best)
 
 
 def _range(name: str, series: Any) -> str:
-    from verl.tracking.formatting import short
+    from verl.tracking.formatting import format_number
 
     if not series:
         return "-"
     best = _best(name, series)
-    return f"{short(series[0][1])} -> {short(series[-1][1])}" + ("" if best is None else f" ({short(best)})")
+    return f"{format_number(series[0][1])} -> {format_number(series[-1][1])}" + (
+        "" if best is None else f" ({format_number(best)})"
+    )

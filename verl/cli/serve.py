@@ -11,7 +11,7 @@ import typer
 
 from verl.processes.streams import command_output
 from verl.utils.paths import expanded, read_text
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 if TYPE_CHECKING:
     from socket import socket
@@ -71,8 +71,7 @@ def serve(
             from verl.registry import import_module
             from verl.server.http import listen
 
-            for address in imports or []:
-                import_module(address)
+            list(map(import_module, imports or ()))
             TOOL_PARSERS[tool_parser]  # an unknown name is an error
             if is_local(model) and not expanded(model).is_dir():
                 raise ValueError(f"MODEL: there is no folder {model!r}")
@@ -80,7 +79,8 @@ def serve(
             sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
             name = served_model_name or model
             made, served = stack.enter_context(load(settings, model_settings, device, lengths, name, imports or ()))
-        print(f"serving {shown(name)} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
+        length = f"up to {served.max_model_len} tokens per sequence"
+        print(f"serving {console_text(name)} with the engine {engine}, {length}")
         _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
     print("stopped", flush=True)
 

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from verl.processes.streams import command_output
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 HELP = """usage: verl verify-resume [--steps N] [--config FILE.yaml] key=value ...
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None, program: str = "verl verify-resume"
         comparison = verify(train, steps)
     except USER_ERRORS as error:
         return print_error(error)
-    print(shown("\n".join(comparison.lines())))
+    print(console_text("\n".join(comparison.lines())))
     return 1 if comparison.differences else 0
 
 

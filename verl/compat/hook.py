@@ -31,9 +31,9 @@ def published_names(module: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         if " " in target:
             raise ImportError(f"{module}.{name} of public verl does not exist here: {target}", name=module)
-        home, _, attribute = target.partition(":")
-        found = importlib.import_module(home)
-        return operator.attrgetter(attribute)(found) if attribute else found
+        module_name, _, attribute = target.partition(":")
+        home_module = importlib.import_module(module_name)
+        return operator.attrgetter(attribute)(home_module) if attribute else home_module
 
     return find
 
@@ -85,12 +85,12 @@ class _Forwarded(importlib.abc.Loader):
 def _former_recipe(fullname: str) -> importlib.machinery.ModuleSpec | None:
     """The spec of `recipe` or `recipe.NAME`, which is `verl.recipe.NAME` now."""
     target = MOVED.get(f"verl.{fullname}", f"verl.{fullname}")
-    found = importlib.util.find_spec(target)
-    if found is None:
+    spec = importlib.util.find_spec(target)
+    if spec is None:
         return None
-    if found.submodule_search_locations is not None:
+    if spec.submodule_search_locations is not None:
         return importlib.util.spec_from_loader(fullname, _Forwarded(target), is_package=True)
-    return importlib.util.spec_from_loader(fullname, _Moved(target), origin=found.origin)
+    return importlib.util.spec_from_loader(fullname, _Moved(target), origin=spec.origin)
 
 
 class MovedModules(importlib.abc.MetaPathFinder):
@@ -105,8 +105,8 @@ class MovedModules(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in MOVED:
             return importlib.util.spec_from_loader(fullname, _Moved(MOVED[fullname]))
-        below = fullname.startswith("recipe.") and path is not None and not list(path)
-        return _former_recipe(fullname) if below else None
+        is_recipe = fullname.startswith("recipe.") and path is not None and not list(path)
+        return _former_recipe(fullname) if is_recipe else None
 
 
 class PublishedModules(importlib.abc.MetaPathFinder):

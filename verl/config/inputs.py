@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from verl.checkpoints.store import CheckpointError, step_of_saved
+from verl.checkpoints.store import CheckpointError, saved_step
 from verl.config.errors import Problem
 from verl.config.fields import Schema, flatten
 from verl.config.schema.offline import GenerationConfig
@@ -88,7 +88,7 @@ def check_models(config: Schema) -> Iterator[Problem]:
         yield Problem("trainer.resume_from_path", f"there is no folder {checkpoint!r}")
     elif checkpoint:
         try:
-            step_of_saved(Path(checkpoint))
+            saved_step(Path(checkpoint))
         except CheckpointError as error:
             yield Problem("trainer.resume_from_path", str(error))
 

@@ -19,7 +19,7 @@ from verl.checkpoints.atomic import atomic_write
 logger = logging.getLogger("verl.data")
 
 FILE = "bad_rows.jsonl"
-_DEEPEST = 200  # of nested lists and objects: libraries that copy or write rows are recursive
+_DEEPEST = 200  # levels of nested lists and objects: libraries that copy or write rows are recursive
 
 
 class BadRowsError(ValueError):
@@ -30,7 +30,7 @@ class BadRowsError(ValueError):
         self.rows = rows
 
 
-def parse_json(text: str, where: str, expected: str) -> Any:
+def parse_json(text: str, location: str, expected: str) -> Any:
     """Parse the JSON of a row or of a file.
 
     Raises:
@@ -40,15 +40,15 @@ def parse_json(text: str, where: str, expected: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        reason = error.msg.removesuffix(" at")  # of some messages
-        raise ValueError(f"{where}: expected {expected}: {reason} at {line}character {error.colno}") from error
+        reason = error.msg.removesuffix(" at")  # some messages end with it
+        raise ValueError(f"{location}: expected {expected}: {reason} at {line}character {error.colno}") from error
     except RecursionError:
-        raise ValueError(f"{where}: expected {expected}, found values nested more than {_DEEPEST} deep") from None
+        raise ValueError(f"{location}: expected {expected}, found values nested more than {_DEEPEST} deep") from None
     except _RepeatedKeyError as error:
-        raise ValueError(f"{where}: expected {expected}: {error}") from error
-    except ValueError:  # of int()
+        raise ValueError(f"{location}: expected {expected}: {error}") from error
+    except ValueError:  # raised by int()
         limit = f"{sys.get_int_max_str_digits():,}"
-        raise ValueError(f"{where}: expected {expected}, found an integer of more than {limit} digits") from None
+        raise ValueError(f"{location}: expected {expected}, found an integer of more than {limit} digits") from None
 
 
 class _RepeatedKeyError(ValueError):
@@ -56,21 +56,21 @@ class _RepeatedKeyError(ValueError):
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
         raise _RepeatedKeyError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
-    return found
+    return mapping
 
 
-def check_values(row: Mapping[str, Any], where: str) -> None:
+def check_values(row: Mapping[str, Any], location: str) -> None:
     """Raise ValueError for values nested too deeply, and for a ground truth that is infinite."""
     level: list[Any] = list(row.values())
     for _ in range(_DEEPEST):
         level = [x for each in level if isinstance(each, dict | list) for x in _children(each)]
         if not level:
             return
-    raise ValueError(f"{where}: values are nested more than {_DEEPEST} deep")
+    raise ValueError(f"{location}: values are nested more than {_DEEPEST} deep")
 
 
 def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
@@ -80,10 +80,10 @@ def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
 def usable_rows(
     rows: Any, indices: Collection[int], check: Callable[[Mapping[str, Any], int], Any], limit: int
 ) -> tuple[Sequence[int], list[dict[str, Any]]]:
-    """Check rows, and drop those that cannot be used.
+    """Check rows, and drop bad ones.
 
     Args:
-        rows: rows with `where(index)`.
+        rows: rows with `location(index)`.
         indices: of the rows to check.
         check: (row, index) -> anything; raises ValueError for a bad row.
         limit: number of bad rows that are allowed.
@@ -99,54 +99,49 @@ def usable_rows(
         try:
             check(rows[index], index)
         except ValueError as error:
-            bad.append({"row": int(index), "place": rows.where(index), "reason": str(error)})
+            bad.append({"row": int(index), "place": rows.location(index), "reason": str(error)})
             continue
         kept.append(index)
     if len(bad) > limit:
-        shown = "".join(f"\n  {row['reason']}" for row in itertools.islice(bad, 5))
-        raise BadRowsError(
-            f"{len(bad)} of {len(indices)} rows cannot be used, more than data.max_bad_rows={limit}; the first:{shown}",
-            bad,
-        )
+        examples = "".join(f"\n  {row['reason']}" for row in itertools.islice(bad, 5))
+        count = f"{len(bad)} of {len(indices)} rows"
+        raise BadRowsError(f"{count} cannot be used, more than data.max_bad_rows={limit}; the first:{examples}", bad)
     if bad:
-        logger.warning("dropped %d of %d rows, which cannot be used; the first: %s", *_figures(bad, indices))
+        first = bad[0]["reason"]
+        logger.warning("dropped %d of %d rows, which cannot be used; the first: %s", len(bad), len(indices), first)
     return kept, bad
-
-
-def _figures(bad: list[dict[str, Any]], indices: Collection[int]) -> tuple[int, int, str]:
-    return len(bad), len(indices), bad[0]["reason"]
 
 
 class RepeatedRows:
     """Finds rows that equal an earlier one, and rows with the `uid` or `id` of another one."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[str, bytes], int] = {}  # (what is equal, digest) -> row
-        self._found: dict[str, list[tuple[int, int]]] = {}  # what is equal -> (row, the earlier one)
+        self._first: dict[tuple[str, bytes], int] = {}  # (name, digest of the value) -> row
+        self._repeats: dict[str, list[tuple[int, int]]] = {}  # name -> (row, the earlier one)
 
     def add(self, index: int, row: Mapping[str, Any]) -> None:
         """Compare a row with those before it."""
         keys = {"contents": row} | {key: row[key] for key in ("uid", "id") if row.get(key) is not None}
-        for what, value in keys.items():
+        for name, value in keys.items():
             text = json.dumps(value, sort_keys=True, default=repr, skipkeys=True)
-            key = what, hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+            key = name, hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
             if (earlier := self._first.setdefault(key, index)) != index:
-                self._found.setdefault(what, []).append((index, earlier))
+                self._repeats.setdefault(name, []).append((index, earlier))
 
     def report(self, rows: Any, count: int) -> None:
-        """Log a warning for each kind. rows: with `where(index)`."""
-        for what, pairs in self._found.items():
+        """Log a warning for each kind. rows: with `location(index)`."""
+        for name, pairs in self._repeats.items():
             index, earlier = pairs[0]
             logger.warning(
                 "%d of %d rows have the %s of an earlier row; the first: %s, as %s",
-                *(len(pairs), count, what, rows.where(index), rows.where(earlier)),
+                *(len(pairs), count, name, rows.location(index), rows.location(earlier)),
             )
 
 
 def write_bad_rows(folder: Path, bad: Sequence[Mapping[str, Any]]) -> Path | None:
     """List bad rows in `bad_rows.jsonl` of a folder. Returns the file; None, and no file, if there are none."""
     if not bad:
-        (folder / FILE).unlink(missing_ok=True)  # of an earlier start, before the data was repaired
+        (folder / FILE).unlink(missing_ok=True)  # left by an earlier start, before the data was repaired
         return None
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / FILE) as draft:

@@ -23,7 +23,7 @@ def encode_conversations(
     *,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-    where: Callable[[int], str] = lambda i: f"chat {i}",
+    location: Callable[[int], str] = lambda i: f"chat {i}",
     expanders: Mapping[int, Callable[[str], str]] | None = None,
 ) -> list[tuple[list[int], list[int]]]:
     """Token ids of chats up to the eos token of the last assistant turn, and a loss mask.
@@ -34,11 +34,9 @@ def encode_conversations(
     what the template appends. An assistant message at the start is context only.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        chats: lists of messages.
         chat_template: Jinja text that replaces the tokenizer's template.
         template_kwargs: arguments of the template.
-        where: name of chat i in errors.
+        location: name of chat i in errors.
         expanders: chat -> the function that expands the image placeholders in parts of its text, in their order.
 
     Returns:
@@ -49,8 +47,8 @@ def encode_conversations(
             assistant turn with several eos tokens.
     """
     turns = [(i, t) for i, chat in enumerate(chats) for t, m in enumerate(chat) if t > 0 and m["role"] == "assistant"]
-    _check_every_chat_has_a_turn(chats, turns, where)
-    settings = {"template_kwargs": template_kwargs, "where": lambda k: where(turns[k][0])}
+    _check_every_chat_has_a_turn(chats, turns, location)
+    settings = {"template_kwargs": template_kwargs, "location": lambda k: location(turns[k][0])}
     render = functools.partial(render_chats, tokenizer, chat_template=chat_template, **settings)
     prefixes = render([chats[i][:t] for i, t in turns], add_generation_prompt=True)
     with_turn = render([chats[i][: t + 1] for i, t in turns], add_generation_prompt=False)
@@ -58,7 +56,7 @@ def encode_conversations(
     for (i, t), prefix, text in zip(turns, prefixes, with_turn):
         if not (prefix.startswith(done[i]) and text.startswith(prefix)):
             raise ValueError(
-                f"{where(i)}: the chat template renders the messages before turn {t} differently once that turn is "
+                f"{location(i)}: the chat template renders the messages before turn {t} differently once that turn is "
                 "added (some templates drop the reasoning of earlier turns, or start a response differently), so that "
                 "training differs from generation: use one row per assistant turn, or model.custom_chat_template"
             )
@@ -71,7 +69,7 @@ def encode_conversations(
     response_ids = encode(tokenizer, responses, add_special_tokens=False)
     for k, (i, _) in enumerate(turns):
         ids, mask = result[i]
-        end = _response_length(tokenizer, response_ids[k], responses[k], where(i))
+        end = _response_length(tokenizer, response_ids[k], responses[k], location(i))
         is_last = k + 1 == len(turns) or turns[k + 1][0] != i
         rest = [] if is_last else response_ids[k][end:]
         ids += context_ids[k] + response_ids[k][:end] + rest
@@ -80,22 +78,24 @@ def encode_conversations(
 
 
 def _check_every_chat_has_a_turn(
-    chats: Sequence[Sequence[Message]], turns: Sequence[tuple[int, int]], where: Callable[[int], str]
+    chats: Sequence[Sequence[Message]], turns: Sequence[tuple[int, int]], location: Callable[[int], str]
 ) -> None:
     with_turn = {i for i, _ in turns}
     for i, chat in enumerate(chats):
         if i not in with_turn:
             roles = [message["role"] for message in chat]
-            raise ValueError(f"{where(i)}: the chat has no assistant turn after the first message; its roles: {roles}")
+            raise ValueError(
+                f"{location(i)}: the chat has no assistant turn after the first message; its roles: {roles}"
+            )
 
 
-def _response_length(tokenizer: Any, ids: list[int], text: str, where: str) -> int:
+def _response_length(tokenizer: Any, ids: list[int], text: str, location: str) -> int:
     """Number of tokens up to and including eos; all of them, with a warning, if the template ends a turn otherwise."""
     count = ids.count(tokenizer.eos_token_id)
     if count > 1:
         raise ValueError(
-            f"{where}: an assistant turn contains the eos token {tokenizer.eos_token!r} {count} times, but generation "
-            "stops at the first: remove it from the text"
+            f"{location}: an assistant turn contains the eos token {tokenizer.eos_token!r} {count} times, but "
+            "generation stops at the first: remove it from the text"
         )
     if count == 1:
         return ids.index(tokenizer.eos_token_id) + 1
@@ -159,7 +159,7 @@ class DialogueReader:
             [*as_chat_or_text(prompt, "chat", True, f"dialogue {i}"), {"role": "assistant", "content": response}]
             for i, (prompt, response) in enumerate(zip(prompts, responses))
         ]
-        texts = render_chats(self.reader, chats, add_generation_prompt=False, where=lambda i: f"dialogue {i}")
+        texts = render_chats(self.reader, chats, add_generation_prompt=False, location=lambda i: f"dialogue {i}")
         return encode(self.reader, texts, add_special_tokens=False)
 
 

@@ -20,7 +20,6 @@ class PromptCollator:
     """`collate_prompts`, also for items without token ids: their `raw_prompt`, messages or text, is tokenized.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         data: the section with prompt_format, max_prompt_length, truncation and apply_chat_template_kwargs.
         processor: the processor of a vision-language model, for messages with images or videos.
     """
@@ -40,35 +39,35 @@ class PromptCollator:
     def _with_token_ids(self, item: Any, position: int) -> Any:
         if not isinstance(item, Mapping) or item.get("raw_prompt") is None or any(key in item for key in TOKEN_KEYS):
             return item
-        where, data = f"dataset item {position} of the batch", self.data
-        given = item["raw_prompt"]
-        given = given.tolist() if isinstance(given, np.ndarray) else given
-        media = self._media(item, given, where)
+        location, data = f"dataset item {position} of the batch", self.data
+        raw_prompt = item["raw_prompt"]
+        raw_prompt = raw_prompt.tolist() if isinstance(raw_prompt, np.ndarray) else raw_prompt
+        media = self._media(item, raw_prompt, location)
         if media is not None:
             ids = self.media.token_ids(media)
-            self._check_length(ids, where, FEWER_IMAGE_TOKENS)
+            self._check_length(ids, location, FEWER_IMAGE_TOKENS)
             return {**item, "raw_prompt": media.messages, "prompt_ids": ids, **self.media.columns(media, ids)}
-        prompt = read_prompt(given, data.prompt_format, self.tokenizer.chat_template is not None, where)
+        prompt = read_prompt(raw_prompt, data.prompt_format, self.tokenizer.chat_template is not None, location)
         kwargs = data.apply_chat_template_kwargs
-        (ids,) = encode_prompts(self.tokenizer, [prompt], lambda i: where, template_kwargs=kwargs, tools=self.tools)
+        (ids,) = encode_prompts(self.tokenizer, [prompt], lambda i: location, template_kwargs=kwargs, tools=self.tools)
         if data.truncation == "error":
-            self._check_length(ids, where, "set data.truncation to left, right or middle")
-        found = {**item, "raw_prompt": prompt, "prompt_ids": truncate(ids, data.max_prompt_length, data.truncation)}
-        return found if self.media is None else found | self.media.columns(prompt, found["prompt_ids"])
+            self._check_length(ids, location, "set data.truncation to left, right or middle")
+        prepared = {**item, "raw_prompt": prompt, "prompt_ids": truncate(ids, data.max_prompt_length, data.truncation)}
+        return prepared if self.media is None else prepared | self.media.columns(prompt, prepared["prompt_ids"])
 
-    def _media(self, item: Mapping[str, Any], prompt: Any, where: str) -> MediaPrompt | None:
+    def _media(self, item: Mapping[str, Any], prompt: Any, location: str) -> MediaPrompt | None:
         """The prompt of an item with images or videos: in its messages, or in multi_modal_data."""
         if self.media is None:
             return None
-        given = media_data(item.get("multi_modal_data")) or {}
+        media = media_data(item.get("multi_modal_data")) or {}
         keys = {"images": self.data.image_key, "videos": self.data.video_key}
-        return self.media.read({keys[name]: values for name, values in given.items()}, prompt, Path(), where)
+        return self.media.read({keys[name]: values for name, values in media.items()}, prompt, Path(), location)
 
-    def _check_length(self, ids: Sequence[int], where: str, fix: str) -> None:
+    def _check_length(self, ids: Sequence[int], location: str, fix: str) -> None:
         limit = self.data.max_prompt_length
         if len(ids) > limit:
             raise ValueError(
-                f"{where}: the prompt has {len(ids):,} tokens, data.max_prompt_length is {limit:,}: increase the "
+                f"{location}: the prompt has {len(ids):,} tokens, data.max_prompt_length is {limit:,}: increase the "
                 f"limit, filter the prompts in the dataset, or {fix}"
             )
 
@@ -113,10 +112,10 @@ def _standard_item(item: Any, position: int) -> dict[str, Any]:
     return row
 
 
-def media_data(given: Any) -> dict[str, list[Any]] | None:
+def media_data(media: Any) -> dict[str, list[Any]] | None:
     """`multi_modal_data` with the keys images and videos, from those or from image and video, as vLLM calls them."""
     names = {"image": "images", "video": "videos"}
-    return {names.get(k, k): list(v) if isinstance(v, list | tuple) else [v] for k, v in (given or {}).items()} or None
+    return {names.get(k, k): list(v) if isinstance(v, list | tuple) else [v] for k, v in (media or {}).items()} or None
 
 
 def _media_columns(item: Mapping[str, Any], prompt_ids: list[int], position: int) -> dict[str, Any]:
@@ -176,7 +175,7 @@ def collate_fn(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_dataset(dataset: Dataset, collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts) -> None:
-    """Raise ValueError if the dataset is empty, or its first item is not what `collate` takes."""
+    """Raise ValueError if the dataset is empty, or `collate` does not accept its first item."""
     name = type(dataset).__name__
     if len(dataset) == 0:
         raise ValueError(f"{name}: the dataset has no items")

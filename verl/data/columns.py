@@ -26,15 +26,15 @@ def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
 
     A column that the user has set is not replaced. What was used is logged.
     """
-    found = {}
+    replacements = {}
     if config.prompt_key == PROMPT_KEY and PROMPT_KEY not in rows.columns and _OTHER_PROMPT in rows.columns:
-        found["prompt_key"] = _OTHER_PROMPT
+        replacements["prompt_key"] = _OTHER_PROMPT
     has_truth = {GROUND_TRUTH_KEY, "reward_model"} & {*rows.columns}
     if config.ground_truth_key == GROUND_TRUTH_KEY and not has_truth and _OTHER_TRUTH in rows.columns:
-        found["ground_truth_key"] = _OTHER_TRUTH
-    if not found:
+        replacements["ground_truth_key"] = _OTHER_TRUTH
+    if not replacements:
         return config
-    config = config.model_copy(update=found)
+    config = config.model_copy(update=replacements)
     logger.info(
         "%s: prompt from column %r, ground truth from column %r", rows.names, config.prompt_key, config.ground_truth_key
     )
@@ -76,27 +76,29 @@ def other_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = 
     return [name for name in others if name not in reserved]
 
 
-def reward_model(row: Mapping[str, Any], where: str, ground_truth_key: str) -> dict[str, Any]:
+def reward_model(row: Mapping[str, Any], location: str, ground_truth_key: str) -> dict[str, Any]:
     """The `reward_model` entry of a row. Raises ValueError if a row of a file with ground truths has none."""
     if "reward_model" not in row and ground_truth_key not in row:
         return dict(NO_TRUTH)
     if "reward_model" in row and ground_truth_key == GROUND_TRUTH_KEY:  # another column was chosen by the user
-        given, column = row["reward_model"], "reward_model"
-        if not isinstance(given, Mapping):
-            raise ValueError(f'{where}: expected reward_model {{"ground_truth": ...}}, found {given!r}')
-        found = {"style": "rule", "ground_truth": None} | {k: v for k, v in given.items() if v is not None}
+        value, column = row["reward_model"], "reward_model"
+        if not isinstance(value, Mapping):
+            raise ValueError(f'{location}: expected reward_model {{"ground_truth": ...}}, found {value!r}')
+        entry = {"style": "rule", "ground_truth": None} | {k: v for k, v in value.items() if v is not None}
     else:
-        given, column = row.get(ground_truth_key), ground_truth_key
-        is_number = isinstance(given, int | float) and not isinstance(given, bool) and given == given
-        found = {"style": "rule", "ground_truth": str(given) if is_number else given}
-    truth = found["ground_truth"]
+        value, column = row.get(ground_truth_key), ground_truth_key
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        entry = {"style": "rule", "ground_truth": str(value) if is_number else value}
+    truth = entry["ground_truth"]
     if isinstance(truth, str):
-        check_encodable(truth, f"{where}: the ground truth (column {column!r})")
-    if isinstance(given, float) and given in (float("inf"), float("-inf")):
-        raise ValueError(f"{where}: the ground truth (column {column!r}) is {given}: expected a finite number or text")
+        check_encodable(truth, f"{location}: the ground truth (column {column!r})")
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        raise ValueError(
+            f"{location}: the ground truth (column {column!r}) is {value}: expected a finite number or text"
+        )
     missing = truth is None or truth != truth or (isinstance(truth, str | list) and len(truth) == 0)
     if isinstance(truth, str) and not truth.strip():
         missing = True
-    if found["style"] == "rule" and missing:
-        raise ValueError(f"{where}: the ground truth (column {column!r}) is missing: found {row.get(column)!r}")
-    return found
+    if entry["style"] == "rule" and missing:
+        raise ValueError(f"{location}: the ground truth (column {column!r}) is missing: found {row.get(column)!r}")
+    return entry

@@ -34,7 +34,7 @@ DatasetConfig = Section | Mapping[str, Any] | HasGet | None
 
 
 def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any, str | None]:
-    """The `data` section of a schema from what a dataset received as its config.
+    """The `data` section of a schema, from the `config` argument of a dataset.
 
     A mapping may have more keys: `max_samples` replaces `train_max_samples`, and `chat_template`, or
     `custom_chat_template`, replaces the tokenizer's chat template.
@@ -58,15 +58,15 @@ def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any,
     keys = [*section.model_fields, "max_samples", "chat_template", "custom_chat_template"]
     if OmegaConf.is_config(config):
         config = OmegaConf.to_container(config, resolve=True)
-    given = dict(config) if isinstance(config, Mapping) else {key: config.get(key, None) for key in keys}
-    for own in (given.get("custom_cls") or {}).get("kwargs") or {}:  # settings of a subclass
-        if own not in section.model_fields:
-            given.pop(own, None)
-    max_samples = given.pop("max_samples", None)
-    templates = [given.pop(key, None) for key in ("chat_template", "custom_chat_template")]
+    settings = dict(config) if isinstance(config, Mapping) else {key: config.get(key, None) for key in keys}
+    for name in (settings.get("custom_cls") or {}).get("kwargs") or {}:  # settings of a subclass
+        if name not in section.model_fields:
+            settings.pop(name, None)
+    max_samples = settings.pop("max_samples", None)
+    templates = [settings.pop(key, None) for key in ("chat_template", "custom_chat_template")]
     if max_samples is not None:
-        given["train_max_samples"] = max_samples
-    return load_section("data", given, schema), templates[0] or templates[1]
+        settings["train_max_samples"] = max_samples
+    return load_section("data", settings, schema), templates[0] or templates[1]
 
 
 def rows_to_use(rows: Rows, max_samples: int) -> int:
@@ -103,13 +103,13 @@ def tokenize_rows(
     while chunk := list(itertools.islice(remaining, CHUNK)):
         indices = [index for index, _ in chunk]
         examples = [read(row, index) for index, row in chunk]
-        encoded = encode(examples, lambda i, indices=indices: rows.where(indices[i]))
+        encoded = encode(examples, lambda i, indices=indices: rows.location(indices[i]))
         texts = [texts_of(example) for example in examples]
-        check_round_trips(tokenizer, texts, [ids for ids, _ in encoded], stride, indices, rows.where)
+        check_round_trips(tokenizer, texts, [ids for ids, _ in encoded], stride, indices, rows.location)
         yield from zip(indices, encoded)
 
 
-def overlong_figures(overlong: Mapping[int, int], rows: Rows) -> str:
-    """Where the first overlong row is and how long the longest is. overlong: row number -> tokens."""
+def describe_overlong(overlong: Mapping[int, int], rows: Rows) -> str:
+    """The first overlong row and the length of the longest. overlong: row number -> tokens."""
     row, length = next(iter(overlong.items()))
-    return f"the first is {rows.where(row)}, with {length:,}; the longest has {max(overlong.values()):,}"
+    return f"the first is {rows.location(row)}, with {length:,}; the longest has {max(overlong.values()):,}"

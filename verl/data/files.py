@@ -44,7 +44,7 @@ class File(Protocol):
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
-    def where(self, row: int) -> str: ...
+    def location(self, row: int) -> str: ...
 
     def to_table(self) -> pa.Table: ...
 
@@ -101,10 +101,10 @@ class Rows(Sequence):
         file, _ = self._locate(row)
         return file.path.parent
 
-    def where(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """File, and row or line number, as shown in errors."""
         file, local = self._locate(row)
-        return file.where(local)
+        return file.location(local)
 
     def to_table(self) -> pa.Table:
         """All rows as an Arrow table; columns of parquet files keep their types.
@@ -157,12 +157,12 @@ def is_streamed(files: str | Path | Sequence[str | Path], streaming: bool | None
 
 def file_list(files: str | Path | Sequence[str | Path]) -> list[Path]:
     """One path or several -> a list of paths, `~` expanded. Raises ValueError otherwise, and for an empty list."""
-    given = [files] if isinstance(files, str | Path) else files
-    if not isinstance(given, Sequence) or not all(isinstance(f, str | Path) for f in given):
+    paths = [files] if isinstance(files, str | Path) else files
+    if not isinstance(paths, Sequence) or not all(isinstance(f, str | Path) for f in paths):
         raise ValueError(f"data files: expected a path or a list of paths, found {files!r}")
-    if not given:
+    if not paths:
         raise ValueError("data files: expected a path or a list of paths, found an empty list")
-    return [expanded(f) for f in given]
+    return [expanded(f) for f in paths]
 
 
 def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = False) -> Rows:
@@ -212,8 +212,8 @@ def _is_file(path: Path) -> bool:
     return False
 
 
-def rows_in_memory(given: Any) -> Rows | None:
-    """Rows of a sequence of dicts; None if `given` is a path or a list of paths.
+def rows_in_memory(data: Any) -> Rows | None:
+    """Rows of a sequence of dicts; None if `data` is a path or a list of paths.
 
     A list is checked and copied: a key that a row does not have is None. Another sequence, such as a Hugging Face
     dataset, is read row by row.
@@ -221,24 +221,24 @@ def rows_in_memory(given: Any) -> Rows | None:
     Raises:
         ValueError: an item of a list is not a dict.
     """
-    if isinstance(given, str | Path | Mapping) or not isinstance(given, Sized) or not len(given):
+    if isinstance(data, str | Path | Mapping) or not isinstance(data, Sized) or not len(data):
         return None
-    if isinstance(given[0], str | Path):
+    if isinstance(data[0], str | Path):
         return None
-    if isinstance(given, list | tuple):
-        for i, row in enumerate(given):
+    if isinstance(data, list | tuple):
+        for i, row in enumerate(data):
             if not isinstance(row, Mapping):
                 raise ValueError(
                     f'row {i} (the first is 0): expected a dict such as {{"prompt": ..., "answer": ...}}, found '
                     f"{type(row).__name__}"
                 )
-        empty = dict.fromkeys(key for row in given for key in row)
-        given = [empty | dict(row) for row in given]
-    return Rows([RowTable(given)])
+        empty = dict.fromkeys(key for row in data for key in row)
+        data = [empty | dict(row) for row in data]
+    return Rows([RowTable(data)])
 
 
 def fingerprint(rows: Rows | None, files: Sequence[str]) -> str:
-    """What tells training data from others: the sizes of files on disk; a digest of rows in memory.
+    """A text that identifies training data: the sizes of files on disk, or a digest of rows in memory.
 
     Of many rows, at most 10,000 evenly spaced ones are read.
     """

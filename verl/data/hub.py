@@ -53,9 +53,9 @@ def open_dataset(entry: str | Path) -> RowTable:
         ValueError: the library is not installed, the hub is not reachable, or there is no such dataset, configuration
             or split.
     """
-    given = DataName.parse(entry)
-    known = KNOWN.get(given.path)
-    name = DataName(given.path, given.config or (known.config if known else None), given.split or "train")
+    requested = DataName.parse(entry)
+    known = KNOWN.get(requested.path)
+    name = DataName(requested.path, requested.config or (known.config if known else None), requested.split or "train")
     library = _library(name)
     if not name.is_folder:
         _check_reachable(name)
@@ -76,9 +76,9 @@ def _library(name: DataName) -> ModuleType:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        what = "is a folder" if name.is_folder else "is no file, and read as the name of a hub dataset"
+        meaning = "a folder" if name.is_folder else "no file, and read as the name of a hub dataset"
         raise ValueError(
-            f"{name.path} {what}, which needs the package {error.name}: pip install 'verl[hub]' (or pip install "
+            f"{name.path} is {meaning}, which needs the package {error.name}: pip install 'verl[hub]' (or pip install "
             "datasets), or give a .parquet, .jsonl, .json or .csv file"
         ) from error
     return datasets
@@ -90,12 +90,12 @@ def _load(library: ModuleType, name: DataName) -> Any:
         return library.load_dataset(name.path, name.config, split=name.split)
     if not any((path / file).is_file() for file in _SAVED):
         return library.load_dataset(str(path), name.config, split=name.split)
-    found = library.load_from_disk(str(path))
-    if not isinstance(found, Mapping):  # one split, which has no name
-        return found
-    if name.split not in found:
-        raise ValueError(f"expected one of the splits {', '.join(found)}, found {name.split!r}")
-    return found[name.split]
+    dataset = library.load_from_disk(str(path))
+    if not isinstance(dataset, Mapping):  # one split, which has no name
+        return dataset
+    if name.split not in dataset:
+        raise ValueError(f"expected one of the splits {', '.join(dataset)}, found {name.split!r}")
+    return dataset[name.split]
 
 
 def _with_stored_images(library: ModuleType, rows: Any) -> Any:

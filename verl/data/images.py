@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.media_source import MediaError, bytes_of_text, describe
+from verl.data.media_source import MediaError, describe, load_media
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -67,25 +67,25 @@ class RowImage:
 
     Args:
         source: see the module docstring.
-        where: names the image in errors: file, row and number.
+        location: names the image in errors: file, row and number.
         folder: the folder that relative paths start from.
         limits: settings of the dataset.
     """
 
-    def __init__(self, source: Any, where: str, folder: Path = Path(), limits: ImageLimits = NO_LIMITS):
-        self._source, self.where, self._folder, self._limits = source, where, folder, limits
-        self._is_given = False  # whether the source is a PIL image
+    def __init__(self, source: Any, location: str, folder: Path = Path(), limits: ImageLimits = NO_LIMITS):
+        self._source, self.location, self._folder, self._limits = source, location, folder, limits
+        self._is_shared = False  # whether the source is a PIL image
 
     @property
     def file(self) -> Path | None:
         """The file of the image; None if the row has the image itself, or a URL."""
         source = self._source
         if isinstance(source, Mapping):
-            named = (source[key] for key in _SOURCE_KEYS if source.get(key) is not None)
-            source = next(named, None)
+            values = (source[key] for key in _SOURCE_KEYS if source.get(key) is not None)
+            source = next(values, None)
         if not isinstance(source, str | Path):
             return None
-        with suppress(OSError, ValueError, RuntimeError):  # base64 text, as in `bytes_of_text`
+        with suppress(OSError, ValueError, RuntimeError):  # base64 text, as in `load_media`
             path = self._folder / Path(str(source).removeprefix("file://")).expanduser()
             return path if path.is_file() else None
         return None
@@ -98,7 +98,7 @@ class RowImage:
         """
         image = self._open()
         try:
-            with self._alone():
+            with self._exclusive():
                 if image.format == "TIFF":  # load() rotates it; before, `size` depends on the release
                     image.load()
                 rotated = image.getexif().get(0x0112) in _ROTATED
@@ -116,7 +116,7 @@ class RowImage:
 
         image = self._open()
         try:
-            with self._alone():
+            with self._exclusive():
                 image.load()
                 image = ImageOps.exif_transpose(image)
         except Exception as error:  # as above
@@ -129,12 +129,11 @@ class RowImage:
 
     def _open(self) -> "Image":
         """The image with its header read and checked."""
-        found = self._found(self._source)
-        if isinstance(found, bytes):
-            found = self._parsed(found)
-        if found.format in EXTERNAL_FORMATS:
-            raise self._error(f"expected an image (PNG, JPEG, WebP, ...), found {found.format}: convert the file")
-        width, height = found.size
+        source = self._load_source(self._source)
+        image = self._parse(source) if isinstance(source, bytes) else source
+        if image.format in EXTERNAL_FORMATS:
+            raise self._error(f"expected an image (PNG, JPEG, WebP, ...), found {image.format}: convert the file")
+        width, height = image.size
         if width * height > MOST_PIXELS:
             raise self._error(
                 f"expected at most {MOST_PIXELS:,} pixels, found {width} x {height} = {width * height:,}: "
@@ -146,22 +145,22 @@ class RowImage:
                 "remove the row"
             )
         try:
-            with self._alone():
-                frames = getattr(found, "n_frames", 1)  # only the formats with several frames have it
+            with self._exclusive():
+                frames = getattr(image, "n_frames", 1)  # only the formats with several frames have it
         except Exception as error:  # as above
             raise self._damaged(error) from error
-        if frames > 1 and found.format != "MPO":  # MPO: a photo with a preview, the photo first
+        if frames > 1 and image.format != "MPO":  # MPO: a photo with a preview, the photo first
             raise self._error(
-                f"expected one frame, found an animation ({found.format}) of {frames} frames: save the frame to use, "
+                f"expected one frame, found an animation ({image.format}) of {frames} frames: save the frame to use, "
                 "or move it to the column of videos (data.video_key)"
             )
-        return found
+        return image
 
-    def _alone(self) -> AbstractContextManager[Any]:
+    def _exclusive(self) -> AbstractContextManager[Any]:
         """A context for reading pixels: rows may share a PIL image, which only one thread may read."""
-        return _LOADING if self._is_given else nullcontext()
+        return _LOADING if self._is_shared else nullcontext()
 
-    def _parsed(self, data: bytes) -> "Image":
+    def _parse(self, data: bytes) -> "Image":
         from PIL import Image, UnidentifiedImageError
 
         if not data:
@@ -176,24 +175,24 @@ class RowImage:
             ) from error
         except Image.DecompressionBombError as error:
             pixels = re.search(r"\d+", str(error))
-            found = f"{int(pixels[0]):,}" if pixels else "more"
+            count = f"{int(pixels[0]):,}" if pixels else "more"
             raise self._error(
-                f"expected at most {MOST_PIXELS:,} pixels, found {found} in {len(data):,} bytes: store a smaller one"
+                f"expected at most {MOST_PIXELS:,} pixels, found {count} in {len(data):,} bytes: store a smaller one"
             ) from error
         except Exception as error:  # as above
             raise self._damaged(error) from error
 
-    def _found(self, source: Any) -> "Image | bytes":
+    def _load_source(self, source: Any) -> "Image | bytes":
         """The bytes of the image, or the image itself."""
         from PIL import Image
 
         if isinstance(source, Image.Image):
-            self._is_given = True
+            self._is_shared = True
             return source
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source)
         if isinstance(source, str | Path):
-            return bytes_of_text(str(source), self._folder, self._limits.allow_urls, self._error)
+            return load_media(str(source), self._folder, self._limits.allow_urls, self._error)
         if (
             isinstance(source, np.ndarray)
             and source.dtype == np.uint8
@@ -204,7 +203,7 @@ class RowImage:
         if isinstance(source, Mapping):
             for key in _SOURCE_KEYS:
                 if source.get(key) is not None:
-                    return self._found(source[key])
+                    return self._load_source(source[key])
         raise self._error(f"expected {_SOURCES}, found {describe(source)}")
 
     # ---- pixels -----------------------------------------------------------------------------------------------------
@@ -233,8 +232,8 @@ class RowImage:
             f"expected a complete image, found a damaged file ({error}): write it again or remove the row"
         )
 
-    def _error(self, what: str) -> MediaError:
-        return MediaError(f"{self.where}{_named(self._source)}: {what}")
+    def _error(self, problem: str) -> MediaError:
+        return MediaError(f"{self.location}{_format_name(self._source)}: {problem}")
 
 
 def ignore_size_warnings() -> None:
@@ -245,8 +244,8 @@ def ignore_size_warnings() -> None:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
-def _named(source: Any) -> str:
-    """The file name of a source that has one, in parentheses."""
+def _format_name(source: Any) -> str:
+    """The file name of a source that has one, in parentheses; otherwise an empty text."""
     path = source.get("path") if isinstance(source, Mapping) else source
     is_name = isinstance(path, str) and len(path) < 300 and path[:5].lower() != "data:"
     return f" ({path:.100})" if is_name else ""

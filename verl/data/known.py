@@ -20,7 +20,7 @@ MATH_INSTRUCTION = "Reason step by step. Put the final answer in \\boxed{}."
 
 @dataclass(frozen=True)
 class KnownDataset:
-    """How a hub dataset is loaded and converted.
+    """Loading and conversion of a hub dataset.
 
     Attributes:
         convert: (row, split, index) -> a row with prompt, data_source, ability, reward_model and extra_info. Raises
@@ -86,8 +86,8 @@ def geo3k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
     problem, truth = _texts(row, "problem", "answer")
     images = row.get("images")
     if not isinstance(images, list) or problem.count("<image>") != len(images):
-        found = len(images) if isinstance(images, list) else repr(images)[:60]
-        raise ValueError(f"expected one of images for each <image> of the problem, found {found}: {problem[:60]!r}")
+        count = len(images) if isinstance(images, list) else repr(images)[:60]
+        raise ValueError(f"expected one of images for each <image> of the problem, found {count}: {problem[:60]!r}")
     info = {"split": split, "index": index, "question": problem, "answer": truth}
     return _row(GEO3K, problem, GEO3K_INSTRUCTION, truth, info) | {"images": images}
 

@@ -27,9 +27,9 @@ FEWER_IMAGE_TOKENS = "reduce data.max_pixels"
 
 _PLACEHOLDER = re.compile(r"(<image>|<video>)")
 _PART_KEYS = {"type", "text", "image", "image_url", "video", "bytes", "path", "url", "fps"}
-#: what the processor returns besides the tensors of images and videos
+#: outputs of the processor that are not tensors of images or videos
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-_KINDS = ("image", "video")
+_MODALITIES = ("image", "video")
 _DECODED = 128  # rows at the start of the data, and as many evenly spaced, whose images are decoded at the start
 _SIZES = 4096  # sizes of images whose placeholders are kept
 
@@ -41,13 +41,13 @@ class MediaPrompt:
     Attributes:
         messages: chat messages; the content is text or a list of parts {"type": "text" | "image" | "video", ...}.
         images, videos: in the order of their parts.
-        where: names the row in errors.
+        location: names the row in errors.
     """
 
     messages: list[Message]
     images: "tuple[RowImage, ...]"
     videos: "tuple[Video, ...]"
-    where: str
+    location: str
 
     def decode(self) -> None:
         """Decode all images and videos. Raises MediaError for one that cannot be used."""
@@ -109,23 +109,25 @@ class MediaReader:
         self.processor, self.tokenizer, self.data = processor, tokenizer, data
         self.limits = ImageLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
         self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
-        self._placeholder = functools.lru_cache(_SIZES)(self._placeholder_of_size)
-        self._warned: set[str] = set()  # kinds whose placeholders are text
-        ids = [getattr(processor, f"{kind}_token_id", None) for kind in _KINDS]
-        tokens = {self._token(kind) for kind in _KINDS} | {tokenizer.convert_ids_to_tokens(i) for i in ids if i}
-        tokens -= {None, *(f"<{kind}>" for kind in _KINDS)}  # the token of LLaVA is the placeholder of data files
+        self._placeholder = functools.lru_cache(_SIZES)(self._placeholder_for_size)
+        self._warned: set[str] = set()  # modalities whose placeholders are text
+        ids = [getattr(processor, f"{modality}_token_id", None) for modality in _MODALITIES]
+        tokens = {self._token(modality) for modality in _MODALITIES}
+        tokens |= {tokenizer.convert_ids_to_tokens(i) for i in ids if i}
+        # the token of LLaVA is the placeholder of data files
+        tokens -= {None, *(f"<{modality}>" for modality in _MODALITIES)}
         self._media_token = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
-    def read(self, row: Mapping[str, Any], prompt: Any, folder: Path, where: str) -> MediaPrompt | None:
+    def read(self, row: Mapping[str, Any], prompt: Any, folder: Path, location: str) -> MediaPrompt | None:
         """The prompt of a row with images or videos; None for a text-only row.
 
         Args:
             row: its media columns are read.
             prompt: text or messages, with `<image>` and `<video>` where the media are, or with typed parts.
             folder: where relative paths start.
-            where: names the row in errors.
+            location: names the row in errors.
 
         Raises:
             MediaError: another number of placeholders than of images or videos, too many images, or text with the
@@ -135,71 +137,73 @@ class MediaReader:
         from verl.data.videos import Video
 
         keys = {"image": self.data.image_key, "video": self.data.video_key}
-        given = {kind: _as_list(row.get(key)) for kind, key in keys.items()}
+        entries = {modality: _as_list(row.get(key)) for modality, key in keys.items()}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        self._check_texts(messages, where)
-        if not isinstance(messages, Sequence | np.ndarray) or (not any(given.values()) and not _has_parts(messages)):
-            self._check_no_placeholders(row, keys, messages, where)
+        self._check_texts(messages, location)
+        if not isinstance(messages, Sequence | np.ndarray) or (not any(entries.values()) and not _has_parts(messages)):
+            self._check_no_placeholders(row, keys, messages, location)
             return None
         sources: dict[str, list[Any]] = {"image": [], "video": []}
-        columns = {kind: iter(values) for kind, values in given.items()}
-        typed = [_typed_message(message, sources, columns, where) for message in messages]
-        for kind, found in sources.items():
-            missing, unused = sum(source is _MISSING for source in found), len(list(columns[kind]))
+        columns = {modality: iter(values) for modality, values in entries.items()}
+        typed = [_typed_message(message, sources, columns, location) for message in messages]
+        for modality, values in sources.items():
+            missing, unused = sum(source is _MISSING for source in values), len(list(columns[modality]))
             if missing or unused:
                 raise MediaError(
-                    f"{where}: expected one <{kind}> in the prompt for each entry of the column {keys[kind]!r}, found "
-                    f"{len(found)} in the prompt and {len(given[kind])} in the column: add or remove <{kind}>"
+                    f"{location}: expected one <{modality}> in the prompt for each entry of the column "
+                    f"{keys[modality]!r}, found {len(values)} in the prompt and {len(entries[modality])} in the "
+                    f"column: add or remove <{modality}>"
                 )
-        most = self.data.max_images_per_prompt
-        if most is not None and len(sources["image"]) > most:
+        limit = self.data.max_images_per_prompt
+        if limit is not None and len(sources["image"]) > limit:
             raise MediaError(
-                f"{where}: expected at most {most} images (data.max_images_per_prompt), found {len(sources['image'])}"
+                f"{location}: expected at most {limit} images (data.max_images_per_prompt), found "
+                f"{len(sources['image'])}"
             )
-        images = (RowImage(s, f"{where}, image {i}", folder, self.limits) for i, s in enumerate(sources["image"]))
-        frames = self.data.max_video_frames
-        videos = (Video(s, f"{where}, video {i}", folder, self.limits, frames) for i, s in enumerate(sources["video"]))
-        return MediaPrompt(typed, tuple(images), tuple(videos), where)
+        images = (RowImage(s, f"{location}, image {i}", folder, self.limits) for i, s in enumerate(sources["image"]))
+        limits, frames = self.limits, self.data.max_video_frames
+        videos = (Video(s, f"{location}, video {i}", folder, limits, frames) for i, s in enumerate(sources["video"]))
+        return MediaPrompt(typed, tuple(images), tuple(videos), location)
 
-    def _check_texts(self, messages: Any, where: str) -> None:
+    def _check_texts(self, messages: Any, location: str) -> None:
         """Raise MediaError if a text has a token of the model that stands for an image or video."""
-        given = messages if isinstance(messages, Sequence | np.ndarray) else ()
-        contents = [message.get("content") for message in given if isinstance(message, Mapping)]
+        chat = messages if isinstance(messages, Sequence | np.ndarray) else ()
+        contents = [message.get("content") for message in chat if isinstance(message, Mapping)]
         parts = [part for content in contents for part in _as_list(content)]
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
         for text in texts:
-            if isinstance(text, str) and (found := self._media_token.search(text)):
+            if isinstance(text, str) and (match := self._media_token.search(text)):
                 raise MediaError(
-                    f"{where}: expected text without {found[0]}, which the model reads as an image or video, found "
-                    f"{text[max(found.start() - 20, 0) : found.end() + 20]!r}: remove it, or write <image> or <video> "
+                    f"{location}: expected text without {match[0]}, which the model reads as an image or video, found "
+                    f"{text[max(match.start() - 20, 0) : match.end() + 20]!r}: remove it, or write <image> or <video> "
                     "with an entry in the column of images or videos"
                 )
 
     def _check_no_placeholders(
-        self, row: Mapping[str, Any], keys: Mapping[str, str], messages: Any, where: str
+        self, row: Mapping[str, Any], keys: Mapping[str, str], messages: Any, location: str
     ) -> None:
         """In a file with a media column, a text-only row must not have placeholders; in other files they are text."""
         if not isinstance(messages, Sequence):
             return
-        for kind, key in keys.items():
+        for modality, key in keys.items():
             texts = [m["content"] for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), str)]
-            count = sum(text.count(f"<{kind}>") for text in texts)
-            others = [name for name in row if name != key and _may_be_media(kind, name, row[name])]
+            count = sum(text.count(f"<{modality}>") for text in texts)
+            others = [name for name in row if name != key and _may_be_media(modality, name, row[name])]
             if key not in row and count and others:
                 raise MediaError(
-                    f"{where}: the prompt has <{kind}>, but there is no column {key!r} (data.{kind}_key), only "
-                    f"{others[0]!r}: set data.{kind}_key={others[0]}"
+                    f"{location}: the prompt has <{modality}>, but there is no column {key!r} (data.{modality}_key), "
+                    f"only {others[0]!r}: set data.{modality}_key={others[0]}"
                 )
-            if key not in row and count and kind not in self._warned:
-                self._warned.add(kind)
+            if key not in row and count and modality not in self._warned:
+                self._warned.add(modality)
                 logger.warning(
                     "%s: <%s> in the prompt is read as text, because there is no column %r (data.%s_key) among %s",
-                    *(where, kind, key, kind, ", ".join(map(repr, row))),
+                    *(location, modality, key, modality, ", ".join(map(repr, row))),
                 )
             if key in row and count:
                 raise MediaError(
-                    f"{where}: expected one entry in the column {key!r} for each <{kind}> of the prompt, found {count} "
-                    f"in the prompt and none in the column: add the {kind}, or remove <{kind}>"
+                    f"{location}: expected one entry in the column {key!r} for each <{modality}> of the prompt, "
+                    f"found {count} in the prompt and none in the column: add the {modality}, or remove <{modality}>"
                 )
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -215,17 +219,17 @@ class MediaReader:
     def expander(self, prompt: MediaPrompt) -> Callable[[str], str]:
         """A function that expands the placeholders of the rendered prompt, or of its parts one after the other."""
         media = {"image": iter(prompt.images), "video": iter(prompt.videos)}
-        kinds = {token: kind for kind in media if (token := self._token(kind)) is not None}
+        modalities = {token: modality for modality in media if (token := self._token(modality)) is not None}
 
-        def expanded(found: re.Match[str]) -> str:
-            kind = kinds[found[0]]
-            one = next(media[kind])
-            with _errors_of(one.where):
-                if kind == "video":
-                    return self._expanded(found[0], **_video_inputs([one]))
-                return self._placeholder(*one.size())
+        def expanded(match: re.Match[str]) -> str:
+            modality = modalities[match[0]]
+            medium = next(media[modality])
+            with _locate_errors(medium.location):
+                if modality == "video":
+                    return self._expanded(match[0], **_video_inputs([medium]))
+                return self._placeholder(*medium.size())
 
-        pattern = re.compile("|".join(map(re.escape, kinds)))
+        pattern = re.compile("|".join(map(re.escape, modalities)))
         return lambda text: pattern.sub(expanded, text)
 
     def process(self, prompt: MediaPrompt) -> ProcessedPrompt:
@@ -235,18 +239,18 @@ class MediaReader:
             MediaError: an image or video that cannot be used, or that the processor refuses.
         """
         text = self._text(prompt)
-        further = _video_inputs(prompt.videos)
+        media = _video_inputs(prompt.videos)
         if prompt.images:
-            further["images"] = [image.decode() for image in prompt.images]
-        with _errors_of(prompt.where):
-            found = self._processed(text, return_tensors="pt", **further)
-        inputs = {name: value for name, value in found.items() if name not in _TEXT_OUTPUTS}
+            media["images"] = [image.decode() for image in prompt.images]
+        with _locate_errors(prompt.location):
+            outputs = self._processed(text, return_tensors="pt", **media)
+        inputs = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
         raw = encode(self.tokenizer, [text], add_special_tokens=False)[0]
-        data = {"images": further["images"]} if "images" in further else {}
+        data = {"images": media["images"]} if "images" in media else {}
         if prompt.videos:  # engines need the times of the frames, and must not choose among them
-            metadata = ({**about, "do_sample_frames": False} for about in further["video_metadata"])
-            data["videos"] = list(zip(further["videos"], metadata))
-        return ProcessedPrompt(found["input_ids"][0].tolist(), raw, data, inputs)
+            metadata = ({**entry, "do_sample_frames": False} for entry in media["video_metadata"])
+            data["videos"] = list(zip(media["videos"], metadata))
+        return ProcessedPrompt(outputs["input_ids"][0].tolist(), raw, data, inputs)
 
     def columns(self, prompt: Any, prompt_ids: list[int]) -> dict[str, Any]:
         """The columns of media of an item, decoded if the prompt is a MediaPrompt.
@@ -260,16 +264,16 @@ class MediaReader:
         """
         if not isinstance(prompt, MediaPrompt):
             return {"raw_prompt_ids": prompt_ids, "multi_modal_data": None, "multi_modal_inputs": None}
-        found = self.process(prompt)
-        if found.prompt_ids != prompt_ids:
+        processed = self.process(prompt)
+        if processed.prompt_ids != prompt_ids:
             raise MediaError(
-                f"{prompt.where}: expected the {len(prompt_ids):,} tokens that the prompt had when the data was read, "
-                f"found {len(found.prompt_ids):,}: the files of the images or videos have changed"
+                f"{prompt.location}: expected the {len(prompt_ids):,} tokens that the prompt had when the data was "
+                f"read, found {len(processed.prompt_ids):,}: the files of the images or videos have changed"
             )
         return {
-            "raw_prompt_ids": found.raw_prompt_ids,
-            "multi_modal_data": found.data,
-            "multi_modal_inputs": found.inputs,
+            "raw_prompt_ids": processed.raw_prompt_ids,
+            "multi_modal_data": processed.data,
+            "multi_modal_inputs": processed.inputs,
         }
 
     def tensors(self, example: Any, ids: Sequence[int]) -> dict[str, Any] | None:
@@ -284,15 +288,16 @@ class MediaReader:
         """
         if not isinstance(example, MediaPrompt):
             return None
-        found = self.process(example)
-        special = {self.tokenizer.convert_tokens_to_ids(token) for kind in _KINDS if (token := self._token(kind))}
-        expected, count = (sum(token in special for token in tokens) for tokens in (ids, found.prompt_ids))
+        processed = self.process(example)
+        tokens = filter(None, map(self._token, _MODALITIES))
+        special = {self.tokenizer.convert_tokens_to_ids(token) for token in tokens}
+        expected, count = (sum(token in special for token in tokens) for tokens in (ids, processed.prompt_ids))
         if count != expected:
             raise MediaError(
-                f"{example.where}: expected {expected:,} image and video tokens, found {count:,}: the files of the "
+                f"{example.location}: expected {expected:,} image and video tokens, found {count:,}: the files of the "
                 "images or videos have changed"
             )
-        return found.inputs
+        return processed.inputs
 
     def check_text(self, prompt: MediaPrompt) -> None:
         """Raise MediaError if the rendered chat has another number of placeholders than images and videos."""
@@ -301,33 +306,33 @@ class MediaReader:
     def _text(self, prompt: MediaPrompt) -> str:
         """The rendered chat, with one placeholder for each image and video."""
         if self._rendering["chat_template"] is None and self.tokenizer.chat_template is None:
-            raise MediaError(f"{prompt.where}: images need a chat template: set model.custom_chat_template")
+            raise MediaError(f"{prompt.location}: images need a chat template: set model.custom_chat_template")
         (text,) = render_chats(
             self.tokenizer,
             [prompt.messages],
             add_generation_prompt=prompt.messages[-1]["role"] != "assistant",
-            where=lambda _: prompt.where,
+            location=lambda _: prompt.location,
             **self._rendering,
         )
-        for kind, media in (("image", prompt.images), ("video", prompt.videos)):
-            token = self._token(kind)
+        for modality, media in (("image", prompt.images), ("video", prompt.videos)):
+            token = self._token(modality)
             if token is None and media:
-                raise MediaError(f"{prompt.where}: {type(self.processor).__name__} does not support {kind}s")
+                raise MediaError(f"{prompt.location}: {type(self.processor).__name__} does not support {modality}s")
             count = text.count(token) if token is not None else 0
             if count != len(media):
                 raise MediaError(
-                    f"{prompt.where}: expected {len(media)} placeholders {token} in the rendered chat, found {count}: "
-                    f"the text must not contain {token}, and the chat template must write it for every part "
-                    f'{{"type": "{kind}"}}'
+                    f"{prompt.location}: expected {len(media)} placeholders {token} in the rendered chat, found "
+                    f"{count}: the text must not contain {token}, and the chat template must write it for every part "
+                    f'{{"type": "{modality}"}}'
                 )
         return text
 
-    def _token(self, kind: str) -> str | None:
-        """What stands for an image or video in a rendered chat; None if the model does not read any."""
-        return getattr(self.processor, f"{kind}_token", None)  # Gemma 3 has no video token
+    def _token(self, modality: str) -> str | None:
+        """The placeholder of an image or video in a rendered chat; None if the model does not read any."""
+        return getattr(self.processor, f"{modality}_token", None)  # Gemma 3 has no video token
 
-    def _placeholder_of_size(self, width: int, height: int) -> str:
-        """What the processor writes for an image of this size."""
+    def _placeholder_for_size(self, width: int, height: int) -> str:
+        """The expanded placeholder of an image of this size."""
         from PIL import Image
 
         images, token = self.processor.image_processor, self._token("image")
@@ -340,12 +345,12 @@ class MediaReader:
         return replace(images([Image.new("RGB", (width, height))], return_tensors="pt"), 0)
 
     def _expanded(self, token: str, **media: Any) -> str:
-        """What the processor writes for one placeholder."""
-        found = self._processed(token, **media)
-        return self.tokenizer.decode(found["input_ids"][0], skip_special_tokens=False)
+        """The text that the processor writes for one placeholder."""
+        outputs = self._processed(token, **media)
+        return self.tokenizer.decode(outputs["input_ids"][0], skip_special_tokens=False)
 
     def _processed(self, text: str, **media: Any) -> Any:
-        """What the processor returns for one text. Padding would set the tokenizer, which other threads use."""
+        """The outputs of the processor for one text. Padding would set the tokenizer, which other threads use."""
         kwargs = {"add_special_tokens": False, "padding": False, **media, **self.data.mm_processor_kwargs}
         return self.processor(text=[text], **kwargs)
 
@@ -385,52 +390,54 @@ _MISSING = object()
 
 
 def _typed_message(
-    message: Any, sources: dict[str, list[Any]], columns: Mapping[str, Iterator[Any]], where: str
+    message: Any, sources: dict[str, list[Any]], columns: Mapping[str, Iterator[Any]], location: str
 ) -> Message:
     """A message whose content has typed parts; the sources of its images and videos are appended to `sources`."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        raise MediaError(f'{where}: expected messages like {{"role": "user", "content": ...}}, found {message!r:.200}')
+        example = '{"role": "user", "content": ...}'
+        raise MediaError(f"{location}: expected messages like {example}, found {message!r:.200}")
     content = message["content"]
     if isinstance(content, str):
         fragments = [fragment for fragment in _PLACEHOLDER.split(content) if fragment]
         parts = [{"type": p[1:-1]} if _PLACEHOLDER.fullmatch(p) else {"type": "text", "text": p} for p in fragments]
     else:
-        parts = [_part(part, where) for part in _as_list(content)]
+        parts = [_part(part, location) for part in _as_list(content)]
     kept: list[dict[str, Any]] = []
     for part in parts:
-        kind = part["type"]
-        if kind == "text":
-            check_encodable(part["text"], where)
+        modality = part["type"]
+        if modality == "text":
+            check_encodable(part["text"], location)
             kept.append({"type": "text", "text": part["text"]})
             continue
-        source = part["source"] if "source" in part else next(columns[kind], _MISSING)
-        sources[kind].append(source)
-        kept.append({"type": kind})
+        source = part["source"] if "source" in part else next(columns[modality], _MISSING)
+        sources[modality].append(source)
+        kept.append({"type": modality})
     has_media = any(part["type"] != "text" for part in kept)
     others = {key: value for key, value in message.items() if value is not None}
     return {**others, "content": kept if has_media else "".join(part["text"] for part in kept)}
 
 
-def _part(part: Any, where: str) -> dict[str, Any]:
+def _part(part: Any, location: str) -> dict[str, Any]:
     """A part of a message as {"type": "text", "text": ...} or {"type": "image" | "video", "source": ...}."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    given = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
-    kind = given.get("type") or next((k for k in ("text", "image", "video", "image_url") if k in given), None)
-    kind = "image" if kind == "image_url" else kind
-    if kind == "text" and isinstance(given.get("text"), str):
-        return {"type": "text", "text": given["text"]}
-    if kind not in ("image", "video") or set(given) - _PART_KEYS:
+    fields = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    modality = fields.get("type") or next((k for k in ("text", "image", "video", "image_url") if k in fields), None)
+    modality = "image" if modality == "image_url" else modality
+    if modality == "text" and isinstance(fields.get("text"), str):
+        return {"type": "text", "text": fields["text"]}
+    if modality not in ("image", "video") or set(fields) - _PART_KEYS:
+        keys = ", ".join(sorted(_PART_KEYS))
         raise MediaError(
-            f'{where}: expected parts like {{"type": "text", "text": ...}}, {{"type": "image"}} or {{"type": "video"}} '
-            f"with the keys {', '.join(sorted(_PART_KEYS))}, found {str(part)[:200]}"
+            f'{location}: expected parts like {{"type": "text", "text": ...}}, {{"type": "image"}} or '
+            f'{{"type": "video"}} with the keys {keys}, found {str(part)[:200]}'
         )
-    if kind == "video":
-        source = given if "fps" in given else given.get("video", given)
+    if modality == "video":
+        source = fields if "fps" in fields else fields.get("video", fields)
     else:
-        source = given.get("image", given)
-    inline = set(given) - {"type", "text", "fps"}
-    return {"type": kind, "source": source} if inline else {"type": kind}
+        source = fields.get("image", fields)
+    inline = set(fields) - {"type", "text", "fps"}
+    return {"type": modality, "source": source} if inline else {"type": modality}
 
 
 def _has_parts(messages: Sequence[Any]) -> bool:
@@ -449,7 +456,7 @@ def _texts(content: Any) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
-def _may_be_media(kind: str, name: str, value: Any) -> bool:
+def _may_be_media(modality: str, name: str, value: Any) -> bool:
     """Whether a column of another name seems to have images or videos, by its name or its first entry."""
     entries = _as_list(value)
     if not entries:
@@ -457,9 +464,9 @@ def _may_be_media(kind: str, name: str, value: Any) -> bool:
     first = entries[0]
     if isinstance(first, Mapping):
         first = next((first[key] for key in ("bytes", "path", "url") if first.get(key)), None)
-    is_file = isinstance(first, str) and re.search(_SUFFIXES[kind] + "$", first, re.IGNORECASE) is not None
-    is_image = kind == "image" and (isinstance(first, bytes) or hasattr(first, "getexif"))
-    return name.rstrip("s") in _NAMES[kind] or is_file or is_image
+    is_file = isinstance(first, str) and re.search(_SUFFIXES[modality] + "$", first, re.IGNORECASE) is not None
+    is_image = modality == "image" and (isinstance(first, bytes) or hasattr(first, "getexif"))
+    return name.rstrip("s") in _NAMES[modality] or is_file or is_image
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -486,11 +493,11 @@ def _video_inputs(videos: "Sequence[Video]") -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _errors_of(where: str) -> Iterator[None]:
+def _locate_errors(location: str) -> Iterator[None]:
     """Name the row in errors of the processor."""
     try:
         yield
     except MediaError:
         raise
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise MediaError(f"{where}: the model's processor rejects it: {error}") from error
+        raise MediaError(f"{location}: the model's processor rejects it: {error}") from error

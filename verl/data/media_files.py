@@ -26,14 +26,14 @@ def media_digest(rows: Rows, columns: tuple[str, ...]) -> str | None:
         rows: the rows.
         columns: those with images, videos or chat messages.
     """
-    digest, found = hashlib.sha256(), False
+    digest, has_files = hashlib.sha256(), False
     for index in range(0, len(rows), 1 + len(rows) // _ROWS):
         row, folder = rows[index], rows.folder(index)
         for path in (folder / text for column in columns for text in _texts(row.get(column))):
             if _is_file(path):
-                found = True
+                has_files = True
                 digest.update(_contents(path))
-    return digest.hexdigest() if found else None
+    return digest.hexdigest() if has_files else None
 
 
 def relocated(value: Any, folder: Path, target: Path, is_source: bool = True) -> Any:

@@ -30,17 +30,17 @@ _TIMEOUT = 20.0  # seconds
 
 
 class MediaError(ValueError):
-    """An image or video that cannot be used. The message names file, row, what was expected and found."""
+    """An image or video that cannot be used. The message names file and row, expected and found value."""
 
 
-def bytes_of_text(text: str, folder: Path, allow_urls: bool, error: Callable[[str], MediaError]) -> bytes:
+def load_media(text: str, folder: Path, allow_urls: bool, error: Callable[[str], MediaError]) -> bytes:
     """The bytes of an image or video.
 
     Args:
         text: a path, a data URI, base64 text or a URL.
         folder: the folder that relative paths start from.
         allow_urls: whether URLs are downloaded (data.allow_image_urls).
-        error: returns an error that names the row, for a message with what was expected and found.
+        error: returns an error that names the row, for a message "expected ..., found ...".
 
     Raises:
         MediaError: no such file, one that cannot be read, invalid base64 text, or a URL that is not allowed or cannot
@@ -60,18 +60,18 @@ def bytes_of_text(text: str, folder: Path, allow_urls: bool, error: Callable[[st
         mode = path.stat().st_mode
         if stat.S_ISREG(mode):
             return path.read_bytes()
-        found = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
+        actual = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
     except (FileNotFoundError, NotADirectoryError):
-        found = "no such file"
+        actual = "no such file"
     except OSError as failure:  # a name that is too long, a loop of links, or a file that must not be read
-        found = str(failure.strerror)
+        actual = str(failure.strerror)
     except (ValueError, RuntimeError) as failure:  # a null character, or the home folder of an unknown user
-        found = str(failure)
+        actual = str(failure)
     if _BASE64.fullmatch(text):
         return _from_base64(text, error)
     start = "the current folder" if folder == Path() else "the folder of the data file"
     raise error(
-        f"expected a file {text!r:.200} (in {resolved(folder)}), found {found} (paths are relative to {start}): "
+        f"expected a file {text!r:.200} (in {resolved(folder)}), found {actual} (paths are relative to {start}): "
         "correct the path or remove the row"
     )
 
@@ -96,8 +96,8 @@ def _download(url: str, error: Callable[[str], MediaError]) -> bytes:
     """The bytes of a URL; they are stored in the cache folder, and downloaded once."""
     cache = cache_folder() / "images"
     stored = cache / hashlib.sha256(url.encode()).hexdigest()
-    if (found := _read_stored(stored)) is not None:
-        return found
+    if (cached := _read_stored(stored)) is not None:
+        return cached
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:
             data = reply.read(_LARGEST_DOWNLOAD + 1)

@@ -29,9 +29,9 @@ class Mixture(Dataset):
 
     def __init__(self, datasets: Sequence[Dataset], files: Sequence[str]):
         self.datasets, self.data_files = list(datasets), [str(file) for file in files]
-        short = [source_name(file) for file in self.data_files]
-        twice = Counter(short)
-        self.names = [name if twice[name] == 1 else file for name, file in zip(short, self.data_files)]
+        names = [source_name(file) for file in self.data_files]
+        twice = Counter(names)
+        self.names = [name if twice[name] == 1 else file for name, file in zip(names, self.data_files)]
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"data.train_weights: the same file twice: {', '.join(self.data_files)}; add the weights")
         self.sizes = [len(dataset) for dataset in self.datasets]
@@ -49,8 +49,8 @@ class Mixture(Dataset):
         if not 0 <= item < len(self):
             raise IndexError(f"item {item} of {len(self)}")
         number = next(i for i, end in enumerate(self._ends) if item < end)
-        found = self.datasets[number][item - self._ends[number] + self.sizes[number]]
-        return {key: found[key] for key in self._keys}
+        row = self.datasets[number][item - self._ends[number] + self.sizes[number]]
+        return {key: row[key] for key in self._keys}
 
     @staticmethod
     def parts_of(dataset: Any, count: int) -> tuple[list[str], list[int]]:

@@ -56,7 +56,7 @@ class ResumableSampler:
         self.shuffle = shuffle
         self.epoch = 0
         self.step_in_epoch = 0
-        self._order: np.ndarray | None = None  # of the current epoch; None: not computed yet
+        self._order: np.ndarray | None = None  # order of the current epoch; None: not computed yet
 
     @property
     def steps_per_epoch(self) -> int:
@@ -72,7 +72,8 @@ class ResumableSampler:
     def next_batch(self) -> tuple[int, list[int]]:
         """The epoch and the row numbers of the next batch; advances by one step."""
         if self._order is None:
-            self._order = self._order_of(self.epoch)
+            key = (self.num_rows, self.seed, self.epoch)
+            self._order = shuffled(*key) if self.shuffle else np.arange(self.num_rows)
         start = self.step_in_epoch * self.batch_size
         epoch, rows = self.epoch, self._order[start : start + self.batch_size].tolist()
         self.step_in_epoch += 1
@@ -88,11 +89,6 @@ class ResumableSampler:
     def shares(self) -> dict[str, float]:
         """No shares of sources: there is one dataset."""
         return {}
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.num_rows)
-        return shuffled(self.num_rows, self.seed, epoch)
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -235,17 +231,17 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any], positi
     """Raise ValueError unless a saved data position belongs to the order that `identity` describes.
 
     Args:
-        state: what was saved.
+        state: the saved state.
         identity: everything that the order depends on.
         position: the other keys of the state.
     """
     expected = {*identity, *position}
     if set(state) != expected:
         raise ValueError(f"data position: expected the keys {sorted(expected)}, found {sorted(state)}")
-    for name, mine in identity.items():
-        if state[name] != mine:
+    for name, current in identity.items():
+        if state[name] != current:
             raise ValueError(
-                f"cannot resume the data position: {name} is {mine!r}, but {state[name]!r} in the checkpoint, so "
+                f"cannot resume the data position: {name} is {current!r}, but {state[name]!r} in the checkpoint, so "
                 f"rows would be repeated or skipped. Restore the old value, or start a new run"
             )
 
@@ -347,7 +343,7 @@ class PromptSource:
 
     @property
     def seconds_ahead(self) -> float:
-        """How long threads have prepared the last batch; 0 without threads."""
+        """Seconds that threads have spent on the last batch; 0 without threads."""
         return 0.0 if self._prefetcher is None else self._prefetcher.seconds
 
     @property

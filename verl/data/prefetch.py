@@ -1,8 +1,8 @@
 """Reading ahead: threads prepare the next batches of a source while the trainer works on the last one.
 
-The position of the data is never read ahead: a source draws the items of a batch and asks for exactly these, and what
-was prepared for other items is thrown away. So a saved position is that of the batches which were used, and order and
-contents are those of reading without threads.
+The position of the data never runs ahead: a source draws the items of a batch and asks for exactly these, and batches
+prepared for other items are discarded. So a saved position is that of the used batches, and order and contents are
+those of reading without threads.
 """
 
 import atexit
@@ -96,7 +96,7 @@ class Prefetcher:
             self.seconds, self._current = batch.seconds, None
 
     def close(self) -> None:
-        """Throw away what is prepared, and wait for the end of the threads. A further `take` starts new ones.
+        """Discard the prepared batches, and wait for the end of the threads. A further `take` starts new ones.
 
         A `take` of another thread that waits for its batch ends with RuntimeError.
         """
@@ -111,7 +111,7 @@ class Prefetcher:
         if any(thread.is_alive() for thread in threads):
             logger.warning("a thread is still reading a row of the data, and ends with it")
 
-    # with the lock held:
+    # the callers of these hold the lock
 
     def _discard(self) -> None:
         self._tasks.clear()
@@ -152,7 +152,7 @@ class _Batch:
         self._read, self._collate = read, collate
         self._rows: list[Any] = [None] * len(items)
         self._lock = threading.Lock()
-        self._left = len(items)
+        self._remaining = len(items)
         self._failed = len(items)  # the first row that could not be read
         self._error: BaseException | None = None
         self._batch: DataProto | None = None
@@ -171,8 +171,8 @@ class _Batch:
                     if position < self._failed:
                         self._failed, self._error = position, error
         with self._lock:
-            self._left -= 1
-            if self._left:
+            self._remaining -= 1
+            if self._remaining:
                 return
         try:
             if self._error is None:

@@ -58,13 +58,13 @@ def copy_processor_files(model: schema.ModelConfig, folder: Path) -> None:
 
     source = model_source(model.path)
     for name in _FILES:
-        found = Path(source) / name if Path(source).is_dir() else try_to_load_from_cache(source, name)
-        if isinstance(found, str | Path) and Path(found).is_file():
-            shutil.copyfile(found, folder / name)
+        file = Path(source) / name if Path(source).is_dir() else try_to_load_from_cache(source, name)
+        if isinstance(file, str | Path) and Path(file).is_file():
+            shutil.copyfile(file, folder / name)
 
 
 def media_tokens(processor: Any) -> dict[str, int] | None:
-    """What the strict check counts: token ids of images and videos, and patches of a token; None if it cannot."""
+    """Token ids of images and videos and patches per token, for the strict check; None if it cannot count them."""
     if processor is None or "image_grid_thw" not in processor.image_processor.model_input_names:
         return None
     patches = processor.image_processor.merge_size**2
@@ -81,18 +81,19 @@ def _load(path: str, config: Any, tokenizer: Any, trust_remote_code: bool) -> An
         return processor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    known = PROCESSOR_MAPPING[type(config)]
-    if "video_processor" not in known.get_attributes():
+    registered = PROCESSOR_MAPPING[type(config)]
+    if "video_processor" not in registered.get_attributes():
         processor = AutoProcessor.from_pretrained(path)
         processor.tokenizer = tokenizer
         return processor
     logger.info("torchvision is not installed: images are read by Pillow, videos are not supported")
-    kind = type(known.__name__, (_WithoutVideos, known), {})
+    processor_class = type(registered.__name__, (_WithoutVideos, registered), {})
     images = AutoImageProcessor.from_pretrained(path)
     template, file = tokenizer.chat_template, Path(path) / "chat_template.json"
     if template is None and file.is_file():
         template = read_json(file)["chat_template"]
-    return kind(image_processor=images, tokenizer=tokenizer, video_processor=_NoVideos(), chat_template=template)
+    components = {"image_processor": images, "tokenizer": tokenizer, "video_processor": _NoVideos()}
+    return processor_class(**components, chat_template=template)
 
 
 class _WithoutVideos:

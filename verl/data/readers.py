@@ -1,7 +1,7 @@
 """Readers of one data file: its rows as dicts, in memory or from disk.
 
 A reader has `path`, `source` (the data source of rows that name none), `columns`, a length, `[row]`, iteration,
-`where(row)` (file and position, for errors) and `to_table()`. JSON Lines are always read from disk by byte offsets.
+`location(row)` (file and position, for errors) and `to_table()`. JSON Lines are always read from disk by byte offsets.
 Parquet and CSV files are read into memory, or with streaming from a memory-mapped Arrow copy in the cache folder, which
 gives any row in constant time.
 """
@@ -32,17 +32,17 @@ logger = logging.getLogger("verl.data")
 
 _CHUNK = 1024  # rows converted from Arrow to Python objects at a time, and per batch of an Arrow copy
 _BOM = b"\xef\xbb\xbf"  # some programs write a byte order mark
-_LOCK = threading.RLock()  # of readers that several threads must not use at once
+_LOCK = threading.RLock()  # for readers that are not thread-safe
 _SAMPLE = 1024  # lines of a streamed file that define its columns
 
 
 class _File:
-    """What all readers of a path share."""
+    """Base class of the readers."""
 
     def __init__(self, path: Path):
         self.path, self.source = path, source_name(path)
 
-    def where(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"{self.path}, row {row} (the first is 0)"
 
     def to_table(self) -> pa.Table:
@@ -107,26 +107,26 @@ class JsonLines(_File):
         try:
             text = line.removeprefix(_BOM).decode().rstrip("\r\n")  # concatenated files have marks in the middle
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.where(row)}: expected UTF-8 text: {error}") from error
-        found = parse_json(text, self.where(row), "one JSON object per line")
-        return _check_object(found, self.where(row))
+            raise ValueError(f"{self.location(row)}: expected UTF-8 text: {error}") from error
+        value = parse_json(text, self.location(row), "one JSON object per line")
+        return _check_object(value, self.location(row))
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        found = self._parse(row)
-        if self.streaming and (extra := found.keys() - self._empty.keys()):
+        record = self._parse(row)
+        if self.streaming and (extra := record.keys() - self._empty.keys()):
             raise ValueError(
-                f"{self.where(row)}: the keys {sorted(extra)} are not in the first {_SAMPLE:,} lines, which define the "
-                "columns of a streamed file: add them to one of these lines, or set data.streaming=false"
+                f"{self.location(row)}: the keys {sorted(extra)} are not in the first {_SAMPLE:,} lines, which define "
+                "the columns of a streamed file: add them to one of these lines, or set data.streaming=false"
             )
-        return self._empty | found
+        return self._empty | record
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
 
-    def where(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"{self.path}, line {self._lines[row]}"
 
 
@@ -141,7 +141,7 @@ class JsonList(_File):
             raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
         rows = parse_json(text, str(path), "a JSON list of objects")
         for index, row in enumerate(rows):
-            _check_object(row, self.where(index))
+            _check_object(row, self.location(index))
         self.columns = tuple(dict.fromkeys(key for row in rows for key in row))
         empty = dict.fromkeys(self.columns)
         self._rows = [json.dumps(empty | row) for row in rows]  # text, so that every access returns a new object
@@ -156,24 +156,6 @@ class JsonList(_File):
         return map(json.loads, self._rows)
 
 
-class CsvFile(_File):
-    """The rows of a CSV file in memory. The first line has the names of the columns; every value is text."""
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self._rows = list(_csv_rows(path))
-        self.columns = tuple(self._rows[0]) if self._rows else ()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return dict(self._rows[row])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(dict, self._rows)
-
-
 class ArrowCopy(_File):
     """The rows of a parquet or CSV file, from a memory-mapped copy in the cache folder.
 
@@ -182,13 +164,13 @@ class ArrowCopy(_File):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self._copy = _copy_of(path)
+        self._copy = _ensure_copy(path)
         try:
             self._open()
         except (pa.ArrowException, OSError, ValueError) as error:
             logger.warning("%s is damaged (%s): it is written again", self._copy, error)
             self._copy.unlink()
-            self._copy = _copy_of(path)
+            self._copy = _ensure_copy(path)
             self._open()
 
     def _open(self) -> None:
@@ -206,8 +188,8 @@ class ArrowCopy(_File):
     def __getitem__(self, row: int) -> dict[str, Any]:
         batch = int(np.searchsorted(self._ends, row, side="right")) - 1
         with _LOCK:
-            found = self._reader.get_batch(batch)
-        return found.slice(row - int(self._ends[batch]), 1).to_pylist()[0]
+            rows = self._reader.get_batch(batch)
+        return rows.slice(row - int(self._ends[batch]), 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with pa.OSFile(str(self._copy)) as file:
@@ -220,7 +202,7 @@ class ArrowCopy(_File):
 
 
 class RowTable(_File):
-    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset) with the interface of a file.
+    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset or the rows of a CSV file) as a file.
 
     Args:
         rows: the rows.
@@ -242,11 +224,11 @@ class RowTable(_File):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))  # iterating a torch dataset may not end
 
-    def where(self, row: int) -> str:
-        return super().where(row) if self._name else f"row {row} (the first is 0)"
+    def location(self, row: int) -> str:
+        return super().location(row) if self._name else f"row {row} (the first is 0)"
 
 
-def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonList | CsvFile | ArrowCopy":
+def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonList | ArrowCopy | RowTable":
     """Open a data file of any of the supported suffixes. Raises ValueError if it cannot be read."""
     suffix = path.suffix.lower()
     if suffix in (".json", ".jsonl"):
@@ -257,7 +239,9 @@ def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonLis
         return JsonLines(path, streaming)
     if streaming:
         return ArrowCopy(path)
-    return ParquetFile(path) if suffix == ".parquet" else CsvFile(path)
+    if suffix == ".parquet":
+        return ParquetFile(path)
+    return RowTable(list(_csv_rows(path)), name=str(path), source=source_name(path))
 
 
 def count_rows(path: Path) -> int:
@@ -285,14 +269,18 @@ def _is_list(path: Path) -> bool:
     return False
 
 
-def _check_object(row: Any, where: str) -> dict[str, Any]:
+def _check_object(row: Any, location: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f'{where}: expected a JSON object such as {{"prompt": ...}}, found {type(row).__name__}')
+        raise ValueError(f'{location}: expected a JSON object such as {{"prompt": ...}}, found {type(row).__name__}')
     return row
 
 
 def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a CSV file, one at a time. Raises ValueError for a row that does not have one value per column."""
+    """The rows of a CSV file, one at a time; every value is text, and the first line has the names of the columns.
+
+    Raises:
+        ValueError: a row does not have one value per column.
+    """
     csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -317,7 +305,7 @@ def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
 # ---- the Arrow copy -------------------------------------------------------------------------------------------------
 
 
-def _copy_of(path: Path) -> Path:
+def _ensure_copy(path: Path) -> Path:
     """The Arrow copy of a file; it is written if there is none of the file as it is now."""
     state = path.stat()
     cache = cache_folder() / "rows"
@@ -332,7 +320,10 @@ def _copy_of(path: Path) -> Path:
         for old in cache.glob(f"{name}-*.arrow"):
             old.unlink(missing_ok=True)
         try:
-            _write_copy(path, draft)
+            schema, batches = _batches(path)
+            with pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
             draft.replace(copy)
         finally:
             draft.unlink(missing_ok=True)
@@ -344,13 +335,6 @@ def _copy_of(path: Path) -> Path:
             "enough space, or data.streaming=false"
         ) from error
     return copy
-
-
-def _write_copy(path: Path, copy: Path) -> None:
-    schema, batches = _batches(path)
-    with pa.OSFile(str(copy), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
 
 
 def _batches(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
@@ -23,7 +23,7 @@ from verl.data.dataset import (
     DatasetConfig,
     Encoded,
     TokenizedDataset,
-    overlong_figures,
+    describe_overlong,
     read_data_section,
     rows_to_use,
     tokenize_rows,
@@ -49,12 +49,45 @@ from verl.data.tokenization import (
 )
 from verl.registry import load_object
 
-if TYPE_CHECKING:
-    from verl.data.lazy_prompts import LazyPrompts
-
 logger = logging.getLogger("verl.data")
 
 Prompt = str | list[dict[str, Any]] | MediaPrompt
+_FIRST = 1024  # rows at the start of the data that are checked before training
+_SPREAD = 1024  # further rows, spread evenly over the data
+
+
+class LazyPrompts:
+    """The interface of `TokenTable` without the tokens: lengths and largest id are of the rows that were checked.
+
+    Args:
+        rows: the rows.
+        ids_of: (rows, item) -> token ids.
+        limit: maximum length of a prompt.
+
+    Attributes:
+        checked: number of prompts that were appended.
+        longest: upper bound of the length of a prompt.
+        largest: the largest token id of the checked prompts.
+    """
+
+    def __init__(self, rows: Rows, tokenize: Callable[[Rows, int], list[int]], limit: int):
+        self.rows, self._tokenize = rows, tokenize
+        self.checked, self.largest, self.longest = 0, 0, limit
+
+    def append(self, ids: Sequence[int]) -> None:
+        self.checked += 1
+        self.largest = max(self.largest, max(ids))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> list[int]:
+        return self._tokenize(self.rows, item)
+
+    @staticmethod
+    def sample(count: int) -> list[int]:
+        """The rows of a dataset of `count` that are checked before training."""
+        return sorted({*range(min(_FIRST, count)), *range(0, count, max(count // _SPREAD, 1))})
 
 
 class RLHFDataset(TokenizedDataset):
@@ -160,9 +193,7 @@ class RLHFDataset(TokenizedDataset):
         All rows are checked first only if overlong prompts are dropped, or with VERL_STRICT_DATA_CHECK=1; that keeps
         the numbers of the rows in memory, not the rows. Otherwise, a sample of the rows is checked.
         """
-        from verl.data.lazy_prompts import LazyPrompts
-
-        self._prompt_ids = LazyPrompts(rows, self._ids_of, self.config.max_prompt_length)
+        self._prompt_ids = LazyPrompts(rows, self._tokenize_row, self.config.max_prompt_length)
         count = rows_to_use(rows, self.max_samples)
         if self.config.filter_overlong_prompts or self.config.max_bad_rows or strict_check_enabled():
             kept = self._tokenize(rows)
@@ -177,17 +208,17 @@ class RLHFDataset(TokenizedDataset):
         self._tokenized = self._prompt_ids.rows = rows.select(kept)
         return self._tokenized
 
-    def _ids_of(self, rows: Rows, item: int) -> list[int]:
+    def _tokenize_row(self, rows: Rows, item: int) -> list[int]:
         """Check a row of `rows` and tokenize its prompt."""
-        where = rows.where(item)
+        location = rows.location(item)
         prompt = self._check_row(rows[item], rows, item)
-        ((ids, _),) = self._encode([prompt], lambda i: where)
+        ((ids, _),) = self._encode([prompt], lambda i: location)
         limit, truncation = self.config.max_prompt_length, self.config.truncation
         if len(ids) > limit and truncation == "error":
             raise ValueError(
-                f"data.max_prompt_length: {where} has {len(ids):,} tokens, the limit is {limit:,}. Increase the limit, "
-                "or set data.filter_overlong_prompts=True to drop longer prompts before training (one pass over the "
-                "data), or data.truncation to left, right or middle"
+                f"data.max_prompt_length: {location} has {len(ids):,} tokens, the limit is {limit:,}. Increase the "
+                "limit, or set data.filter_overlong_prompts=True to drop longer prompts before training (one pass over "
+                "the data), or data.truncation to left, right or middle"
             )
         return self._truncated(prompt, ids)
 
@@ -196,7 +227,7 @@ class RLHFDataset(TokenizedDataset):
         config = self.config
         if len(ids) > config.max_prompt_length and isinstance(prompt, MediaPrompt):
             raise ValueError(
-                f"{prompt.where}: the prompt has {len(ids):,} tokens with those of its images or videos, more than "
+                f"{prompt.location}: the prompt has {len(ids):,} tokens with those of its images or videos, more than "
                 f"data.max_prompt_length={config.max_prompt_length:,}, and truncation would cut an image: set "
                 f"data.filter_overlong_prompts=True, increase the limit, or {FEWER_IMAGE_TOKENS}"
             )
@@ -233,24 +264,24 @@ class RLHFDataset(TokenizedDataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         self._ensure_tokenized()
-        row, where = self.dataframe[item], self.dataframe.where(item)
-        prompt = self._prompt(row, where, self.dataframe.folder(item))
-        found = {name: row[name] for name in self._other_columns} | {
+        row, location = self.dataframe[item], self.dataframe.location(item)
+        prompt = self._prompt(row, location, self.dataframe.folder(item))
+        fields = {name: row[name] for name in self._other_columns} | {
             "prompt_ids": self._prompt_ids[item],
             "data_source": self._data_source(row, self.dataframe, item),
             "ability": row.get("ability") or "",
-            "reward_model": reward_model(row, where, self.config.ground_truth_key),
+            "reward_model": reward_model(row, location, self.config.ground_truth_key),
             "extra_info": row.get(self._extra_info) or {},
             "index": self.dataframe.number(item),
             "raw_prompt": prompt.messages if isinstance(prompt, MediaPrompt) else prompt,
         }
-        return found if self.media is None else found | self.media.columns(prompt, found["prompt_ids"])
+        return fields if self.media is None else fields | self.media.columns(prompt, fields["prompt_ids"])
 
     def describe(self, item: int) -> tuple[str, list[str]]:
         """The text of a prompt as the model reads it, with special tokens, and lines about its images and videos."""
         self._ensure_tokenized()
         ids, rows = self._prompt_ids[item], self.dataframe
-        prompt = self._prompt(rows[item], rows.where(item), rows.folder(item))
+        prompt = self._prompt(rows[item], rows.location(item), rows.folder(item))
         if not isinstance(prompt, MediaPrompt):
             return self.tokenizer.decode(ids), []
         return self.tokenizer.decode(self.media.process(prompt).raw_prompt_ids), prompt.describe()
@@ -260,18 +291,18 @@ class RLHFDataset(TokenizedDataset):
         for key in ("data_source", self.config.reward_fn_key):
             if key in row:
                 if not isinstance(row[key], str) or not row[key]:
-                    raise ValueError(f"{rows.where(index)}: expected a name in column {key!r}, found {row[key]!r}")
+                    raise ValueError(f"{rows.location(index)}: expected a name in column {key!r}, found {row[key]!r}")
                 return row[key]
         return rows.source(index)
 
-    def _prompt(self, row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
+    def _prompt(self, row: Mapping[str, Any], location: str, folder: Path) -> Prompt:
         """Messages if the prompt goes through the chat template, otherwise text."""
         has_template = self.chat_template is not None or self.tokenizer.chat_template is not None
         if type(self)._build_messages is not RLHFDataset._build_messages:
             row = copy.deepcopy(row)  # it may change the messages in place
         messages = self._build_messages(row)
-        found = self.media.read(row, messages, folder, where) if self.media is not None else None
-        return found or read_prompt(messages, self.config.prompt_format, has_template, where)
+        media_prompt = self.media.read(row, messages, folder, location) if self.media is not None else None
+        return media_prompt or read_prompt(messages, self.config.prompt_format, has_template, location)
 
     def _tokenize(self, rows: Rows, only: Collection[int] | None = None) -> array.array:
         """Check the rows, or `only` some, and tokenize their prompts. Returns the indices of those that fit."""
@@ -279,14 +310,14 @@ class RLHFDataset(TokenizedDataset):
         count = rows_to_use(rows, self.max_samples)
         if config.max_bad_rows:
             checked = range(count) if only is None else sorted(only)
-            only, self.bad_rows = usable_rows(rows, checked, partial(self._check_whole, rows), config.max_bad_rows)
+            only, self.bad_rows = usable_rows(rows, checked, partial(self._check_fully, rows), config.max_bad_rows)
         decoded = rows_to_decode(count)
         repeated = RepeatedRows() if strict_check_enabled() else None
 
         def read(row: Mapping[str, Any], index: int) -> Prompt:
             if repeated is not None:
                 repeated.add(index, row)
-            return self._checked(row, rows, index, decoded)
+            return self._check_and_decode(row, rows, index, decoded)
 
         tokenized = tokenize_rows(
             self.tokenizer,
@@ -303,7 +334,7 @@ class RLHFDataset(TokenizedDataset):
                 if config.filter_overlong_prompts or config.truncation == "error":
                     continue
                 if self.media is not None:
-                    self._truncated(self._prompt(rows[index], rows.where(index), rows.folder(index)), ids)
+                    self._truncated(self._prompt(rows[index], rows.location(index), rows.folder(index)), ids)
                 ids = truncate(ids, config.max_prompt_length, config.truncation)
             kept.append(index)
             self._prompt_ids.append(ids)
@@ -312,11 +343,11 @@ class RLHFDataset(TokenizedDataset):
             repeated.report(rows, count)
         return kept
 
-    def _check_whole(self, rows: Rows, row: Mapping[str, Any], index: int) -> None:
+    def _check_fully(self, rows: Rows, row: Mapping[str, Any], index: int) -> None:
         """Check a row, decode its images, and render its prompt. Raises ValueError if the row cannot be used."""
-        self._encode([self._checked(row, rows, index, [index])], lambda _: rows.where(index))
+        self._encode([self._check_and_decode(row, rows, index, [index])], lambda _: rows.location(index))
 
-    def _checked(self, row: Mapping[str, Any], rows: Rows, index: int, decoded: Collection[int]) -> Prompt:
+    def _check_and_decode(self, row: Mapping[str, Any], rows: Rows, index: int, decoded: Collection[int]) -> Prompt:
         """`_check_row`; images of the rows `decoded` are decoded."""
         prompt = self._check_row(row, rows, index)
         if isinstance(prompt, MediaPrompt) and index in decoded:
@@ -325,48 +356,48 @@ class RLHFDataset(TokenizedDataset):
 
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
         """The prompt of a row. Raises ValueError if the row cannot be used."""
-        where = rows.where(index)
-        check_values(row, where)
-        refuse_media(row, self._refused, where)
-        reward_model(row, where, self.config.ground_truth_key)
+        location = rows.location(index)
+        check_values(row, location)
+        refuse_media(row, self._refused, location)
+        reward_model(row, location, self.config.ground_truth_key)
         self._data_source(row, rows, index)
         if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
-            raise ValueError(f"{where}: expected a dict in column {self._extra_info!r}, found {extra!r}")
-        return self._prompt(row, where, rows.folder(index))
+            raise ValueError(f"{location}: expected a dict in column {self._extra_info!r}, found {extra!r}")
+        return self._prompt(row, location, rows.folder(index))
 
-    def _encode(self, prompts: list[Prompt], where: Callable[[int], str]) -> list[Encoded]:
+    def _encode(self, prompts: list[Prompt], location: Callable[[int], str]) -> list[Encoded]:
         media = {i: self.media.token_ids(p) for i, p in enumerate(prompts) if isinstance(p, MediaPrompt)}
         texts = [i for i, prompt in enumerate(prompts) if i not in media]
         encoded = encode_prompts(
             self.tokenizer,
             [prompts[i] for i in texts],
-            lambda k: where(texts[k]),
+            lambda k: location(texts[k]),
             chat_template=self.chat_template,
             template_kwargs=self.config.apply_chat_template_kwargs,
             tools=self.tools,
         )
-        found = media | dict(zip(texts, encoded))
-        return [(found.get(i, []), []) for i in range(len(prompts))]
+        ids_by_index = media | dict(zip(texts, encoded))
+        return [(ids_by_index.get(i, []), []) for i in range(len(prompts))]
 
     def _report_overlong(self, overlong: dict[int, int], rows: Rows, count: int, any_kept: bool) -> None:
         config = self.config
         if not overlong and any_kept:
             return
-        found = f"{len(overlong):,} of {count:,} prompts longer than {config.max_prompt_length:,} tokens"
+        summary = f"{len(overlong):,} of {count:,} prompts longer than {config.max_prompt_length:,} tokens"
         if overlong and not config.filter_overlong_prompts and config.truncation == "error":
             drop = "set data.filter_overlong_prompts=True to drop them"
             fix = f"{drop}, or data.truncation to left, right or middle"
             if self.media is not None:
                 fix = f"{FEWER_IMAGE_TOKENS}, or {drop} (prompts with images are not truncated)"
             raise ValueError(
-                f"data.max_prompt_length: {found}; {overlong_figures(overlong, rows)}. Increase the limit, or {fix}"
+                f"data.max_prompt_length: {summary}; {describe_overlong(overlong, rows)}. Increase the limit, or {fix}"
             )
         if not any_kept:
-            what = f"{rows.names}: none of the {count:,} rows is usable"
+            message = f"{rows.names}: none of the {count:,} rows is usable"
             if overlong:
-                what += f"; {found}, the shortest has {min(overlong.values()):,}: increase data.max_prompt_length"
-            raise ValueError(what)
-        logger.info("%s %s", "dropped" if config.filter_overlong_prompts else "truncated", found)
+                message += f"; {summary}, the shortest has {min(overlong.values()):,}: increase data.max_prompt_length"
+            raise ValueError(message)
+        logger.info("%s %s", "dropped" if config.filter_overlong_prompts else "truncated", summary)
 
 
 # ---- custom datasets ------------------------------------------------------------------------------------------------
@@ -375,8 +406,8 @@ class RLHFDataset(TokenizedDataset):
 def load_dataset_class(path: str | None, name: str | None) -> type[Dataset]:
     """Load a custom dataset class.
 
-    The class is a torch `Dataset` with a length, is created by `create_custom_dataset`, and its items are what
-    `PromptCollator` takes.
+    The class is a torch `Dataset` with a length, is created by `create_custom_dataset`, and `PromptCollator`
+    accepts its items.
 
     Args:
         path: a .py file or a module.
@@ -387,12 +418,12 @@ def load_dataset_class(path: str | None, name: str | None) -> type[Dataset]:
     """
     if not path or not name:
         raise ValueError(f"data.custom_cls: expected both path and name, found path={path!r}, name={name!r}")
-    found = load_object(path, name)
-    if not (isinstance(found, type) and issubclass(found, Dataset)):
+    cls = load_object(path, name)
+    if not (isinstance(cls, type) and issubclass(cls, Dataset)):
         raise ValueError(
-            f"data.custom_cls: {name!r} of {path!r} is not a subclass of torch.utils.data.Dataset: {found!r}"
+            f"data.custom_cls: {name!r} of {path!r} is not a subclass of torch.utils.data.Dataset: {cls!r}"
         )
-    return found
+    return cls
 
 
 def create_custom_dataset(
@@ -410,7 +441,6 @@ def create_custom_dataset(
     Args:
         cls: the class. `processor` and `max_samples` are passed if its constructor has such parameters.
         data_files: paths.
-        tokenizer: a Hugging Face tokenizer.
         settings: the `data` section; it becomes `config`, with attribute access, `get` and the keys of public verl
             that are not supported, at their defaults.
         max_samples: number of rows to use; -1: all.
@@ -419,13 +449,13 @@ def create_custom_dataset(
     """
     defaults = {key.partition("data.")[2]: v for key, v in upstream_defaults(schema).items() if key.startswith("data.")}
     public = {k: None if str(v).startswith("${") else v for k, v in defaults.items() if "." not in k}
-    own = settings["custom_cls"]["kwargs"]
-    config = OmegaConf.create({**public, **settings, **own, "train_max_samples": max_samples})
+    kwargs = settings["custom_cls"]["kwargs"]
+    config = OmegaConf.create({**public, **settings, **kwargs, "train_max_samples": max_samples})
     parameters = inspect.signature(cls).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    more = {"processor": processor, "max_samples": max_samples}
-    more = {name: value for name, value in more.items() if takes_any or name in parameters}
-    return cls(data_files=list(data_files), tokenizer=tokenizer, config=config, **more)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    optional = {"processor": processor, "max_samples": max_samples}
+    optional = {name: value for name, value in optional.items() if accepts_any or name in parameters}
+    return cls(data_files=list(data_files), tokenizer=tokenizer, config=config, **optional)
 
 
 def check_ground_truth(dataset: Dataset, function: str) -> None:

@@ -79,10 +79,9 @@ def position_ids_of(attention_mask: Tensor) -> Tensor:
 def concat_sequences(batches: Sequence[DataProto], pad_token_id: int) -> DataProto:
     """Concatenate batches, padded to the widest prompt and response.
 
-    Columns of the table are padded as `build_sequences` pads: ids by `pad_token_id`, routed_experts by -1,
-    everything else by zeros. An
-    object column that a batch lacks (a value that the reward function did not return) is None in its rows.
-    `meta_info` is dropped: it describes one batch.
+    Columns of the table are padded as `build_sequences` pads: ids by `pad_token_id`, routed_experts by -1, everything
+    else by zeros. An object column that a batch lacks (a value that the reward function did not return) is None in its
+    rows. `meta_info` is dropped: it describes one batch.
     """
     prompt_width, response_width = (max(batch.column(name).shape[1] for batch in batches) for name in _IDS[:2])
     objects = list(dict.fromkeys(name for batch in batches for name in batch.non_tensor_batch))
@@ -93,8 +92,8 @@ def concat_sequences(batches: Sequence[DataProto], pad_token_id: int) -> DataPro
         tensors = {name: _widened(name, value, left, right, pad_token_id) for name, value in batch.tensors.items()}
         if "position_ids" in tensors and tensors["position_ids"].dim() == 2:
             tensors["position_ids"] = position_ids_of(tensors["attention_mask"])
-        nothing = np.full(len(batch), None, dtype=object)
-        widened.append(DataProto(tensors, {name: batch.non_tensor_batch.get(name, nothing) for name in objects}))
+        missing = np.full(len(batch), None, dtype=object)
+        widened.append(DataProto(tensors, {name: batch.non_tensor_batch.get(name, missing) for name in objects}))
     return DataProto.concat(widened)
 
 
@@ -124,7 +123,7 @@ def _check_masks(response_ids: Sequence[Sequence[int]], response_masks: Sequence
 
 
 def _pad(
-    rows: Sequence[Sequence[int]], fill: int, width: int | None, what: str, *, left: bool
+    rows: Sequence[Sequence[int]], fill: int, width: int | None, name: str, *, left: bool
 ) -> tuple[Tensor, Tensor]:
     """Rows of different length -> (values, 1 where a value is real), both (B, width) int64."""
     lengths = [len(row) for row in rows]
@@ -132,7 +131,7 @@ def _pad(
     width = longest if width is None else width
     if longest > width:
         raise ValueError(
-            f"build_sequences: the {what} of row {lengths.index(longest)} has {longest} tokens, "
+            f"build_sequences: the {name} of row {lengths.index(longest)} has {longest} tokens, "
             f"more than the width of {width}; truncate it first or raise the limit"
         )
     column, length = torch.arange(width), torch.tensor(lengths)[:, None]

@@ -15,7 +15,7 @@ from verl.data.dataset import (
     DatasetConfig,
     Encoded,
     TokenizedDataset,
-    overlong_figures,
+    describe_overlong,
     read_data_section,
     rows_to_use,
     tokenize_rows,
@@ -182,7 +182,7 @@ class SFTDataset(TokenizedDataset):
         entry = item if self._entries is None else self._entry(item)
         ids, mask = self._ids[entry], self._mask[entry]
         first = mask.index(1)
-        found = {
+        fields = {
             "prompt_ids": ids[:first],
             "response_ids": ids[first:],
             "response_mask": mask[first:],
@@ -190,8 +190,8 @@ class SFTDataset(TokenizedDataset):
         }
         if self.media is not None:
             row = self._kept[entry]
-            found["multi_modal_inputs"] = self.media.tensors(self._example(self.rows[row], row), ids)
-        return found
+            fields["multi_modal_inputs"] = self.media.tensors(self._example(self.rows[row], row), ids)
+        return fields
 
     def _entry(self, row: int) -> int:
         """The entry of a row. A row that is not tokenized yet is tokenized now."""
@@ -209,14 +209,14 @@ class SFTDataset(TokenizedDataset):
         usable, limit = rows, self.config.max_bad_rows
         if limit:
             checked = range(self._count) if rows is None else rows
-            usable, self.bad_rows = usable_rows(self.rows, checked, self._check_whole, limit)
+            usable, self.bad_rows = usable_rows(self.rows, checked, self._check_fully, limit)
         decoded = rows_to_decode(self._count)
         tokenized = tokenize_rows(
             self.tokenizer,
             self.rows,
             self._count,
-            read=lambda row, index: self._checked(row, index, decoded),
-            texts_of=_texts_of,
+            read=lambda row, index: self._check_and_decode(row, index, decoded),
+            texts_of=_example_texts,
             encode=self._encode,
             only=usable,
         )
@@ -226,8 +226,8 @@ class SFTDataset(TokenizedDataset):
             self._keep(index, ids, mask)
         self._report(overlong, self._count if rows is None else len(rows))
         if rows is not None and (missing := {*rows} - {*self._kept}):
-            where = self.rows.where(min(missing))
-            raise ValueError(f"{where}: no token of the sample is in the loss; remove the row")
+            location = self.rows.location(min(missing))
+            raise ValueError(f"{location}: no token of the sample is in the loss; remove the row")
 
     def _keep(self, index: int, ids: list[int], mask: list[int]) -> None:
         """Add a sample, truncated to max_length; drop it if no token is left in the loss."""
@@ -237,7 +237,7 @@ class SFTDataset(TokenizedDataset):
                 return
             if self.media is not None and isinstance(self._example(self.rows[index], index), MediaPrompt):
                 raise ValueError(
-                    f"{self.rows.where(index)}: the sample has {len(ids):,} tokens with those of its images, "
+                    f"{self.rows.location(index)}: the sample has {len(ids):,} tokens with those of its images, "
                     f"more than data.max_length={limit:,}, and truncation would cut an image: increase the limit, or "
                     f"{FEWER_IMAGE_TOKENS}"
                 )
@@ -248,7 +248,7 @@ class SFTDataset(TokenizedDataset):
             self._ids.append(ids)
             self._mask.append(mask)
 
-    def _checked(self, row: Mapping[str, Any], index: int, decoded: Collection[int]) -> _Example:
+    def _check_and_decode(self, row: Mapping[str, Any], index: int, decoded: Collection[int]) -> _Example:
         """`_example`; images of the rows `decoded` are decoded."""
         example = self._example(row, index)
         if isinstance(example, MediaPrompt) and index in decoded:
@@ -256,58 +256,56 @@ class SFTDataset(TokenizedDataset):
             self.media.token_ids(example)
         return example
 
-    def _check_whole(self, row: Mapping[str, Any], index: int) -> None:
+    def _check_fully(self, row: Mapping[str, Any], index: int) -> None:
         """Check a row, decode its images, and render it. Raises ValueError if the row cannot be used."""
-        self._encode([self._checked(row, index, [index])], lambda _: self.rows.where(index))
+        self._encode([self._check_and_decode(row, index, [index])], lambda _: self.rows.location(index))
 
     def _example(self, row: Mapping[str, Any], index: int) -> _Example:
         """The row as a chat, with its images if it has any, or as two plain texts."""
-        where = self.rows.where(index)
-        refuse_media(row, self._refused, where)
+        location = self.rows.location(index)
+        refuse_media(row, self._refused, location)
         if self.media is None:
-            return self._chat_or_pair(row, where)
+            return self._chat_or_pair(row, location)
         columns = self._columns
         if columns.messages is not None:
             chat = row[columns.messages]
         else:
-            chat = _follow(row, columns.prompt, columns.prompt_path, where)
-            response = _follow(row, columns.response, columns.response_path, where)
+            chat = _follow(row, columns.prompt, columns.prompt_path, location)
+            response = _follow(row, columns.response, columns.response_path, location)
             chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else list(chat or ())
             chat.append({"role": "assistant", "content": response})
-        found = self.media.read(row, chat, self.rows.folder(index), where)
-        if found is None:
-            return self._chat_or_pair(row, where)
-        roles = [message["role"] for message in found.messages]
+        prompt = self.media.read(row, chat, self.rows.folder(index), location)
+        if prompt is None:
+            return self._chat_or_pair(row, location)
+        roles = [message["role"] for message in prompt.messages]
         turns = [t for t, role in enumerate(roles) if role == "assistant" and t > 0]
-        if any(has_media(message) for message in found.messages[turns[0] if turns else 0 :]):
+        if any(has_media(message) for message in prompt.messages[turns[0] if turns else 0 :]):
             raise MediaError(
-                f"{where}: expected all images and videos before the first assistant turn, found the roles "
+                f"{location}: expected all images and videos before the first assistant turn, found the roles "
                 f"{', '.join(roles)} with some after it: write one row per assistant turn"
             )
-        return found
+        return prompt
 
-    def _chat_or_pair(self, row: Mapping[str, Any], where: str) -> _Example:
+    def _chat_or_pair(self, row: Mapping[str, Any], location: str) -> _Example:
         """A text-only row."""
         columns = self._columns
         if columns.messages is not None:
             for name, fix in _NOT_RENDERED.items():
                 if row.get(name) not in (None, [], ""):
-                    raise ValueError(f"{where}: the column {name!r} is not supported with chats: {fix}")
-            return check_messages(row[columns.messages], where)
-        response = _follow(row, columns.response, columns.response_path, where)
+                    raise ValueError(f"{location}: the column {name!r} is not supported with chats: {fix}")
+            return check_messages(row[columns.messages], location)
+        response = _follow(row, columns.response, columns.response_path, location)
         if not isinstance(response, str) and response is not None:
-            kind = type(response).__name__
-            raise ValueError(
-                f"{where}: the response (column {columns.response!r}) is not text: found {response!r} ({kind})"
-            )
+            actual = f"{response!r} ({type(response).__name__})"
+            raise ValueError(f"{location}: the response (column {columns.response!r}) is not text: found {actual}")
         if response is None or not response.strip():
-            raise ValueError(f"{where}: the response (column {columns.response!r}) is missing: found {response!r}")
-        check_encodable(response, f"{where}: the response (column {columns.response!r})")
+            raise ValueError(f"{location}: the response (column {columns.response!r}) is missing: found {response!r}")
+        check_encodable(response, f"{location}: the response (column {columns.response!r})")
         prompt = as_chat_or_text(
-            _follow(row, columns.prompt, columns.prompt_path, where),
+            _follow(row, columns.prompt, columns.prompt_path, location),
             self.config.prompt_format,
             self._has_template(),
-            where,
+            location,
         )
         if isinstance(prompt, str):
             return _Pair(prompt, response)
@@ -316,7 +314,7 @@ class SFTDataset(TokenizedDataset):
     def _has_template(self) -> bool:
         return self.chat_template is not None or self.tokenizer.chat_template is not None
 
-    def _encode(self, examples: list[_Example], where: Callable[[int], str]) -> list[Encoded]:
+    def _encode(self, examples: list[_Example], location: Callable[[int], str]) -> list[Encoded]:
         pairs = [i for i, e in enumerate(examples) if isinstance(e, _Pair)]
         media = {i: e for i, e in enumerate(examples) if isinstance(e, MediaPrompt)}
         for example in media.values():
@@ -324,11 +322,12 @@ class SFTDataset(TokenizedDataset):
         chats = [i for i, example in enumerate(examples) if not isinstance(example, _Pair)]
         if chats and not self._has_template():
             raise ValueError(
-                f"{where(chats[0])}: the row is a chat, but the tokenizer has no chat template: set "
+                f"{location(chats[0])}: the row is a chat, but the tokenizer has no chat template: set "
                 "model.custom_chat_template, or use plain text for prompt and response"
             )
         result: list[Encoded] = [([], [])] * len(examples)
-        prompts = encode_plain_prompts(self.tokenizer, [examples[i].prompt for i in pairs], lambda k: where(pairs[k]))
+        texts = [examples[i].prompt for i in pairs]
+        prompts = encode_plain_prompts(self.tokenizer, texts, lambda k: location(pairs[k]))
         responses = encode(self.tokenizer, [examples[i].response for i in pairs], add_special_tokens=False)
         for i, prompt, response in zip(pairs, prompts, responses):
             with_eos = [*response, self.tokenizer.eos_token_id]
@@ -338,7 +337,7 @@ class SFTDataset(TokenizedDataset):
             [media[i].messages if i in media else examples[i] for i in chats],
             chat_template=self.chat_template,
             template_kwargs=self.config.apply_chat_template_kwargs,
-            where=lambda k: where(chats[k]),
+            location=lambda k: location(chats[k]),
             expanders={k: self.media.expander(media[i]) for k, i in enumerate(chats) if i in media},
         )
         for i, encoded in zip(chats, encoded_chats):
@@ -347,10 +346,10 @@ class SFTDataset(TokenizedDataset):
 
     def _report(self, overlong: dict[int, int], count: int) -> None:
         limit = self.config.max_length
-        found = f"{len(overlong):,} of {count:,} samples longer than {limit:,} tokens"
+        summary = f"{len(overlong):,} of {count:,} samples longer than {limit:,} tokens"
         if overlong and self.config.truncation == "error":
             raise ValueError(
-                f"data.max_length: {found}; {overlong_figures(overlong, self.rows)}. Increase the limit, or set "
+                f"data.max_length: {summary}; {describe_overlong(overlong, self.rows)}. Increase the limit, or set "
                 "data.truncation to left or right"
             )
         if not self._kept:
@@ -358,15 +357,15 @@ class SFTDataset(TokenizedDataset):
             raise ValueError(f"{files}: none of the {count:,} rows has a token in the loss within {limit:,} tokens")
         if overlong:
             dropped = count - len(self._kept)
-            logger.info("truncated %s; dropped %d of them, whose response was truncated completely", found, dropped)
+            logger.info("truncated %s; dropped %d of them, whose response was truncated completely", summary, dropped)
 
 
 def _find_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
     """The columns named in the config, otherwise those with a common name. Raises ValueError if there are none."""
     if config.messages_key is not None:
         return _Columns(messages=_require(rows, config.messages_key, "messages_key"))
-    named = config.prompt_key is not None or config.response_key is not None
-    if not named and "messages" in rows.columns:
+    has_names = config.prompt_key is not None or config.response_key is not None
+    if not has_names and "messages" in rows.columns:
         return _Columns(messages="messages")
     prompt = _named_or_common(rows, config.prompt_key, "prompt_key", _PROMPT_COLUMNS)
     response = _named_or_common(rows, config.response_key, "response_key", _RESPONSE_COLUMNS)
@@ -397,17 +396,17 @@ def _named_or_common(rows: Rows, name: str | None, key: str, common: tuple[str, 
     )
 
 
-def _follow(row: Mapping[str, Any], column: str, path: tuple[str, ...], where: str) -> Any:
+def _follow(row: Mapping[str, Any], column: str, path: tuple[str, ...], location: str) -> Any:
     """The value of a column, or the nested value at `path`."""
     value = row[column]
     for key in path:
         if not isinstance(value, Mapping) or key not in value:
-            raise ValueError(f"{where}: column {column!r} has no {'.'.join(path)!r}: found {value!r:.200}")
+            raise ValueError(f"{location}: column {column!r} has no {'.'.join(path)!r}: found {value!r:.200}")
         value = value[key]
     return value
 
 
-def _texts_of(example: _Example) -> list[str]:
+def _example_texts(example: _Example) -> list[str]:
     if isinstance(example, _Pair):
         return [example.prompt, example.response]
     if isinstance(example, MediaPrompt):

@@ -87,9 +87,9 @@ def render_chats(
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
-    where: Callable[[int], str] = lambda i: f"chat {i}",
+    location: Callable[[int], str] = lambda i: f"chat {i}",
 ) -> list[str]:
-    """Render chats to text with the chat template. `where(i)` is the name of chat i in errors; tools: their schemas."""
+    """Render chats to text with the chat template. location: the name of chat i in errors."""
     if not chats:
         return []
     settings = {
@@ -108,39 +108,40 @@ def render_chats(
             except jinja2.TemplateError as error:
                 roles = [message["role"] for message in chat]
                 raise ValueError(
-                    f"{where(i)}: the chat template raises an error for the turns {roles}: {error}"
+                    f"{location(i)}: the chat template raises an error for the turns {roles}: {error}"
                 ) from error
         raise
 
 
-def check_messages(messages: Any, where: str) -> list[Message]:
+def check_messages(messages: Any, location: str) -> list[Message]:
     """Check a list of chat messages: role and content must be text. Keys whose value is None are dropped."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) == 0:
-        raise ValueError(f"{where}: expected a list of chat messages, found {messages!r}")
+        raise ValueError(f"{location}: expected a list of chat messages, found {messages!r}")
     checked = []
     for turn, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise ValueError(f'{where}: expected messages like {{"role": "user", "content": "..."}}, found {message!r}')
+            example = '{"role": "user", "content": "..."}'
+            raise ValueError(f"{location}: expected messages like {example}, found {message!r}")
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             kinds = f"{type(message['role']).__name__} and {type(message['content']).__name__}"
-            raise ValueError(f"{where}: message {turn}: expected role and content to be text, found {kinds}")
-        check_encodable(message["content"], f"{where}: message {turn}")
+            raise ValueError(f"{location}: message {turn}: expected role and content to be text, found {kinds}")
+        check_encodable(message["content"], f"{location}: message {turn}")
         checked.append({key: value for key, value in message.items() if value is not None})
     return checked
 
 
-def check_encodable(text: str, where: str) -> None:
+def check_encodable(text: str, location: str) -> None:
     """Raise ValueError for text that no tokenizer reads: half of a surrogate pair, as in the JSON text "\\ud83d"."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where}: character {error.start} is {text[error.start]!a}, half of a surrogate pair, which is no "
+            f"{location}: character {error.start} is {text[error.start]!a}, half of a surrogate pair, which is no "
             "character: remove the row, or write the text again from its source"
         ) from None
 
 
-def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, where: str) -> list[Message] | str:
+def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, location: str) -> list[Message] | str:
     """A prompt as chat messages or as plain text.
 
     Args:
@@ -148,40 +149,40 @@ def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, where: 
         prompt_format: "chat" converts text to a user message, "text" keeps it, "auto" converts it if there is a chat
             template.
         has_template: whether there is a chat template.
-        where: name of the prompt in errors.
+        location: name of the prompt in errors.
 
     Raises:
         ValueError: an empty prompt, invalid messages, or messages with prompt_format "text".
     """
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise ValueError(f"{where}: the prompt is empty")
+        raise ValueError(f"{location}: the prompt is empty")
     if isinstance(prompt, str):
-        check_encodable(prompt, where)
+        check_encodable(prompt, location)
         as_chat = prompt_format == "chat" or (prompt_format == "auto" and has_template)
         return [{"role": "user", "content": prompt}] if as_chat else prompt
-    messages = check_messages(prompt, where)
+    messages = check_messages(prompt, location)
     if prompt_format == "text":
-        raise ValueError(f"{where}: data.prompt_format=text, but the prompt is a list of chat messages")
+        raise ValueError(f"{location}: data.prompt_format=text, but the prompt is a list of chat messages")
     return messages
 
 
-def read_prompt(prompt: Any, prompt_format: str, has_template: bool, where: str) -> list[Message] | str:
+def read_prompt(prompt: Any, prompt_format: str, has_template: bool, location: str) -> list[Message] | str:
     """`as_chat_or_text` for generation: the chat must not end with an assistant message."""
-    read = as_chat_or_text(prompt, prompt_format, has_template, where)
-    if not isinstance(read, str) and read[-1]["role"] == "assistant":
+    messages = as_chat_or_text(prompt, prompt_format, has_template, location)
+    if not isinstance(messages, str) and messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"{where}: the prompt ends with an assistant message, so it contains the response: end it with a user "
+            f"{location}: the prompt ends with an assistant message, so it contains the response: end it with a user "
             "message"
         )
-    return read
+    return messages
 
 
-def refuse_media(row: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+def refuse_media(row: Mapping[str, Any], keys: Sequence[str], location: str) -> None:
     """Raise ValueError for a row with a value in one of the columns `keys`, which would be ignored silently."""
     for key in keys:
         if row.get(key) is not None and not (isinstance(row[key], Sized) and len(row[key]) == 0):
             raise ValueError(
-                f"{where}: column {key!r} has images, video or audio, which this model does not read: use a "
+                f"{location}: column {key!r} has images, video or audio, which this model does not read: use a "
                 "vision-language model (images and videos), or remove the column to use only the text"
             )
 
@@ -189,7 +190,7 @@ def refuse_media(row: Mapping[str, Any], keys: Sequence[str], where: str) -> Non
 def encode_prompts(
     tokenizer: Any,
     prompts: Sequence[list[Message] | str],
-    where: Callable[[int], str],
+    location: Callable[[int], str],
     *,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -204,7 +205,7 @@ def encode_prompts(
     plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
     if chats and chat_template is None and tokenizer.chat_template is None:
         raise ValueError(
-            f"{where(chats[0])}: the prompt is a chat, but the tokenizer has no chat template: use the tokenizer "
+            f"{location(chats[0])}: the prompt is a chat, but the tokenizer has no chat template: use the tokenizer "
             "of an instruction-tuned model, set model.custom_chat_template (of a dataset made in Python: "
             'config={"custom_chat_template": ...}), or use plain-text prompts'
         )
@@ -215,75 +216,74 @@ def encode_prompts(
         chat_template=chat_template,
         template_kwargs=template_kwargs,
         tools=tools,
-        where=lambda k: where(chats[k]),
+        location=lambda k: location(chats[k]),
     )
     encoded: list[list[int]] = [[]] * len(prompts)
     for i, ids in zip(chats, encode(tokenizer, rendered, add_special_tokens=False)):
         encoded[i] = ids
-    for i, ids in zip(plain, encode_plain_prompts(tokenizer, [prompts[i] for i in plain], lambda k: where(plain[k]))):
+    plain_ids = encode_plain_prompts(tokenizer, [prompts[i] for i in plain], lambda k: location(plain[k]))
+    for i, ids in zip(plain, plain_ids):
         encoded[i] = ids
     return encoded
 
 
-def encode_plain_prompts(tokenizer: Any, prompts: Sequence[str], where: Callable[[int], str]) -> list[list[int]]:
+def encode_plain_prompts(tokenizer: Any, prompts: Sequence[str], location: Callable[[int], str]) -> list[list[int]]:
     """Token ids of prompts without a chat template, with a bos token if the tokenizer adds one."""
     encoded = encode(tokenizer, prompts, add_special_tokens=True)
     for i, (prompt, ids) in enumerate(zip(prompts, encoded)):
         if ids and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
             raise ValueError(
-                f"{where(i)}: the tokenizer appends its eos token {tokenizer.eos_token!r} to the prompt: "
+                f"{location(i)}: the tokenizer appends its eos token {tokenizer.eos_token!r} to the prompt: "
                 "set add_eos_token to false in tokenizer_config.json"
             )
         if not ids:
-            raise ValueError(f"{where(i)}: the tokenizer returns no tokens for {_shorten(prompt)!r}")
+            raise ValueError(f"{location(i)}: the tokenizer returns no tokens for {_shorten(prompt)!r}")
     return encoded
 
 
-def truncate(ids: list[int], limit: int, how: str) -> list[int]:
-    """At most `limit` ids. how: "left" drops the start, "right" drops the end, "middle" keeps both ends."""
+def truncate(ids: list[int], limit: int, method: str) -> list[int]:
+    """At most `limit` ids. method: "left" drops the start, "right" drops the end, "middle" keeps both ends."""
     if len(ids) <= limit:
         return ids
-    if how == "left":
+    if method == "left":
         return ids[-limit:]
-    if how == "right":
+    if method == "right":
         return ids[:limit]
-    if how == "middle":
+    if method == "middle":
         head = limit // 2
         return ids[:head] + ids[len(ids) - (limit - head) :]
-    raise ValueError(f"truncation: expected left, right or middle, found {how!r}")
+    raise ValueError(f"truncation: expected left, right or middle, found {method!r}")
 
 
-def check_tokenizer(tokenizer: Any, texts: Sequence[str], where: Callable[[int], str] | None = None) -> None:
+def check_tokenizer(tokenizer: Any, texts: Sequence[str], location: Callable[[int], str] | None = None) -> None:
     """Check that texts survive encoding and decoding, except for the changes of the tokenizer's normalizer.
 
     A tokenizer that does not match the data or the model drops characters silently, and the model is then trained on
     prompts that differ from those in the file.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        texts: the texts to check.
-        where: name of text i in errors.
+        location: name of text i in errors.
 
     Raises:
         ValueError: a text with no tokens, or only unknown ones, or that decodes to a different text.
     """
-    where = where or (lambda i: f"text {i}")
+    location = location or (lambda i: f"text {i}")
     encoded = encode(tokenizer, texts, add_special_tokens=False)
     normalized = []
     for i, (text, ids) in enumerate(zip(texts, encoded)):
-        back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if back == text:
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if decoded == text:
             continue
         if not ids and text:
-            raise ValueError(f"{where(i)}: the tokenizer returns no tokens for {_shorten(text)!r}. {_ADVICE}")
+            raise ValueError(f"{location(i)}: the tokenizer returns no tokens for {_shorten(text)!r}. {_ADVICE}")
         if all(token == tokenizer.unk_token_id for token in ids):
-            raise ValueError(f"{where(i)}: every token of {_shorten(text)!r} is unknown to the tokenizer. {_ADVICE}")
-        if _normal(tokenizer, back) != _normal(tokenizer, text):
-            at = next((k for k, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back)))
-            start = max(at - 20, 0)
+            raise ValueError(f"{location(i)}: every token of {_shorten(text)!r} is unknown to the tokenizer. {_ADVICE}")
+        if _normal(tokenizer, decoded) != _normal(tokenizer, text):
+            position = next((k for k, (a, b) in enumerate(zip(text, decoded)) if a != b), min(len(text), len(decoded)))
+            start = max(position - 20, 0)
             raise ValueError(
-                f"{where(i)}: the tokenizer loses text: {text[start : at + 30]!r} decodes to "
-                f"{back[start : at + 30]!r} (first difference at character {at}). {_ADVICE}"
+                f"{location(i)}: the tokenizer loses text: {text[start : position + 30]!r} decodes to "
+                f"{decoded[start : position + 30]!r} (first difference at character {position}). {_ADVICE}"
             )
         normalized.append(i)
     if normalized:
@@ -291,7 +291,7 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str], where: Callable[[int],
             "the tokenizer's normalizer changes %d of %d texts (the first: %s, %r)",
             len(normalized),
             len(texts),
-            where(normalized[0]),
+            location(normalized[0]),
             _shorten(texts[normalized[0]]),
         )
 
@@ -302,26 +302,24 @@ def check_round_trips(
     encoded: Sequence[Sequence[int]],
     stride: int,
     rows: Sequence[int],
-    where: Callable[[int], str],
+    location: Callable[[int], str],
 ) -> None:
     """`check_tokenizer` on some rows of a dataset: every `stride`-th row, and every row with an unknown token.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         texts: texts[i] are the texts of row rows[i].
         encoded: encoded[i] are the token ids of row rows[i].
         stride: distance of the rows to check.
-        rows: row numbers.
-        where: name of a row in errors.
+        location: name of a row in errors.
     """
     unknown = tokenizer.unk_token_id
-    chosen = [
+    selected = [
         (row, text)
         for row, row_texts, ids in zip(rows, texts, encoded)
         if row % stride == 0 or (unknown is not None and unknown in ids)
         for text in row_texts
     ]
-    check_tokenizer(tokenizer, [text for _, text in chosen], lambda i: where(chosen[i][0]))
+    check_tokenizer(tokenizer, [text for _, text in selected], lambda i: location(selected[i][0]))
 
 
 _ADVICE = (
@@ -355,8 +353,8 @@ def load_tokenizer(model: schema.ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        where = f"in {path!r}" if Path(path).is_dir() else f"there is no folder {path!r}, and as a name of the hub"
-        raise ValueError(f"no tokenizer: {where}: {error}") from error
+        problem = f"in {path!r}" if Path(path).is_dir() else f"there is no folder {path!r}, and as a name of the hub"
+        raise ValueError(f"no tokenizer: {problem}: {error}") from error
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer

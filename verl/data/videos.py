@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.data.images import EXTERNAL_FORMATS, MOST_PIXELS, NO_LIMITS, ImageLimits, RowImage, ignore_size_warnings
-from verl.data.media_source import MediaError, bytes_of_text, describe
+from verl.data.media_source import MediaError, describe, load_media
 
 DEFAULT_FPS = 2.0
 """Frames per second of a list of frames that has no `fps`: that of Qwen-VL."""
@@ -64,7 +64,7 @@ class Video:
     Args:
         source: a list of frames (each as a `RowImage` takes it), a uint8 array (T, H, W, 3), bytes or a path of an
             animated GIF, WebP or PNG or of a video file, or {"video": ..., "fps": ...}.
-        where: names the video in errors.
+        location: names the video in errors.
         folder: the folder that relative paths start from.
         limits: settings of the frames.
         max_frames: frames to keep, evenly spaced; None: all.
@@ -73,12 +73,12 @@ class Video:
     def __init__(
         self,
         source: Any,
-        where: str,
+        location: str,
         folder: Path = Path(),
         limits: ImageLimits = NO_LIMITS,
         max_frames: int | None = None,
     ):
-        self.where, self._folder, self._limits, self._max_frames = where, folder, limits, max_frames
+        self.location, self._folder, self._limits, self._max_frames = location, folder, limits, max_frames
         self._fps: Any = None
         if isinstance(source, Mapping) and source.get("video") is not None:
             self._fps = source.get("fps")
@@ -94,27 +94,27 @@ class Video:
         """
         source = self._opened()
         if not source.total:
-            raise MediaError(f"{self.where}: expected at least one frame, found none")
+            raise MediaError(f"{self.location}: expected at least one frame, found none")
         fps = source.fps if self._fps is None else self._fps
         if isinstance(fps, bool) or not isinstance(fps, int | float | np.number) or not 0 < fps < math.inf:
-            raise MediaError(f"{self.where}: expected fps, frames per second, above 0, found {fps!r:.80}")
+            raise MediaError(f"{self.location}: expected fps, frames per second, above 0, found {fps!r:.80}")
         kept: Sequence[int] = range(source.total)
         if self._max_frames is not None and source.total > self._max_frames:
             kept = np.linspace(0, source.total - 1, self._max_frames).round().astype(int).tolist()
         frames: list[np.ndarray] = []
         for index, frame in zip(kept, source.frames(kept)):
-            image = RowImage(frame, f"{self.where}, frame {index}", self._folder, self._limits)
+            image = RowImage(frame, f"{self.location}, frame {index}", self._folder, self._limits)
             if not frames:
                 self._check_size(image.size(), len(kept))
             frames.append(np.asarray(image.decode()))
         if len(frames) < len(kept):
             raise MediaError(
-                f"{self.where}: expected {source.total} frames, as the header says, found the end after frame "
+                f"{self.location}: expected {source.total} frames, as the header says, found the end after frame "
                 f"{kept[len(frames) - 1] if frames else 0}: the file is truncated. Write it again or remove the row"
             )
         sizes = {frame.shape for frame in frames}
         if len(sizes) > 1:
-            raise MediaError(f"{self.where}: expected frames of one size, found the shapes {sorted(sizes)}")
+            raise MediaError(f"{self.location}: expected frames of one size, found the shapes {sorted(sizes)}")
         return DecodedVideo(np.stack(frames), float(fps), list(kept), source.total)
 
     def _check_size(self, size: tuple[int, int], count: int) -> None:
@@ -122,7 +122,7 @@ class Video:
         width, height = size
         if count * width * height > MOST_VIDEO_PIXELS:
             raise MediaError(
-                f"{self.where}: expected at most {MOST_VIDEO_PIXELS:,} pixels, found {count:,} frames of {width} x "
+                f"{self.location}: expected at most {MOST_VIDEO_PIXELS:,} pixels, found {count:,} frames of {width} x "
                 f"{height} = {count * width * height:,}: {_SHORTER}"
             )
 
@@ -135,7 +135,7 @@ class Video:
             return _Source(len(source), DEFAULT_FPS, lambda kept: (source[i] for i in kept))
         data = self._bytes()
         if not data:
-            raise MediaError(f"{self.where}: expected a video, found 0 bytes: write the file again, or remove the row")
+            raise MediaError(f"{self.location}: expected a video, found 0 bytes: write it again, or remove the row")
         return self._animation(data) or self._video_file(data)
 
     def _bytes(self) -> bytes:
@@ -145,7 +145,7 @@ class Video:
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source)
         if isinstance(source, str | Path):
-            return bytes_of_text(str(source), self._folder, self._limits.allow_urls, self._error)
+            return load_media(str(source), self._folder, self._limits.allow_urls, self._error)
         raise self._error(
             "expected a list of frames, bytes, a path, or a dict with 'video', 'bytes', 'path' or 'url', found "
             f"{describe(source)}"
@@ -183,15 +183,15 @@ class Video:
             import av
         except ModuleNotFoundError as error:
             raise MediaError(
-                f"{self.where}: expected a list of frames or an animated image, found a file of {len(data):,} bytes "
+                f"{self.location}: expected a list of frames or an animated image, found a file of {len(data):,} bytes "
                 "that Pillow does not read; video files need PyAV: pip install av"
             ) from error
         try:
             with av.open(io.BytesIO(data)) as container:
                 if not container.streams.video:
                     raise MediaError(
-                        f"{self.where}: expected a video, found a file without a video stream: it is truncated, or has "
-                        "only sound. Write it again or remove the row"
+                        f"{self.location}: expected a video, found a file without a video stream: it is truncated, or "
+                        "has only sound. Write it again or remove the row"
                     )
                 stream = container.streams.video[0]
                 fps = float(stream.average_rate or DEFAULT_FPS)
@@ -201,22 +201,22 @@ class Video:
 
         def frames(kept: Sequence[int]) -> Iterator[np.ndarray]:
             remaining = iter(kept)
-            wanted = next(remaining)
+            target = next(remaining)
             try:
                 with av.open(io.BytesIO(data)) as container:
                     for index, frame in enumerate(container.decode(video=0)):
-                        if index != wanted:
+                        if index != target:
                             continue
                         yield frame.to_ndarray(format="rgb24")
-                        if (wanted := next(remaining, None)) is None:
+                        if (target := next(remaining, None)) is None:
                             return
             except av.error.FFmpegError as error:
                 raise self._damaged(error) from error
 
         return _Source(total, fps, frames)
 
-    def _error(self, what: str) -> MediaError:
-        return MediaError(f"{self.where}: {what}")
+    def _error(self, problem: str) -> MediaError:
+        return MediaError(f"{self.location}: {problem}")
 
     def _damaged(self, error: Exception) -> MediaError:
         return self._error(

@@ -59,10 +59,10 @@ class DataFlow:
 
     def replace(self, name: str, operator: "Operator | Callable") -> "DataFlow":
         """Replace the operator called `name`."""
-        at, operator = self._index(name), as_operator(operator)
+        index, operator = self._index(name), as_operator(operator)
         if operator.name != name:
             self._require_new(operator.name)
-        self._operators[at] = operator
+        self._operators[index] = operator
         return self
 
     def configure(self, settings: Mapping[str, Mapping[str, Any]], key: str) -> "DataFlow":
@@ -80,14 +80,14 @@ class DataFlow:
                 raise ValueError(f"{key}.{name}: the flow has no such operator: {did_you_mean(name, self.names)}")
             operator = self[name]
             parameters = signature(operator.func).parameters
-            own = {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+            settable = {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
             for setting, value in values.items():
-                if setting not in own:
+                if setting not in settable:
                     raise ValueError(
                         f"{key}.{name}.{setting}: the operator {name!r} has no such keyword-only parameter: "
-                        f"{did_you_mean(setting, own)}"
+                        f"{did_you_mean(setting, settable)}"
                     )
-                check_type(own[setting], value, f"{key}.{name}.{setting}")
+                check_type(settable[setting], value, f"{key}.{name}.{setting}")
             self.replace(name, replace(operator, func=partial(operator.func, **values)))
         return self
 
@@ -108,10 +108,10 @@ class DataFlow:
                 f"flow.replace({name!r}, ...)"
             )
 
-    def _insert(self, at: int, operator: "Operator | Callable") -> "DataFlow":
+    def _insert(self, index: int, operator: "Operator | Callable") -> "DataFlow":
         operator = as_operator(operator)
         self._require_new(operator.name)
-        self._operators.insert(at, operator)
+        self._operators.insert(index, operator)
         return self
 
     def compile(self, inputs: Iterable[str] | None = None) -> "Pipeline":
@@ -127,12 +127,12 @@ class DataFlow:
         if not self._operators:
             raise ValueError("the flow has no operators: add one with add_operator")
         for op in self._operators[1:]:
-            if not op.takes_batch:
+            if not op.accepts_batch:
                 raise ValueError(
                     f"operator {op.name!r} takes no batch: only the first operator of a flow may be a source"
                 )
         first = self._operators[0]
-        pure_source = not first.takes_batch
+        pure_source = not first.accepts_batch
         start = set(inputs) if inputs is not None else set(first.writes) if pure_source and first.writes else None
         written: set[str] = set()
         needed: dict[str, None] = {}

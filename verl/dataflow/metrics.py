@@ -35,11 +35,11 @@ def merge_passes(passes: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, A
     Raises:
         ValueError: a value is none of the kinds above, or of different kinds in different passes.
     """
-    found: dict[str, list[tuple[Any, int]]] = {}
+    reported: dict[str, list[tuple[Any, int]]] = {}
     for metrics, rows in passes:
         for name, value in metrics.items():
-            found.setdefault(name, []).append((value, rows))
-    merged = {name: _merge(name, values) for name, values in found.items()}
+            reported.setdefault(name, []).append((value, rows))
+    merged = {name: _merge(name, values) for name, values in reported.items()}
     return {name: value for name, value in merged.items() if value is not None}
 
 

@@ -28,7 +28,7 @@ _running: ContextVar[str | None] = ContextVar("operator", default=None)
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """Context in which an operator runs: limits of waits depend on the durations of the same operator."""
+    """Record in this context which operator runs: the timeouts of its calls depend on its earlier durations."""
     token = _running.set(name)
     try:
         yield
@@ -94,7 +94,7 @@ class Operator:
             raise ValueError(f"operator name: expected a non-empty string, found {self.name!r}")
         if not callable(self.func):
             raise ValueError(f"operator {self.name!r}: expected a function, found {type(self.func).__name__}")
-        if not (self.takes_batch or self.is_source):
+        if not (self.accepts_batch or self.is_source):
             raise ValueError(
                 f"operator {self.name!r}: expected a function of the batch alone, found "
                 f"{callable_name(self.func)}{inspect.signature(self.func)}; bind the other arguments with "
@@ -103,14 +103,14 @@ class Operator:
         object.__setattr__(self, "reads", self._column_names("reads", self.reads))
         object.__setattr__(self, "writes", self._column_names("writes", self.writes))
 
-    def _column_names(self, what: str, names: Any) -> tuple[str, ...]:
+    def _column_names(self, field: str, names: Any) -> tuple[str, ...]:
         names = (names,) if isinstance(names, str) else tuple(names)
         if wrong := [n for n in names if not isinstance(n, str)]:
-            raise ValueError(f"operator {self.name!r}: {what}: expected column names, found {wrong[0]!r}")
+            raise ValueError(f"operator {self.name!r}: {field}: expected column names, found {wrong[0]!r}")
         return names
 
     @property
-    def takes_batch(self) -> bool:
+    def accepts_batch(self) -> bool:
         """Whether the function can be called with the batch alone."""
         return _can_be_called(self.func, None)
 
@@ -149,11 +149,11 @@ def as_operator(step: "Operator | Callable") -> Operator:
 def edges(operators: Iterable[Operator]) -> list[tuple[str, str, str]]:
     """Return (writer, reader, column) for every column read: the writer is the last one before the reader."""
     writer: dict[str, str] = {}
-    found = []
+    result = []
     for op in operators:
-        found += [(writer[c], op.name, c) for c in op.reads if c in writer]
+        result += [(writer[c], op.name, c) for c in op.reads if c in writer]
         writer |= {c: op.name for c in op.writes}
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,12 @@ def dependencies(operators: Sequence[Operator]) -> list[Dependencies]:
     for i, op in enumerate(operators):
         direct = [j for j in range(i) if depends(op, operators[j])]
         ancestors.append(frozenset(direct).union(*(ancestors[j] for j in direct)))
-    found = []
+    result = []
     for i, op in enumerate(operators):
         concurrent = [o for j, o in enumerate(operators) if j != i and j not in ancestors[i] and i not in ancestors[j]]
         written = {column for other in concurrent for column in other.writes}
-        found.append(Dependencies(ancestors[i], frozenset(written - set(op.reads))))
-    return found
+        result.append(Dependencies(ancestors[i], frozenset(written - set(op.reads))))
+    return result
 
 
 def prerequisites(deps: Sequence[Dependencies], processes: Sequence[Hashable]) -> list[frozenset[int]]:
@@ -202,4 +202,7 @@ def prerequisites(deps: Sequence[Dependencies], processes: Sequence[Hashable]) -
     These are its ancestors and the earlier operators of the same processes: the calls of one set of processes are made
     in list order, so that they come in the same order in every run.
     """
-    return [deps[i].ancestors | {j for j in range(i) if processes[j] == mine} for i, mine in enumerate(processes)]
+    return [
+        deps[i].ancestors | {j for j in range(i) if processes[j] == own_processes}
+        for i, own_processes in enumerate(processes)
+    ]

@@ -18,7 +18,7 @@ logger = logging.getLogger("verl.dataflow")
 HEARTBEAT_SECONDS = 60.0
 
 RunReports = dict[int, tuple[Reports, int]]
-"""Of one run: position of an operator (-1: the input) -> its reports, and the rows of the batch after it."""
+"""Reports of one run: position of an operator (-1: the input) -> its reports, and the rows of the batch after it."""
 
 
 class Pipeline:
@@ -27,12 +27,12 @@ class Pipeline:
     Attributes:
         inputs: the columns that the batch given to `run` must have.
         timings: the seconds of each operator in the last run.
-        spans: when each operator of the last run started and ended, by `time.perf_counter`.
+        spans: start and end of each operator of the last run, by `time.perf_counter`.
         running_since: operator name -> start by `time.perf_counter`, of the operators that are running.
         seconds: the wall time of the last run; less than the sum of `timings` if operators overlapped.
         observer: called as (operator name, seconds, batch) after each operator; batch: a shallow copy.
-        log_level: of the line about each operator.
-        label: precedes the names of the operators where those of another pipeline could be meant.
+        log_level: level of the log line per operator.
+        label: prefix of the operators' names, to distinguish them from those of another pipeline.
         processes_of: maps `Operator.on` to the processes that run it. Independent operators of different processes
             overlap. None (the attribute or its result): the thread that calls `run`.
     """
@@ -48,13 +48,13 @@ class Pipeline:
         self.log_level = logging.INFO
         self.label = ""
         self._held: list[RunReports] = []  # reports of the runs that ended with HOLD
-        self._stage = operators  # those that `run` executes
+        self._stage = operators  # the operators that `run` executes
         self._dependencies = dependencies(operators)
 
     def __repr__(self) -> str:
         return f"Pipeline({' -> '.join(op.name for op in self.operators)})"
 
-    def begin_at(self, name: str) -> None:
+    def start_from(self, name: str) -> None:
         """Make `run` start at this operator, which must also be a source. Run those before it as a `stage`."""
         self._stage = self.operators[self._index(name) :]
         self._dependencies = dependencies(self._stage)
@@ -83,7 +83,7 @@ class Pipeline:
             (merged by `verl.dataflow.metrics`).
         """
         start = time.perf_counter()
-        held, self._held = self._held, []  # after an error, the next run starts a new batch
+        held_reports, self._held = self._held, []  # after an error, the next run starts a new batch
         current = PipelineRun(
             self._stage,
             self._dependencies,
@@ -97,25 +97,26 @@ class Pipeline:
         result: Any = None
         with heartbeat(current.running_since):
             while result is not HOLD and (ready := current.next()) is not None:
-                i, given = ready
-                op, began = self._stage[i], time.perf_counter()
+                i, op_input = ready
+                op = self._stage[i]
+                op_start = time.perf_counter()
                 try:
                     with running(self.label + op.name):
-                        result = op.func() if given is None else op.func(given.batch)
+                        result = op.func() if op_input is None else op.func(op_input.batch)
                 except Exception as error:
                     current.annotate(i, error)
                     raise
-                current.end(i, given, result, (began, time.perf_counter()))
+                current.end(i, op_input, result, (op_start, time.perf_counter()))
         self.seconds = time.perf_counter() - start
-        self._held = [*held, current.reports]
+        self._held = [*held_reports, current.reports]
         if result is HOLD:
             return HOLD
-        metrics, timing = merge_reports(self.take_held())
+        metrics, timing = merge_reports(self.pop_held_reports())
         current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
         return current.batch
 
-    def take_held(self) -> list[RunReports]:
-        """Return and forget the reports of the runs since the last batch that `run` returned."""
+    def pop_held_reports(self) -> list[RunReports]:
+        """Return and discard the reports of the runs since the last batch that `run` returned."""
         runs, self._held = self._held, []
         return runs
 
@@ -130,7 +131,7 @@ class Pipeline:
             raise ValueError(f"the flow's first operator {first.name!r} needs a batch: call run(batch)")
         if batch is None:
             return None
-        if not first.takes_batch:
+        if not first.accepts_batch:
             raise ValueError(f"the flow's first operator {first.name!r} makes the batch itself: call run()")
         current = as_batch(batch).copy()
         for op in self._stage:
@@ -160,9 +161,9 @@ def merge_reports(runs: Sequence[RunReports]) -> tuple[dict[str, float], dict[st
     metrics: dict[str, float] = {}
     timing: dict[str, float] = {}
     for i in sorted({position for run in runs for position in run}):
-        found = [run[i] for run in runs if i in run]
-        metrics |= merge_passes([(reports["metrics"], rows) for reports, rows in found])
-        for reports, _ in found:
+        reported = [run[i] for run in runs if i in run]
+        metrics |= merge_passes([(reports["metrics"], rows) for reports, rows in reported])
+        for reports, _ in reported:
             for name, seconds in reports["timing"].items():
                 timing[name] = timing.get(name, 0.0) + seconds
     return metrics, timing

@@ -14,19 +14,19 @@ from typing import Any
 from verl import columns
 from verl.columns import DataProtoValidationError, describe_source
 from verl.dataflow.operator import HOLD, Dependencies, Operator, prerequisites, running
-from verl.protocol import MERGED_FACTS, DataProto
+from verl.protocol import MERGED_ENTRIES, DataProto
 from verl.registry import did_you_mean
 
 logger = logging.getLogger("verl.dataflow")
 
 Span = tuple[float, float]
-"""When an operator started and ended, by `time.perf_counter`."""
+"""Start and end of an operator, by `time.perf_counter`."""
 
 Observer = Callable[[str, float, DataProto | None], None]
 """Called as (operator name, seconds, shallow copy of the batch) after each operator."""
 
 Reports = dict[str, dict[str, Any]]
-"""What an operator reported: its metrics and its finer timings."""
+"""Reports of one operator: "metrics" and "timing" (parts of its duration) -> name -> value."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,22 @@ class OperatorInput:
 
     batch: DataProto
     columns: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    meta_info: Mapping[str, Any]
 
     @classmethod
-    def of(cls, batch: DataProto) -> "OperatorInput":
+    def snapshot(cls, batch: DataProto) -> "OperatorInput":
+        """Record the columns and metadata of `batch` now."""
         return cls(batch, batch.tensors | batch.non_tensor_batch, dict(batch.meta_info))
 
     def changed_columns(self) -> list[str]:
-        now = self.batch.tensors | self.batch.non_tensor_batch
-        return [c for c in {**self.columns, **now} if self.columns.get(c) is not now.get(c)]
+        """The columns that the operator added, removed or replaced in place."""
+        current = self.batch.tensors | self.batch.non_tensor_batch
+        return [c for c in {**self.columns, **current} if self.columns.get(c) is not current.get(c)]
 
-    def changed_facts(self) -> dict[str, Any]:
+    def changed_meta_info(self) -> dict[str, Any]:
         """The `meta_info` entries that the operator has set."""
         missing = object()
-        return {k: v for k, v in self.batch.meta_info.items() if self.facts.get(k, missing) is not v}
+        return {k: v for k, v in self.batch.meta_info.items() if self.meta_info.get(k, missing) is not v}
 
 
 class PipelineRun:
@@ -60,8 +62,8 @@ class PipelineRun:
         processes: the processes that run each operator; None is the thread of the flow.
         batch: the input of the first operator; None for a source.
         observer: called after each operator.
-        log_level: of the line about each operator.
-        label: precedes the names of operators in limits of waits.
+        log_level: level of the log line per operator.
+        label: prefix of the operators' names in the limits of waits.
 
     Attributes:
         spans: operator name -> (start, end).
@@ -107,15 +109,15 @@ class PipelineRun:
             for i in ready:
                 if self._processes[i] is not None:
                     self._start(i)
-            here = [i for i in ready if self._processes[i] is None]
-            if here:
-                self._waiting.remove(here[0])
-                self.running_since[self._operators[here[0]].name] = time.perf_counter()
-                return here[0], self._input_of(here[0])
+            local = [i for i in ready if self._processes[i] is None]
+            if local:
+                self._waiting.remove(local[0])
+                self.running_since[self._operators[local[0]].name] = time.perf_counter()
+                return local[0], self._input_of(local[0])
             concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
         return None
 
-    def end(self, i: int, given: OperatorInput | None, result: Any, span: Span) -> None:
+    def end(self, i: int, op_input: OperatorInput | None, result: Any, span: Span) -> None:
         """Record that operator `i` returned `result`, and update the batch."""
         op = self._operators[i]
         self.spans[op.name] = span
@@ -123,20 +125,20 @@ class PipelineRun:
         logger.log(self._log_level, "[%s] %.2fs%s", op.name, span[1] - span[0], self._concurrent_with(op.name, span))
         self._ended.add(i)
         if result is not HOLD or op.on is not None:
-            before = () if self.batch is None else self.batch.columns
-            self.batch, reports = advance(op, self.batch, given, result)
+            columns_before = () if self.batch is None else self.batch.columns
+            self.batch, reports = advance(op, self.batch, op_input, result)
             self.reports[i] = reports, len(self.batch)
-            self._record_writers(i, before, replaced=isinstance(result, DataProto) and not op.writes)
+            self._record_writers(i, columns_before, replaced=isinstance(result, DataProto) and not op.writes)
         if self._observer is not None:
             self._observer(op.name, span[1] - span[0], None if self.batch is None else self.batch.copy())
 
-    def _record_writers(self, i: int, before: Iterable[str], replaced: bool) -> None:
+    def _record_writers(self, i: int, columns_before: Iterable[str], replaced: bool) -> None:
         """Update which operator wrote each column of the batch, and which one dropped a column."""
-        op, now = self._operators[i], self.batch.columns
-        kept = {} if replaced else self._writer
-        self._writer = {c: i if c in op.writes else kept.get(c, i) for c in now}
-        self._dropped = {c: name for c, name in self._dropped.items() if c not in now}
-        self._dropped |= {c: op.name for c in before if c not in now}
+        op, columns_now = self._operators[i], self.batch.columns
+        writers = {} if replaced else self._writer
+        self._writer = {c: i if c in op.writes else writers.get(c, i) for c in columns_now}
+        self._dropped = {c: name for c, name in self._dropped.items() if c not in columns_now}
+        self._dropped |= {c: op.name for c in columns_before if c not in columns_now}
 
     def annotate(self, i: int, error: BaseException) -> None:
         """Add notes to an error: the operator that raised it, and those that ran at the same time."""
@@ -145,9 +147,9 @@ class PipelineRun:
             for column, operator in self._dropped.items():
                 if f"{column!r}" in str(error) or f'"{column}"' in str(error):
                     error.add_note(_dropped_by(column, operator))
-        others = [self._operators[j].name for j, _ in self._running.values() if j != i]
-        if others:
-            error.add_note(f"running at the same time: {', '.join(others)}")
+        concurrent = [self._operators[j].name for j, _ in self._running.values() if j != i]
+        if concurrent:
+            error.add_note(f"running at the same time: {', '.join(concurrent)}")
 
     # ---- one operator -----------------------------------------------------------------------------------------------
 
@@ -156,28 +158,28 @@ class PipelineRun:
         if self.batch is None:
             return None
         op, deps = self._operators[i], self._deps[i]
-        others = {c for c, j in self._writer.items() if j >= 0 and j not in deps.ancestors}
-        hidden = [c for c in self.batch.columns if c in deps.hidden | others and c not in op.reads]
+        unseen = {c for c, j in self._writer.items() if j >= 0 and j not in deps.ancestors}
+        hidden = [c for c in self.batch.columns if c in deps.hidden | unseen and c not in op.reads]
         batch = self.batch.drop(hidden) if hidden else self.batch.copy()
         require_columns(batch, op.reads, op, self._dropped)
-        return OperatorInput.of(batch)
+        return OperatorInput.snapshot(batch)
 
     def _start(self, i: int) -> None:
         """Run operator `i` in a thread."""
-        op, given = self._operators[i], self._input_of(i)
+        op, op_input = self._operators[i], self._input_of(i)
         future: concurrent.futures.Future[tuple[Any, Span]] = concurrent.futures.Future()
 
         def work() -> None:
             start = time.perf_counter()
             try:
                 with running(self._label + op.name):
-                    result = op.func() if given is None else op.func(given.batch)
+                    result = op.func() if op_input is None else op.func(op_input.batch)
                 future.set_result((result, (start, time.perf_counter())))
             except BaseException as error:
                 future.set_exception(error)
 
         self._waiting.remove(i)
-        self._running[future] = i, given
+        self._running[future] = i, op_input
         self.running_since[op.name] = time.perf_counter()
         # a daemon, because a run that ends with an error does not wait for its threads; their processes end with it
         threading.Thread(target=work, name=f"operator {op.name}", daemon=True).start()
@@ -190,8 +192,8 @@ class PipelineRun:
             if error is not None:
                 self.annotate(i, error)
                 raise error
-            given = self._running.pop(future)[1]
-            self.end(i, given, *future.result())
+            op_input = self._running.pop(future)[1]
+            self.end(i, op_input, *future.result())
 
     def _concurrent_with(self, name: str, span: Span) -> str:
         """The suffix of a timing line: which operators ran during part of this one's time."""
@@ -242,78 +244,83 @@ def _dropped_by(column: str, operator: str) -> str:
 
 def take_reports(batch: DataProto) -> Reports:
     """Remove the metrics and finer timings from the `meta_info` of a batch and return them."""
-    reports = {name: batch.meta_info.pop(name, {}) for name in MERGED_FACTS}
-    for name, facts in reports.items():
-        if not isinstance(facts, Mapping):
+    reports = {name: batch.meta_info.pop(name, {}) for name in MERGED_ENTRIES}
+    for name, value in reports.items():
+        if not isinstance(value, Mapping):
             raise DataProtoValidationError(
-                f"meta_info[{name!r}]: expected a dict, found {type(facts).__name__}: {facts!r}"
+                f"meta_info[{name!r}]: expected a dict, found {type(value).__name__}: {value!r}"
             )
     return reports
 
 
 def advance(
-    op: Operator, current: DataProto | None, given: OperatorInput | None, result: Any
+    op: Operator, current: DataProto | None, op_input: OperatorInput | None, result: Any
 ) -> tuple[DataProto, Reports]:
     """Return the batch after `op` and the reports of `op`.
 
     Args:
-        current: the batch now. Concurrent operators may have added to it since `op` was given its input.
-        given: the input of `op`; None for a source.
+        current: the batch now. Concurrent operators may have added columns since `op` started.
+        op_input: the input of `op`; None for a source.
         result: the return value of `op`.
     """
     adds = bool(op.writes) or (isinstance(result, Mapping) and op.on is None)
     try:
         if result is None:
-            after = _unchanged(op, current, given)
+            after = _unchanged(op, current, op_input)
         elif adds and current is not None:
-            after = _added(op, _with_facts(op, current, given), given, as_batch(result))
+            after = _added(op, _with_meta_info(op, current, op_input), op_input, as_batch(result))
         else:
-            after = _replaced(op, given, result)
+            after = _replaced(op, op_input, result)
         columns.check_contents(after)
         return after, take_reports(after)
     except DataProtoValidationError as error:
         raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
 
 
-def _with_facts(op: Operator, current: DataProto, given: OperatorInput) -> DataProto:
+def _with_meta_info(op: Operator, current: DataProto, op_input: OperatorInput) -> DataProto:
     """The batch with the `meta_info` that the operator set on its input."""
-    facts = given.batch.meta_info if op.on is None else current.meta_info | given.changed_facts()
-    return DataProto(current.batch, current.non_tensor_batch, facts)
+    meta_info = op_input.batch.meta_info if op.on is None else current.meta_info | op_input.changed_meta_info()
+    return DataProto(current.batch, current.non_tensor_batch, meta_info)
 
 
-def _unchanged(op: Operator, current: DataProto | None, given: OperatorInput | None) -> DataProto:
+def _unchanged(op: Operator, current: DataProto | None, op_input: OperatorInput | None) -> DataProto:
     """The batch after an operator that returned None: its columns stay."""
     if op.writes or current is None:
         expected = f"the columns {list(op.writes)}" if op.writes else "a batch"
         raise DataProtoValidationError(f"expected {expected}, found None")
-    _require_untouched(given, "returned None: return the batch, or declare the columns as `writes` and return them")
-    return _with_facts(op, current, given)
+    _require_untouched(op_input, "returned None: return the batch, or declare the columns as `writes` and return them")
+    return _with_meta_info(op, current, op_input)
 
 
-def _replaced(op: Operator, given: OperatorInput | None, result: Any) -> DataProto:
+def _replaced(op: Operator, op_input: OperatorInput | None, result: Any) -> DataProto:
     """The batch that a source made, or that an operator without `writes` returned."""
-    if op.on is not None and given is not None:
-        found = "HOLD" if result is HOLD else "another batch"
+    if op.on is not None and op_input is not None:
+        returned = "HOLD" if result is HOLD else "another batch"
         raise DataProtoValidationError(
             f"it declares where it runs (on={op.on!r}), so it may only add the columns that it declares, but it "
-            f"returned {found}: declare `writes`, or remove `on`"
+            f"returned {returned}: declare `writes`, or remove `on`"
         )
     result = as_batch(result)
     _require_written(op, result)
-    if given is not None and given.batch.columns:
+    if op_input is not None and op_input.batch.columns:
         _require_any_column(result)
-    facts = given.batch.meta_info if given is not None else {}
-    return DataProto(meta_info=facts).union(result)  # which checks the columns too
+    meta_info = op_input.batch.meta_info if op_input is not None else {}
+    return DataProto(meta_info=meta_info).union(result)  # `union` checks the columns
 
 
-def _require_untouched(given: OperatorInput | None, but: str, returned: Iterable[str] = ()) -> None:
-    """Raise DataProtoValidationError if the operator changed columns of its input in place and did not return them."""
-    touched = [] if given is None else [c for c in given.changed_columns() if c not in returned]
+def _require_untouched(op_input: OperatorInput | None, problem: str, returned: Iterable[str] = ()) -> None:
+    """Raise DataProtoValidationError if the operator changed columns of its input in place and did not return them.
+
+    Args:
+        problem: the end of the message.
+        returned: the columns that it returned.
+    """
+    touched = [] if op_input is None else [c for c in op_input.changed_columns() if c not in returned]
     if touched:
-        raise DataProtoValidationError(f"it changed the columns {touched} of the batch but {but}")
+        raise DataProtoValidationError(f"it changed the columns {touched} of the batch but {problem}")
 
 
-def _added(op: Operator, current: DataProto, given: OperatorInput | None, result: DataProto) -> DataProto:
+def _added(op: Operator, current: DataProto, op_input: OperatorInput | None, result: DataProto) -> DataProto:
     """The batch with the columns of `result`.
 
     Columns declared in `writes` may be overwritten (rescaled rewards); any other column that is returned must equal the
@@ -322,11 +329,11 @@ def _added(op: Operator, current: DataProto, given: OperatorInput | None, result
     """
     _require_written(op, result)
     _require_any_column(result)
-    but = (
+    problem = (
         f"returned only {list(result.columns)}: do not change the batch in place, or declare the columns as `writes` "
         "and return them; to reorder, rename or remove columns, declare no `writes` and return the batch"
     )
-    _require_untouched(given, but, result.columns)
+    _require_untouched(op_input, problem, result.columns)
     if undeclared := [c for c in result.columns if c in columns.COLUMNS and c not in (*op.writes, *current.columns)]:
         raise DataProtoValidationError(
             f"it returned {undeclared}, which it does not declare: add them to its `writes`, or do not return them"

@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
 
 
-#: entry of the meta_info of a batch with the column routed_experts: False to compare it with the choices of the routers
+#: entry of meta_info, for a batch with the column routed_experts: False compares it with the choices of the routers
 #: instead of replaying it
 REPLAYS = "replays_routing"
 
@@ -63,8 +63,8 @@ class MicroBatching:
 
     Attributes:
         rows: sequences per micro-batch; None for no limit.
-        tokens: token budget of a micro-batch; None for no limit, "auto" for what keeps the device busy and fits its
-            memory. Excludes `rows`.
+        tokens: token budget of a micro-batch; None for no limit, "auto" for a size that keeps the device busy and fits
+            its memory. Excludes `rows`.
     """
 
     rows: int | None = None
@@ -80,7 +80,7 @@ class MicroBatching:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is built from: sections of the configuration and the rank that it runs on.
+    """The arguments of an engine: sections of the configuration and the rank that it runs on.
 
     Attributes:
         kind: "causal_lm" (policy, reference), "value" (critic: one number per token) or "reward" (the same number from
@@ -113,14 +113,14 @@ class TrainEngine(ABC):
     """One model with its optimizer. B samples, T response tokens.
 
     Attributes:
-        dp_rank: which share of the samples this rank computes.
+        dp_rank: index of the share of the samples that this rank computes.
         dp_size: number of shares.
         model_parallel_rank: rank among the ranks that compute the same samples (tensor or sequence parallelism) with
             the same layers.
         pipeline_rank: pipeline stage.
         replicas: the replicas of the weights that this rank belongs to, the smallest one first. Ranks with the same
             number hold the weights together, or those of the experts. Empty: one replica.
-        gathers_each: whether `weights` gathers parameters one by one, so that reading `shards` is faster.
+        gathers_one_by_one: whether `weights` gathers parameters one by one, so that reading `shards` is faster.
     """
 
     dp_rank: int = 0
@@ -128,7 +128,7 @@ class TrainEngine(ABC):
     model_parallel_rank: int = 0
     pipeline_rank: int = 0
     replicas: tuple[int, ...] = ()
-    gathers_each: bool = False
+    gathers_one_by_one: bool = False
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class TrainEngine(ABC):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def shard_layout(self) -> Sequence[Shard] | None:
-        """Which chunk of each parameter `shards` yields on this rank; the same object in every call.
+        """The chunk of each parameter that `shards` yields on this rank; the same object in every call.
 
         A parameter may have several shards, such as the heads of a fused projection, or none on this rank. Every
         element is on some rank. None: shards cannot be read; `weights` is used.
@@ -262,7 +262,7 @@ class TrainEngine(ABC):
         """Write a checkpoint.
 
         Args:
-            folder: where to write it.
+            folder: the folder to write.
             contents: any of "model", "optimizer", "extra" (schedule) and "hf_model".
             background: return as soon as the state is copied to host memory; `finish_save` waits for the write.
         """

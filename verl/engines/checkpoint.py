@@ -46,9 +46,9 @@ class ShardWriter:
     communicate, so it can run in a background thread during training.
 
     Args:
-        folder: where to write.
-        state: nested dictionary of tensors; what the planner understands, if there is one.
-        planner: which values this rank writes; default: those of torch.
+        folder: the folder to write.
+        state: nested dictionary of tensors, or another form that `planner` supports.
+        planner: selects the values that this rank writes; default: torch's.
 
     Raises:
         OSError: on every rank, if one of them cannot start the write.
@@ -60,10 +60,10 @@ class ShardWriter:
         self._files = dcp.FileSystemWriter(folder)
         self._planner = planner or dcp.DefaultSavePlanner()
         self._metadata: Metadata | None = None  # on the first rank
-        with self._named_errors():
-            self._plan = self._ranks.reduce_scatter("plan", lambda: self._plan_own(state), self._plan_all)
+        with self._raise_os_error():
+            self._plan = self._ranks.reduce_scatter("plan", lambda: self._plan_local(state), self._plan_all)
 
-    def _plan_own(self, state: dict[str, Any]) -> dcp.SavePlan:
+    def _plan_local(self, state: dict[str, Any]) -> dcp.SavePlan:
         first = self._ranks.is_coordinator
         self._planner.set_up_planner(state, self._files.storage_meta(), first)
         self._files.set_up_storage_writer(first)
@@ -86,11 +86,11 @@ class ShardWriter:
         Raises:
             OSError: on every rank, if one of them failed to write.
         """
-        with self._named_errors():
+        with self._raise_os_error():
             self._ranks.all_reduce("write", written, lambda results: self._files.finish(self._metadata, results))
 
     @contextmanager
-    def _named_errors(self) -> Iterator[None]:
+    def _raise_os_error(self) -> Iterator[None]:
         try:
             yield
         except dcp.api.CheckpointException as error:  # a BaseException, which `except Exception` misses
@@ -135,7 +135,7 @@ class CheckpointWriter:
         self,
         folder: Path,
         shards: dict[str, Any],
-        write_rest: Callable[[], None],
+        write_files: Callable[[], None],
         background: bool,
         planner: dcp.SavePlanner | None = None,
     ) -> None:
@@ -144,28 +144,28 @@ class CheckpointWriter:
         Args:
             folder: the checkpoint.
             shards: nested state for `folder / "shards"`; may be empty.
-            write_rest: writes the other files of this rank.
+            write_files: writes the other files of this rank.
             background: return immediately; `finish` waits for the write. The state must not change until then.
-            planner: as of `ShardWriter`.
+            planner: see `ShardWriter`.
 
         Raises:
             OSError: the checkpoint cannot be written; raised on every rank if shards cannot be written.
         """
         self._shards = ShardWriter(folder / "shards", shards, planner) if shards else None
         if background:
-            self._write = self._threads.submit(self._run, self._shards, write_rest)
+            self._write = self._threads.submit(self._run, self._shards, write_files)
             return
         self._write = Future()
         try:
-            self._write.set_result(self._run(self._shards, write_rest))
+            self._write.set_result(self._run(self._shards, write_files))
         except Exception as error:
             self._write.set_exception(error)
         self.finish()
 
     @staticmethod
-    def _run(shards: ShardWriter | None, write_rest: Callable[[], None]) -> list[WriteResult]:
+    def _run(shards: ShardWriter | None, write_files: Callable[[], None]) -> list[WriteResult]:
         written = shards.write() if shards is not None else []
-        write_rest()
+        write_files()
         return written
 
     def is_done(self) -> bool:
@@ -185,7 +185,7 @@ class CheckpointWriter:
 
 
 def load_shards(folder: Path, state: dict[str, Any], planner: dcp.LoadPlanner | None = None) -> None:
-    """Load nested state, or what the planner understands, in place.
+    """Load nested state, or another form that `planner` supports, in place.
 
     Raises:
         ValueError: the contents of the folder differ.
@@ -202,7 +202,7 @@ def load_shards(folder: Path, state: dict[str, Any], planner: dcp.LoadPlanner | 
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{folder / 'shards'}: the file .metadata cannot be read: {error}") from error
     except (RuntimeError, ValueError, dcp.api.CheckpointException) as error:
-        failures = getattr(error, "failures", {})  # of a CheckpointException: rank -> (error, stack)
+        failures = getattr(error, "failures", {})  # a CheckpointException has rank -> (error, stack)
         first = next((failed for failed, _ in failures.values()), error)
         raise ValueError(
             f"{folder} contains a different model, is damaged, or lacks some of load_contents: "
@@ -222,20 +222,17 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def _fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters without a gradient so far the state before a first step, if others have a state.
+    """Initialize the state of parameters that never had a gradient, if others have a state.
 
-    Such as a vision tower in a run that has seen no image: a checkpoint has the state of every trained parameter.
+    An example is a vision tower in a run that has seen no image. A checkpoint has the state of every trained parameter.
     """
-    known = next(((p, state) for p, state in optimizer.state.items() if state), None)
-    if known is None:
-        return
-    like, state = known
-    every = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    for parameter in (p for p in every if not optimizer.state.get(p)):
+    like, state = next(((p, state) for p, state in optimizer.state.items() if state), (None, {}))
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    for parameter in (p for p in trained if not optimizer.state.get(p)):
         for key, value in state.items():
             is_moment = value.shape == like.shape and key != "step"
-            fresh = torch.zeros_like(parameter, dtype=value.dtype) if is_moment else torch.zeros_like(value)
-            optimizer.state[parameter][key] = fresh.detach()
+            initial = torch.zeros_like(parameter, dtype=value.dtype) if is_moment else torch.zeros_like(value)
+            optimizer.state[parameter][key] = initial.detach()
 
 
 def trained_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -327,16 +324,16 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"the checkpoint has no weights: no *.safetensors in {folder}")
-    present = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = {name for name, _ in module.named_buffers()}
     saved: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
             saved |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    found = {id(present[name]) for name in saved if name in present}
-    missing = [name for name, p in present.items() if id(p) not in found]
-    unknown = sorted(set(saved) - set(present) - buffers)
-    shapes = [name for name, shape in saved.items() if name in present and tuple(present[name].shape) != shape]
+    loaded = {id(parameters[name]) for name in saved if name in parameters}
+    missing = [name for name, p in parameters.items() if id(p) not in loaded]
+    unknown = sorted(set(saved) - set(parameters) - buffers)
+    shapes = [name for name, shape in saved.items() if name in parameters and tuple(parameters[name].shape) != shape]
     if missing or unknown or shapes:
         raise ValueError(
             f"{folder} contains a different model than this {type(module).__name__}: "
@@ -347,8 +344,8 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         for file in files:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    if name in present:
-                        copy_into(present[name], tensors.get_tensor(name))
+                    if name in parameters:
+                        copy_into(parameters[name], tensors.get_tensor(name))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from verl.modeling.expert_parallel import ExpertRanks
 from verl.modeling.huggingface import experts_of
-from verl.modeling.moe import expert_modules, routing_of, set_experts_function
+from verl.modeling.moe import expert_modules, install_routing, set_experts_function
 
 KEY = "expert_parallel_size"
 #: the dimension of the mesh over which experts are distributed
@@ -52,13 +52,13 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     Args:
         module: a HuggingFace model.
         mesh: its last dimension, EXPERT, has the ranks that share the experts; FSDP uses the others.
-        options: of `fully_shard`.
+        options: arguments of `fully_shard`.
 
     Raises:
         ValueError: the model has no experts, or the ranks do not divide them.
     """
     experts, size = expert_modules(module), mesh[EXPERT].size()
-    if routing_of(module) is None or not experts:
+    if install_routing(module) is None or not experts:
         raise ValueError(
             f"{KEY}={size}: {type(module).__name__} has no experts that are supported (Qwen3-MoE, Qwen2-MoE, OLMoE, "
             f"Mixtral): use {KEY}=1"

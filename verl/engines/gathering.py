@@ -39,7 +39,7 @@ class _Parameter:
     size: int
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> "_Parameter":
+    def describe(cls, name: str, tensor: torch.Tensor) -> "_Parameter":
         group = _group(tensor)
         if group is None:
             return cls(name, tensor, None, tensor.numel())
@@ -52,7 +52,7 @@ class _Parameter:
 
 
 def gather_tensors(
-    named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor), in order. Collective: all ranks must iterate.
 
@@ -60,35 +60,35 @@ def gather_tensors(
     one by one.
 
     Args:
-        named: (name, parameter); unsharded ones are yielded unchanged, apart from the dtype.
+        parameters: (name, parameter); unsharded ones are yielded unchanged, apart from the dtype.
         dtype: dtype of the result; sharded parameters are cast before they are gathered. None: not cast.
         bucket_bytes: size of a bucket.
     """
-    ahead = None
-    for bucket in _buckets(named, dtype, bucket_bytes):
-        started = _Gather(bucket, dtype)  # while the caller uses the previous bucket
-        if ahead is not None:
-            yield from ahead.finish()
-        ahead = started
-        del started, bucket
-    if ahead is not None:
-        yield from ahead.finish()
+    previous = None
+    for bucket in _buckets(parameters, dtype, bucket_bytes):
+        current = _Gather(bucket, dtype)  # while the caller uses the previous bucket
+        if previous is not None:
+            yield from previous.finish()
+        previous = current
+        del current, bucket
+    if previous is not None:
+        yield from previous.finish()
 
 
 def _buckets(
-    named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, bucket_bytes: int
+    parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, bucket_bytes: int
 ) -> Iterator[list[_Parameter]]:
     """Split the parameters into lists that are gathered together."""
     bucket: list[_Parameter] = []
     size = 0
-    for name, tensor in named:
-        parameter = _Parameter.of(name, tensor)
-        room = tensor.numel() * (dtype or tensor.dtype).itemsize
-        if bucket and (size + room > bucket_bytes or not bucket[0].can_join(parameter)):
+    for name, tensor in parameters:
+        parameter = _Parameter.describe(name, tensor)
+        nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
+        if bucket and (size + nbytes > bucket_bytes or not bucket[0].can_join(parameter)):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
-        size += room
+        size += nbytes
     if bucket:
         yield bucket
 
@@ -111,23 +111,23 @@ class _Gather:
         self.dtype = dtype or bucket[0].tensor.dtype
         self.group = bucket[0].group
         if self.group is not None:
-            self.gathered = all_gather_single(self._own(), 0, self.group)  # asynchronous
+            self.gathered = all_gather_single(self._flat_shards(), 0, self.group)  # asynchronous
 
-    def _own(self) -> torch.Tensor:
+    def _flat_shards(self) -> torch.Tensor:
         """The shards of this rank, each padded to the size of the largest shard of any rank."""
         device = torch.device(self.bucket[0].tensor.device_mesh.device_type)
         shards = [parameter.tensor.to_local().detach().reshape(-1) for parameter in self.bucket]
         sizes = [parameter.size for parameter in self.bucket]
         if len(shards) == 1 and shards[0].numel() == sizes[0]:
             return shards[0].to(device, self.dtype)
-        own = torch.empty(sum(sizes), dtype=self.dtype, device=device)
-        spans = list(own.split(sizes))
+        flat = torch.empty(sum(sizes), dtype=self.dtype, device=device)
+        spans = list(flat.split(sizes))
         for i, shard in enumerate(shards):
             if len(shard) < sizes[i]:
                 spans[i][len(shard) :].zero_()
                 spans[i] = spans[i][: len(shard)]
         torch._foreach_copy_(spans, shards)
-        return own
+        return flat
 
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor)."""
@@ -149,14 +149,14 @@ class _Gather:
 
 
 def shard_of(name: str, tensor: torch.Tensor) -> Shard | None:
-    """Which chunk of a parameter this rank has; None if its layout is not one of boxes, such as a sum over ranks."""
+    """The chunk of a parameter on this rank; None if its layout is not made of boxes, such as a sum over ranks."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Shard(name, shape, whole(shape))
     mesh, placements = tensor.device_mesh, tensor.placements
     sizes, position = mesh.shape, mesh.get_coordinate()
     ranges = [[0, size] for size in shape]
-    # where FSDP shards the rows of a tensor-parallel share, the share is taken first, although its dimension is last
+    # if FSDP shards the rows of a tensor-parallel slice, apply the slice first, although its mesh dimension is last
     order = sorted(range(mesh.ndim), key=lambda i: type(placements[i]).__name__ == "_StridedShard")
     for i in order:
         if placements[i].is_replicate():
@@ -172,7 +172,12 @@ def shard_of(name: str, tensor: torch.Tensor) -> Shard | None:
 
 
 def local_shard(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """This rank's chunk of a parameter. like: sharded in the same way as this one; None: as it is. Without gradient."""
+    """This rank's chunk of a parameter, without gradient.
+
+    Args:
+        tensor: the parameter.
+        like: a parameter whose sharding to use; None: that of `tensor`.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     if isinstance(like, DTensor) and like.placements != tensor.placements:

@@ -2,10 +2,13 @@
 
 import copy
 import importlib.util
+import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +21,8 @@ from verl.modeling import attention, vision
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
-from verl.modeling.moe import routing_of
+from verl.modeling.moe import install_routing
 from verl.modeling.packing import ModelInput
-from verl.modeling.value_head import load_head, value_model
 from verl.modeling.vision import VisionForward
 from verl.modeling.vision_attention import use_vision_attention
 from verl.utils.device import resolve_dtype
@@ -74,12 +76,12 @@ def resolve_model(spec: EngineSpec) -> ModelSpec:
     # trained weights stay float32 by default: bf16 weights lose updates smaller than 2**-8 of them; the frozen weights
     # under adapters are not trained
     default = compute_dtype if spec.model.has_adapters else torch.float32
-    narrow = spec.engine.model_dtype
+    model_dtype = spec.engine.model_dtype
     return ModelSpec(
         section=spec.model,
         kind=spec.kind,
         device=spec.device,
-        model_dtype=default if narrow == "auto" else resolve_dtype(narrow, spec.device),
+        model_dtype=default if model_dtype == "auto" else resolve_dtype(model_dtype, spec.device),
         compute_dtype=compute_dtype,
         kernels="batch_invariant"
         if spec.deterministic
@@ -99,7 +101,7 @@ def choose_kernels(
     if device.type != "cuda":
         if engine.use_torch_compile:
             logger.info("use_torch_compile has no effect on a %s: layers are compiled on a GPU only", device.type)
-        return "fused" if dtype in (torch.float32, torch.float64) else "plain"  # the CPU functions have no autocast
+        return "fused" if dtype in (torch.float32, torch.float64) else "plain"  # the CPU kernels have no autocast
     if model.use_liger:
         return "liger"
     if engine.use_torch_compile:
@@ -137,14 +139,14 @@ def load_module(spec: ModelSpec) -> nn.Module:
 @torch.no_grad()
 def _check_finite(module: nn.Module, path: str) -> None:
     """Raise ValueError if a parameter has NaN or infinite values. One pass over the weights, no copy."""
-    named = [(name, p) for name, p in module.named_parameters() if p.numel()]
-    extremes = torch.stack([torch.stack(p.aminmax()).float() for _, p in named])  # NaN if there is a NaN
-    broken = [name for (name, _), finite in zip(named, extremes.isfinite().all(1).tolist()) if not finite]
+    parameters = [(name, p) for name, p in module.named_parameters() if p.numel()]
+    extremes = torch.stack([torch.stack(p.aminmax()).float() for _, p in parameters])  # NaN if there is a NaN
+    broken = [name for (name, _), finite in zip(parameters, extremes.isfinite().all(1).tolist()) if not finite]
     if broken:
         raise ValueError(
             f"model.path={path}: expected finite weights, found NaN or infinite values in {len(broken)} of "
-            f"{len(named)} parameters, the first is {broken[0]}: the files are damaged, or were saved from a diverged "
-            "run. Use an earlier checkpoint, or download the model again"
+            f"{len(parameters)} parameters, the first is {broken[0]}: the files are damaged, or were saved from a "
+            "diverged run. Use an earlier checkpoint, or download the model again"
         )
 
 
@@ -257,7 +259,7 @@ def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any])
     module, new_head = load_pretrained(auto, path, hf, spec.model_dtype, new_prefix, **build)
     if has_images and spec.kind == "value":
         module = _with_head(module, spec)
-        new_head = set() if load_head(module.score, path) else {"score.weight", "score.bias"}
+        new_head = set() if load_value_head(module.score, path) else {"score.weight", "score.bias"}
     if new_head:
         # values start at 0 rather than at noise, so the first advantages are the returns themselves
         logger.info("%s has no value head: initializing it with zeros", path)
@@ -268,7 +270,59 @@ def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any])
 
 def _with_head(module: nn.Module, spec: ModelSpec) -> nn.Module:
     """The module, with a value head if a vision-language model, which transformers has none for, is a value model."""
-    return value_model(module) if spec.kind == "value" and vision.is_vision_config(module.config) else module
+    return add_value_head(module) if spec.kind == "value" and vision.is_vision_config(module.config) else module
+
+
+def add_value_head(module: nn.Module) -> nn.Module:
+    """Replace the language-model head by `score`, hidden size -> 1, initialized with zeros, in place.
+
+    Args:
+        module: a vision-language model of transformers.
+    """
+    cls = type(module)
+    head = module.get_output_embeddings().weight
+    with head.device:
+        score = nn.Linear(module.config.get_text_config().hidden_size, 1, dtype=head.dtype)
+    nn.init.zeros_(score.weight)
+    nn.init.zeros_(score.bias)
+    del module.lm_head
+    module.score = score
+    module.config.tie_word_embeddings = False
+    # the methods of transformers that look for the head find none
+    members = {
+        "_tied_weights_keys": {},
+        "get_output_embeddings": lambda self: None,
+        "can_generate": lambda self: False,
+    }
+    module.__class__ = type(cls.__name__, (cls,), members)
+    module.all_tied_weights_keys = {}
+    return module
+
+
+@torch.no_grad()
+def load_value_head(score: nn.Linear, path: str) -> bool:
+    """Load the head from a folder that `save_pretrained` of a value model wrote.
+
+    Returns:
+        Whether the files have one.
+    """
+    from safetensors import safe_open
+
+    folder = Path(os.path.expanduser(path))
+    weights: dict[str, torch.Tensor] = {}
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+    for name in ("score.weight", "score.bias"):
+        file = folder / files.get(name, "model.safetensors")
+        if not file.is_file():
+            return False
+        with safe_open(file, "pt") as tensors:
+            if name not in tensors.keys():  # noqa: SIM118  not a dictionary
+                return False
+            weights[name] = tensors.get_tensor(name)
+    score.weight.copy_(weights["score.weight"])
+    score.bias.copy_(weights["score.bias"])
+    return True
 
 
 def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
@@ -301,7 +355,7 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
             f"{type(module).__name__} is not a decoder with a head called `score`: it is not supported as a reward "
             "model"
         )
-    routing_of(module)  # its experts also compute in float64
+    install_routing(module)  # its experts also compute in float64
     trunk, head = trunk_and_head(module, kind)
     ids = torch.arange(min(4, module.config.get_text_config().vocab_size), device=module.device)[None]
     implementation = vision.attention_of(module.config)
@@ -338,7 +392,7 @@ class TokenModel(nn.Module):
         self.vocab_size = module.config.get_text_config().vocab_size
         self.vision = VisionForward(module) if vision.is_vision_config(module.config) else None
         self.batch_invariant = spec.kernels == "batch_invariant"
-        self.routing = routing_of(module)
+        self.routing = install_routing(module)
         if self.batch_invariant and self.routing is not None:
             raise ValueError(
                 f"rollout.deterministic=true: {type(module).__name__} is a mixture of experts, which has no "
@@ -357,14 +411,14 @@ class TokenModel(nn.Module):
                 if set(outputs) != {"values"}:
                     unknown = sorted(set(outputs) - {"values"})
                     raise ValueError(f"a critic or reward model outputs values, not {unknown}")
-                found = {"values": self.head(states)[:, 0]}
+                values_by_name = {"values": self.head(states)[:, 0]}
             else:
-                found = token_statistics(
+                values_by_name = token_statistics(
                     states, model_input.targets, self.head, self.vocab_size, outputs, temperature, self.batch_invariant
                 )
         scattered = {
             name: model_input.scatter(values if values.dtype == torch.float64 else values.float())
-            for name, values in found.items()
+            for name, values in values_by_name.items()
         }
         ranks = model_input.packing.ranks if model_input.packing is not None else None
         return scattered if ranks is None else {k: ranks.sum_of_shares(v) for k, v in scattered.items()}

@@ -121,11 +121,15 @@ def _excluded(module: nn.Module, model: schema.ModelConfig) -> list[str]:
 def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:
     """Raise ValueError for a name that matches no module."""
     layers = dict(module.named_modules())
-    for key, ends in (("target_modules", model.target_modules), ("exclude_modules", model.exclude_modules or ())):
-        for end in ends:
-            if end != "all-linear" and not any(f".{name}".endswith(f".{end}") for name in layers):
-                known = {name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear)}
-                raise ValueError(f"model.{key}: no linear layer is called {end!r}: {did_you_mean(end, known)}")
+    for key, suffixes in (("target_modules", model.target_modules), ("exclude_modules", model.exclude_modules or ())):
+        for suffix in suffixes:
+            if suffix != "all-linear" and not any(f".{name}".endswith(f".{suffix}") for name in layers):
+                linear_names = {
+                    name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear)
+                }
+                raise ValueError(
+                    f"model.{key}: no linear layer is called {suffix!r}: {did_you_mean(suffix, linear_names)}"
+                )
 
 
 def _check_layers(module: nn.Module) -> None:
@@ -238,8 +242,8 @@ class Adapters:
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        found = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self.settings.save_pretrained(folder)
         path = folder / "adapter_config.json"
         # peft writes sets, whose order differs between processes
@@ -263,12 +267,13 @@ class Adapters:
                 f"{folder} contains adapters of rank {saved_config['r']} and alpha {saved_config['lora_alpha']}, "
                 f"expected {self.settings.r} and {self.settings.lora_alpha}"
             )
-        own = dict(self.parameters(adapter))
-        differing = [n for n in own.keys() & saved.keys() if own[n].shape != saved[n].shape]
-        if saved.keys() != own.keys() or differing:
+        parameters = dict(self.parameters(adapter))
+        differing = [n for n in parameters.keys() & saved.keys() if parameters[n].shape != saved[n].shape]
+        if saved.keys() != parameters.keys() or differing:
             raise ValueError(
-                f"the adapters in {folder} do not match the model: missing {sorted(own.keys() - saved.keys())[:3]}, "
-                f"unknown {sorted(saved.keys() - own.keys())[:3]}, mismatched {differing[:3]}"
+                f"the adapters in {folder} do not match the model: missing "
+                f"{sorted(parameters.keys() - saved.keys())[:3]}, unknown "
+                f"{sorted(saved.keys() - parameters.keys())[:3]}, mismatched {differing[:3]}"
             )
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             copy_into(parameter, saved[name])

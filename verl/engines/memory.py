@@ -47,7 +47,7 @@ class OnDevice:
         self._depth += 1
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
     ) -> None:
         self._depth -= 1
         if not self._depth:
@@ -93,7 +93,7 @@ def with_images(activations: ActivationBytes, module: nn.Module, itemsize: int) 
     A tower with unknown sizes (`tower_sizes`) is not counted.
 
     Args:
-        activations: of the text.
+        activations: activations of the text.
         module: the HuggingFace model.
         itemsize: bytes of an element of the computation.
     """
@@ -138,7 +138,7 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def logits_bytes(vocab_size: int, itemsize: int, device: torch.device) -> int:
-    """Upper bound of the bytes of the output layer: saved logits, one chunk and its gradient.
+    """Upper bound of the bytes that the output layer needs: saved logits, one chunk and its gradient.
 
     Args:
         vocab_size: vocabulary size.
@@ -146,6 +146,6 @@ def logits_bytes(vocab_size: int, itemsize: int, device: torch.device) -> int:
         device: a GPU.
     """
     total = torch.cuda.get_device_properties(device).total_memory
-    kept = min(KEPT_SHARE * total, MAX_AUTO_TOKENS * vocab_size * itemsize)
+    saved = min(KEPT_SHARE * total, MAX_AUTO_TOKENS * vocab_size * itemsize)
     chunk = min(CHUNK_ELEMENTS[device.type], MAX_AUTO_TOKENS * vocab_size)
-    return int(kept + 3 * chunk * itemsize)
+    return int(saved + 3 * chunk * itemsize)

@@ -52,10 +52,13 @@ def split_to(chunks: list[list[int]], count: int) -> list[list[int]]:
     return chunks
 
 
-def columns_of(batch: DataProto, names: tuple[str, ...], config: PretrainedConfig) -> tuple[Tensors, Media | None]:
+def host_columns(batch: DataProto, names: tuple[str, ...], config: PretrainedConfig) -> tuple[Tensors, Media | None]:
     """Tensor columns on the host, where micro-batches are assembled, and the images of the rows, if any.
 
-    config: of the model.
+    Args:
+        batch: rows for one pass.
+        names: columns to read.
+        config: the model's config, which determines how images are encoded.
     """
     columns = {name: batch.column(name).cpu() for name in names}
     rows = batch.non_tensor_batch.get("multi_modal_inputs")

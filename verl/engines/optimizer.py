@@ -14,17 +14,17 @@ from verl.engines.parallel import full_tensor
 
 def make_optimizer(optim: schema.OptimConfig, module: torch.nn.Module, device: torch.device) -> torch.optim.AdamW:
     """Make AdamW over the trained parameters. Raises ValueError for an unknown argument."""
-    named = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
+    arguments = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
     extra = optim.override_optimizer_config or {}
-    known = set(inspect.signature(torch.optim.AdamW).parameters) - {"params", *named}
-    if not set(extra) <= known:
+    accepted = set(inspect.signature(torch.optim.AdamW).parameters) - {"params", *arguments}
+    if not set(extra) <= accepted:
         raise ValueError(
-            f"override_optimizer_config: {sorted(set(extra) - known)} are not additional arguments of AdamW; expected "
-            f"some of {sorted(known)} (lr, betas and weight_decay are separate keys)"
+            f"override_optimizer_config: {sorted(set(extra) - accepted)} are not additional arguments of AdamW; "
+            f"expected some of {sorted(accepted)} (lr, betas and weight_decay are separate keys)"
         )
     if device.type in ("cpu", "cuda") and "foreach" not in extra:
-        named["fused"] = True
-    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], **named | extra)
+        arguments["fused"] = True
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], **arguments | extra)
 
 
 def lr_multiplier(optim: schema.OptimConfig, total_training_steps: int = -1) -> Callable[[int], float]:

@@ -1,4 +1,4 @@
-"""Router replay and routing statistics of a training engine: what a forward pass of a mixture of experts adds to it."""
+"""Router replay and routing statistics of a training engine with a mixture of experts."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -45,10 +45,10 @@ def check_routing(routing: R | None) -> R:
 def recorded(routing: Routing, model_input: ModelInput) -> torch.Tensor:
     """The choices of the last forward pass: (b, P + T, L, k) int16, NOT_RECORDED at padding."""
     b, _ = model_input.shape
-    own, mask = routing.recorded()[: len(model_input.tokens)], model_input.attention_mask
+    choices, mask = routing.choices()[: len(model_input.tokens)], model_input.attention_mask
     # shifted by one, so that the shares of the ranks of a sequence can be summed
-    shifted = own.new_zeros(b * model_input.width, *own.shape[1:])
-    shifted[model_input.tokens] = own - NOT_RECORDED
+    shifted = choices.new_zeros(b * model_input.width, *choices.shape[1:])
+    shifted[model_input.tokens] = choices - NOT_RECORDED
     if mask is not None:
         shifted *= mask.view(-1, 1, 1)
     ranks = _ranks(model_input)

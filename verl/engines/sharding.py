@@ -6,7 +6,6 @@ layer (tensor parallelism). Ranks with different samples may share the experts o
 """
 
 import dataclasses
-from abc import ABC, abstractmethod
 from typing import Any, final
 
 import torch
@@ -22,15 +21,15 @@ from verl.engines.parallel import device_mesh, init_process_group, reduce_values
 from verl.modeling.sequence_parallel import SequenceRanks
 
 
-class Sharding(ABC):
-    """The layout of one model over the ranks of a process group.
+class Sharding:
+    """The layout of one model over the ranks of a process group; here, the whole model on the device of this process.
 
     Attributes:
-        dp_rank, dp_size: which share of the samples this rank computes, and the number of shares.
+        dp_rank, dp_size: index of the share of the samples that this rank computes, and the number of shares.
         model_parallel_rank: rank among the ranks that compute the same samples.
         sp_size: ranks that share the tokens of a sequence.
         sequence_ranks: the process group of these ranks; None without sequence parallelism.
-        replica: which replica of the weights this rank has a shard of.
+        replica: index of the replica of the weights that this rank has a shard of.
         is_unsharded: whether this process holds every parameter and computes its full gradient.
         is_first_rank: whether this rank writes the files that are not sharded.
     """
@@ -41,64 +40,33 @@ class Sharding(ABC):
     sp_size: int = 1
     sequence_ranks: SequenceRanks | None = None
     replica: int = 0
-    is_unsharded: bool
-    is_first_rank: bool
+    is_unsharded: bool = True
+    is_first_rank: bool = True
 
-    @abstractmethod
     def build(self, spec: ModelSpec) -> torch.nn.Module:
         """The module that `shard` lays out."""
-
-    @abstractmethod
-    def shard(self, model: TokenModel, spec: ModelSpec) -> None:
-        """Shard the parameters of `model`, in place, and load them."""
-
-    @abstractmethod
-    def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
-        """Split the micro-batches of this rank to the number that every rank needs."""
-
-    @abstractmethod
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale the loss so that the backward pass sums the gradients over ranks."""
-
-    @abstractmethod
-    def free_gathered(self, model: TokenModel) -> None:
-        """Free parameters that a forward pass left gathered."""
-
-    @abstractmethod
-    def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Sum each value over the data-parallel ranks."""
-
-    @abstractmethod
-    def max_over_ranks(self, values: list[float]) -> list[float]:
-        """Maximum of each value over all ranks."""
-
-
-@final
-class SingleDevice(Sharding):
-    """The whole model on the device of this process."""
-
-    is_unsharded = True
-    is_first_rank = True
-
-    def build(self, spec: ModelSpec) -> torch.nn.Module:
         return checked(load_module(spec), spec.kind)
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:
-        """Nothing to shard."""
+        """Shard the parameters of `model`, in place, and load them."""
 
     def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
+        """Split the micro-batches of this rank to the number that every rank needs."""
         return chunks
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Scale the loss so that the backward pass sums the gradients over ranks."""
         return loss
 
     def free_gathered(self, model: TokenModel) -> None:
-        """Nothing is ever gathered."""
+        """Free parameters that a forward pass left gathered."""
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Sum each value over the data-parallel ranks."""
         return list(values)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
+        """Maximum of each value over all ranks."""
         return list(values)
 
 
@@ -128,7 +96,7 @@ class FSDP2(Sharding):
         self._assign_samples(spec)
 
     def _assign_samples(self, spec: EngineSpec) -> None:
-        """Which ranks compute the same samples."""
+        """Assign samples to ranks, and make the process groups of ranks that compute the same samples."""
         world, sequence, tensor = dist.get_world_size(), self.sp_size, self.tp_size
         for key, size in (("ulysses_sequence_parallel_size", sequence), ("tensor_parallel_size", tensor)):
             if world % size:
@@ -185,12 +153,12 @@ class FSDP2(Sharding):
         ranks = dist.get_world_size() // tensor
         shard = ranks if self.section.fsdp_size == -1 else self.section.fsdp_size
         if ranks % shard:
-            of = f" of a tensor-parallel share (tensor_parallel_size {tensor})" if tensor > 1 else ""
-            raise ValueError(f"fsdp_size {shard} does not divide the {ranks} ranks{of}")
+            suffix = f" of a tensor-parallel share (tensor_parallel_size {tensor})" if tensor > 1 else ""
+            raise ValueError(f"fsdp_size {shard} does not divide the {ranks} ranks{suffix}")
         self.replica = dist.get_rank() // (shard * tensor)
         names = ("shard",) if shard == ranks else ("replicate", "shard")
         shape = (ranks // shard, shard)[-len(names) :]
-        # what the ranks of a tensor-parallel group all compute is sharded over them too
+        # layers outside of the tensor-parallel plan are sharded over the ranks of a tensor-parallel group too
         full_mesh = device_mesh(device, (*shape[:-1], shard * tensor), names)
         layer_mesh = full_mesh
         if tensor > 1:
@@ -202,8 +170,8 @@ class FSDP2(Sharding):
             from verl.engines.expert_parallel import EXPERT, check_ranks, shard_experts
 
             check_ranks(self.ep_size, tensor, shard)
-            over = (*shape[:-1], shard // self.ep_size, self.ep_size)
-            shard_experts(module, device_mesh(device, over, (*names, EXPERT)), **options)
+            expert_shape = (*shape[:-1], shard // self.ep_size, self.ep_size)
+            shard_experts(module, device_mesh(device, expert_shape, (*names, EXPERT)), **options)
         layer_classes = set(module._no_split_modules or ())
         for layer in module.modules():
             if type(layer).__name__ in layer_classes:
@@ -212,12 +180,12 @@ class FSDP2(Sharding):
         self._broadcast_parameters(model)
 
     def _options(self, spec: ModelSpec) -> dict[str, Any]:
-        on_gpu, narrow = self.device.type == "cuda", spec.compute_dtype != spec.model_dtype
+        on_gpu, is_mixed = self.device.type == "cuda", spec.compute_dtype != spec.model_dtype
         return {
             "reshard_after_forward": self.section.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=spec.compute_dtype if narrow else None,
-                reduce_dtype=torch.float32 if narrow else None,  # gradients are summed in full precision
+                param_dtype=spec.compute_dtype if is_mixed else None,
+                reduce_dtype=torch.float32 if is_mixed else None,  # gradients are summed in full precision
                 cast_forward_inputs=False,
             ),
             "offload_policy": CPUOffloadPolicy(on_gpu) if self.section.offload_policy else OffloadPolicy(),
@@ -281,7 +249,7 @@ def make_sharding(spec: EngineSpec) -> Sharding:
         size = spec.engine.model_dump()[key]
         if size > 1:
             raise ValueError(f"{key} is {size}, but there is one process: use 1")
-    return SingleDevice()
+    return Sharding()
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

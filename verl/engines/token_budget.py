@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch has, and whether activations are recomputed. Plain values: the planner uses it too."""
+"""Chooses the tokens of a micro-batch and whether to recompute activations. Plain values: the planner uses it too."""
 
 from dataclasses import dataclass
 from typing import Literal

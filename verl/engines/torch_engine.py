@@ -23,7 +23,7 @@ from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, resolve_model
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import columns_of, plan_micro_batches, take_rows
+from verl.engines.micro_batch import host_columns, plan_micro_batches, take_rows
 from verl.engines.optimizer import check_change, clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.routing import (
     ROUTED_EXPERTS,
@@ -33,7 +33,7 @@ from verl.engines.routing import (
     routing_metrics,
     set_replay,
 )
-from verl.engines.sharding import Sharding, SingleDevice, make_sharding
+from verl.engines.sharding import Sharding, make_sharding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling.attention import attends_in_one_call
 from verl.modeling.layers import use_kernels
@@ -55,10 +55,10 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
 @dataclass(frozen=True)
 class _Plan:
-    """rows: row indices of each micro-batch. shared_prefix: compute a prompt once for all its rows."""
+    """How a mini-batch is computed."""
 
-    rows: list[list[int]]
-    shared_prefix: bool
+    rows: list[list[int]]  # row indices of each micro-batch
+    shared_prefix: bool  # compute a prompt once for all its rows
 
 
 @final
@@ -81,7 +81,7 @@ class TorchEngine(TrainEngine):
         module: torch.nn.Module | None = None,
     ):
         self.spec = spec
-        self.sharding = sharding if sharding is not None else SingleDevice()
+        self.sharding = sharding if sharding is not None else Sharding()
         self.model_spec = model if model is not None else resolve_model(spec)
         self.device = spec.device
         self.dp_rank, self.dp_size = self.sharding.dp_rank, self.sharding.dp_size
@@ -99,7 +99,7 @@ class TorchEngine(TrainEngine):
         self._checkpoints_activations = False
         self._activation_bytes: memory.ActivationBytes | None = None  # measured at the first update
         self._logged_choice = ""
-        self._statistics: RoutingStatistics | None = None  # of the routers, during an update
+        self._statistics: RoutingStatistics | None = None  # set during an update of a mixture of experts
         if trains:
             self._checkpoint_activations(spec.model.enable_gradient_checkpointing is True)
         self._weight_cache = WeightCache()
@@ -137,29 +137,29 @@ class TorchEngine(TrainEngine):
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
         names = (*_INPUTS, *set_replay(self.model.routing, batch))
-        columns, media = columns_of(batch, names, self.module.config)
+        columns, media = host_columns(batch, names, self.module.config)
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
-        found: Tensors = {}
+        result: Tensors = {}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
-                given = self._forward(take_rows(columns, rows), plan.shared_prefix, outputs, temperature, media)
-                given = {k: v.float() if v.is_floating_point() else v for k, v in given.items()}
-                chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in given.items()}))
+                micro_outputs = self._forward(take_rows(columns, rows), plan.shared_prefix, outputs, temperature, media)
+                micro_outputs = {k: v.float() if v.is_floating_point() else v for k, v in micro_outputs.items()}
+                chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in micro_outputs.items()}))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once, not for every micro-batch
-        for rows, given in chunks:
-            for name, values in given.items():
-                if name not in found:
-                    found[name] = values.new_zeros(len(batch), *values.shape[1:])
-                found[name][rows] = values
-        return found
+        for rows, micro_outputs in chunks:
+            for name, values in micro_outputs.items():
+                if name not in result:
+                    result[name] = values.new_zeros(len(batch), *values.shape[1:])
+                result[name][rows] = values
+        return result
 
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
         set_replay(self.model.routing, batch)
-        columns, media = columns_of(batch, tuple(batch.tensors), self.module.config)
+        columns, media = host_columns(batch, tuple(batch.tensors), self.module.config)
         sums, losses = MetricSums(), []
         routing = self.model.routing if self.spec.kind == "causal_lm" else None
         self._statistics = RoutingStatistics(routing) if routing is not None else None
@@ -189,12 +189,12 @@ class TorchEngine(TrainEngine):
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
         model_input = model_input.to(self.device)
-        found = self.model(model_input, tuple(name for name in outputs if name != ROUTED_EXPERTS), temperature)
+        values_by_name = self.model(model_input, tuple(name for name in outputs if name != ROUTED_EXPERTS), temperature)
         if self._statistics is not None:
             add_statistics(self._statistics, model_input)
         if ROUTED_EXPERTS in outputs:
-            found[ROUTED_EXPERTS] = recorded(self.model.routing, model_input)
-        return found
+            values_by_name[ROUTED_EXPERTS] = recorded(self.model.routing, model_input)
+        return values_by_name
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.sharding.scale_loss(loss).backward()
@@ -210,7 +210,7 @@ class TorchEngine(TrainEngine):
         self, columns: Tensors, micro: MicroBatching, training: bool = False, shares_prefix: bool = True
     ) -> _Plan:
         """Split rows into micro-batches, the same number on every rank."""
-        if ROUTED_EXPERTS in columns or not shares_prefix:  # of every row, also those of its prompt
+        if ROUTED_EXPERTS in columns or not shares_prefix:  # recorded for every token of every row
             check_routing(self.model.routing)
             shares_prefix = False
         lengths = row_lengths(columns["attention_mask"])
@@ -228,19 +228,19 @@ class TorchEngine(TrainEngine):
 
     def _choose_micro_batching(self, lengths: list[int], micro: MicroBatching, images: bool = False) -> MicroBatching:
         """Resolve tokens="auto" and activation checkpointing "auto" for an update, from the free memory."""
-        is_open, checkpointing = micro.tokens == "auto", self.spec.model.enable_gradient_checkpointing
+        is_auto, checkpointing = micro.tokens == "auto", self.spec.model.enable_gradient_checkpointing
         if self.device.type == "cpu":
-            return MicroBatching(tokens=max(CACHED_TOKENS, *lengths)) if is_open else micro
-        if not (is_open or checkpointing == "auto"):
+            return MicroBatching(tokens=max(CACHED_TOKENS, *lengths)) if is_auto else micro
+        if not (is_auto or checkpointing == "auto"):
             return micro
         budget, longest = self._token_budget(images), -(-max(lengths) // self.sharding.sp_size)
-        largest = 0 if is_open else micro.tokens or (micro.rows or len(lengths)) * longest
+        largest = 0 if is_auto else micro.tokens or (micro.rows or len(lengths)) * longest
         # all ranks must decide alike, so the rank with the least memory decides
-        mine = [-budget.plain, -budget.checkpointed, longest, largest]
-        plain, checkpointed, longest, largest = map(int, self.max_over_ranks([float(value) for value in mine]))
+        local = [-budget.plain, -budget.checkpointed, longest, largest]
+        plain, checkpointed, longest, largest = map(int, self.max_over_ranks([float(value) for value in local]))
         budget = TokenBudget(-plain, -checkpointed)
-        tokens, on = choose_micro_batching(None if is_open else largest, longest, budget, checkpointing)
-        choice = "recomputed" if on else "kept"
+        tokens, checkpointing_on = choose_micro_batching(None if is_auto else largest, longest, budget, checkpointing)
+        choice = "recomputed" if checkpointing_on else "kept"
         if self.sharding.is_first_rank and self._logged_choice != choice:
             self._logged_choice = choice
             logger.info(
@@ -249,11 +249,11 @@ class TorchEngine(TrainEngine):
                 budget.checkpointed,
                 choice,
             )
-        self._checkpoint_activations(on)
-        return MicroBatching(tokens=tokens) if is_open else micro
+        self._checkpoint_activations(checkpointing_on)
+        return MicroBatching(tokens=tokens) if is_auto else micro
 
     def _token_budget(self, images: bool = False) -> TokenBudget:
-        """The tokens that fit into free memory, after what else an update needs."""
+        """The tokens that fit into free memory, after subtracting everything else that an update allocates."""
         spec, vocabulary = self.model_spec, self.model.vocab_size
         if self._activation_bytes is None:
             self._checkpoint_activations(False)
@@ -354,17 +354,17 @@ class TorchEngine(TrainEngine):
 
     def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         adapters = self.adapters
-        named = adapters.merged() if adapters is not None else _detached(self.module.named_parameters())
-        return self._gathered(named, dtype)
+        parameters = adapters.merged() if adapters is not None else _detached(self.module.named_parameters())
+        return self._gathered(parameters, dtype)
 
     def shard_layout(self) -> Sequence[Shard] | None:
         return self._shard_layout
 
     @cached_property
     def _shard_layout(self) -> Sequence[Shard] | None:
-        named = self.adapters.base() if self.adapters is not None else self.module.named_parameters()
-        found = [shard_of(name, tensor) for name, tensor in named]
-        return None if None in found else found
+        parameters = self.adapters.base() if self.adapters is not None else self.module.named_parameters()
+        layout = [shard_of(name, tensor) for name, tensor in parameters]
+        return None if None in layout else layout
 
     def shards(self) -> Iterator[torch.Tensor]:
         with self.on_device():
@@ -384,10 +384,10 @@ class TorchEngine(TrainEngine):
         return self._gathered(self.adapters.base(), dtype)
 
     def _gathered(
-        self, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+        self, parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         with self.on_device():
-            yield from gather_tensors(named, dtype)
+            yield from gather_tensors(parameters, dtype)
 
     def reference(self) -> AbstractContextManager[None]:
         if self.adapters is None:
@@ -412,8 +412,8 @@ class TorchEngine(TrainEngine):
         folder = Path(folder)
         self._writer.finish()
         with self.on_device(optimizer=True):
-            shards, known = self._state(contents, checkpoint.host_copy if background else checkpoint.on_host)
-        self._writer.start(folder, shards, partial(self._write_known, folder, known), background)
+            shards, full_state = self._state(contents, checkpoint.host_copy if background else checkpoint.on_host)
+        self._writer.start(folder, shards, partial(self._write_known, folder, full_state), background)
 
     def is_saved(self) -> bool:
         return self._writer.is_done()
@@ -424,41 +424,41 @@ class TorchEngine(TrainEngine):
     def _state(self, contents: tuple[str, ...], keep: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(shards of this rank, unsharded state), with each tensor passed through `keep`."""
         shards: dict[str, Any] = {}
-        known: dict[str, Any] = {"huggingface": {}}
+        full_state: dict[str, Any] = {"huggingface": {}}
         if "hf_model" in contents or ("model" in contents and self.has_full_weights):
-            known["huggingface"] = self._collect(self.weights(), keep)
-            known["huggingface"] |= checkpoint.persistent_buffers(self.module, keep)
+            full_state["huggingface"] = self._collect(self.weights(), keep)
+            full_state["huggingface"] |= checkpoint.persistent_buffers(self.module, keep)
         if "model" in contents and self.adapters is not None:
-            known["lora_adapter"] = self._collect(self.adapter_weights(), keep)
+            full_state["lora_adapter"] = self._collect(self.adapter_weights(), keep)
         elif "model" in contents and not self.has_full_weights:
             shards["model"] = keep(checkpoint.model_state(self.model))
         if "optimizer" in contents:
             shards["optimizer"] = keep(checkpoint.optimizer_state(self.model, self.optimizer))
         if "extra" in contents:
-            known["extra"] = {"schedule": self.schedule.state_dict()}
-        return shards, known
+            full_state["extra"] = {"schedule": self.schedule.state_dict()}
+        return shards, full_state
 
     def _collect(self, tensors: Iterable[tuple[str, torch.Tensor]], keep: Callable[[Any], Any]) -> dict[str, Any]:
         """Gather full tensors, kept on the first rank only."""
-        kept = {}
+        collected = {}
         for name, tensor in tensors:
             if self.sharding.is_first_rank:
-                kept[name] = keep(tensor)
-        return kept
+                collected[name] = keep(tensor)
+        return collected
 
-    def _write_known(self, folder: Path, known: dict[str, Any]) -> None:
+    def _write_known(self, folder: Path, full_state: dict[str, Any]) -> None:
         if not self.sharding.is_first_rank:
             return
-        if known["huggingface"]:
+        if full_state["huggingface"]:
             # the names of the module, which `load` reads; transformers reads them too
             names = {"save_original_format": False} if self.model.vision is not None else {}
-            self.module.save_pretrained(folder / "huggingface", state_dict=known["huggingface"], **names)
+            self.module.save_pretrained(folder / "huggingface", state_dict=full_state["huggingface"], **names)
         else:
             checkpoint.save_description(self.module, folder / "huggingface")
-        if "lora_adapter" in known:
-            self.adapters.save(folder / "lora_adapter", known["lora_adapter"])
-        if "extra" in known:
-            torch.save(known["extra"], folder / "extra.pt")
+        if "lora_adapter" in full_state:
+            self.adapters.save(folder / "lora_adapter", full_state["lora_adapter"])
+        if "extra" in full_state:
+            torch.save(full_state["extra"], folder / "extra.pt")
 
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
@@ -478,8 +478,8 @@ class TorchEngine(TrainEngine):
                 groups = self.optimizer.param_groups
                 settings = [{name: value for name, value in g.items() if name != "params"} for g in groups]
                 checkpoint.load_optimizer(folder, self.model, self.optimizer)
-                for group, own in zip(self.optimizer.param_groups, settings):
-                    group.update(own)
+                for group, own_settings in zip(self.optimizer.param_groups, settings):
+                    group.update(own_settings)
         if "extra" in contents:
             # the position in the schedule; its rates and its length are this run's
             schedule, saved = self.schedule, checkpoint.load_extra(folder)["schedule"]
@@ -495,6 +495,6 @@ def make_torch_engine(spec: EngineSpec) -> TorchEngine:
     return TorchEngine(spec, make_sharding(spec))
 
 
-def _detached(named: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in named:
+def _detached(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in parameters:
         yield name, parameter.detach()

@@ -23,6 +23,7 @@ from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
+from verl.tracking.formatting import format_clock
 from verl.trainer.checks.model_limits import ModelLimits
 from verl.trainer.checks.preflight import CONFIG, Settings, open_run, run_checks
 from verl.trainer.guards.interruption import Stopped
@@ -88,7 +89,7 @@ def _prompts(prompts: PromptSet, shards: ResponseShards, missing: Sequence[int])
 
     def next_prompts() -> DataProto:
         shard = next(remaining)
-        indices = shards.prompts_of(shard)
+        indices = shards.prompt_indices(shard)
         return DataProto.from_dict(non_tensors=prompts.columns(indices), meta_info={"shard": shard})
 
     return next_prompts
@@ -117,7 +118,7 @@ def _write(shards: ResponseShards) -> Callable[[DataProto], None]:
         groups = [slice(start, start + shards.n) for start in range(0, len(batch), shards.n)]
         shards.write(
             batch.meta_info["shard"],
-            [Responses(list(texts[at]), [len(row) for row in ids[at]], list(reasons[at])) for at in groups],
+            [Responses(list(texts[group]), [len(row) for row in ids[group]], list(reasons[group])) for group in groups],
         )
 
     return write_shard
@@ -255,19 +256,19 @@ class GenerationRun:
         if missing:
             self._generate(missing)
         responses = self.shards.read()
-        facts = _facts(responses)
-        self.shards.finish(facts)
-        write_output(self.prompts, [of_prompt.responses for of_prompt in responses], self.output)
+        counts = _count_responses(responses)
+        self.shards.finish(counts)
+        write_output(self.prompts, [item.responses for item in responses], self.output)
         self.shards.delete()
         logger.info(
             "wrote %s: %s prompts x %d = %s responses, %.1f tokens on average, %.1f %% truncated at "
             "rollout.response_length=%d",
             self.output,
-            f"{facts['prompts']:,}",
+            f"{counts['prompts']:,}",
             self.config.data.n_samples,
-            f"{facts['responses']:,}",
-            facts["tokens"] / facts["responses"],
-            100 * facts["cut"] / facts["responses"],
+            f"{counts['responses']:,}",
+            counts["tokens"] / counts["responses"],
+            100 * counts["cut"] / counts["responses"],
             self.config.rollout.response_length,
         )
         return self.output
@@ -285,7 +286,7 @@ class GenerationRun:
         try:
             for shard in missing:
                 batch = pipeline.run()
-                done += len(self.shards.prompts_of(shard))
+                done += len(self.shards.prompt_indices(shard))
                 tokens += sum(map(len, batch.non_tensor_batch["response_ids"]))
                 seconds = time.monotonic() - start
                 logger.info(
@@ -293,7 +294,7 @@ class GenerationRun:
                     f"{done:,}",
                     f"{total:,}",
                     tokens / seconds,
-                    _clock(seconds * (total - done) / (done - before)),
+                    format_clock(seconds * (total - done) / (done - before)),
                 )
         except BaseException:
             logger.warning("stopped after %s of %s prompts; run the same command again to resume", done, total)
@@ -303,7 +304,7 @@ class GenerationRun:
 
     def _count(self, shards: Sequence[int]) -> int:
         """Return the number of prompts in these shards."""
-        return sum(len(self.shards.prompts_of(shard)) for shard in shards)
+        return sum(len(self.shards.prompt_indices(shard)) for shard in shards)
 
 
 CHECKS: dict[str, Callable[[GenerationRun], None]] = {
@@ -328,21 +329,15 @@ def _model_files(path: str) -> list[list[Any]]:
     return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(folder.iterdir()) if p.is_file()]
 
 
-def _facts(responses: Sequence[Responses]) -> dict[str, int]:
+def _count_responses(responses: Sequence[Responses]) -> dict[str, int]:
     """Counts for the settings file."""
-    reasons = [reason for of_prompt in responses for reason in of_prompt.finish_reasons]
+    reasons = [reason for item in responses for reason in item.finish_reasons]
     return {
         "prompts": len(responses),
         "responses": len(reasons),
-        "tokens": sum(sum(of_prompt.tokens) for of_prompt in responses),
+        "tokens": sum(sum(item.tokens) for item in responses),
         "cut": reasons.count("length"),
     }
-
-
-def _clock(seconds: float) -> str:
-    """Format seconds as 1:02:03."""
-    minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 
 
 def execute(run: GenerationRun) -> int:

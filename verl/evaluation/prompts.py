@@ -117,11 +117,11 @@ def _reader(
     refused = ("audios",) if media else ("audios", "images", "videos", *media_columns(data))
 
     def read(index: int, row: Mapping[str, Any] | None = None) -> Prompt:
-        row, where = rows[index] if row is None else row, rows.where(index)
-        refuse_media(row, refused, where)
+        row, location = rows[index] if row is None else row, rows.location(index)
+        refuse_media(row, refused, location)
         prompt = row[data.prompt_key]
-        media_prompt = None if media is None else media.read(row, prompt, rows.folder(index), where)
-        return media_prompt or read_prompt(prompt, data.prompt_format, has_template, where)
+        media_prompt = None if media is None else media.read(row, prompt, rows.folder(index), location)
+        return media_prompt or read_prompt(prompt, data.prompt_format, has_template, location)
 
     return read
 
@@ -139,12 +139,14 @@ def _encode(
             encoded[i] = prompt_set.media.token_ids(prompt)
     texts = [i for i in range(len(prompts)) if i not in encoded]
     kwargs = data.apply_chat_template_kwargs
-    where = [rows.where(index) for index in indices]
-    text_ids = encode_prompts(tokenizer, [prompts[i] for i in texts], lambda k: where[texts[k]], template_kwargs=kwargs)
+    locations = [rows.location(index) for index in indices]
+    text_ids = encode_prompts(
+        tokenizer, [prompts[i] for i in texts], lambda k: locations[texts[k]], template_kwargs=kwargs
+    )
     encoded |= dict(zip(texts, text_ids))
     ids = [encoded[i] for i in range(len(prompts))]
     check_round_trips(
-        tokenizer, list(map(prompt_texts, prompts)), ids, max(count // ROUND_TRIPS, 1), indices, rows.where
+        tokenizer, list(map(prompt_texts, prompts)), ids, max(count // ROUND_TRIPS, 1), indices, rows.location
     )
     return ids
 
@@ -157,7 +159,7 @@ def _check_lengths(prompts: PromptSet, limit: int) -> None:
         fixes = "raise the limit" if prompts.media is None else f"raise the limit, {FEWER_IMAGE_TOKENS}"
         raise ValueError(
             f"rollout.prompt_length: {len(too_long):,} of {len(lengths):,} prompts are longer than {limit:,} tokens, "
-            f"the first: {rows.where(first)}, with {lengths[first]:,}; the longest has {longest:,}: {fixes}, or "
+            f"the first: {rows.location(first)}, with {lengths[first]:,}; the longest has {longest:,}: {fixes}, or "
             "remove these rows from the file"
         )
 
@@ -171,7 +173,6 @@ def check_output(prompts: PromptSet, path: Path) -> None:
     Paths of images and videos are looked up by the writer; here at most those of the first row.
 
     Args:
-        prompts: The prompts, whose columns are written.
         path: .parquet (keeps the types of the columns) or .jsonl.
 
     Raises:
@@ -206,9 +207,9 @@ def write_output(prompts: PromptSet, responses: list[list[str]], path: Path) -> 
 def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.Table:
     """The first rows, as many as there are responses. folder: of the output."""
     table, column = prompts.rows.to_table().slice(0, len(responses)), pa.array(responses, type=pa.list_(pa.string()))
-    for name in _columns_of_media(prompts):
+    for name in _media_column_names(prompts):
         values = [prompts.rows[i][name] for i in range(len(responses))]
-        moved = [_moved(prompts, i, name, value, folder) for i, value in enumerate(values)]
+        moved = [_relocate(prompts, i, name, value, folder) for i, value in enumerate(values)]
         if moved != values:
             number = table.column_names.index(name)
             table = table.set_column(number, name, pa.array(moved, type=table.schema.field(name).type))
@@ -217,25 +218,25 @@ def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.T
 
 def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path | None) -> Iterator[str]:
     """folder: of the output; None: paths stay those of the input."""
-    names = _columns_of_media(prompts) if folder is not None else ()
+    names = _media_column_names(prompts) if folder is not None else ()
     for i, (row, texts) in enumerate(zip(prompts.rows, responses)):
-        moved = {name: _moved(prompts, i, name, row[name], folder) for name in names}
+        moved = {name: _relocate(prompts, i, name, row[name], folder) for name in names}
         try:
             yield json.dumps({**row, **moved, RESPONSES: texts}, ensure_ascii=False) + "\n"
         except TypeError as error:
             raise ValueError(
-                f"{prompts.rows.where(i)}: cannot be written as JSON ({error}): use a data.output_path that ends "
+                f"{prompts.rows.location(i)}: cannot be written as JSON ({error}): use a data.output_path that ends "
                 "with .parquet"
             ) from error
 
 
-def _columns_of_media(prompts: PromptSet) -> list[str]:
+def _media_column_names(prompts: PromptSet) -> list[str]:
     """The columns that may have paths of images and videos."""
     if prompts.media is None:
         return []
     return [name for name in (*media_columns(prompts.media.data), prompts.prompt_key) if name in prompts.rows.columns]
 
 
-def _moved(prompts: PromptSet, index: int, name: str, value: Any, folder: Path) -> Any:
+def _relocate(prompts: PromptSet, index: int, name: str, value: Any, folder: Path) -> Any:
     """A value of a column with media, whose paths start from the folder of the output."""
     return relocated(value, prompts.rows.folder(index), folder, is_source=name != prompts.prompt_key)

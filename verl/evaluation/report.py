@@ -1,7 +1,6 @@
 """Evaluation report: metrics by data source with confidence intervals, and the comparison of two models.
 
-Printed as tables and written as JSON. The field names of the dataclasses are those of the code; `as_json` writes the
-keys of the file.
+Printed as tables and written as JSON, whose keys are the fields of the dataclasses.
 """
 
 import json
@@ -34,7 +33,7 @@ from verl.trainer.startup.command_line import print_error
 from verl.trainer.startup.recipe import Recipe
 from verl.utils.disk import DiskFullError
 from verl.utils.log import console
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 logger = logging.getLogger("verl.trainer")
 
@@ -111,8 +110,8 @@ def check_k(prompts: Sequence[PromptWithResponses], ks: Sequence[int]) -> None:
     n = len(fewest.responses)
     if max(ks, default=0) > n:
         raise ValueError(
-            f"evaluation.k: pass@{max(ks)} requires {max(ks)} responses to every prompt, found {n} ({fewest.where}): "
-            f"generate more (data.n_samples of verl.trainer.main_generation), or use k up to {n}"
+            f"evaluation.k: pass@{max(ks)} requires {max(ks)} responses to every prompt, found {n} "
+            f"({fewest.location}): generate more (data.n_samples of verl.trainer.main_generation), or use k up to {n}"
         )
 
 
@@ -131,7 +130,7 @@ class Evaluated:
 
 def evaluate(scored: Sequence[ScoredPrompt], settings: EvaluationConfig) -> Evaluated:
     """Compute the metrics of every data source, and of all prompts."""
-    sources = {name: compute_metrics(of_source, settings) for name, of_source in by_source(scored).items()}
+    sources = {name: compute_metrics(prompts, settings) for name, prompts in by_source(scored).items()}
     return Evaluated(sources, compute_metrics(scored, settings))
 
 
@@ -179,7 +178,7 @@ def compare(first: Sequence[ScoredPrompt], second: Sequence[ScoredPrompt], setti
             seed=settings.seed,
         )
 
-    return Comparison({name: paired(of_source) for name, of_source in by_source(first).items()}, paired(first))
+    return Comparison({name: paired(prompts) for name, prompts in by_source(first).items()}, paired(first))
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ def metrics_table(evaluated: Evaluated, confidence: float) -> Table:
     for name, metrics in _with_overall(evaluated.sources, evaluated.overall).items():
         table.add_section()
         head = (_cell(name), f"{metrics.prompts:,}", f"{metrics.responses:,}")
-        for metric_name, metric in _shown(metrics):
+        for metric_name, metric in _distinct_metrics(metrics):
             interval = "" if metric.low is None else f"{metric.low:.4f} .. {metric.high:.4f}"
             table.add_row(*head, _cell(metric_name), f"{metric.value:.4f}", interval)
             head = (_cell(name) if several else "", "", "")
@@ -211,24 +210,24 @@ def comparison_table(comparison: Comparison, confidence: float) -> Table:
     """
     table = _table("data source", "prompts", "accuracy", "data.path - data.compare_path")
     several = len(comparison.sources) > 1
-    for name, paired in _with_overall(comparison.sources, comparison.overall).items():
+    for name, result in _with_overall(comparison.sources, comparison.overall).items():
         table.add_section()
-        table.add_row(_cell(name), f"{paired.prompts:,}", "difference", f"{paired.difference:+.4f}")
+        table.add_row(_cell(name), f"{result.prompts:,}", "difference", f"{result.difference:+.4f}")
         head = (_cell(name) if several else "", "")
-        if paired.low is not None:
-            table.add_row(*head, f"{confidence:.0%} interval", f"{paired.low:+.4f} .. {paired.high:+.4f}")
-        table.add_row(*head, "p, sign-flip test", _p(paired.p_value))
-        table.add_row(*head, "better, worse, equal", f"{paired.wins:,}, {paired.losses:,}, {paired.ties:,}")
-        table.add_row(*head, "p, sign test", _p(paired.sign_test_p))
+        if result.low is not None:
+            table.add_row(*head, f"{confidence:.0%} interval", f"{result.low:+.4f} .. {result.high:+.4f}")
+        table.add_row(*head, "p, sign-flip test", _format_p(result.p_value))
+        table.add_row(*head, "better, worse, equal", f"{result.wins:,}, {result.losses:,}, {result.ties:,}")
+        table.add_row(*head, "p, sign test", _format_p(result.sign_test_p))
     return table
 
 
 def _cell(name: str) -> Text:
     """A name of the data, which may look like markup or contain control characters."""
-    return Text(shown(name))
+    return Text(console_text(name))
 
 
-def _p(value: float) -> str:
+def _format_p(value: float) -> str:
     return f"{value:.4f}" if value >= 1e-4 else "< 0.0001"
 
 
@@ -236,8 +235,8 @@ def _table(*headings: str) -> Table:
     """Return an empty table: text left-aligned, numbers right-aligned; only data source names may wrap."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
-        words = heading in ("data source", "metric", "accuracy")
-        table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "data source")
+        is_text = heading in ("data source", "metric", "accuracy")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "data source")
     return table
 
 
@@ -245,20 +244,12 @@ def _with_overall(sources: dict, overall: object) -> dict:
     return {**sources, "all": overall} if len(sources) > 1 else sources
 
 
-def _shown(metrics: Metrics) -> list[tuple[str, Metric]]:
-    """Skip metrics that repeat the accuracy: avg@k of all responses, scores of 0 or 1, pass@1 of single responses."""
+def _distinct_metrics(metrics: Metrics) -> list[tuple[str, Metric]]:
+    """Metrics that do not repeat the accuracy, as avg@k of all responses, scores of 0 or 1 or pass@1 of single ones."""
     repeated = {f"avg@{metrics.most_responses}"}
     repeated |= set() if metrics.graded else {"score"}
     repeated |= {"pass@1"} if metrics.most_responses == 1 else set()
     return [(name, metric) for name, metric in metrics.metrics.items() if name not in repeated]
-
-
-# ---- JSON -----------------------------------------------------------------------------------------------------------
-
-
-def as_json(report: "Metrics | Evaluated | Comparison") -> dict[str, Any]:
-    """Return the entry of the report file."""
-    return asdict(report)
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -308,7 +299,7 @@ class Evaluation:
         """Describe what `run` would do."""
         counts = [f"{sum(len(p.responses) for p in prompts):,} responses" for prompts in self._both()]
         compared = f" and compare them with {counts[1]}" if len(counts) > 1 else ""
-        function = self.function.where if self.function.route is None else "the rules by data source"
+        function = self.function.location if self.function.route is None else "the rules by data source"
         return (
             f"would score {counts[0]} to {len(self.prompts):,} prompts{compared} with {function}; output: {self.output}"
         )
@@ -329,14 +320,14 @@ class Evaluation:
             self.scorer.close()
         paths = (self.config.data.path, self.config.data.compare_path)
         report: dict[str, Any] = {"settings": self.config.model_dump(mode="json")}
-        for name, files, of_file in zip(("evaluated", "compared_with"), paths, scored):
-            evaluated = evaluate(of_file, settings)
-            report[name] = {"files": files, **as_json(evaluated)}
-            console().print(shown(", ".join(files)), markup=False, highlight=False, soft_wrap=True)
+        for name, files, scored_prompts in zip(("evaluated", "compared_with"), paths, scored):
+            evaluated = evaluate(scored_prompts, settings)
+            report[name] = {"files": files, **asdict(evaluated)}
+            console().print(console_text(", ".join(files)), markup=False, highlight=False, soft_wrap=True)
             console().print(metrics_table(evaluated, settings.confidence))
         if len(scored) > 1:
             comparison = compare(*scored, settings)
-            report["comparison"] = as_json(comparison)
+            report["comparison"] = asdict(comparison)
             console().print(comparison_table(comparison, settings.confidence))
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.output) as draft:

@@ -37,7 +37,7 @@ class PromptWithResponses:
         ground_truth: The ground truth.
         extra_info: Further columns.
         responses: The texts.
-        where: File and row, for messages.
+        location: File and row, for messages.
     """
 
     key: str
@@ -45,7 +45,7 @@ class PromptWithResponses:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     responses: list[str]
-    where: str
+    location: str
 
 
 @dataclass(frozen=True)
@@ -88,36 +88,38 @@ def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWit
 def _read_row(
     row: Mapping[str, Any], index: int, rows: Rows, data: EvalDataConfig, seen: Counter[str], extra_info: str
 ) -> PromptWithResponses:
-    where = rows.where(index)
+    location = rows.location(index)
     responses = row[data.response_key]
     responses = [responses] if isinstance(responses, str) else responses
     if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
-        raise ValueError(f"{where}: expected a list of texts in column {data.response_key!r}, found {responses!r:.80}")
+        raise ValueError(
+            f"{location}: expected a list of texts in column {data.response_key!r}, found {responses!r:.80}"
+        )
     source = row.get(data.data_source_key, DEFAULT_SOURCE)
     if not isinstance(source, str) or not source:
-        raise ValueError(f"{where}: expected a name in column {data.data_source_key!r}, found {source!r}")
+        raise ValueError(f"{location}: expected a name in column {data.data_source_key!r}, found {source!r}")
     prompt = json.dumps([source, row[data.prompt_key]], sort_keys=True, default=str)
     seen[prompt] += 1
     return PromptWithResponses(
         # a prompt that occurs twice in a file counts as two prompts
         key=f"{prompt}#{seen[prompt]}",
         data_source=source,
-        ground_truth=_ground_truth(row, where, data),
+        ground_truth=_ground_truth(row, location, data),
         extra_info=row.get(extra_info) or {},
         responses=responses,
-        where=where,
+        location=location,
     )
 
 
-def _ground_truth(row: Mapping[str, Any], where: str, data: EvalDataConfig) -> Any:
+def _ground_truth(row: Mapping[str, Any], location: str, data: EvalDataConfig) -> Any:
     column = data.reward_model_key if data.reward_model_key in row else "answer"
     truth = row[column]
     if column == data.reward_model_key:
         if not isinstance(truth, Mapping):
-            raise ValueError(f"{where}: expected {{'ground_truth': ...}} in column {column!r}, found {truth!r:.80}")
+            raise ValueError(f"{location}: expected {{'ground_truth': ...}} in column {column!r}, found {truth!r:.80}")
         truth = truth.get("ground_truth")
     if truth is None:
-        raise ValueError(f"{where}: the ground truth (column {column!r}) is missing")
+        raise ValueError(f"{location}: the ground truth (column {column!r}) is missing")
     return truth
 
 
@@ -126,7 +128,7 @@ def _ground_truth(row: Mapping[str, Any], where: str, data: EvalDataConfig) -> A
 
 def build_evaluation_flow(source: Callable[[], DataProto], scorer: "Scorer") -> DataFlow:
     """Return a flow whose every pass scores one batch of responses."""
-    reads = ("response", "data_source", "ground_truth", "extra_info", "where")
+    reads = ("response", "data_source", "ground_truth", "extra_info", "location")
     return DataFlow(
         [
             Operator("responses", source, writes=(*reads, "prompt_index")),
@@ -135,7 +137,7 @@ def build_evaluation_flow(source: Callable[[], DataProto], scorer: "Scorer") -> 
     )
 
 
-def batches_of(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProto]:
+def iterate_batches(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProto]:
     """Yield the responses in batches of RESPONSES_PER_PASS samples. The column `prompt_index` refers to `prompts`."""
     samples = [(index, i) for index, prompt in enumerate(prompts) for i in range(len(prompt.responses))]
     for start in range(0, len(samples), RESPONSES_PER_PASS):
@@ -147,7 +149,7 @@ def batches_of(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProto]:
                 "data_source": [prompt.data_source for prompt, _, _ in selected],
                 "ground_truth": [prompt.ground_truth for prompt, _, _ in selected],
                 "extra_info": [prompt.extra_info for prompt, _, _ in selected],
-                "where": [f"{prompt.where}, response {i}" for prompt, _, i in selected],
+                "location": [f"{prompt.location}, response {i}" for prompt, _, i in selected],
             }
         )
 
@@ -176,18 +178,18 @@ class Scorer:
         columns = batch.non_tensor_batch
         names = ("data_source", "response", "ground_truth", "extra_info")
         samples = [
-            Sample(*values, number=i, total=len(batch), uid=columns["where"][i])
+            Sample(*values, number=i, total=len(batch), uid=columns["location"][i])
             for i, values in enumerate(zip(*(columns[name] for name in names)))
         ]
         scores, accs, failed = [0.0] * len(samples), [0.0] * len(samples), [False] * len(samples)
-        # Closed explicitly, so that busy workers are stopped if a sample raises.
+        # closed explicitly, so that busy workers are stopped if a sample raises
         with closing(self.manager.outcomes(samples)) as outcomes:
             for i, function, outcome in outcomes:
                 try:
                     scores[i], extra = read_outcome(outcome)
                     accs[i] = _accuracy(scores[i], extra)
                 except BadOutcome as bad:
-                    error = RewardError(f"reward function {function.where} {bad}\n{samples[i].describe()}")
+                    error = RewardError(f"reward function {function.location} {bad}\n{samples[i].describe()}")
                     error.__cause__ = bad.__cause__
                     if self.on_error == "raise":
                         raise error from bad.__cause__
@@ -213,23 +215,21 @@ def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_
     """Score all responses.
 
     Args:
-        prompts: The prompts with their responses.
-        scorer: The operator that scores.
         right_from: A response is correct if its "acc", or its score without one, is at least this.
 
     Raises:
         RewardError: If a response cannot be scored (see `Scorer`), or if none can be.
     """
-    batches = batches_of(prompts)
+    batches = iterate_batches(prompts)
     pipeline = build_evaluation_flow(lambda: next(batches), scorer).compile()
     total = sum(len(prompt.responses) for prompt in prompts)
     scores, accs, failed = np.zeros(total), np.zeros(total), np.zeros(total, dtype=bool)
     done = 0
     while done < total:
         scored = pipeline.run().non_tensor_batch
-        at = slice(done, done + len(scored["score"]))
-        scores[at], accs[at], failed[at] = (scored[name].astype(float) for name in ("score", "acc", "failed"))
-        done = at.stop
+        span = slice(done, done + len(scored["score"]))
+        scores[span], accs[span], failed[span] = (scored[name].astype(float) for name in ("score", "acc", "failed"))
+        done = span.stop
         logger.info("scored %s of %s responses", f"{done:,}", f"{total:,}")
     if failed.any():
         logger.error(

@@ -1,6 +1,6 @@
 """Responses on disk during generation, so that a run killed at any moment can resume.
 
-    <output>.parts/<digest>/settings.json      what the responses depend on; the digest is its checksum
+    <output>.parts/<digest>/settings.json      the settings of the responses; the digest is their checksum
     <output>.parts/<digest>/part-00003.jsonl   a shard: the responses to one batch of prompts, one line per prompt
     <output>                                   all responses, written after the last shard; the shards are then deleted
     <output>.settings.json                     the settings of the finished file, and counts
@@ -40,12 +40,12 @@ class Responses:
     finish_reasons: list[str]
 
 
-def digest_of(settings: Settings) -> str:
+def settings_digest(settings: Settings) -> str:
     """Return a checksum of the settings, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def changed(before: Settings, now: Settings) -> str:
+def describe_changes(before: Settings, now: Settings) -> str:
     """Describe the settings that differ: `rollout.top_p: 1.0 -> 0.95, ...`."""
     differences = []
     for key in sorted(before.keys() | now.keys()):
@@ -77,7 +77,7 @@ class ResponseShards:
         self.output = output
         self.settings = dict(settings)
         self.prompts, self.prompts_per_shard, self.n = prompts, prompts_per_shard, n
-        self.folder = output.with_name(f"{output.name}.parts") / digest_of(settings)
+        self.folder = output.with_name(f"{output.name}.parts") / settings_digest(settings)
 
     def is_finished(self) -> bool:
         """Whether the output exists and was generated with these settings.
@@ -87,14 +87,14 @@ class ResponseShards:
         """
         if not self.output.exists():
             return False
-        difference = "with unknown settings"
+        state = "with unknown settings"
         if settings_file(self.output).is_file():
             recorded = json.loads(settings_file(self.output).read_text(encoding="utf-8"))["settings"]
             if recorded == self.settings:
                 return True
-            difference = f"generated with other settings ({changed(recorded, self.settings)})"
+            state = f"generated with other settings ({describe_changes(recorded, self.settings)})"
         raise ValueError(
-            f"data.output_path: {self.output} already exists, {difference}: choose another file, or delete this one"
+            f"data.output_path: {self.output} already exists, {state}: choose another file, or delete this one"
         )
 
     def open(self) -> None:
@@ -108,10 +108,10 @@ class ResponseShards:
                     "%s contains responses generated with other settings (%s); they are not used. Delete the folder if "
                     "you do not need them",
                     other.parent,
-                    changed(json.loads(other.read_text(encoding="utf-8")), self.settings),
+                    describe_changes(json.loads(other.read_text(encoding="utf-8")), self.settings),
                 )
 
-    def prompts_of(self, shard: int) -> range:
+    def prompt_indices(self, shard: int) -> range:
         """Return the indices of the prompts of a shard."""
         return range(shard * self.prompts_per_shard, min((shard + 1) * self.prompts_per_shard, self.prompts))
 
@@ -122,15 +122,15 @@ class ResponseShards:
     def write(self, shard: int, responses: Sequence[Responses]) -> None:
         """Write the responses to the prompts of a shard."""
         with atomic_write(self._path(shard)) as draft:
-            draft.write_text("".join(json.dumps(asdict(of_prompt)) + "\n" for of_prompt in responses), encoding="utf-8")
+            draft.write_text("".join(json.dumps(asdict(item)) + "\n" for item in responses), encoding="utf-8")
 
     def read(self) -> list[Responses]:
         """Return the responses to all prompts, in order. All shards must exist."""
-        return [of_prompt for shard in range(self._count) for of_prompt in self._read(shard)]
+        return [item for shard in range(self._count) for item in self._read(shard)]
 
-    def finish(self, facts: Mapping[str, Any]) -> None:
+    def finish(self, counts: Mapping[str, Any]) -> None:
         """Write the settings file of the output. Called before the output is written."""
-        about = {"settings": self.settings, **facts}
+        about = {"settings": self.settings, **counts}
         with atomic_write(settings_file(self.output)) as draft:
             draft.write_text(json.dumps(about, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -160,7 +160,9 @@ class ResponseShards:
         except (ValueError, TypeError) as error:
             logger.warning("%s is damaged and will be generated again: %s", self._path(shard), error)
             return False
-        complete = len(responses) == len(self.prompts_of(shard)) and all(len(r.responses) == self.n for r in responses)
+        complete = len(responses) == len(self.prompt_indices(shard)) and all(
+            len(r.responses) == self.n for r in responses
+        )
         if not complete:
             logger.warning("%s is incomplete and will be generated again", self._path(shard))
         return complete

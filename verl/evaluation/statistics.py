@@ -51,7 +51,6 @@ def bootstrap_means(values: np.ndarray, samples: int, seed: int) -> np.ndarray:
     Args:
         values: (Q, M), one row per prompt.
         samples: Number of data sets.
-        seed: Seed of the generator.
 
     Returns:
         (samples, M) float64.
@@ -82,8 +81,6 @@ def bootstrap_intervals(
     Args:
         values: (Q, M), one row per prompt.
         confidence: Coverage of the intervals.
-        samples: Number of resampled data sets.
-        seed: Seed of the generator.
 
     Returns:
         (M, 2) float64, lower and upper bounds.
@@ -116,8 +113,6 @@ def mean_intervals(
     Args:
         values: (Q, M), one row per prompt.
         confidence: Coverage of the intervals.
-        samples: Number of resampled data sets.
-        seed: Seed of the generator.
     """
     resampled = bootstrap_intervals(values, confidence=confidence, samples=samples, seed=seed).tolist()
     binary = np.isin(values, (0.0, 1.0)).all(0)

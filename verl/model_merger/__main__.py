@@ -26,7 +26,7 @@ examples:
 """
 
 
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B?)", text.strip().upper())
     size = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else 0.0
     if not 1 <= size < math.inf:
@@ -34,9 +34,9 @@ def _bytes(text: str) -> int:
     return int(size)
 
 
-def _underscores(word: str) -> str:
+def _underscores(argument: str) -> str:
     """Accept hyphens in option names: `--local-dir=x` is `--local_dir=x`."""
-    name, equals, value = word.partition("=")
+    name, equals, value = argument.partition("=")
     return (f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name) + equals + value
 
 
@@ -62,8 +62,8 @@ def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentPar
         help="the base model: required for adapters, and a merged model must differ from it; "
         "default: the one recorded in the checkpoint",
     )
-    for name, why in _WITHOUT_EFFECT.items():
-        common.add_argument(f"--{name}", action="store_true", help=f"no effect: {why}")
+    for name, reason in _WITHOUT_EFFECT.items():
+        common.add_argument(f"--{name}", action="store_true", help=f"no effect: {reason}")
     common.add_argument("--trust_remote_code", action="store_true", help="allow custom code of the model")
 
     merge = commands.add_parser(
@@ -77,7 +77,7 @@ def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentPar
         help="dtype of the weights; keep (default): as in the checkpoint",
     )
     merge.add_argument(
-        "--max_shard_size", type=_bytes, default="5GB", help="maximum size of a weight file; default 5GB"
+        "--max_shard_size", type=_parse_size, default="5GB", help="maximum size of a weight file; default 5GB"
     )
     merge.add_argument("--allow_unchanged", action="store_true", help="do not compare the result with the base model")
     merge.add_argument("--overwrite", action="store_true", help="replace the weights in a non-empty target_dir")
@@ -91,8 +91,8 @@ def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentPar
 @command_output()
 def main(arguments: list[str] | None = None, program: str = "python -m verl.model_merger") -> int:
     """Run one command. Returns 0 on success, 1 after an error or if `test` found differences."""
-    words = sys.argv[1:] if arguments is None else arguments
-    given = parser(program).parse_args([_underscores(word) for word in words])
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parsed = parser(program).parse_args([_underscores(word) for word in arguments])
     # imported after parsing, so that --help and invalid arguments return immediately
     from verl.trainer.startup.command_line import print_error, print_missing_package
 
@@ -104,18 +104,20 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.mode
 
     setup_logging()
     try:
-        if given.command == "test":
+        if parsed.command == "test":
             faults = compare(
-                given.backend,
-                given.local_dir,
-                given.test_hf_dir,
-                given.lora_alpha,
-                given.trust_remote_code,
-                given.base,
+                parsed.backend,
+                parsed.local_dir,
+                parsed.test_hf_dir,
+                parsed.lora_alpha,
+                parsed.trust_remote_code,
+                parsed.base,
             )
-            print("\n".join(faults) if faults else f"{given.local_dir} and {given.test_hf_dir} contain the same model")
+            print(
+                "\n".join(faults) if faults else f"{parsed.local_dir} and {parsed.test_hf_dir} contain the same model"
+            )
             return 1 if faults else 0
-        options = {name: value for name, value in vars(given).items() if name not in ("command", *_WITHOUT_EFFECT)}
+        options = {name: value for name, value in vars(parsed).items() if name not in ("command", *_WITHOUT_EFFECT)}
         merge(MergeOptions(max_shard_bytes=options.pop("max_shard_size"), **options))
     except (ValueError, OSError) as error:
         return print_error(error)

@@ -30,13 +30,13 @@ class Checkpoint:
     Attributes:
         folder: `.../actor`.
         source: Its weights.
-        kind: Description of the format, for the log.
+        format_name: Description of the format, for the log.
         recorded: File path relative to the checkpoint -> {"bytes", "sha256"}, from the manifest; empty without one.
     """
 
     folder: Path
     source: WeightSource
-    kind: str
+    format_name: str
     recorded: dict[str, dict[str, Any]]
 
     @property
@@ -58,9 +58,9 @@ def base_models(folder: Path) -> list[str]:
     # without a critic.model.path, the critic starts from the policy's model; SFT has a single top-level section
     sections = [settings.get("critic", {})] if folder.name == "critic" else []
     sections += [settings.get("actor_rollout_ref", {}), settings]
-    named = [recorded_base(folder / "lora_adapter"), config.get("_name_or_path")]
-    named += [section.get("model", {}).get("path") for section in sections]
-    return list(dict.fromkeys(name for name in named if name))
+    names = [recorded_base(folder / "lora_adapter"), config.get("_name_or_path")]
+    names += [section.get("model", {}).get("path") for section in sections]
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp") -> Checkpoint:
@@ -72,21 +72,22 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
         backend: The engine that wrote it: "fsdp" or "megatron"; the format is detected.
 
     Raises:
-        ValueError: If a file is missing or damaged, or the folder is not a checkpoint; with what was found instead.
+        ValueError: If a file is missing or damaged, or the folder is not a checkpoint.
     """
     folder = resolved(folder)
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}: {_EXPECTED}")
     recorded = _verify_manifest(folder)
-    ranks, shards = any(is_rank_file(path) for path in folder.iterdir()), (folder / "shards").is_dir()
-    if ranks and shards:
+    has_rank_files = any(is_rank_file(path) for path in folder.iterdir())
+    has_shards = (folder / "shards").is_dir()
+    if has_rank_files and has_shards:
         raise ValueError(f"{folder} contains both rank files and shards/: expected one format; move the other away")
     config = folder / "huggingface" / "config.json"
-    source, kind = _full_weights(folder, ranks, shards)
+    source, format_name = _full_weights(folder, has_rank_files, has_shards)
     adapters = source is None and has_adapters(folder / "lora_adapter")
     if source is None and not adapters:
         raise ValueError(_describe_folder(folder))
-    if backend == "megatron" and ranks:
+    if backend == "megatron" and has_rank_files:
         raise ValueError(f"{folder} contains rank files of FSDP: use --backend fsdp")
     if not config.is_file():
         raise ValueError(
@@ -95,7 +96,7 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
         )
     if adapters:
         return _adapter_checkpoint(folder, base, recorded)
-    return Checkpoint(folder, source, kind, recorded)
+    return Checkpoint(folder, source, format_name, recorded)
 
 
 def with_adapters_merged(checkpoint: Checkpoint, alpha: float | None) -> WeightSource:
@@ -108,12 +109,12 @@ def with_adapters_merged(checkpoint: Checkpoint, alpha: float | None) -> WeightS
     return source
 
 
-def _full_weights(folder: Path, ranks: bool, shards: bool) -> tuple[WeightSource | None, str]:
+def _full_weights(folder: Path, has_rank_files: bool, has_shards: bool) -> tuple[WeightSource | None, str]:
     """Return the full weights in the folder, or None, and a description of their format."""
-    if ranks:
+    if has_rank_files:
         files = RankFiles(folder)
         return files, f"{len(files.files)} rank files"
-    if shards:
+    if has_shards:
         source = DistributedCheckpoint(folder / "shards")
         if source.names():
             return source, "shards of torch.distributed.checkpoint"
@@ -129,19 +130,19 @@ def _full_weights(folder: Path, ranks: bool, shards: bool) -> tuple[WeightSource
 def _adapter_checkpoint(folder: Path, base: str | None, recorded: dict[str, dict[str, Any]]) -> Checkpoint:
     """Open a checkpoint that contains only adapters, with the weights of their base model."""
     adapters = folder / "lora_adapter"
-    named = [base] if base is not None else base_models(folder)
-    found = next((local for name in named if (local := local_folder(name)) is not None), None)
-    if found is None:
-        where = f"{named} is not on this machine" if named else "the checkpoint does not name it"
+    names = [base] if base is not None else base_models(folder)
+    path = next(filter(None, map(local_folder, names)), None)
+    if path is None:
+        problem = f"{names} is not on this machine" if names else "the checkpoint does not name it"
         raise ValueError(
-            f"{adapters} contains only LoRA adapters, and their base model is required: {where}. "
+            f"{adapters} contains only LoRA adapters, and their base model is required: {problem}. "
             "Set it with --base (relative paths start from the current directory)"
         )
-    return Checkpoint(folder, AdaptersOverBase(adapters, found), f"LoRA adapters of {found}", recorded)
+    return Checkpoint(folder, AdaptersOverBase(adapters, path), f"LoRA adapters of {path}", recorded)
 
 
 def _describe_folder(folder: Path) -> str:
-    """Say what a folder without weights is, and which folder to give instead."""
+    """Describe a folder without weights, and the folder to give instead."""
     roles = [name for name in ("actor", "critic") if (folder / name).is_dir()]
     steps = sorted(path.name for path in folder.glob("global_step_*"))
     if roles:
@@ -157,8 +158,8 @@ def _describe_folder(folder: Path) -> str:
         return f"{folder} is already a HuggingFace model: nothing to merge"
     if (folder / "huggingface" / "config.json").is_file():
         return f"{folder} contains no weights: the run saved without 'model' (checkpoint.save_contents)"
-    found = sorted(path.name for path in folder.iterdir())
-    return f"{folder} is not a checkpoint: {_EXPECTED}; found {found[:8] or 'nothing'}"
+    names = sorted(path.name for path in folder.iterdir())
+    return f"{folder} is not a checkpoint: {_EXPECTED}; found {names[:8] or 'nothing'}"
 
 
 def _verify_manifest(folder: Path) -> dict[str, dict[str, Any]]:

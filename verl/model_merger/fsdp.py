@@ -30,7 +30,7 @@ from verl.utils.paths import read_json
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
-#: what wrappers insert into parameter names
+#: prefixes that wrappers insert into parameter names
 _WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
@@ -41,25 +41,27 @@ def is_rank_file(path: Path) -> bool:
 
 def rank_files(folder: Path) -> list[Path]:
     """Return the files of ranks 0 to W-1. Raises ValueError for missing files or mixed world sizes."""
-    found = {(int(m[1]), int(m[2])): path for path in folder.iterdir() if (m := _FILE.fullmatch(path.name))}
-    sizes = sorted({world for world, _ in found})
+    paths = {(int(m[1]), int(m[2])): path for path in folder.iterdir() if (m := _FILE.fullmatch(path.name))}
+    sizes = sorted({world for world, _ in paths})
     if len(sizes) != 1:
         raise ValueError(
             f"{folder} contains rank files of world sizes {' and '.join(map(str, sizes))}: expected one world size; "
             "move the other files away"
         )
     world = sizes[0]
-    stated = folder / "fsdp_config.json"
-    if stated.is_file() and (config := read_json(stated))["world_size"] != world:
-        raise ValueError(f"{stated}: world_size {config['world_size']}, but the rank files have world size {world}")
+    config_file = folder / "fsdp_config.json"
+    if config_file.is_file() and (config := read_json(config_file))["world_size"] != world:
+        raise ValueError(
+            f"{config_file}: world_size {config['world_size']}, but the rank files have world size {world}"
+        )
     expected = {(world, rank): f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)}
-    missing = [name for key, name in expected.items() if key not in found]
+    missing = [name for key, name in expected.items() if key not in paths]
     if missing:
         raise ValueError(
-            f"{folder}: missing {', '.join(missing)}; found {len(found)} of {world} rank files. "
+            f"{folder}: missing {', '.join(missing)}; found {len(paths)} of {world} rank files. "
             "With several nodes, each may have written to its local disk: copy all files into one folder"
         )
-    return [found[key] for key in expected]
+    return [paths[key] for key in expected]
 
 
 class RankFiles(WeightSource):
@@ -68,16 +70,16 @@ class RankFiles(WeightSource):
     def __init__(self, folder: Path):
         self.files = rank_files(folder)
         shards = [read_rank_file(path) for path in self.files]
-        for path, of_rank in zip(self.files, shards):
-            if of_rank.keys() != shards[0].keys():
-                differing = sorted(of_rank.keys() ^ shards[0].keys())
+        for path, rank_shards in zip(self.files, shards):
+            if rank_shards.keys() != shards[0].keys():
+                differing = sorted(rank_shards.keys() ^ shards[0].keys())
                 raise ValueError(
                     f"{path.name} and {self.files[0].name} contain different tensors, for example {differing[:3]}: "
                     "they are not from the same checkpoint"
                 )
         origins = [path.name for path in self.files]
         self._tensors = {
-            _WRAPPERS.sub("", name): _sharded(name, origins, [of_rank[name] for of_rank in shards])
+            _WRAPPERS.sub("", name): _sharded(name, origins, [rank_shards[name] for rank_shards in shards])
             for name in shards[0]
         }
 
@@ -209,15 +211,15 @@ class _PlainShards(_Sharded):
 
 
 def _sharded(name: str, origins: list[str], shards: list) -> _Sharded:
-    kinds = {DTensorShard: _DTensorShards, ShardedTensorShard: _ShardedTensorShards, torch.Tensor: _PlainShards}
-    found = {type(shard) for shard in shards}
-    if len(found) != 1:
-        raise ValueError(f"{name}: expected one type on all ranks, found {sorted(t.__name__ for t in found)}")
-    kind = kinds[found.pop()]
-    layouts = {(s.shape, s.placements) if kind is _DTensorShards else s.shape for s in shards}
-    if kind is not _PlainShards and len(layouts) != 1:
+    classes = {DTensorShard: _DTensorShards, ShardedTensorShard: _ShardedTensorShards, torch.Tensor: _PlainShards}
+    types = {type(shard) for shard in shards}
+    if len(types) != 1:
+        raise ValueError(f"{name}: expected one type on all ranks, found {sorted(t.__name__ for t in types)}")
+    cls = classes[types.pop()]
+    layouts = {(s.shape, s.placements) if cls is _DTensorShards else s.shape for s in shards}
+    if cls is not _PlainShards and len(layouts) != 1:
         raise ValueError(f"{name}: the rank files disagree on its shape or placements: {sorted(map(str, layouts))}")
-    return kind(name, origins, shards)
+    return cls(name, origins, shards)
 
 
 # ---- one rank file --------------------------------------------------------------------------------------------------
@@ -289,19 +291,19 @@ def _verify_checksums(path: Path) -> None:
 def _shard(path: Path, name: str, value: Any) -> RankShard:
     if isinstance(value, torch.Tensor):
         return value.detach()
-    kind = type(value).__name__
+    type_name = type(value).__name__
     if "flat_param" in name:
         raise ValueError(
             f"{path} contains flattened parameters ({name}), which cannot be split: save with "
             "StateDictType.SHARDED_STATE_DICT instead of LOCAL_STATE_DICT"
         )
-    if kind == "DTensor":
+    if type_name == "DTensor":
         return _dtensor(path, name, value)
-    if kind == "ShardedTensor":
+    if type_name == "ShardedTensor":
         local_shards, metadata = value.state[:2]
         located = ((tuple(s.state["metadata"].state["shard_offsets"]), s.state["tensor"]) for s in local_shards)
         return ShardedTensorShard(tuple(metadata.state["size"]), tuple(located))
-    raise ValueError(f"{path}: {name}: expected a tensor, a DTensor or a ShardedTensor, found {kind}")
+    raise ValueError(f"{path}: {name}: expected a tensor, a DTensor or a ShardedTensor, found {type_name}")
 
 
 def _dtensor(path: Path, name: str, value: "_Record") -> DTensorShard:
@@ -309,12 +311,12 @@ def _dtensor(path: Path, name: str, value: "_Record") -> DTensorShard:
     (shape, *_) = spec["tensor_meta"].args
     placements: list[int | None] = []
     for placement in spec["placements"]:
-        kind = type(placement).__name__
-        if kind not in ("Shard", "Replicate"):
+        type_name = type(placement).__name__
+        if type_name not in ("Shard", "Replicate"):
             raise ValueError(
-                f"{path}: {name}: expected placements Shard or Replicate (FSDP, hybrid sharding), found {kind}"
+                f"{path}: {name}: expected placements Shard or Replicate (FSDP, hybrid sharding), found {type_name}"
             )
-        placements.append(placement.state["dim"] % len(shape) if kind == "Shard" else None)
+        placements.append(placement.state["dim"] % len(shape) if type_name == "Shard" else None)
     coordinate = tuple(spec["mesh"].state["_coordinate_on_dim"])
     return DTensorShard(value.state["_local_tensor"], tuple(shape), coordinate, tuple(placements))
 
@@ -343,11 +345,11 @@ class _Record:
         self.state = state
 
 
-def _rebuild_from_type(func: Callable, kind: type, args: tuple, state: Any) -> Any:
+def _rebuild_from_type(func: Callable, cls: type, args: tuple, state: Any) -> Any:
     """Replaces torch._tensor._rebuild_from_type_v2, which restores tensor subclasses."""
-    if not issubclass(kind, _Record):
+    if not issubclass(cls, _Record):
         return func(*args)
-    record = kind(*args)
+    record = cls(*args)
     record.__setstate__(state)
     return record
 

@@ -93,13 +93,13 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def build(
-    model: ModelDescription, where: Path | None, weights: dict[str, torch.Tensor] | None, dtype: torch.dtype
+    model: ModelDescription, folder: Path | None, weights: dict[str, torch.Tensor] | None, dtype: torch.dtype
 ) -> tuple[Any, list[str]]:
     """Build the model with the weights of a folder or of a dict.
 
     Args:
         model: The model to build.
-        where: Folder with weights, or None.
+        folder: Folder with weights, or None.
         weights: Name -> tensor, or None. Tensors that already have `dtype` are not copied.
         dtype: The dtype of the model.
 
@@ -108,8 +108,8 @@ def build(
     """
     with quiet_transformers():
         module, report = type(model.module).from_pretrained(
-            where,
-            config=None if where is not None else model.config,
+            folder,
+            config=None if folder is not None else model.config,
             state_dict=weights,
             dtype=dtype,
             attn_implementation="eager",
@@ -119,8 +119,8 @@ def build(
     faults = [f"missing: {name}" for name in sorted(report["missing_keys"])]
     faults += [f"not in the model: {name}" for name in sorted(report["unexpected_keys"])]
     faults += [
-        f"{name}: expected shape {tuple(expected)}, found {tuple(found)}"
-        for name, found, expected in sorted(report["mismatched_keys"])
+        f"{name}: expected shape {tuple(expected)}, found {tuple(shape)}"
+        for name, shape, expected in sorted(report["mismatched_keys"])
     ]
     return module, faults + [str(message) for message in report["error_msgs"]]
 
@@ -154,7 +154,7 @@ class Export:
         """
         self.source, self.model, self.dtype = source, model, dtype
         infos = source.infos(model.shapes)
-        self._tied = {name: kept for name, kept in model.tied.items() if name in infos and kept in infos}
+        self._tied = {name: target for name, target in model.tied.items() if name in infos and target in infos}
         self.infos = {name: info for name, info in infos.items() if name not in self._tied}
         self._groups = list(_groups(self.infos, model.shapes))
         planned: dict[str, torch.Tensor] = {}
@@ -171,8 +171,8 @@ class Export:
         expected = self.model.shapes
         if not self.infos.keys() <= expected.keys():
             return
-        present = {*self.infos, *(name for name, kept in self.model.tied.items() if kept in self.infos)}
-        present |= {kept for name, kept in self.model.tied.items() if name in self.infos}
+        present = {*self.infos, *(name for name, target in self.model.tied.items() if target in self.infos)}
+        present |= {target for name, target in self.model.tied.items() if name in self.infos}
         faults = [f"missing: {name}" for name in expected if name not in present]
         shapes = {name: info.shape for name, info in self.infos.items() if info.shape != expected[name]}
         faults += [f"{name}: expected shape {expected[name]}, found {shape}" for name, shape in shapes.items()]
@@ -189,10 +189,10 @@ class Export:
 
     def check_tied(self) -> None:
         """Raise ValueError if tied tensors have different contents."""
-        for name, kept in self._tied.items():
-            if not same_bits(self.source.read(name), self.source.read(kept)):
+        for name, target in self._tied.items():
+            if not same_bits(self.source.read(name), self.source.read(target)):
                 raise ValueError(
-                    f"{name} and {kept} differ, but config.json ties them (tie_word_embeddings): "
+                    f"{name} and {target} differ, but config.json ties them (tie_word_embeddings): "
                     "set it to false if they were trained separately"
                 )
 

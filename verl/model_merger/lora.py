@@ -78,8 +78,8 @@ class AdaptersOverBase(WeightSource):
         return list(self._stored_in)
 
     def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        found = {id(folder): folder.infos({}) for folder, _ in self._stored_in.values()}
-        return {name: found[id(folder)][stored] for name, (folder, stored) in self._stored_in.items()}
+        infos = {id(folder): folder.infos({}) for folder, _ in self._stored_in.values()}
+        return {name: infos[id(folder)][stored] for name, (folder, stored) in self._stored_in.items()}
 
     def read(self, name: str) -> torch.Tensor:
         folder, stored = self._stored_in[name]
@@ -141,15 +141,15 @@ def find_settings(folder: Path, alpha: float | None) -> LoraSettings:
 
 def _recorded_alpha(folder: Path, path: Path, config: dict[str, Any]) -> float:
     meta = folder / "lora_train_meta.json"
-    found = {
+    recorded = {
         str(path): config.get("lora_alpha"),
         str(meta): read_json(meta).get("lora_alpha") if meta.is_file() else None,
     }
-    positive = {where: value for where, value in found.items() if value}
+    positive = {file: value for file, value in recorded.items() if value}
     if len(set(positive.values())) != 1:
-        what = f"has different values: {positive}" if positive else f"is not recorded in any of {sorted(found)}"
+        problem = f"has different values: {positive}" if positive else f"is not recorded in any of {sorted(recorded)}"
         raise ValueError(
-            f"the checkpoint contains LoRA adapters, which are scaled by lora_alpha, and lora_alpha {what}; "
+            f"the checkpoint contains LoRA adapters, which are scaled by lora_alpha, and lora_alpha {problem}; "
             "set the value of the training run: --lora_alpha N"
         )
     return next(iter(positive.values()))
@@ -191,10 +191,10 @@ class MergedAdapters(WeightSource):
 
     def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
         shapes = {inner: expected[name] for name, inner in self._inner.items() if name in expected}
-        found = self.source.infos(shapes)
-        infos = {name: found[inner] for name, inner in self._inner.items()}
+        source_infos = self.source.infos(shapes)
+        infos = {name: source_infos[inner] for name, inner in self._inner.items()}
         for module, pair in self._matrices.items():
-            a, b, base = found[pair["A"]].shape, found[pair["B"]].shape, infos[f"{module}.weight"].shape
+            a, b, base = source_infos[pair["A"]].shape, source_infos[pair["B"]].shape, infos[f"{module}.weight"].shape
             delta = (b[0], a[1]) if len(a) == len(b) == 2 and a[0] == b[1] else None
             if delta != (base[::-1] if self.settings.transposed else base):
                 raise ValueError(f"the adapter of {module} (B {b}, A {a}) does not match its weight {base}")
@@ -232,15 +232,15 @@ class MergedAdapters(WeightSource):
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """Return the adapters under the names of peft's files."""
-        found = {
+        tensors = {
             f"{PREFIX}{module}.lora_{which}.weight": self.source.read(inner).contiguous()
             for module, pair in self._matrices.items()
             for which, inner in pair.items()
         }
         for name, inner in self._inner.items():
             if _FULLY_TRAINED.fullmatch(inner.removeprefix(PREFIX)):
-                found[PREFIX + name] = self.source.read(inner).contiguous()
-        return found
+                tensors[PREFIX + name] = self.source.read(inner).contiguous()
+        return tensors
 
     def adapter_config(self, base_model: str | None, task_type: str) -> dict[str, Any]:
         """Return adapter_config.json: that of the run if recorded, otherwise derived from the matrices."""

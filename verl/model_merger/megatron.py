@@ -66,8 +66,8 @@ class MegatronCheckpoint(WeightSource):
 
     def _check_format(self) -> None:
         path = self.folder / "metadata.json"
-        if path.is_file() and (found := read_json(path).get("sharded_backend")) != "torch_dist":
-            raise ValueError(f"{path}: expected the format torch_dist, found {found}, which is not supported")
+        if path.is_file() and (format_name := read_json(path).get("sharded_backend")) != "torch_dist":
+            raise ValueError(f"{path}: expected the format torch_dist, found {format_name}, which is not supported")
 
     def _table(self, config_folder: Path) -> list[Conversion]:
         from transformers import AutoConfig
@@ -87,12 +87,12 @@ class MegatronCheckpoint(WeightSource):
         return list(self._conversions)
 
     def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        found = {}
+        infos = {}
         for name, conversion in self._conversions.items():
             key = next(key for key, _ in self._stored(conversion)[0])
             shape = conversion.shapes[conversion.sources.index(name)]
-            found[name] = TensorInfo(shape, self._tensors[key].properties.dtype)
-        return found
+            infos[name] = TensorInfo(shape, self._tensors[key].properties.dtype)
+        return infos
 
     def read(self, name: str) -> torch.Tensor:
         return self._convert(name, self._files.read_box)
@@ -108,22 +108,22 @@ class MegatronCheckpoint(WeightSource):
             stacked.append(torch.cat(tensors, -2) if len(tensors) > 1 else tensors[0])
         full = stacked[0] if not conversion.is_expert or stacked[0].dim() == 3 else torch.stack(stacked)
         position = ShardRank()
-        found = {s: full.new_empty(shape) for s, shape in zip(conversion.sources, conversion.shapes)}
+        results = {s: full.new_empty(shape) for s, shape in zip(conversion.sources, conversion.shapes)}
         for region, values in conversion.boxes(full, position):
             if values.shape != region.shape:
                 raise ValueError(
                     f"{self.folder}: {region.source} has the shape {list(values.shape)}, expected {list(region.shape)} "
                     "as in config.json"
                 )
-            found[region.source][region.slices] = values
-        return found[name]
+            results[region.source][region.slices] = values
+        return results[name]
 
     def _stored(self, conversion: Conversion) -> list[list[tuple[str, tuple[int, ...]]]]:
         """(key, index of the first dimensions) of the tensors that make up a parameter. Raises ValueError."""
         for candidates in self._candidates(conversion):
-            found = [self._parts(key, index) for key, index in candidates]
-            if all(found):
-                return found
+            entries = [self._parts(key, index) for key, index in candidates]
+            if all(entries):
+                return entries
         raise ValueError(f"{self.folder} has no {conversion.name}: it is not the model of config.json")
 
     def _parts(self, key: str, index: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
@@ -143,7 +143,7 @@ class MegatronCheckpoint(WeightSource):
         if name not in _EXPERTS:
             names = [name, _FUSED[name]] if name in _FUSED else [name]
             return [[(prefix + each, index)] for prefix, index in prefixes for each in names]
-        own, count = _EXPERTS[name], conversion.shapes[0][0]
-        together = [[(f"{prefix}mlp.experts.experts.{own}", index)] for prefix, index in prefixes]
-        apart = [[(f"{p}mlp.experts.experts.{e}.{own}", i) for e in range(count)] for p, i in prefixes]
+        expert_name, count = _EXPERTS[name], conversion.shapes[0][0]
+        together = [[(f"{prefix}mlp.experts.experts.{expert_name}", index)] for prefix, index in prefixes]
+        apart = [[(f"{p}mlp.experts.experts.{e}.{expert_name}", i) for e in range(count)] for p, i in prefixes]
         return together + apart

@@ -49,7 +49,7 @@ def merge(options: MergeOptions) -> Path:
     checkpoint = open_checkpoint(options.local_dir, options.base, options.backend)
     export = _export(checkpoint, options.lora_alpha, options.trust_remote_code, DTYPES[options.dtype])
     target = resolved(options.target_dir)
-    logger.info("%s: %s, %s", checkpoint.folder, checkpoint.kind, type(export.model.module).__name__)
+    logger.info("%s: %s, %s", checkpoint.folder, checkpoint.format_name, type(export.model.module).__name__)
     if checkpoint.is_merged and target == checkpoint.config_folder:
         return _already_merged(checkpoint, export, options)
     _check_target(target, checkpoint, options.overwrite)
@@ -101,17 +101,17 @@ def compare(
     """
     export = _export(open_checkpoint(local_dir, base, backend), lora_alpha, trust_remote_code, None)
     other = SafetensorsFolder(folder)
-    theirs = other.infos({})
-    faults = [f"{name} is only in {folder}" for name in theirs if name not in export.plan]
+    other_infos = other.infos({})
+    faults = [f"{name} is only in {folder}" for name in other_infos if name not in export.plan]
     for name, tensor in export.tensors():
-        if name not in theirs:
+        if name not in other_infos:
             faults.append(f"{name} is only in {local_dir}")
-        elif theirs[name].shape != tuple(tensor.shape):
+        elif other_infos[name].shape != tuple(tensor.shape):
             faults.append(
-                f"{name} has shape {tuple(tensor.shape)} in the checkpoint, {theirs[name].shape} in the folder"
+                f"{name} has shape {tuple(tensor.shape)} in the checkpoint, {other_infos[name].shape} in the folder"
             )
         else:
-            difference = (tensor.to(theirs[name].dtype).double() - other.read(name).double()).abs().max().item()
+            difference = (tensor.to(other_infos[name].dtype).double() - other.read(name).double()).abs().max().item()
             if difference:
                 faults.append(f"{name} differs by up to {difference:.3g}")
     return faults
@@ -180,20 +180,20 @@ def _add_generation_config(folder: Path, base: Path | None, num_labels: int | No
 # ---- the base model -------------------------------------------------------------------------------------------------
 
 
-def _base_folder(checkpoint: Checkpoint, named: str | None) -> Path | None:
+def _base_folder(checkpoint: Checkpoint, name: str | None) -> Path | None:
     """Return the folder of the base model, if it is on this machine."""
-    if named is not None:
-        folder = local_folder(named)
+    if name is not None:
+        folder = local_folder(name)
         if folder is None:
             raise ValueError(
-                f"--base {named}: expected a folder with safetensors files, or a model in the HuggingFace cache"
+                f"--base {name}: expected a folder with safetensors files, or a model in the HuggingFace cache"
             )
         return folder
     candidates = base_models(checkpoint.folder)
-    folder = next((folder for name in candidates if (folder := local_folder(name)) is not None), None)
+    folder = next(filter(None, map(local_folder, candidates)), None)
     if folder is None:
-        where = f"{candidates} is not on this machine" if candidates else "the checkpoint does not name it"
-        logger.warning("not compared with the base model: %s; set it with --base", where)
+        problem = f"{candidates} is not on this machine" if candidates else "the checkpoint does not name it"
+        logger.warning("not compared with the base model: %s; set it with --base", problem)
     return folder
 
 

@@ -190,7 +190,7 @@ class SafetensorsFolder(WeightSource):
         if missing:
             raise ValueError(f"{folder}: missing {', '.join(missing)}, listed in {INDEX}")
         self._files = {name: self._open(folder / name) for name in names}
-        self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+        self._tensor_files = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
 
     @staticmethod
     def _open(path: Path) -> safe_open:
@@ -200,18 +200,18 @@ class SafetensorsFolder(WeightSource):
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
 
     def names(self) -> list[str]:
-        return list(self._file_of)
+        return list(self._tensor_files)
 
     def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        slices = {name: file.get_slice(name) for name, file in self._file_of.items()}
+        slices = {name: file.get_slice(name) for name, file in self._tensor_files.items()}
         return {name: TensorInfo(tuple(s.get_shape()), _DTYPES[s.get_dtype()]) for name, s in slices.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        return self._file_of[name].get_tensor(name)
+        return self._tensor_files[name].get_tensor(name)
 
     def read_again(self, name: str) -> torch.Tensor:
         """Read as a slice from a newly opened file."""
-        (path,) = (self.folder / file for file, opened in self._files.items() if opened is self._file_of[name])
+        (path,) = (self.folder / file for file, opened in self._files.items() if opened is self._tensor_files[name])
         with safe_open(path, framework="pt") as file:
             return file.get_slice(name)[...]
 
@@ -287,7 +287,7 @@ class ShardFiles:
         return full
 
     def read_chunks(self, key: str, index: Shape = ()) -> torch.Tensor:
-        """The same, by concatenating the chunks as they are stored, in the order of their offsets."""
+        """`read_box` by another code path: concatenate the stored chunks in the order of their offsets."""
         shards, depth = [], len(index)
         for chunk in self.tensors[key].chunks:
             within = [i - first for i, first in zip(index, chunk.offsets)]

@@ -28,17 +28,17 @@ def check_against_checkpoint(folder: Path, export: Export) -> float:
     Raises:
         ValueError: For missing or unexpected weights, or if a tensor or the logits differ.
     """
-    found, found_sums = _load(export, folder, None)
+    merged, merged_sums = _load(export, folder, None)
     again = export.again()
     if not export.source.copies_bits:
         _compare_rounded(SafetensorsFolder(folder), again)
     expected, expected_sums = _load(export, None, again)
-    wrong = [name for name, checksum in expected_sums.items() if found_sums[name] != checksum]
-    if export.source.copies_bits and wrong:
+    differing = [name for name, checksum in expected_sums.items() if merged_sums[name] != checksum]
+    if export.source.copies_bits and differing:
         raise ValueError(
-            f"{wrong[0]} of the merged model differs from the checkpoint: the merge failed, nothing was written"
+            f"{differing[0]} of the merged model differs from the checkpoint: the merge failed, nothing was written"
         )
-    difference = (found - expected).abs().max().item()
+    difference = (merged - expected).abs().max().item()
     if not difference <= _TOLERANCE[export.main_dtype] * expected.abs().max().item():
         raise ValueError(
             f"the logits of the merged model differ from the checkpoint's by up to {difference:.3g} "
@@ -75,9 +75,9 @@ def _compare_rounded(written: SafetensorsFolder, expected: dict[str, torch.Tenso
     for name in written.names():
         if name not in expected:  # another name in memory than on disk: covered by the logits
             continue
-        found = written.read(name).double()
+        values = written.read(name).double()
         spacing = 2 * torch.finfo(expected[name].dtype).eps if expected[name].is_floating_point() else 0.0
-        if not torch.allclose(found, expected[name].double(), spacing, spacing):
+        if not torch.allclose(values, expected[name].double(), spacing, spacing):
             raise ValueError(
                 f"{name} of the merged model differs from the checkpoint: the merge failed, nothing was written"
             )

@@ -1,7 +1,6 @@
 """Atomic writing of a HuggingFace folder: safetensors files with an index."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from verl.checkpoints.atomic import fsync
 from verl.model_merger.sources import INDEX, SINGLE_FILE, TensorInfo
 from verl.utils.paths import read_json
 
@@ -38,7 +38,8 @@ def staged(target: Path) -> Iterator[Path]:
         yield draft
         if target.exists():
             _carry_over(target, draft)
-        _flush(draft)
+        for path in [*draft.rglob("*"), draft]:
+            fsync(path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -58,16 +59,6 @@ def _carry_over(old: Path, new: Path) -> None:
             shutil.copy2(path, copy)
 
 
-def _flush(folder: Path) -> None:
-    """Sync all files and folders to disk before the rename."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files in the folder."""
     return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
@@ -79,9 +70,7 @@ def write_weights(
     """Write tensors into safetensors files, with one file in memory at a time.
 
     Args:
-        folder: The folder to write to.
         plan: Shape and dtype of every tensor, in the order of `tensors`.
-        tensors: (name, tensor).
         max_bytes: Maximum size of a file; a file contains at least one tensor.
     """
     sizes = {name: info.meta().numel() * info.dtype.itemsize for name, info in plan.items()}
@@ -120,9 +109,7 @@ def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dty
 
     Args:
         source: Folder with the config and tokenizer.
-        folder: The folder to write to.
         architecture: Class name of the model.
-        dtype: Dtype of the weights.
         num_labels: Number of outputs of a critic, otherwise None.
     """
     weights = set(weight_files(source))

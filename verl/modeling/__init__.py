@@ -1,1 +1,1 @@
-"""How a decoder is computed: packed inputs, attention, fused layers, log-probs. Depends on torch only."""
+"""Computation of a decoder: packed inputs, attention, fused layers, log-probs. Depends on torch only."""

@@ -108,19 +108,19 @@ def _attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """Attention over all tokens of some heads; shapes as `packed_attention`."""
-    longest = packing.max_length if packing.keys is None else packing.keys.packing.max_length
-    window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    narrow = value.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and narrow and softcap is None and query.shape[-1] <= WIDEST_HEAD:
+    max_keys = packing.max_length if packing.keys is None else packing.keys.packing.max_length
+    window = sliding_window if sliding_window is not None and sliding_window < max_keys else None
+    is_16_bit = value.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and is_16_bit and softcap is None and query.shape[-1] <= WIDEST_HEAD:
         if window is None and _one_call_per_row(packing, query):
             return _attend_each_row(query, key, value, packing, scaling)
         return _attend_varlen(query, key, value, packing, scaling, window)
     if packing.keys is not None:
-        source, one_use = packing.keys.source, packing.keys.one_use
-        repeated = (repeat_rows(x.squeeze(0).transpose(0, 1), source, one_use) for x in (query, key, value))
+        source, representative = packing.keys.source, packing.keys.representative
+        repeated = (repeat_rows(x.squeeze(0).transpose(0, 1), source, representative) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in repeated)
         full = _attend(q, k, v, packing.keys.packing, scaling, sliding_window, softcap)
-        return gather_rows(full.squeeze(0), one_use).unsqueeze(0)
+        return gather_rows(full.squeeze(0), representative).unsqueeze(0)
     q, k, v = (_unpack(x, packing) for x in (query, key, value))
     length = packing.max_length
     if softcap is not None:
@@ -152,7 +152,7 @@ def _attend_varlen(
         k, v = (Repeat.apply(x, packing.keys.source, packing.keys.offsets, packing.keys.uses) for x in (k, v))
     starts, longest = packing.cu_seqlens, packing.max_length
     # queries and keys of a row end together, also if there are more keys than queries
-    seen = (-1 if window is None else window - 1, 0)
+    window_size = (-1 if window is None else window - 1, 0)
     return varlen_attn(
         q,
         k,
@@ -162,7 +162,7 @@ def _attend_varlen(
         longest,
         key_packing.max_length,
         scale=scaling,
-        window_size=seen,
+        window_size=window_size,
         **_GQA,
     ).unsqueeze(0)
 

@@ -22,14 +22,14 @@ from verl.modeling.moe import ExpertsFunction, ScaledGradient, by_expert, invers
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send sent[i] rows of x to rank i and receive received[i] rows from it. The gradient takes the way back."""
+    """Send sent[i] rows of x to rank i and receive received[i] rows from it. The gradient is sent back."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        found = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
-        return found
+        output = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(output, x.contiguous(), received, sent, group=group)
+        return output
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -82,27 +82,31 @@ class ExpertRanks:
     gradient_scale: float
     compute: ExpertsFunction
 
-    def __call__(self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the chosen experts: x (..., H), chosen and weights (..., k) -> (..., H)."""
-        order, counts = by_expert(chosen, module.num_experts)
-        tokens, uses = order // chosen.shape[-1], inverse(order).view(-1, chosen.shape[-1])
+    def __call__(
+        self, module: nn.Module, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of the selected experts: x (..., H), selected and weights (..., k) -> (..., H)."""
+        order, counts = by_expert(selected, module.num_experts)
+        tokens, uses = order // selected.shape[-1], inverse(order).view(-1, selected.shape[-1])
         incoming = torch.empty_like(counts)
         dist.all_to_all_single(incoming, counts, group=self.group)
         incoming = incoming.view(self.size, -1)  # (rank, e)
         sent, received = torch.stack([counts.view(self.size, -1).sum(1), incoming.sum(1)]).tolist()
         rows = _Copies.apply(x.to(compute_dtype(x, module.gate_up_proj)).flatten(0, -2), tokens, uses)
         rows = _AllToAll.apply(rows, sent, received, self.group)
-        own_weights = _AllToAll.apply(weights.flatten()[order], sent, received, self.group)
+        received_weights = _AllToAll.apply(weights.flatten()[order], sent, received, self.group)
         # rows come by rank and expert; each is a token with one expert
-        held = incoming.shape[1]
-        expert = torch.arange(held, device=x.device).repeat(self.size)
+        local_experts = incoming.shape[1]
+        expert = torch.arange(local_experts, device=x.device).repeat(self.size)
         expert = expert.repeat_interleave(incoming.flatten(), output_size=sum(received))
-        outputs = self.compute(self._own(module, held), rows, expert[:, None], own_weights[:, None])
+        outputs = self.compute(
+            self._local_experts(module, local_experts), rows, expert[:, None], received_weights[:, None]
+        )
         outputs = _AllToAll.apply(outputs, received, sent, self.group)
         return _SumOfCopies.apply(outputs, tokens, uses).to(x.dtype).view_as(x)
 
-    def _own(self, module: nn.Module, held: int) -> SimpleNamespace:
+    def _local_experts(self, module: nn.Module, count: int) -> SimpleNamespace:
         """The experts of this rank, without their wrappers."""
         local = (p.to_local() if isinstance(p, DTensor) else p for p in (module.gate_up_proj, module.down_proj))
         gate_up, down = (p if self.gradient_scale == 1 else ScaledGradient.apply(p, self.gradient_scale) for p in local)
-        return SimpleNamespace(gate_up_proj=gate_up, down_proj=down, num_experts=held, act_fn=module.act_fn)
+        return SimpleNamespace(gate_up_proj=gate_up, down_proj=down, num_experts=count, act_fn=module.act_fn)

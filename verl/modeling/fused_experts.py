@@ -17,7 +17,7 @@ from verl.modeling.moe import by_expert, fits_grouped_matmul, inverse, plain_exp
 
 
 def fused_experts(
-    module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, cache: WeightCache
+    module: nn.Module, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor, cache: WeightCache
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts, for the activation SiLU; see `moe.ExpertsFunction`.
 
@@ -33,8 +33,8 @@ def fused_experts(
     gate_up, down = module.gate_up_proj, module.down_proj
     dtype = compute_dtype(x, gate_up)
     if not fits_grouped_matmul(gate_up, down, dtype):
-        return plain_experts(module, x, chosen, weights)
-    return FusedExperts.apply(x, weights, chosen, dtype, cache, gate_up, down)
+        return plain_experts(module, x, selected, weights)
+    return FusedExperts.apply(x, weights, selected, dtype, cache, gate_up, down)
 
 
 class FusedExperts(torch.autograd.Function):
@@ -45,29 +45,29 @@ class FusedExperts(torch.autograd.Function):
         ctx,
         x: torch.Tensor,
         weights: torch.Tensor,
-        chosen: torch.Tensor,
+        selected: torch.Tensor,
         dtype: torch.dtype,
         cache: WeightCache,
         gate_up: nn.Parameter,
         down: nn.Parameter,
     ) -> torch.Tensor:
         functions = layer_functions(x)
-        order, counts = by_expert(chosen, len(gate_up))
+        order, counts = by_expert(selected, len(gate_up))
         back, ends = inverse(order), counts.cumsum(0, dtype=torch.int32)
         ctx.cache, ctx.parameters, ctx.dtypes, ctx.shape = (
             cache,
             (gate_up, down),
             (x.dtype, weights.dtype),
-            chosen.shape,
+            selected.shape,
         )
         x, scale = x.to(dtype).flatten(0, -2), weights.flatten()[order]
-        rows = x[order // chosen.shape[-1]]
+        rows = x[order // selected.shape[-1]]
         hidden = _grouped(rows, cache.concatenated([gate_up], dtype).transpose(1, 2), ends)
         del rows
         activation = functions.scaled_swiglu(hidden, scale)
         outputs = _grouped(activation, cache.concatenated([down], dtype).transpose(1, 2), ends)
         ctx.save_for_backward(x, scale, order, back, ends, hidden)
-        return functions.sum_of_uses(outputs, back.view(chosen.shape)).to(ctx.dtypes[0])
+        return functions.sum_of_uses(outputs, back.view(selected.shape)).to(ctx.dtypes[0])
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -99,8 +99,8 @@ def _weight_gradient(
     """
     if not is_needed:
         return None
-    found = F.grouped_mm(g.t(), rows, offs=ends) if len(rows) else torch.zeros_like(weight, dtype=rows.dtype)
+    gradient = F.grouped_mm(g.t(), rows, offs=ends) if len(rows) else torch.zeros_like(weight, dtype=rows.dtype)
     if not cache.accumulates_gradients:
-        return found.to(weight.dtype)
-    cache.accumulate([weight], found)
+        return gradient.to(weight.dtype)
+    cache.accumulate([weight], gradient)
     return None

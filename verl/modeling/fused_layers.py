@@ -46,9 +46,9 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
         cache: knows when the weights do not change.
     """
     trunk = language_model_of(module)
-    kind, silu = trunk.config.model_type, trunk.config.hidden_act in ("silu", "swish")
+    model_type, silu = trunk.config.model_type, trunk.config.hidden_act in ("silu", "swish")
     has_noise = bool(trunk.config.to_dict().get("router_jitter_noise"))
-    head_norms = kind in _HEAD_NORMS
+    head_norms = model_type in _HEAD_NORMS
     added = _deepstack_layers(module)
     layer_classes: dict[tuple[type, bool], type] = {}
     norms = [trunk.norm]
@@ -56,20 +56,22 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
         attention = layer.self_attn
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if head_norms else []
-        attention.forward = partial(_attention, attention, cache, _WINDOWS[kind], head_norms)
+        attention.forward = partial(_attention, attention, cache, _WINDOWS[model_type], head_norms)
         if silu and expert_modules(layer.mlp):
             from verl.modeling.fused_experts import fused_experts
 
             set_experts_function(layer.mlp, partial(fused_experts, cache=cache))
-            if not has_noise:  # which the forward pass of transformers adds
+            if not has_noise:  # the forward pass of transformers adds it
                 layer.mlp.forward = partial(_mixture, layer.mlp)
         elif silu:
             layer.mlp.forward = partial(_mlp, layer.mlp, cache)
         # a subclass rather than an instance attribute: checkpointing wraps the forward of the class
-        own, one = type(layer), i < added
-        if (own, one) not in layer_classes:
-            layer_classes[own, one] = type(own.__name__, (own,), {"forward": partialmethod(_layer, own, one)})
-        layer.__class__ = layer_classes[own, one]
+        original, single_output = type(layer), i < added
+        if (original, single_output) not in layer_classes:
+            layer_classes[original, single_output] = type(
+                original.__name__, (original,), {"forward": partialmethod(_layer, original, single_output)}
+            )
+        layer.__class__ = layer_classes[original, single_output]
     for norm in norms:
         norm.forward = partial(_norm, norm)
     if type(trunk.embed_tokens) is nn.Embedding:
@@ -85,22 +87,22 @@ def _deepstack_layers(module: nn.Module) -> int:
     return len(vision.get("deepstack_visual_indexes") or ())
 
 
-def _layer(self: nn.Module, own: type, one: bool, hidden_states: States, **others: Any) -> States:
-    """The forward pass of a decoder layer of class `own`.
+def _layer(self: nn.Module, original: type, single_output: bool, hidden_states: States, **kwargs: Any) -> States:
+    """The forward pass of a decoder layer of class `original`.
 
-    Packed sequences pass (stream, branch) between layers; with `one`, the layer returns their sum.
+    Packed sequences pass (stream, branch) between layers; with `single_output`, the layer returns their sum.
     """
     sharded = isinstance(self.self_attn.o_proj.weight, DTensor)  # then a branch may be a pending reduction over ranks
-    if "packing" not in others or sharded:
-        return own.forward(self, hidden_states, **others)
+    if "packing" not in kwargs or sharded:
+        return original.forward(self, hidden_states, **kwargs)
     if isinstance(hidden_states, tuple):
         stream, x = _add_norm(self.input_layernorm, *hidden_states)
     else:
         stream, x = hidden_states, self.input_layernorm(hidden_states)
-    x, _ = self.self_attn(hidden_states=x, **others)
+    x, _ = self.self_attn(hidden_states=x, **kwargs)
     stream, x = _add_norm(self.post_attention_layernorm, stream, x)
     branch = self.mlp(x)
-    return stream + branch if one else (stream, branch)
+    return stream + branch if single_output else (stream, branch)
 
 
 def _add_norm(norm: nn.Module, stream: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +127,7 @@ def _attention(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     packing: Packing | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """(1, N, hidden) -> (1, N, hidden)."""
     layers = (module.q_proj, module.k_proj, module.v_proj)
@@ -134,7 +136,7 @@ def _attention(
     if packing is None or cos.shape[-1] != module.head_dim or cos.ndim != 3 or sharded:
         extra = {} if packing is None else {"packing": packing}
         return type(module).forward(
-            module, hidden_states=hidden_states, position_embeddings=position_embeddings, **extra, **others
+            module, hidden_states=hidden_states, position_embeddings=position_embeddings, **extra, **kwargs
         )
     norms = (module.q_norm, module.k_norm) if head_norms else ()
     heads, key_heads = (layer.out_features // module.head_dim for layer in layers[:2])
@@ -168,9 +170,9 @@ def _mlp(module: nn.Module, cache: WeightCache, x: torch.Tensor) -> torch.Tensor
 
 def _mixture(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Router and experts: x (..., H) -> (..., H). Not a view, which FSDP2 does not support as the output of a layer."""
-    _, weights, chosen = module.gate(x)
-    shape = (*x.shape[:-1], chosen.shape[-1])
-    return module.experts(x, chosen.view(shape), weights.view(shape))
+    _, weights, selected = module.gate(x)
+    shape = (*x.shape[:-1], selected.shape[-1])
+    return module.experts(x, selected.view(shape), weights.view(shape))
 
 
 def _embedding(module: nn.Embedding, cache: WeightCache, ids: torch.Tensor) -> torch.Tensor:

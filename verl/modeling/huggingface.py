@@ -65,7 +65,7 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
     """The HuggingFace config of a model.
 
     Args:
-        path: as in `model_source`.
+        path: see `model_source`.
         overrides: attributes to set (`model.override_config`).
         trust_remote_code: whether code that comes with the model may run.
 
@@ -86,14 +86,16 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         raise ValueError(
             f"{path!r}: transformers cannot read its config.json ({reason}): expected that of a model"
         ) from error
-    known = config.to_dict()
+    fields = config.to_dict()
     for name, value in overrides.items():
-        if isinstance(known.get(name), str) and known[name] in ACT2FN and value not in ACT2FN:
+        if isinstance(fields.get(name), str) and fields[name] in ACT2FN and value not in ACT2FN:
             raise ValueError(f"override_config.{name}: there is no activation {value!r}: {did_you_mean(value, ACT2FN)}")
         if name in _NOT_OVERRIDDEN:
             raise ValueError(f"override_config.{name}: not supported: {_NOT_OVERRIDDEN[name]}")
-        if name not in known:
-            raise ValueError(f"override_config: the model's configuration has no {name!r}: {did_you_mean(name, known)}")
+        if name not in fields:
+            raise ValueError(
+                f"override_config: the model's configuration has no {name!r}: {did_you_mean(name, fields)}"
+            )
         try:
             setattr(config, name, value)
         except Exception as error:  # strict dataclasses raise a separate error type, remote code any
@@ -115,9 +117,9 @@ def load_pretrained(
 
     Args:
         auto: the Auto class of transformers.
-        path: as in `read_config`.
+        path: see `read_config`.
         config: the HuggingFace config.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
         new_prefix: parameters whose names start with it may be missing from the files.
         build: further arguments of `from_pretrained`.
 
@@ -147,8 +149,8 @@ def load_pretrained(
     missing = sorted(set(report["missing_keys"]) - new)
     if missing or report["mismatched_keys"]:
         shapes = [
-            f"{name} (files: {list(found)}, model: {list(expected)})"
-            for name, found, expected in sorted(report["mismatched_keys"])
+            f"{name} (files: {list(actual)}, model: {list(expected)})"
+            for name, actual, expected in sorted(report["mismatched_keys"])
         ]
         raise ValueError(
             f"{path!r} lacks weights of {type(module).__name__}, which would stay random: missing {_first(missing)}, "
@@ -176,5 +178,5 @@ def _unused(module: nn.Module, unexpected: Iterable[str]) -> list[str]:
 
 def _first(names: list[str]) -> str:
     """The first five names, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"[{', '.join(names[:5])}]{more}"
+    others = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"[{', '.join(names[:5])}]{others}"

@@ -11,7 +11,7 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.row = x.shape[1:]
-        out = x.new_zeros(*shape, *ctx.row)  # no view: the output of a layer under FSDP2 must not be one
+        out = x.new_zeros(*shape, *ctx.row)  # a copy: the output of a layer under FSDP2 must not be one
         out.view(-1, *ctx.row).index_copy_(0, index, x)
         return out
 
@@ -36,16 +36,16 @@ class _Gather(torch.autograd.Function):
 
 class _Repeat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, source: torch.Tensor, one_use: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(source, one_use)
+    def forward(ctx, x: torch.Tensor, source: torch.Tensor, representative: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(source, representative)
         return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        source, one_use = ctx.saved_tensors
-        further = (one_use[source] != torch.arange(len(source), device=source.device)).nonzero()[:, 0]
-        found = g.index_select(0, one_use).index_add_(0, source[further], g.index_select(0, further))
-        return found, None, None
+        source, representative = ctx.saved_tensors
+        duplicates = (representative[source] != torch.arange(len(source), device=source.device)).nonzero()[:, 0]
+        gradient = g.index_select(0, representative).index_add_(0, source[duplicates], g.index_select(0, duplicates))
+        return gradient, None, None
 
 
 def scatter_rows(x: torch.Tensor, index: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -58,6 +58,12 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return _Gather.apply(x, index)
 
 
-def repeat_rows(x: torch.Tensor, source: torch.Tensor, one_use: torch.Tensor) -> torch.Tensor:
-    """x (N, ...) -> (M, ...): row source[i] as row i. `one_use` (N,): for each row of x one row that it becomes."""
-    return _Repeat.apply(x, source, one_use)
+def repeat_rows(x: torch.Tensor, source: torch.Tensor, representative: torch.Tensor) -> torch.Tensor:
+    """x (N, ...) -> (M, ...): row source[i] as row i.
+
+    Args:
+        x: the rows.
+        source: (M,), the row of x that becomes each row.
+        representative: (N,), for each row of x one row of the output that is equal to it.
+    """
+    return _Repeat.apply(x, source, representative)

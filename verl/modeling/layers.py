@@ -27,7 +27,7 @@ def use_kernels(module: nn.Module, kernels: Kernels, cache: WeightCache) -> None
 
     Args:
         module: a HuggingFace decoder. With "fused", a model type that is not supported stays plain, which is logged.
-        kernels: which kernels.
+        kernels: the kernels to use.
         cache: tells "fused" when the weights do not change.
 
     Raises:

@@ -66,7 +66,7 @@ def _normed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x or x + branch; its norm; the scale of each row, (N, 1))."""
     flat = x.reshape(-1, x.shape[-1])
-    # not views: the output of a layer under FSDP2 must not be a view
+    # copies: the output of a layer under FSDP2 must not be a view
     total = x if branch is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     sums, normed, scale = total.reshape(flat.shape), y.view(flat.shape), flat.new_empty(len(flat), 1)
@@ -88,10 +88,10 @@ def _norm_gradients(
     g_total = None if g_total is None else g_total.reshape(-1, width)
     gx, gw = torch.empty_like(x), torch.zeros_like(weight)
     for rows in _blocks(x):
-        found = gx[rows]
-        _add_norm_gradient(gy[rows], x[rows], weight, scale[rows], found, gw)
+        block_gradient = gx[rows]
+        _add_norm_gradient(gy[rows], x[rows], weight, scale[rows], block_gradient, gw)
         if g_total is not None:
-            found.add_(g_total[rows])
+            block_gradient.add_(g_total[rows])
     return gx.view(shape), gw
 
 
@@ -187,15 +187,15 @@ class RotaryQKV(torch.autograd.Function):
         ctx.heads, ctx.eps = (*heads, heads[1]), eps
         ctx.save_for_backward(cos, sin, qkv if weights else None, *weights)
         x = qkv.view(*cos.shape[:1], -1, cos.shape[1])
-        found, rotated = torch.empty_like(x), sum(heads)
+        output, rotated = torch.empty_like(x), sum(heads)
         for rows in _blocks(x):
             block = x[rows, :rotated]
             if weights:
                 pairs = zip(block.split(heads, 1), weights)
-                block = torch.cat([each * _scale(each, eps) * weight for each, weight in pairs], 1)
-            _rotate(block, cos[rows, None], sin[rows, None], found[rows, :rotated])
-            found[rows, rotated:] = x[rows, rotated:]
-        return found.split(ctx.heads, 1)
+                block = torch.cat([block_heads * _scale(block_heads, eps) * weight for block_heads, weight in pairs], 1)
+            _rotate(block, cos[rows, None], sin[rows, None], output[rows, :rotated])
+            output[rows, rotated:] = x[rows, rotated:]
+        return output.split(ctx.heads, 1)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -38,7 +38,7 @@ def _norm_gradient_kernel(gy, g_total, x, weight, scale, gx, g_branch, gw, N, ti
     columns = tl.arange(0, BD)
     inside = columns < D
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    found = tl.zeros((BD,), tl.float32)
+    total = tl.zeros((BD,), tl.float32)
     for tile in range(tl.program_id(0), tiles, programs):
         rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         mask = (rows < N)[:, None] & inside[None, :]
@@ -46,7 +46,7 @@ def _norm_gradient_kernel(gy, g_total, x, weight, scale, gx, g_branch, gw, N, ti
         r = tl.load(scale + rows, mask=rows < N, other=0.0)[:, None]
         g = tl.load(gy + at, mask=mask, other=0.0).to(tl.float32)
         unit = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * r
-        found += tl.sum(g * unit, 0)
+        total += tl.sum(g * unit, 0)
         g *= w[None, :]
         along = tl.sum(g * unit, 1)[:, None] / D
         g = r * (g - unit * along)
@@ -55,7 +55,7 @@ def _norm_gradient_kernel(gy, g_total, x, weight, scale, gx, g_branch, gw, N, ti
         tl.store(gx + at, g.to(gx.dtype.element_ty), mask=mask)
         if BRANCH:
             tl.store(g_branch + at, g.to(g_branch.dtype.element_ty), mask=mask)
-    tl.store(gw + tl.program_id(0) * D + columns, found, mask=inside)
+    tl.store(gw + tl.program_id(0) * D + columns, total, mask=inside)
 
 
 @triton.jit
@@ -206,11 +206,11 @@ def column_sums(x: torch.Tensor) -> torch.Tensor:
     """The sums over the rows of x (N, D): (D,) float32."""
     rows, width = x.shape
     chunks, columns = min(64, triton.cdiv(rows, 32)), 128
-    found = x.new_empty((chunks, width), dtype=torch.float32)
+    partial_sums = x.new_empty((chunks, width), dtype=torch.float32)
     if rows:
         grid = (triton.cdiv(width, columns), chunks)
-        _column_sums_kernel[grid](x.contiguous(), found, rows, width, triton.cdiv(rows, chunks), 32, columns)
-    return found.sum(0)
+        _column_sums_kernel[grid](x.contiguous(), partial_sums, rows, width, triton.cdiv(rows, chunks), 32, columns)
+    return partial_sums.sum(0)
 
 
 def _tile(width: int) -> tuple[int, int, int]:
@@ -292,8 +292,8 @@ def _norm_gradients(
         gy: gradient of the norm.
         g_total: gradient of the sum, or None.
         saved: the normalized tensor, the weight, and the scale of each row.
-        dtype: of the gradient of x.
-        branch_dtype: of the gradient of the branch, or None without a branch.
+        dtype: dtype of the gradient of x.
+        branch_dtype: dtype of the gradient of the branch; None without a branch.
     """
     x, weight, scale = saved
     width, rows = x.shape[-1], scale.numel()
@@ -415,7 +415,7 @@ class RotaryQKV(torch.autograd.Function):
         tokens, _, size = gradients[0].shape
         joint = gradients[0].new_empty((tokens, sum(ctx.heads), size))
         read = (joint if qkv is None else qkv.view(joint.shape)).split(ctx.heads, 1)
-        found: list[torch.Tensor] = []
+        weight_gradients: list[torch.Tensor] = []
         write = joint.split(ctx.heads, 1)
         programs = min(tokens, PROGRAMS) if weights else tokens
         for i, weight in enumerate(weights or (None, None)):
@@ -424,9 +424,9 @@ class RotaryQKV(torch.autograd.Function):
                 gradients[i].contiguous(), read[i], cos, sin, weight, write[i], gw, read[i].stride(0),
                 write[i].stride(0), ctx.eps, tokens, programs, *_head_sizes(write[i]), weight is not None,
             )  # fmt: skip
-            found += [gw.sum(0).to(weight.dtype)] if weights else []
+            weight_gradients += [gw.sum(0).to(weight.dtype)] if weights else []
         write[2].copy_(gradients[2])
-        return joint.flatten(1), None, None, None, None, *found
+        return joint.flatten(1), None, None, None, None, *weight_gradients
 
 
 class Rotary(torch.autograd.Function):
@@ -472,6 +472,6 @@ class Repeat(torch.autograd.Function):
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         offsets, uses = ctx.saved_tensors
         rows, width = len(offsets) - 1, g[0].numel()
-        found = g.new_empty((rows, *g.shape[1:]))
-        _sum_uses_kernel[(rows,)](g.contiguous(), offsets, uses, found, width, triton.next_power_of_2(width))
-        return found, None, None, None
+        gradient = g.new_empty((rows, *g.shape[1:]))
+        _sum_uses_kernel[(rows,)](g.contiguous(), offsets, uses, gradient, width, triton.next_power_of_2(width))
+        return gradient, None, None, None

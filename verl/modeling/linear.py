@@ -100,8 +100,12 @@ def layer_functions(x: torch.Tensor) -> ModuleType:
 
 def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """The dtype in which torch computes the GEMM of x and weight: autocast's, or the result type."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.result_type(x, weight)
+    device_type = x.device.type
+    return (
+        torch.get_autocast_dtype(device_type)
+        if torch.is_autocast_enabled(device_type)
+        else torch.result_type(x, weight)
+    )
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -136,8 +140,8 @@ class Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         weight, padding = ctx.weight, ctx.padding
         if not ctx.cache.accumulates_gradients or weight.grad is None:
-            none = -1 if padding is None else padding
-            return None, torch.ops.aten.embedding_dense_backward(g, ids, len(weight), none, False), None, None
+            padding_index = -1 if padding is None else padding
+            return None, torch.ops.aten.embedding_dense_backward(g, ids, len(weight), padding_index, False), None, None
         if padding is not None:
             g = g.masked_fill((ids == padding).unsqueeze(-1), 0)
         weight.grad.index_put_((ids.flatten(),), g.flatten(0, -2).to(weight.grad.dtype), accumulate=True)
@@ -166,9 +170,9 @@ class FusedLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         cache, weights, biases, (x_dtype, dtype) = ctx.cache, ctx.weights, ctx.biases, ctx.dtypes
         gx = torch.matmul(g, cache.concatenated(weights, dtype)).to(x_dtype) if ctx.needs_input_grad[0] else None
-        found: list[torch.Tensor | None] = [None] * (len(weights) + len(biases))
+        gradients: list[torch.Tensor | None] = [None] * (len(weights) + len(biases))
         if x is None:
-            return gx, None, None, None, *found
+            return gx, None, None, None, *gradients
         g, x = g.flatten(0, -2), x.flatten(0, -2)
         bias_gradient = _column_sums(g).to(biases[0].dtype) if biases else None
         if cache.accumulates_gradients:
@@ -177,6 +181,6 @@ class FusedLinear(torch.autograd.Function):
                 cache.accumulate(biases, bias_gradient)
         else:
             sizes = [w.shape[0] for w in weights]
-            found = list(torch.mm(g.t(), x).to(weights[0].dtype).split(sizes))
-            found += bias_gradient.split(sizes) if bias_gradient is not None else []
-        return gx, None, None, None, *found
+            gradients = list(torch.mm(g.t(), x).to(weights[0].dtype).split(sizes))
+            gradients += bias_gradient.split(sizes) if bias_gradient is not None else []
+        return gx, None, None, None, *gradients

@@ -10,13 +10,15 @@ V: vocabulary; S: selected states. x: logits / temperature; p: softmax(x); H: en
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from verl.modeling.batch_invariant.chunked import log_sum_exp
 
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
 
-OfLogits = Callable[[torch.Tensor, torch.Tensor, float, tuple[bool, bool, bool]], tuple[torch.Tensor, ...]]
+#: (logits, targets, temperature, requested) -> log-probs, entropies and sums of squares
+ShardedStatisticsFn = Callable[[torch.Tensor, torch.Tensor, float, tuple[bool, bool, bool]], tuple[torch.Tensor, ...]]
 
 #: logits per chunk. A GPU needs thousands of rows for a fast GEMM; 2**24 float32 numbers are 64 MiB
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 5 * 2**28}
@@ -37,31 +39,85 @@ class _TokenStatistics(torch.autograd.Function):
         logits: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
-        wanted: tuple[bool, bool, bool],
+        requested: tuple[bool, bool, bool],
         batch_invariant: bool,
     ) -> tuple[torch.Tensor, ...]:
-        lse, *found = logit_statistics(logits, targets, temperature, wanted, batch_invariant)
-        ctx.save_for_backward(logits, targets, lse, *found[1:])
+        lse, *results = logit_statistics(logits, targets, temperature, requested, batch_invariant)
+        ctx.save_for_backward(logits, targets, lse, *results[1:])
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return gradient_of_logits(*ctx.saved_tensors, gradients, ctx.temperature), None, None, None, None
 
 
+class ShardedStatistics(torch.autograd.Function):
+    """(log-probs, entropies, sums of squared probabilities), each (S,), of logits sharded over tensor-parallel ranks.
+
+    S: selected states; v: the vocabulary entries of one rank. The logits (S, v) stay sharded: the ranks exchange four
+    values per state.
+
+    With the log-sum-exp l_i, the entropy H_i and the sum of squares q_i of the entries of rank i, and their share of
+    the probability w = softmax(l): H = sum w_i (H_i - log w_i), q = sum w_i^2 q_i.
+
+    The gradient of the logits is that of the rank's own entries; every rank computes the same loss. v may be 0.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        requested: tuple[bool, bool, bool],
+        first: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, ...]:
+        is_local = (targets >= first) & (targets < first + logits.shape[1])
+        local = torch.where(is_local, targets - first, -1)
+        if logits.shape[1]:
+            lse, log_probs, *others = logit_statistics(logits, local.clamp(min=0), temperature, requested)
+        else:
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            lse = torch.full(local.shape, float("-inf"), dtype=dtype, device=local.device)
+            log_probs, *others = (torch.zeros_like(lse) for _ in range(3))
+        target = torch.where(is_local, lse + log_probs, 0)
+        gathered = torch.empty(group.size(), 4, len(lse), dtype=lse.dtype, device=lse.device)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), torch.stack([lse, target, *others]), group=group)
+        lses, target_logits, entropys, squares = gathered.unbind(1)
+        lse = lses.logsumexp(0)
+        log_shares = lses.log_softmax(0)
+        shares = log_shares.exp()
+        # a rank without entries has no share, and a log-sum-exp of -inf
+        terms = torch.where(shares > 0, entropys - log_shares, 0)
+        entropy = (shares * terms).sum(0) if requested[1] else torch.zeros_like(lse)
+        square = (shares.square() * squares).sum(0)
+        ctx.save_for_backward(logits, local, lse, entropy, square)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return target_logits.sum(0) - lse, entropy, square
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        logits = ctx.saved_tensors[0]
+        if not logits.shape[1]:
+            return torch.zeros_like(logits), None, None, None, None, None
+        return gradient_of_logits(*ctx.saved_tensors, gradients, ctx.temperature), None, None, None, None, None
+
+
 def logit_statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
-    wanted: tuple[bool, bool, bool],
+    requested: tuple[bool, bool, bool],
     batch_invariant: bool = False,
 ) -> list[torch.Tensor]:
     """`statistics`, with the Triton kernel on a GPU, which is batch-invariant."""
     if _has_kernel(logits):
-        return _statistics_on_gpu(logits, targets, temperature, wanted)
-    return statistics(logits, targets, temperature, wanted, batch_invariant)
+        return _statistics_on_gpu(logits, targets, temperature, requested)
+    return statistics(logits, targets, temperature, requested, batch_invariant)
 
 
 def gradient_of_logits(
@@ -73,43 +129,43 @@ def gradient_of_logits(
     gradients: tuple[torch.Tensor | None, ...],
     temperature: float,
 ) -> torch.Tensor:
-    """`logits_gradient`, with the Triton kernel on a GPU. gradients: None for outputs that are only measured."""
-    wanted = tuple(gradient is not None for gradient in gradients)
-    given = tuple(torch.zeros_like(lse) if gradient is None else gradient for gradient in gradients)
+    """`logits_gradient`, with the Triton kernel on a GPU; an entry of `gradients` is None for an output without one."""
+    requested = tuple(gradient is not None for gradient in gradients)
+    filled = tuple(torch.zeros_like(lse) if gradient is None else gradient for gradient in gradients)
     compute = _gradient_on_gpu if _has_kernel(logits) else logits_gradient
-    return compute(logits, targets, lse, entropys, squares, given, temperature, wanted)
+    return compute(logits, targets, lse, entropys, squares, filled, temperature, requested)
 
 
 def statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
-    wanted: tuple[bool, bool, bool],
+    requested: tuple[bool, bool, bool],
     batch_invariant: bool = False,
 ) -> list[torch.Tensor]:
-    """[log sum exp x, log-probs, entropies, sums of squares], each (s,), in plain torch; 0 where not wanted.
+    """[log sum exp x, log-probs, entropies, sums of squares], each (s,), in plain torch; 0 where not requested.
 
     Args:
         logits: (s, V).
         targets: (s,) token ids.
         temperature: divides the logits.
-        wanted: which of log-probs, entropies and sums of squares.
+        requested: which of log-probs, entropies and sums of squares.
         batch_invariant: the bits of the first two do not depend on the other rows.
     """
-    found = [logits.new_zeros(len(logits), dtype=_wide(logits)) for _ in range(4)]
+    results = [logits.new_zeros(len(logits), dtype=_wide(logits)) for _ in range(4)]
     for rows in _blocks(logits):
         x = _scaled(logits[rows], temperature)
         top = x.amax(-1)
         e = (x - top[:, None]).exp_()
         total = e.sum(-1)
-        lse = found[0][rows] = log_sum_exp(x) if batch_invariant else top + total.log()
-        found[1][rows] = x.gather(-1, targets[rows, None])[:, 0] - lse
-        if wanted[2]:
-            found[3][rows] = e.square().sum(-1) / total.square()
-        if wanted[1]:
+        lse = results[0][rows] = log_sum_exp(x) if batch_invariant else top + total.log()
+        results[1][rows] = x.gather(-1, targets[rows, None])[:, 0] - lse
+        if requested[2]:
+            results[3][rows] = e.square().sum(-1) / total.square()
+        if requested[1]:
             # a logit of -inf contributes nothing, but 0 * -inf is NaN and is skipped (a NaN of x is in lse too)
-            found[2][rows] = lse - e.mul_(x).nansum(-1) / total
-    return found
+            results[2][rows] = lse - e.mul_(x).nansum(-1) / total
+    return results
 
 
 def logits_gradient(
@@ -120,29 +176,29 @@ def logits_gradient(
     squares: torch.Tensor,
     gradients: tuple[torch.Tensor, ...],
     temperature: float,
-    wanted: tuple[bool, bool, bool],
+    requested: tuple[bool, bool, bool],
 ) -> torch.Tensor:
     """The gradient of the logits, (s, V) in their dtype, in plain torch. A target of -1 is none of the entries.
 
     d log p_y / dx = 1[y] - p;  d H / dx = -p (log p + H);  d sum p^2 / dx = 2 p (p - sum p^2).
     """
-    of_log_prob, of_entropy, of_squares = (gradient[:, None] / temperature for gradient in gradients)
-    found = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    in_place = found.dtype == _wide(logits)
+    g_log_prob, g_entropy, g_squares = (gradient[:, None] / temperature for gradient in gradients)
+    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    in_place = result.dtype == _wide(logits)
     for rows in _blocks(logits):
-        log_p = torch.sub(_scaled(logits[rows], temperature), lse[rows, None], out=found[rows] if in_place else None)
-        factor = -of_log_prob[rows]
-        if wanted[1]:
+        log_p = torch.sub(_scaled(logits[rows], temperature), lse[rows, None], out=result[rows] if in_place else None)
+        factor = -g_log_prob[rows]
+        if requested[1]:
             finite = log_p.masked_fill(log_p == float("-inf"), 0)
-            factor = factor - of_entropy[rows] * (finite + entropys[rows, None])
+            factor = factor - g_entropy[rows] * (finite + entropys[rows, None])
         p = log_p.exp_()
-        if wanted[2]:
-            factor = factor + of_squares[rows] * 2 * (p - squares[rows, None])
-        of_target = of_log_prob[rows] * (targets[rows, None] >= 0)
-        p.mul_(factor).scatter_add_(1, targets[rows, None].clamp(min=0), of_target)
+        if requested[2]:
+            factor = factor + g_squares[rows] * 2 * (p - squares[rows, None])
+        g_target = g_log_prob[rows] * (targets[rows, None] >= 0)
+        p.mul_(factor).scatter_add_(1, targets[rows, None].clamp(min=0), g_target)
         if not in_place:
-            found[rows] = p
-    return found
+            result[rows] = p
+    return result
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
@@ -184,7 +240,7 @@ def token_statistics(
     outputs: tuple[str, ...],
     temperature: float = 1.0,
     batch_invariant: bool = False,
-    of_logits: OfLogits | None = None,
+    sharded_statistics: ShardedStatisticsFn | None = None,
 ) -> dict[str, torch.Tensor]:
     """Statistics of the distribution softmax(head(states) / temperature).
 
@@ -196,8 +252,8 @@ def token_statistics(
         outputs: any of log_probs (of the targets), entropys, sum_pi_squared (sum over V of squared probabilities).
         temperature: divides the logits.
         batch_invariant: the bits of log_probs do not depend on the other states, provided that the head's do not.
-        of_logits: (logits, targets, temperature, wanted) -> the three statistics, for a head that returns a shard of
-            the vocabulary; `vocab_size` is then the size of the shard.
+        sharded_statistics: computes the three statistics for a head that returns a shard of the vocabulary;
+            `vocab_size` is then the size of the shard.
 
     Returns:
         name -> (S,) float32, or float64 for a float64 model.
@@ -205,20 +261,23 @@ def token_statistics(
     unknown = set(outputs) - set(OUTPUTS)
     if unknown:
         raise ValueError(f"expected outputs out of {', '.join(OUTPUTS)}, found {sorted(unknown)}")
-    wanted = tuple(name in outputs for name in OUTPUTS)
+    requested = tuple(name in outputs for name in OUTPUTS)
 
-    def of_chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if of_logits is not None:
-            return of_logits(head(states), targets, temperature, wanted)
-        return _TokenStatistics.apply(head(states), targets, temperature, wanted, batch_invariant)
+    def chunk_statistics(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if sharded_statistics is not None:
+            return sharded_statistics(head(states), targets, temperature, requested)
+        return _TokenStatistics.apply(head(states), targets, temperature, requested, batch_invariant)
 
     rows = max(1, CHUNK_ELEMENTS[states.device.type] // vocab_size)
     if states.is_cuda and len(states) > rows:  # equal chunks: a small last one would be a slow GEMM
         rows = -(-len(states) // -(-len(states) // rows))
     chunks = list(zip(states.split(rows), targets.split(rows)))
     recompute = torch.is_grad_enabled() and len(chunks) > 1 and not _fit(states, vocab_size)
-    found = [checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk) for chunk in chunks]
-    return {name: torch.cat([each[OUTPUTS.index(name)] for each in found]) for name in outputs}
+    results = [
+        checkpoint(chunk_statistics, *chunk, use_reentrant=False) if recompute else chunk_statistics(*chunk)
+        for chunk in chunks
+    ]
+    return {name: torch.cat([result[OUTPUTS.index(name)] for result in results]) for name in outputs}
 
 
 def _fit(states: torch.Tensor, vocab_size: int) -> bool:

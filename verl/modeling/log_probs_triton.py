@@ -29,9 +29,9 @@ def _statistics_kernel(logits, targets, lse, log_probs, entropys, squares, strid
             squared = squared * shift * shift + tl.sum(e * e, 0)
         top = new_top
     sum_exp = top + tl.log(total)
-    chosen = tl.load(logits + tl.load(targets + row)).to(tl.float32) * scale
+    target_logit = tl.load(logits + tl.load(targets + row)).to(tl.float32) * scale
     tl.store(lse + row, sum_exp)
-    tl.store(log_probs + row, chosen - sum_exp)
+    tl.store(log_probs + row, target_logit - sum_exp)
     if ENTROPY:
         tl.store(entropys + row, sum_exp - weighted / total)
     if SQUARES:
@@ -58,7 +58,7 @@ def _gradient_kernel(logits, targets, lse, entropys, squares, of_log_prob, of_en
 
 
 def statistics(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, wanted: tuple[bool, bool, bool]
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, requested: tuple[bool, bool, bool]
 ) -> list[torch.Tensor]:
     """As `log_probs.statistics`."""
     rows, vocabulary = logits.shape
@@ -66,7 +66,7 @@ def statistics(
     if rows:
         _statistics_kernel[(rows,)](
             logits, targets, lse, log_probs, entropys, squares, logits.stride(0), 1 / temperature, vocabulary,
-            ENTROPY=wanted[1], SQUARES=wanted[2], BLOCK=BLOCK, num_warps=8,
+            ENTROPY=requested[1], SQUARES=requested[2], BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return [lse, log_probs, entropys, squares]
 
@@ -79,15 +79,15 @@ def logits_gradient(
     squares: torch.Tensor,
     gradients: tuple[torch.Tensor, ...],
     temperature: float,
-    wanted: tuple[bool, bool, bool],
+    requested: tuple[bool, bool, bool],
 ) -> torch.Tensor:
     """As `log_probs.logits_gradient`."""
     rows, vocabulary = logits.shape
-    found = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if rows:
         grid = (rows, triton.cdiv(vocabulary, BLOCK))
         _gradient_kernel[grid](
-            logits, targets, lse, entropys, squares, *(g.contiguous() for g in gradients), found, logits.stride(0),
-            1 / temperature, vocabulary, ENTROPY=wanted[1], SQUARES=wanted[2], BLOCK=BLOCK, num_warps=8,
+            logits, targets, lse, entropys, squares, *(g.contiguous() for g in gradients), result, logits.stride(0),
+            1 / temperature, vocabulary, ENTROPY=requested[1], SQUARES=requested[2], BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-    return found
+    return result

@@ -1,6 +1,6 @@
 """Model types whose layers are computed by the functions of `fused_layers`."""
 
-#: those with the norm, MLP and rotary embedding of Llama
+#: model types with the norm, MLP and rotary embedding of Llama
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 #: the same with a mixture of experts instead of some MLPs
 MIXTURES = ("qwen3_moe", "mixtral")

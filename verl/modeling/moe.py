@@ -30,43 +30,43 @@ _ROUTERS = {
 }
 #: classes of experts with the parameters gate_up_proj (E, 2 I, H) and down_proj (E, H, I)
 _EXPERTS = ("Qwen3MoeExperts", "Qwen2MoeExperts", "OlmoeExperts", "MixtralExperts")
-#: no recorded choice: the router's own one is used
+#: attribute of a router whose forward method is replaced
+_ROUTING = "_verl_routing"
+#: no recorded choice: the one that the router computes is used
 NOT_RECORDED = -1
 
 
 class ExpertsFunction(Protocol):
-    """Computes the weighted sum of the chosen experts.
+    """Computes the weighted sum of the selected experts: x (..., H), selected and weights (..., k) -> (..., H).
 
     There are `plain_experts`, `fused_experts.fused_experts` and `expert_parallel.ExpertRanks`.
-
-    x (..., H), chosen and weights (..., k) -> (..., H).
     """
 
     def __call__(
-        self, module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+        self, module: nn.Module, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor: ...
 
 
 @dataclass(eq=False)
 class Routing:
-    """The routers of one model: what they choose, and what they are told to choose.
+    """The routers of one model, their choices, and the choices that they replay.
 
     Attributes:
         routers: in the order of the layers.
-        given: (N, L, k) recorded choices of the tokens of a forward pass, NOT_RECORDED where there are none; None: no
-            choices were recorded.
+        recorded: (N, L, k) recorded choices of the tokens of a forward pass, NOT_RECORDED where there are none; None:
+            no choices were recorded.
         replays: whether the recorded choices are repeated; otherwise they are only compared.
-        chosen: per layer (N, k), of the last forward pass.
-        own: per layer (N, k), what the router would have chosen; equal to `chosen` without replay.
+        used: per layer (N, k), the choices of the last forward pass.
+        computed: per layer (N, k), the choices without replay.
         entropies: per layer (N,), of the router's distribution in nats, without gradient.
         log: if not None, the choices of every call of a router are appended, layer by layer.
     """
 
     routers: list[nn.Module]
-    given: torch.Tensor | None = None
+    recorded: torch.Tensor | None = None
     replays: bool = True
-    chosen: list[torch.Tensor] = field(default_factory=list)
-    own: list[torch.Tensor] = field(default_factory=list)
+    used: list[torch.Tensor] = field(default_factory=list)
+    computed: list[torch.Tensor] = field(default_factory=list)
     entropies: list[torch.Tensor] = field(default_factory=list)
     log: list[torch.Tensor] | None = None
 
@@ -82,58 +82,60 @@ class Routing:
     def top_k(self) -> int:
         return self.routers[0].top_k
 
-    def start(self, given: torch.Tensor | None) -> None:
-        """Begin a forward pass; recomputation in its backward pass replays the same choices.
+    def start(self, recorded: torch.Tensor | None) -> None:
+        """Start a forward pass; recomputation in its backward pass replays the same choices.
+
+        Args:
+            recorded: (N, L, k) choices to replay or compare, if any.
 
         Raises:
             ValueError: the choices are not those of this model.
         """
-        if given is not None:
-            check_choices(tuple(given.shape[1:]), self.layers, self.top_k)
-        self.given = given
-        nothing = torch.empty(0)
-        self.chosen, self.own, self.entropies = ([nothing] * self.layers for _ in range(3))
+        if recorded is not None:
+            check_choices(tuple(recorded.shape[1:]), self.layers, self.top_k)
+        self.recorded = recorded
+        self.used, self.computed, self.entropies = ([torch.empty(0)] * self.layers for _ in range(3))
 
-    def recorded(self) -> torch.Tensor:
+    def choices(self) -> torch.Tensor:
         """The choices of the last forward pass, (N, L, k)."""
-        return torch.stack(self.chosen, 1)
+        return torch.stack(self.used, 1)
 
     @contextmanager
     def logging(self) -> Iterator[list[torch.Tensor]]:
         """Context in which the choices of every call are appended to the list that it returns."""
-        self.given, self.log = None, []
+        self.recorded, self.log = None, []
         try:
             yield self.log
         finally:
             self.log = None
 
 
-def check_choices(found: tuple[int, ...], layers: int, top_k: int) -> None:
+def check_choices(shape: tuple[int, ...], layers: int, top_k: int) -> None:
     """Raise ValueError unless recorded choices (..., L, k) are those of a model."""
-    if found != (layers, top_k):
+    if shape != (layers, top_k):
         raise ValueError(
-            f"column 'routed_experts': expected {layers} layers with {top_k} experts per token, found {found}: the "
+            f"column 'routed_experts': expected {layers} layers with {top_k} experts per token, found {shape}: the "
             "rollout engine records another model"
         )
 
 
-def routing_of(module: nn.Module) -> Routing | None:
-    """The routing of a HuggingFace model, whose routers and experts are replaced by those of this module, in place.
+def install_routing(module: nn.Module) -> Routing | None:
+    """Replace the routers and experts of a HuggingFace model by the functions of this module, in place.
 
-    A second call returns the same object. None: the model has no router that is supported here.
+    Returns:
+        The routing of the model, the same object at every call; None if it has no router that is supported here.
     """
     routers = [child for child in module.modules() if type(child).__name__ in _ROUTERS]
     if not routers:
         return None
-    installed = routers[0].forward
-    if isinstance(installed, partial) and installed.func is _route:
-        return installed.args[1]
-    routing = Routing(routers)
-    routing.start(None)
-    for index, router in enumerate(routers):
-        router.forward = partial(_route, router, routing, index)
-    set_experts_function(module, plain_experts)
-    return routing
+    if not hasattr(routers[0], _ROUTING):
+        routing = Routing(routers)
+        routing.start(None)
+        for layer, router in enumerate(routers):
+            setattr(router, _ROUTING, routing)
+            router.forward = partial(_route, router, routing, layer)
+        set_experts_function(module, plain_experts)
+    return getattr(routers[0], _ROUTING)
 
 
 def expert_modules(module: nn.Module) -> list[nn.Module]:
@@ -157,18 +159,18 @@ def _route(
     """Scores (N, E), weights (N, k) and choices (N, k) of a router."""
     logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight)
     probabilities = torch.softmax(logits, -1, dtype=torch.promote_types(torch.float32, logits.dtype))
-    own = probabilities.topk(module.top_k, -1).indices
-    chosen = own
-    if routing.given is not None and routing.replays:
-        given = routing.given[:, layer].long()
-        chosen = torch.where(given == NOT_RECORDED, own, given)
-    weights = gate_weights(probabilities, chosen, normalizes_weights(module))
+    computed = probabilities.topk(module.top_k, -1).indices
+    selected = computed
+    if routing.recorded is not None and routing.replays:
+        recorded = routing.recorded[:, layer].long()
+        selected = torch.where(recorded == NOT_RECORDED, computed, recorded)
+    weights = gate_weights(probabilities, selected, normalizes_weights(module))
     if routing.log is not None:
-        routing.log.append(chosen)
+        routing.log.append(selected)
     else:
-        routing.chosen[layer], routing.own[layer] = chosen, own
+        routing.used[layer], routing.computed[layer] = selected, computed
         routing.entropies[layer] = torch.special.entr(probabilities.detach()).sum(-1)
-    return logits, weights if keeps_float_weights(module) else weights.to(logits.dtype), chosen
+    return logits, weights if keeps_float_weights(module) else weights.to(logits.dtype), selected
 
 
 def keeps_float_weights(router: nn.Module) -> bool:
@@ -181,43 +183,43 @@ def normalizes_weights(router: nn.Module) -> bool:
     return keeps_float_weights(router) or router.norm_topk_prob
 
 
-def gate_weights(probabilities: torch.Tensor, chosen: torch.Tensor, normalized: bool) -> torch.Tensor:
-    """The weights (N, k) of the chosen experts: their probabilities, divided by their sum if `normalized`."""
-    weights = probabilities.gather(-1, chosen)
+def gate_weights(probabilities: torch.Tensor, selected: torch.Tensor, normalized: bool) -> torch.Tensor:
+    """The weights (N, k) of the selected experts: their probabilities, divided by their sum if `normalized`."""
+    weights = probabilities.gather(-1, selected)
     return weights / weights.sum(-1, keepdim=True) if normalized else weights
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
-def plain_experts(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of the chosen experts by operators of torch; see `ExpertsFunction`."""
-    order, counts = by_expert(chosen, module.num_experts)
-    outputs = expert_outputs(module, x.flatten(0, -2)[order // chosen.shape[-1]], counts)
+def plain_experts(module: nn.Module, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of the selected experts by operators of torch; see `ExpertsFunction`."""
+    order, counts = by_expert(selected, module.num_experts)
+    outputs = expert_outputs(module, x.flatten(0, -2)[order // selected.shape[-1]], counts)
     return weighted_sum(outputs, order, weights, x.dtype)
 
 
-def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def by_expert(selected: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort the N k pairs of a token and an expert by expert.
 
     Returns:
-        order: (N k,), index of each pair in chosen.view(-1).
+        order: (N k,), index of each pair in selected.view(-1).
         counts: (E,) pairs of each expert.
     """
-    flat = chosen.reshape(-1)
+    flat = selected.reshape(-1)
     return flat.argsort(stable=True), count(flat, experts)
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
     """The permutation that undoes `order` (S,)."""
-    found = torch.empty_like(order)
-    found[order] = torch.arange(len(order), device=order.device)
-    return found
+    result = torch.empty_like(order)
+    result[order] = torch.arange(len(order), device=order.device)
+    return result
 
 
-def count(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+def count(selected: torch.Tensor, experts: int) -> torch.Tensor:
     """How often each expert occurs: (M,) -> (E,) int64. Does not synchronize with a GPU, unlike `bincount`."""
-    return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    return selected.new_zeros(experts).scatter_add_(0, selected, torch.ones_like(selected))
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -262,8 +264,8 @@ def expert_outputs(module: nn.Module, x: torch.Tensor, counts: torch.Tensor) -> 
 
 def weighted_sum(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Sum the k outputs of each token: outputs (N k, H), sorted as `by_expert`, and weights (..., k) -> (..., H)."""
-    each = outputs[inverse(order)].view(*weights.shape, outputs.shape[-1])
-    return (each * weights[..., None]).sum(-2).to(dtype)
+    copies = outputs[inverse(order)].view(*weights.shape, outputs.shape[-1])
+    return (copies * weights[..., None]).sum(-2).to(dtype)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ class RoutingStatistics:
     """Sums over forward passes, from which the metrics moe/* of an update are computed.
 
     Args:
-        routing: of the model.
+        routing: the routers of the model.
     """
 
     def __init__(self, routing: Routing):
@@ -282,23 +284,27 @@ class RoutingStatistics:
 
     @torch.no_grad()
     def add(self, valid: torch.Tensor | None = None) -> None:
-        """Add the last forward pass. valid: (N,) bool, which tokens count; None: all."""
+        """Add the last forward pass.
+
+        Args:
+            valid: (N,) bool, which tokens count; None: all.
+        """
         routing = self.routing
-        chosen, own, given = routing.recorded(), torch.stack(routing.own, 1), routing.given
+        used, computed, recorded = routing.choices(), torch.stack(routing.computed, 1), routing.recorded
         if valid is not None:
-            chosen, own = chosen[valid], own[valid]
-            given = None if given is None else given[valid]
-        load = torch.cat([count(layer.flatten(), routing.experts) for layer in chosen.unbind(1)])
+            used, computed = used[valid], computed[valid]
+            recorded = None if recorded is None else recorded[valid]
+        load = torch.cat([count(layer.flatten(), routing.experts) for layer in used.unbind(1)])
         entropies = torch.stack(routing.entropies, 1)
         entropy = (entropies if valid is None else entropies[valid]).sum()
-        tokens = torch.full_like(entropy, len(chosen))
+        tokens = torch.full_like(entropy, len(used))
         compared = changed = torch.zeros_like(entropy)
-        if given is not None:
-            recorded = (given != NOT_RECORDED).all(-1).all(-1)
-            differs = (own.sort(-1).values != given.sort(-1).values).any(-1).any(-1)
-            compared, changed = recorded.sum(), (differs & recorded).sum()
-        found = torch.cat([load.double(), torch.stack([x.double() for x in (entropy, tokens, compared, changed)])])
-        self._sums = found if self._sums is None else self._sums + found
+        if recorded is not None:
+            is_recorded = (recorded != NOT_RECORDED).all(-1).all(-1)
+            differs = (computed.sort(-1).values != recorded.sort(-1).values).any(-1).any(-1)
+            compared, changed = is_recorded.sum(), (differs & is_recorded).sum()
+        sums = torch.cat([load.double(), torch.stack([x.double() for x in (entropy, tokens, compared, changed)])])
+        self._sums = sums if self._sums is None else self._sums + sums
 
     @property
     def device(self) -> torch.device:
@@ -331,9 +337,9 @@ def statistics_metrics(sums: list[float], layers: int) -> dict[str, float]:
     """
     *flat, entropy, tokens, compared, changed = sums
     load = torch.tensor(flat, dtype=torch.float64).view(layers, -1)
-    found = {
+    metrics = {
         "moe/max_load": float((load.amax(1) / load.mean(1).clamp_min(1e-9)).mean()),
         "moe/unused_experts": float((load == 0).double().mean()),
         "moe/router_entropy": entropy / max(1.0, tokens * layers),
     }
-    return found | ({"moe/routing_mismatch": changed / compared} if compared else {})
+    return metrics | ({"moe/routing_mismatch": changed / compared} if compared else {})

@@ -44,14 +44,14 @@ class Packing:
         return len(self.lengths)
 
     @classmethod
-    def of(cls, lengths: torch.Tensor) -> "Packing":
-        known = tuple(lengths.tolist())
-        longest = max(known)
+    def from_lengths(cls, lengths: torch.Tensor) -> "Packing":
+        known_lengths = tuple(lengths.tolist())
+        longest = max(known_lengths)
         starts = pad(lengths.cumsum(0), (1, 0))
         rows = torch.arange(lengths.numel(), device=lengths.device)
-        row = torch.repeat_interleave(rows, lengths, output_size=sum(known))
+        row = torch.repeat_interleave(rows, lengths, output_size=sum(known_lengths))
         within = torch.arange(row.numel(), device=lengths.device) - starts[row]
-        return cls(known, starts.to(torch.int32), row * longest + within, longest)
+        return cls(known_lengths, starts.to(torch.int32), row * longest + within, longest)
 
     def to(self, device: torch.device) -> "Packing":
         """A copy whose tensors are moved from the host to a device."""
@@ -69,18 +69,18 @@ class Keys:
 
     Attributes:
         packing: the sequences with their prompts.
-        source, one_use, offsets, uses: as in `shared_prefix.SharedPrefixLayout`.
+        source, representative, offsets, uses: as in `shared_prefix.SharedPrefixLayout`.
     """
 
     packing: Packing
     source: torch.Tensor
-    one_use: torch.Tensor
+    representative: torch.Tensor
     offsets: torch.Tensor
     uses: torch.Tensor
 
     def to(self, device: torch.device) -> "Keys":
         """A copy whose tensors are moved from the host to a device."""
-        tensors = (self.source, self.one_use, self.offsets, self.uses)
+        tensors = (self.source, self.representative, self.offsets, self.uses)
         return Keys(self.packing.to(device), *(to_device(tensor, device) for tensor in tensors))
 
 
@@ -158,15 +158,15 @@ class ModelInput:
         routed_experts = self.routed_experts
         if routed_experts is not None:
             routed_experts = pad(routed_experts, (0, 0, 0, 0, 0, fill), value=-1)[start : start + tokens]
-        own = (self.states >= start) & (self.states < start + tokens)
+        is_local = (self.states >= start) & (self.states < start + tokens)
         return dataclasses.replace(
             self,
             input_ids=pad(self.input_ids, (0, fill))[:, start : start + tokens],
             position_ids=pad(self.position_ids, (0, fill))[..., start : start + tokens],
             packing=dataclasses.replace(self.packing, ranks=ranks),
-            states=self.states[own] - start,
-            targets=self.targets[own],
-            slots=self.slots[own],
+            states=self.states[is_local] - start,
+            targets=self.targets[is_local],
+            slots=self.slots[is_local],
             tokens=self.tokens[start : start + tokens],
             routed_experts=routed_experts,
             vision=None if self.vision is None else self.vision.share_of(start, tokens),
@@ -216,21 +216,21 @@ def build_input(
         )
     first = first_with_prompt(attention, rows["input_ids"], width, rows.get(INDEX)) if shared_prefix else range(b)
     if len(set(first)) < b:
-        packing, kept, states = _pack_shared(attention, width, first, row, t)
+        packing, tokens, states = _pack_shared(attention, width, first, row, t)
     else:
         lengths = attention.sum(1)
-        packing = Packing.of(lengths)
-        kept = attention.flatten().nonzero()[:, 0]
+        packing = Packing.from_lengths(lengths)
+        tokens = attention.flatten().nonzero()[:, 0]
         prompt_lengths = lengths - responded.sum(1)
         states = packing.cu_seqlens.long()[row] + prompt_lengths[row] + t - 1
-    ids, positions = rows["input_ids"].flatten()[kept][None], rows["position_ids"]
+    ids, positions = rows["input_ids"].flatten()[tokens][None], rows["position_ids"]
     if positions.ndim == 2:
-        positions = positions.flatten()[kept][None]
+        positions = positions.flatten()[tokens][None]
     else:
-        positions = positions.transpose(0, 1).flatten(1)[:, None, kept]
-    vision = None if media is None else media.input_of(rows, kept)
+        positions = positions.transpose(0, 1).flatten(1)[:, None, tokens]
+    vision = None if media is None else media.input_of(rows, tokens)
     return ModelInput(
-        ids, positions, None, packing, states, targets, slots, shape, *_routed_experts(rows, kept), vision
+        ids, positions, None, packing, states, targets, slots, shape, *_routed_experts(rows, tokens), vision
     )
 
 
@@ -245,8 +245,8 @@ def _pack_shared(
 ) -> tuple[Packing, torch.Tensor, torch.Tensor]:
     """(packing, flat indices of the tokens, states that predict response token t of a row), with shared prefixes."""
     layout = shared_prefix_layout(attention, width, first)
-    full = Packing.of(attention.sum(1)[layout.rows])
-    keys = Keys(full, layout.source, layout.one_use, layout.offsets, layout.uses)
-    own = torch.where(layout.own_prompt, layout.end, layout.start)  # where the response of a row begins
-    states = torch.where(t == 0, layout.end[row], own[row] + t) - 1
-    return dataclasses.replace(Packing.of(layout.queries), keys=keys), layout.kept, states
+    full = Packing.from_lengths(attention.sum(1)[layout.rows])
+    keys = Keys(full, layout.source, layout.representative, layout.offsets, layout.uses)
+    response_start = torch.where(layout.own_prompt, layout.end, layout.start)  # where the response of a row begins
+    states = torch.where(t == 0, layout.end[row], response_start[row] + t) - 1
+    return dataclasses.replace(Packing.from_lengths(layout.queries), keys=keys), layout.kept, states

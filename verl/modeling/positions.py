@@ -45,7 +45,7 @@ def multimodal_positions(
     Args:
         config: the HuggingFace config of the whole model.
         input_ids: (L,) tokens without padding, with the placeholders of each image and video expanded.
-        inputs: what the processor returned with them: image_grid_thw and video_grid_thw (n, 3) in patches,
+        inputs: outputs of the processor for them: image_grid_thw and video_grid_thw (n, 3) in patches,
             second_per_grid_ts (n,) in seconds. None: text only; a placeholder token is then text.
         continued: number of tokens at the end of `input_ids` that are text, placeholder tokens included.
 
@@ -91,17 +91,17 @@ def placeholder_runs(
     for index in range(len(ids)):
         if index < begin or ids[index] not in tokens:
             continue
-        kind = tokens[ids[index]]
-        grid = next(grids[kind], None)
+        media = tokens[ids[index]]
+        grid = next(grids[media], None)
         count = 0 if grid is None else grid.shape[1]
         if not count or ids[index : index + count] != [ids[index]] * count:
             raise ValueError(
-                f"expected {count} {kind} tokens at token {index} of the prompt, from {kind}_grid_thw, found "
+                f"expected {count} {media} tokens at token {index} of the prompt, from {media}_grid_thw, found "
                 f"{_run(ids, index)}: the placeholders must be expanded by the processor that made the grids"
             )
-        yield kind, index, grid
+        yield media, index, grid
         begin = index + count
-    if unused := [kind for kind, rest in grids.items() if next(rest, None) is not None]:
+    if unused := [media for media, remaining in grids.items() if next(remaining, None) is not None]:
         raise ValueError(f"expected placeholder tokens for every {unused[0]} of {unused[0]}_grid_thw, found too few")
 
 
@@ -119,7 +119,7 @@ def batch_positions(
         config: as in `multimodal_positions`.
         input_ids, attention_mask: (B, P + T).
         width: T.
-        inputs: for each row, what the processor returned for its prompt; None without images.
+        inputs: for each row, the outputs of the processor for its prompt; None without images.
         continued: the same for each row, at the end of its prompt; None: 0.
 
     Returns:
@@ -127,13 +127,13 @@ def batch_positions(
     """
     mask = attention_mask.bool()
     start = mask.shape[1] - width
-    found = torch.zeros(len(mask), position_axes(config), mask.shape[1], dtype=torch.long)
+    positions = torch.zeros(len(mask), position_axes(config), mask.shape[1], dtype=torch.long)
     counts = [0] * len(mask) if continued is None else continued
-    for row, (ids, real, given, count) in enumerate(zip(input_ids, mask, inputs, counts)):
-        prompt = multimodal_positions(config, ids[:start][real[:start]], given, count)
-        found[row, :, :start][:, real[:start]] = prompt
-        found[row, :, start:] = prompt.max() + real[start:].cumsum(0)
-    return found
+    for row, (ids, real, row_inputs, count) in enumerate(zip(input_ids, mask, inputs, counts)):
+        prompt = multimodal_positions(config, ids[:start][real[:start]], row_inputs, count)
+        positions[row, :, :start][:, real[:start]] = prompt
+        positions[row, :, start:] = prompt.max() + real[start:].cumsum(0)
+    return positions
 
 
 def _grids(config: Any, inputs: Mapping[str, Any]) -> dict[str, Iterator[torch.Tensor]]:
@@ -143,17 +143,17 @@ def _grids(config: Any, inputs: Mapping[str, Any]) -> dict[str, Iterator[torch.T
     second = config.vision_config.to_dict().get("tokens_per_second", 1)  # positions of one second; 1 if time is ignored
     seconds = inputs.get("second_per_grid_ts")
 
-    def of_kind(kind: str) -> Iterator[torch.Tensor]:
-        found = inputs.get(f"{kind}_grid_thw")
-        for index, (t, h, w) in enumerate([] if found is None else torch.as_tensor(found).tolist()):
+    def grids_of(media: str) -> Iterator[torch.Tensor]:
+        thw = inputs.get(f"{media}_grid_thw")
+        for index, (t, h, w) in enumerate([] if thw is None else torch.as_tensor(thw).tolist()):
             step = 1.0
-            if kind == "video" and not separate_frames:
+            if media == "video" and not separate_frames:
                 step = second * (1.0 if seconds is None else float(seconds[index]))
             frames = [1] * t if separate_frames else [t]
             for length in frames:
                 yield _grid(length, h // merge, w // merge, step)
 
-    return {kind: of_kind(kind) for kind in ("image", "video")}
+    return {kind: grids_of(kind) for kind in ("image", "video")}
 
 
 def _grid(t: int, h: int, w: int, step: float) -> torch.Tensor:

@@ -32,8 +32,8 @@ def first_with_prompt(
     mask = attention_mask[:, :-width].bool()
     prompts = torch.where(mask, input_ids[:, :-width], -1)
     prompts = (prompts if images is None else torch.cat([images[:, None], prompts], 1)).numpy()
-    found: dict[bytes, int] = {}
-    return [found.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(prompts)]
+    rows: dict[bytes, int] = {}
+    return [rows.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(prompts)]
 
 
 def plan_shared_prefixes(columns: dict[str, torch.Tensor], lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -61,8 +61,8 @@ def plan_shared(lengths: Sequence[int], prompts: Sequence[int], first: Sequence[
     chunks: list[list[int]] = []
     size = keys = 0
     for row in sorted(range(len(lengths)), key=lambda row: (first[row], row)):
-        present = bool(chunks) and first[chunks[-1][-1]] == first[row]
-        cost = lengths[row] - (prompts[row] if present else 0)
+        is_shared = bool(chunks) and first[chunks[-1][-1]] == first[row]
+        cost = lengths[row] - (prompts[row] if is_shared else 0)
         if not chunks or size + cost > budget or keys + lengths[row] > MOST_KEYS * budget:
             chunks.append([])
             size, keys, cost = 0, 0, lengths[row]
@@ -83,7 +83,7 @@ class SharedPrefixLayout:
         end: (b,) index after the prompt of a row, which may be stored in another row.
         own_prompt: (b,) whether the row contains its prompt.
         source: (M,) the token of each key.
-        one_use: (N,) one key of each token.
+        representative: (N,) one key of each token.
         offsets, uses: (N + 1,) and (M,): the keys of token i are uses[offsets[i]] .. uses[offsets[i + 1] - 1].
     """
 
@@ -94,7 +94,7 @@ class SharedPrefixLayout:
     end: torch.Tensor
     own_prompt: torch.Tensor
     source: torch.Tensor
-    one_use: torch.Tensor
+    representative: torch.Tensor
     offsets: torch.Tensor
     uses: torch.Tensor
 
@@ -115,8 +115,8 @@ def shared_prefix_layout(attention: torch.Tensor, width: int, first: Sequence[in
     order = leader.argsort(stable=True)  # the first row of a prompt is its leader
     order = order[(own_prompt | (responses > 0))[order]]  # an empty response adds nothing to a prompt of another row
     computed = attention & (own_prompt[:, None] | (torch.arange(total) >= total - width))
-    kept = computed[order].flatten().nonzero()[:, 0]
-    kept = order[kept // total] * total + kept % total
+    slots = computed[order].flatten().nonzero()[:, 0]
+    slots = order[slots // total] * total + slots % total
     queries = computed.sum(1)
     start = torch.zeros(b, dtype=torch.long)
     start[order] = queries[order].cumsum(0) - queries[order]
@@ -125,12 +125,12 @@ def shared_prefix_layout(attention: torch.Tensor, width: int, first: Sequence[in
     full = lengths[order]
     row = order.repeat_interleave(full)
     within = torch.arange(len(row)) - (full.cumsum(0) - full).repeat_interleave(full)
-    of_prompt = within < prompts[row]
+    in_prompt = within < prompts[row]
     response_start = start + torch.where(own_prompt, prompts, 0)
-    source = torch.where(of_prompt, start[leader][row] + within, response_start[row] + within - prompts[row])
+    source = torch.where(in_prompt, start[leader][row] + within, response_start[row] + within - prompts[row])
     uses = source.argsort(stable=True)
-    counts = source.bincount(minlength=len(kept))
+    counts = source.bincount(minlength=len(slots))
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     return SharedPrefixLayout(
-        order, queries[order], kept, start, end, own_prompt, source, uses[offsets[:-1]], offsets.int(), uses.int()
+        order, queries[order], slots, start, end, own_prompt, source, uses[offsets[:-1]], offsets.int(), uses.int()
     )

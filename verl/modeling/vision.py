@@ -38,14 +38,14 @@ def is_vision_config(config: Any) -> bool:
 
 def sub_configs(config: Any) -> dict[str, Any]:
     """The configs of the parts of a model, such as text_config and vision_config, by name."""
-    found = {name: getattr(config, name) for name in config.sub_configs}
-    return {name: part for name, part in found.items() if part is not None}
+    configs = {name: getattr(config, name) for name in config.sub_configs}
+    return {name: part for name, part in configs.items() if part is not None}
 
 
 def attention_of(config: Any) -> dict[str, str]:
     """The attention implementation of a model and of its parts, as `set_attn_implementation` takes it."""
-    every = {"": config} | sub_configs(config)
-    return {name: part._attn_implementation for name, part in every.items()}
+    configs = {"": config} | sub_configs(config)
+    return {name: part._attn_implementation for name, part in configs.items()}
 
 
 def packs(config: Any) -> bool:
@@ -72,8 +72,8 @@ def tower_sizes(config: Any) -> tuple[int, int, int, int] | None:
     mlp = sizes.get("intermediate_size") or (hidden or 0) * sizes.get("mlp_ratio", 0)
     patches = sizes.get("spatial_merge_size", 0) ** 2
     if not patches and sizes.get("image_size") and sizes.get("patch_size"):
-        whole = (sizes["image_size"] // sizes["patch_size"]) ** 2
-        patches = -(-whole // getattr(config, "mm_tokens_per_image", whole))
+        patches = (sizes["image_size"] // sizes["patch_size"]) ** 2
+        patches = -(-patches // getattr(config, "mm_tokens_per_image", patches))
     return (layers, hidden, int(mlp), patches) if layers and hidden and mlp and patches else None
 
 
@@ -127,8 +127,8 @@ class VisionInput:
 
     def share_of(self, start: int, tokens: int) -> "VisionInput":
         """The placeholders among `tokens` tokens from `start` on; the tensors are those of all."""
-        own = (self.slots >= start) & (self.slots < start + tokens)
-        return VisionInput(self.tensors, self.slots[own] - start, self.source[own])
+        is_local = (self.slots >= start) & (self.slots < start + tokens)
+        return VisionInput(self.tensors, self.slots[is_local] - start, self.source[is_local])
 
 
 class Media:
@@ -150,17 +150,17 @@ class Media:
                 f"expected prompts without images, found multi_modal_inputs in the batch: {config.model_type} is a "
                 "text model. Use a vision-language model, or data without images"
             )
-        known: dict[int, int] = {}
+        index_of: dict[int, int] = {}
         self.inputs: list[Mapping[str, Any]] = []
         index = []
         for row in rows:
             if not row:
                 index.append(-1)
                 continue
-            if id(row) not in known:
-                known[id(row)] = len(self.inputs)
+            if id(row) not in index_of:
+                index_of[id(row)] = len(self.inputs)
                 self.inputs.append(row)
-            index.append(known[id(row)])
+            index.append(index_of[id(row)])
         self.index = torch.tensor(index)
 
     def positions(self, columns: Tensors) -> torch.Tensor:
@@ -198,67 +198,78 @@ class Media:
         candidates = (mask & prompt & (index >= 0)[:, None]).flatten()
         ids = ids.flatten()
         tokens = torch.arange(len(ids)) if kept is None else kept
-        slots, sources, before = [], [], 0
-        for kind, pixels in _PIXELS.items():
-            if self._token(kind) is None:
+        slots, sources, offset = [], [], 0
+        for media, pixels in _PIXELS.items():
+            if self._token(media) is None:
                 continue
-            counts = torch.tensor([self._features(i, kind) for i in used])
-            starts = counts.cumsum(0) - counts + before
-            before += int(counts.sum())
-            is_token = candidates & (ids == self._token(kind))
-            found = is_token[tokens].nonzero()[:, 0]
-            row, each = torch.unique_consecutive(tokens[found] // mask.shape[1], return_counts=True)
-            own = local[index[row]]
-            self._check(kind, pixels, row, each, counts[own], is_token.view_as(mask).sum(1), counts[local], index)
-            rank = torch.arange(len(found)) - (each.cumsum(0) - each).repeat_interleave(each)
-            slots.append(found)
-            sources.append(starts[own].repeat_interleave(each) + rank)
+            counts = torch.tensor([self._features(i, media) for i in used])
+            starts = counts.cumsum(0) - counts + offset
+            offset += int(counts.sum())
+            is_token = candidates & (ids == self._token(media))
+            placeholders = is_token[tokens].nonzero()[:, 0]
+            row, counts_per_row = torch.unique_consecutive(tokens[placeholders] // mask.shape[1], return_counts=True)
+            inputs_of_rows = local[index[row]]
+            self._check(
+                media,
+                pixels,
+                row,
+                counts_per_row,
+                counts[inputs_of_rows],
+                is_token.view_as(mask).sum(1),
+                counts[local],
+                index,
+            )
+            rank = torch.arange(len(placeholders)) - (counts_per_row.cumsum(0) - counts_per_row).repeat_interleave(
+                counts_per_row
+            )
+            slots.append(placeholders)
+            sources.append(starts[inputs_of_rows].repeat_interleave(counts_per_row) + rank)
         slot, source = torch.cat(slots), torch.cat(sources)
         order = slot.argsort()
-        names = [name for kind, pixels in _PIXELS.items() for name in (pixels, f"{kind}_grid_thw")]
+        names = [name for media, pixels in _PIXELS.items() for name in (pixels, f"{media}_grid_thw")]
         return VisionInput(_joined([self.inputs[i] for i in used], names), slot[order], source[order])
 
-    def _token(self, kind: str) -> int | None:
+    def _token(self, media: str) -> int | None:
         """The token of images (or videos); None if the model reads none."""
-        return getattr(self.config, f"{kind}_token_id", None)
+        return getattr(self.config, f"{media}_token_id", None)
 
-    def _features(self, index: int, kind: str) -> int:
+    def _features(self, index: int, media: str) -> int:
         """Number of tokens of the images (or videos) of an input."""
         if self.config.model_type in BIDIRECTIONAL:
-            return len(self.inputs[index][_PIXELS[kind]]) * self.config.mm_tokens_per_image
-        grid = self.inputs[index].get(f"{kind}_grid_thw")
+            return len(self.inputs[index][_PIXELS[media]]) * self.config.mm_tokens_per_image
+        grid = self.inputs[index].get(f"{media}_grid_thw")
         merge = self.config.vision_config.spatial_merge_size
         return 0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()) // merge**2
 
     @staticmethod
-    def _check(kind, pixels, row, found, expected, in_rows, counts, index) -> None:
+    def _check(media, pixels, row, counted, expected, in_rows, counts, index) -> None:
         """Raise ValueError if a row has not as many placeholder tokens as its images have features."""
-        wrong = [(int(row[i]), int(expected[i]), int(found[i])) for i in (found != expected).nonzero()[:, 0]]
+        wrong = [(int(row[i]), int(expected[i]), int(counted[i])) for i in (counted != expected).nonzero()[:, 0]]
         per_row = torch.where(index >= 0, counts[index], 0)
         wrong += [(int(i), int(per_row[i]), int(in_rows[i])) for i in (in_rows != per_row).nonzero()[:, 0]]
         if wrong:
-            i, needed, there = wrong[0]
+            i, needed, actual = wrong[0]
             raise ValueError(
-                f"row {i} of a micro-batch: expected {needed} {kind} tokens in the prompt for its {pixels}, found "
-                f"{there}: the prompt was truncated, or its placeholders were not expanded by the processor"
+                f"row {i} of a micro-batch: expected {needed} {media} tokens in the prompt for its {pixels}, found "
+                f"{actual}: the prompt was truncated, or its placeholders were not expanded by the processor"
             )
 
     def _row_by_row(self, rows: Tensors) -> VisionInput:
         ids, index = rows["input_ids"], rows[INDEX]
         text = torch.where(index < 0, ids.shape[1], rows["responses"].shape[1])
         nothing = torch.zeros(0, dtype=torch.long)
-        return VisionInput(self.by_row(index.tolist()), nothing, nothing, TextTokens.of(self.config, ids, text))
+        return VisionInput(self.by_row(index.tolist()), nothing, nothing, TextTokens.find(self.config, ids, text))
 
     def by_row(self, index: Sequence[int]) -> Tensors:
-        """The tensors of rows, concatenated in their order. index: which inputs each row has, -1 for none."""
-        each = [self.inputs[i] for i in index if i >= 0]
-        return _joined(each, list(dict.fromkeys(name for given in each for name in given)))
+        """The tensors of rows, concatenated in their order. index: the inputs of each row, -1 for none."""
+        selected = [self.inputs[i] for i in index if i >= 0]
+        return _joined(selected, list(dict.fromkeys(name for inputs in selected for name in inputs)))
 
 
 def _joined(inputs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Tensors:
     """The tensors of several inputs, concatenated."""
-    found = {name: [given[name] for given in inputs if isinstance(given.get(name), torch.Tensor)] for name in names}
-    return {name: torch.cat(values) for name, values in found.items() if values}
+    columns = {name: [entry[name] for entry in inputs if isinstance(entry.get(name), torch.Tensor)] for name in names}
+    return {name: torch.cat(values) for name, values in columns.items() if values}
 
 
 # ---- the forward pass -----------------------------------------------------------------------------------------------
@@ -268,13 +279,13 @@ class _Touch(torch.autograd.Function):
     """Returns x; the gradient of `others`, which it does not depend on, is 0 rather than none."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*others)
+    def forward(ctx, x: torch.Tensor, *touched: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*touched)
         return x.clone()
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return g, *(torch.zeros_like(other) for other in ctx.saved_tensors)
+        return g, *(torch.zeros_like(touched) for touched in ctx.saved_tensors)
 
 
 @dataclass(frozen=True)
@@ -293,7 +304,7 @@ class TextTokens:
     tokens: torch.Tensor
 
     @classmethod
-    def of(cls, config: Any, ids: torch.Tensor, text: torch.Tensor) -> "TextTokens":
+    def find(cls, config: Any, ids: torch.Tensor, text: torch.Tensor) -> "TextTokens":
         """Find them in a batch.
 
         Args:
@@ -301,9 +312,9 @@ class TextTokens:
             ids: (b, L) int64.
             text: (b,) number of tokens at the end of each row that are text.
         """
-        known = config.to_dict()
-        named = [known.get(f"{kind}_token_{key}") for kind in _PIXELS for key in ("id", "index")]
-        tokens = torch.tensor([token for token in named if token is not None], device=ids.device)
+        fields = config.to_dict()
+        token_ids = [fields.get(f"{kind}_token_{key}") for kind in _PIXELS for key in ("id", "index")]
+        tokens = torch.tensor([token for token in token_ids if token is not None], device=ids.device)
         is_text = torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - text.to(ids.device)[:, None]
         is_text &= torch.isin(ids, tokens)
         return cls(ids.masked_fill(is_text, 0), ids.masked_fill(~is_text, -1))
@@ -316,8 +327,12 @@ class TextTokens:
     def embedded(self, module: nn.Module) -> Iterator[None]:
         """A context in which the embedding layer embeds `tokens` if it gets `ids`, known by their shape (b, L)."""
 
-        def replace(_: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-            return (torch.where(self.tokens < 0, given[0], self.tokens),) if given[0].shape == self.ids.shape else None
+        def replace(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+            return (
+                (torch.where(self.tokens < 0, arguments[0], self.tokens),)
+                if arguments[0].shape == self.ids.shape
+                else None
+            )
 
         handle = module.get_input_embeddings().register_forward_pre_hook(replace)
         try:
@@ -350,14 +365,14 @@ class VisionForward:
         """Features (V, H) of images, then videos, as `VisionInput.source` counts them; further ones for deepstack."""
         if not self.inserts_features:
             pixels = tensors["pixel_values"].to(self.trunk.dtype)
-            found = self.trunk.get_image_features(pixel_values=pixels, return_dict=True)
-            return [found.pooler_output.flatten(0, -2)]
+            output = self.trunk.get_image_features(pixel_values=pixels, return_dict=True)
+            return [output.pooler_output.flatten(0, -2)]
         pixels = [tensors[name] for name in _PIXELS.values() if name in tensors]
-        grids = [tensors[f"{kind}_grid_thw"] for kind, name in _PIXELS.items() if name in tensors]
+        grids = [tensors[f"{media}_grid_thw"] for media, name in _PIXELS.items() if name in tensors]
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.tower.parameters())
         with torch.set_grad_enabled(trained):  # a frozen tower keeps no activations
-            found = self.tower(torch.cat(pixels).to(self.tower.dtype), grid_thw=torch.cat(grids), return_dict=True)
-        return [found.pooler_output, *dict(found).get("deepstack_features", ())]
+            output = self.tower(torch.cat(pixels).to(self.tower.dtype), grid_thw=torch.cat(grids), return_dict=True)
+        return [output.pooler_output, *dict(output).get("deepstack_features", ())]
 
     # ---- models in PACKED
 
@@ -391,21 +406,21 @@ class VisionForward:
     def _row_by_row(self, model_input: Any, extra: dict[str, Any]) -> torch.Tensor:
         ids, vision = model_input.input_ids, model_input.vision
         image_ids = torch.zeros_like(ids) if vision is None else vision.text.ids  # without placeholders that are text
-        given: dict[str, Any] = {"input_ids": ids}
+        arguments: dict[str, Any] = {"input_ids": ids}
         if vision is not None:
-            given["input_ids"] = image_ids
-            given |= {name: values for name, values in vision.tensors.items() if name in self.parameters}
-            given["pixel_values"] = given["pixel_values"].to(self.trunk.dtype)
+            arguments["input_ids"] = image_ids
+            arguments |= {name: values for name, values in vision.tensors.items() if name in self.parameters}
+            arguments["pixel_values"] = arguments["pixel_values"].to(self.trunk.dtype)
         elif self.always:
             size = self.config.vision_config.image_size
             pixels = torch.zeros(1, 3, size, size, device=ids.device, dtype=self.trunk.dtype)
-            found = self.trunk.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
-            given = {"inputs_embeds": _Touch.apply(self.trunk.get_input_embeddings()(ids), found)}
+            features = self.trunk.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
+            arguments = {"inputs_embeds": _Touch.apply(self.trunk.get_input_embeddings()(ids), features)}
         if "token_type_ids" in self.parameters:
-            given["token_type_ids"] = (image_ids == self.config.image_token_id).long()
+            arguments["token_type_ids"] = (image_ids == self.config.image_token_id).long()
         with vision.text.embedded(self.trunk) if vision is not None else contextlib.nullcontext():
             return self.trunk(
-                attention_mask=model_input.attention_mask, position_ids=model_input.position_ids, **given, **extra
+                attention_mask=model_input.attention_mask, position_ids=model_input.position_ids, **arguments, **extra
             ).last_hidden_state
 
 
@@ -417,14 +432,14 @@ def insert_features(
     Args:
         embeds: (b, L, H).
         features: as `VisionForward.features` returns them.
-        vision: where they belong.
+        vision: positions of the placeholders, and the feature of each.
 
     Returns:
         The embeddings, and the arguments of a language model that reads deepstack features.
     """
     if not vision.slots.numel():
         return _Touch.apply(embeds, *features), {}
-    first, *deep = (found[vision.source].to(embeds.dtype) for found in features)
+    first, *deep = (tensor[vision.source].to(embeds.dtype) for tensor in features)
     placed = embeds.flatten(0, 1).index_copy(0, vision.slots, first).view_as(embeds)
     if not deep:
         return placed, {}

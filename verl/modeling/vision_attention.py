@@ -36,8 +36,8 @@ def vision_attention(
         max_length_q: the longest of them.
     """
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    narrow = value.dtype in (torch.bfloat16, torch.float16)
-    if q.is_cuda and narrow and q.shape[-1] <= WIDEST_HEAD:
+    is_16_bit = value.dtype in (torch.bfloat16, torch.float16)
+    if q.is_cuda and is_16_bit and q.shape[-1] <= WIDEST_HEAD:
         starts = cu_seq_lens_q.to(torch.int32)
         q, k, v = (x.contiguous() for x in (q, k, v))
         out = varlen_attn(
@@ -48,10 +48,10 @@ def vision_attention(
     outputs, order = [], []
     for length in lengths.unique().tolist():
         first = cu_seq_lens_q[:-1][lengths == length]
-        at = (first[:, None] + torch.arange(length, device=first.device)).flatten()
-        grouped = (x[at].unflatten(0, (len(first), length)).transpose(1, 2) for x in (q, k, v))
+        positions = (first[:, None] + torch.arange(length, device=first.device)).flatten()
+        grouped = (x[positions].unflatten(0, (len(first), length)).transpose(1, 2) for x in (q, k, v))
         outputs.append(scaled_dot_product_attention(*grouped, scale=scaling).transpose(1, 2).flatten(0, 1))
-        order.append(at)
+        order.append(positions)
     return torch.cat(outputs)[torch.cat(order).argsort()].unsqueeze(0), None
 
 

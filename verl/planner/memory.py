@@ -175,7 +175,7 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     free -= min(MAX_AUTO_TOKENS * vocabulary * role.compute_bytes, KEPT_SHARE * device.memory) + 3 * min(
         CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * vocabulary
     ) * role.compute_bytes * (not role.value_head)
-    if job.kind == "megatron":  # which decides for its largest micro-batch (`engines/megatron/recompute.py`)
+    if job.kind == "megatron":  # which decides for its largest micro-batch (`engines/megatron/memory.py`)
         size = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, on_gpu=True).total
         tokens = max(longest, role.update_tokens or MAX_AUTO_TOKENS)
         kept = used.plain * min(pipeline, max(1, size / tokens)) + layer

@@ -10,7 +10,7 @@ from verl.planner.memory import PHASES, total
 from verl.planner.placement import STAGES, Group, Plan
 from verl.planner.search import NEAR, preferred
 from verl.planner.workload import Layout
-from verl.single_controller.placement import device_words
+from verl.single_controller.placement import format_devices
 
 #: columns of a terminal
 WIDTH = 80
@@ -173,7 +173,7 @@ def _where(plan: Plan, group: Group, numbers: Sequence[int]) -> str:
     names = list(group.names)
     if plan.job.generator == "actor" and "actor" in names:
         names.insert(1, "rollout")
-    return f"{', '.join(names)} on {device_words(numbers)}{_size_words(plan, group)}"
+    return f"{', '.join(names)} on {format_devices(numbers)}{_size_words(plan, group)}"
 
 
 def placement_words(plan: Plan) -> str:

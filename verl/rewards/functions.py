@@ -115,9 +115,9 @@ def register_reward(
     return decorate
 
 
-def is_reward_class(found: Any) -> bool:
-    """Whether `found` is a subclass of RewardFunction, which is constructed before it is called."""
-    return inspect.isclass(found) and found is not RewardFunction and RewardFunction in found.__mro__
+def is_reward_class(candidate: Any) -> bool:
+    """Whether `candidate` is a subclass of RewardFunction, which is constructed before it is called."""
+    return inspect.isclass(candidate) and candidate is not RewardFunction and RewardFunction in candidate.__mro__
 
 
 def check_registered(name: str | None, modules: Sequence[ModuleType]) -> None:
@@ -128,11 +128,11 @@ def check_registered(name: str | None, modules: Sequence[ModuleType]) -> None:
     """
     registered = REWARD_FUNCTION_REGISTRY.get(name)
     for module in modules:
-        found = vars(module).get(name)
-        if inspect.isfunction(found) and found.__module__ == module.__name__ and found is not registered:
+        function = vars(module).get(name)
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and function is not registered:
             selected = f"{location_of(registered)} is registered" if registered else "nothing is registered"
             raise ValueError(
-                f"reward.reward_function={name}: {selected} under this name, but {location_of(found)} is not: add "
+                f"reward.reward_function={name}: {selected} under this name, but {location_of(function)} is not: add "
                 f"@register_reward({name!r}) (from verl.rewards import register_reward) above its def, or set "
                 f"reward.custom_reward_function.path={module.__file__} reward.custom_reward_function.name={name} "
                 "instead of reward.reward_function"
@@ -165,17 +165,17 @@ class ScoreFunction:
     rules: Mapping[str, "ScoreFunction"] = field(default_factory=dict)
     form: str = field(init=False)
     is_async: bool = field(init=False)
-    _takes: tuple[bool, ...] = field(init=False, repr=False)
+    _accepted: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         form = _form(self.func)
         _check_kwargs(self.func, form, self.kwargs)
-        parameters, takes_any = _parameters(self.func)
+        parameters, accepts_any = _parameters(self.func)
         object.__setattr__(self, "form", form)
         object.__setattr__(self, "is_async", inspect.iscoroutinefunction(_body(self.func)))
-        object.__setattr__(self, "_takes", tuple(n for n in _names(form) if takes_any or n in parameters))
+        object.__setattr__(self, "_accepted", tuple(n for n in _names(form) if accepts_any or n in parameters))
 
-    def takes(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         """Whether the function has a parameter of this name."""
         return name in _parameters(self.func)[0]
 
@@ -187,19 +187,19 @@ class ScoreFunction:
         """Return the keyword arguments for `func`, `kwargs` included."""
         if self.form == "plugin":
             return {"sampled_response": solution_str, "reference_answer": ground_truth, **self.kwargs}
-        given = (data_source, solution_str, ground_truth, extra_info)
-        return {**{k: v for k, v in zip(_names(self.form), given) if k in self._takes}, **self.kwargs}
+        values = (data_source, solution_str, ground_truth, extra_info)
+        return {**{k: v for k, v in zip(_names(self.form), values) if k in self._accepted}, **self.kwargs}
 
     def for_data_source(self, data_source: str) -> "ScoreFunction":
         """Return the function that scores samples of `data_source`: this one, or the one it routes to."""
         return self if self.route is None else self.route(data_source)
 
     @property
-    def takes_extra_info(self) -> bool:
+    def accepts_extra_info(self) -> bool:
         """Whether the function receives extra_info, which also carries `response_length` and `rm_score`."""
         if self.form in COLUMN_FORMS:
             return True
-        return self.form != "plugin" and _names(self.form)[-1] in self._takes
+        return self.form != "plugin" and _names(self.form)[-1] in self._accepted
 
     @property
     def bounded(self) -> bool:
@@ -214,8 +214,8 @@ class ScoreFunction:
     @property
     def is_builtin(self) -> bool:
         """Whether this package defines the function, and all functions that it calls."""
-        own = str(getattr(_body(self.func), "__module__", "")).startswith("verl.")
-        return own and not self.rules and all(term.is_builtin for term in self.terms)
+        in_package = str(getattr(_body(self.func), "__module__", "")).startswith("verl.")
+        return in_package and not self.rules and all(term.is_builtin for term in self.terms)
 
     @property
     def is_accuracy(self) -> bool:
@@ -229,7 +229,7 @@ class ScoreFunction:
         return body.__qualname__ if inspect.isfunction(body) else type(self.func).__name__
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Name and location for messages: `compute_score() at /path/reward.py:12`."""
         body = inspect.unwrap(_body(self.func))
         return location_of(body) if inspect.isfunction(body) else f"{self.name}()"
@@ -255,11 +255,11 @@ def _form(func: Callable) -> str:
     """Return the form of `func`. Raises ValueError with the accepted forms and the found signature otherwise."""
     if not callable(func) or inspect.isclass(func):
         raise ValueError(f"a reward function must be callable, found {type(func).__name__}: {func!r}")
-    parameters, takes_any = _parameters(func)
+    parameters, accepts_any = _parameters(func)
     forms = [form for form, names in _IDENTIFYING.items() if names <= parameters.keys()]
     if len(forms) != 1:
         raise _wrong_signature(func, "its parameter names match none of the accepted forms")
-    missing = [n for n in _FORMS[forms[0]][0] if n not in parameters and not takes_any]
+    missing = [n for n in _FORMS[forms[0]][0] if n not in parameters and not accepts_any]
     if missing:
         raise _wrong_signature(func, f"missing parameters: {', '.join(missing)}")
     return forms[0]
@@ -267,7 +267,7 @@ def _form(func: Callable) -> str:
 
 def _check_kwargs(func: Callable, form: str, kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError if `kwargs` do not match the other parameters of `func`."""
-    parameters, takes_any = _parameters(func)
+    parameters, accepts_any = _parameters(func)
     reserved = [n for n in kwargs if n in _names(form)]
     if reserved:
         raise ValueError(
@@ -275,7 +275,7 @@ def _check_kwargs(func: Callable, form: str, kwargs: Mapping[str, Any]) -> None:
         )
     other = [n for n in parameters if n not in _names(form)]
     for name in kwargs:
-        if name not in other and not takes_any:
+        if name not in other and not accepts_any:
             raise ValueError(f"reward_kwargs: {func!r} has no parameter {name!r}: {did_you_mean(name, other)}")
     typed = signature(func).parameters
     for name, value in kwargs.items():
@@ -283,15 +283,15 @@ def _check_kwargs(func: Callable, form: str, kwargs: Mapping[str, Any]) -> None:
             check_type(typed[name], value, f"reward_kwargs.{name}")
     unset = [n for n in other if parameters[n].default is inspect.Parameter.empty and n not in kwargs]
     if unset:
-        why = f"no value for {', '.join(unset)}: add a default, or set it in reward_kwargs"
-        raise _wrong_signature(func, why)
+        reason = f"no value for {', '.join(unset)}: add a default, or set it in reward_kwargs"
+        raise _wrong_signature(func, reason)
 
 
-def _wrong_signature(func: Callable, why: str) -> ValueError:
+def _wrong_signature(func: Callable, reason: str) -> ValueError:
     body = inspect.unwrap(_body(func))
     name = body.__qualname__ if inspect.isroutine(body) else type(func).__name__
-    at = location_of(body).partition(" at ")[2] if inspect.isfunction(body) else ""
+    location = location_of(body).partition(" at ")[2] if inspect.isfunction(body) else ""
     return ValueError(
-        f"reward function with a wrong signature: {why}\n"
-        f"found:\n  {name}{inspect.signature(func)}{at and f' at {at}'}\naccepted:\n{ACCEPTED_FORMS}"
+        f"reward function with a wrong signature: {reason}\n"
+        f"found:\n  {name}{inspect.signature(func)}{location and f' location {location}'}\naccepted:\n{ACCEPTED_FORMS}"
     )

@@ -54,13 +54,13 @@ def load_reward_manager(
     Raises:
         ValueError: For an unknown name, an unsupported signature, or a parameter that the manager does not have.
     """
-    found = load_object(manager_path, manager) if manager_path else REWARD_MANAGER_REGISTRY[manager]
-    check_manager(manager, found)
+    cls = load_object(manager_path, manager) if manager_path else REWARD_MANAGER_REGISTRY[manager]
+    check_manager(manager, cls)
     kwargs = dict(manager_kwargs or {})
     function = resolve_reward_function(function_path, function_name, registered_function, reward_kwargs)
-    if is_public_manager(found):
+    if is_public_manager(cls):
         return create_public_manager(
-            found,
+            cls,
             tokenizer,
             function,
             num_examine=num_examine,
@@ -68,17 +68,17 @@ def load_reward_manager(
             kwargs=kwargs,
             config=config,
         )
-    if function.form in COLUMN_FORMS and found is NaiveRewardManager:  # the default manager
-        found = ColumnsRewardManager
-    accepted, takes_any = _constructor_parameters(found)
+    if function.form in COLUMN_FORMS and cls is NaiveRewardManager:  # the default manager
+        cls = ColumnsRewardManager
+    accepted, accepts_any = _constructor_parameters(cls)
     for name in kwargs:
-        if name not in accepted and not takes_any:
+        if name not in accepted and not accepts_any:
             raise ValueError(
                 f"reward manager {manager!r} has no parameter {name!r}: {did_you_mean(name, accepted)}. A custom "
                 "manager takes **kwargs and passes them to RewardManager.__init__"
             )
     passed = {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
-    return found(tokenizer=tokenizer, compute_score=function, **passed, **kwargs)
+    return cls(tokenizer=tokenizer, compute_score=function, **passed, **kwargs)
 
 
 def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
@@ -95,23 +95,22 @@ def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
 
 
 def as_reward_manager(
-    given: Any, tokenizer: Any, reward_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
+    reward: Any, tokenizer: Any, reward_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> RewardManager:
     """A reward given in Python as `reward_fn=`: a RewardManager, a manager of public verl, or a reward function.
 
     Args:
-        given: The object. It may also be a function of the whole batch that returns scores (B, T) or (B,).
-        tokenizer: Decodes the responses.
+        reward: The object. It may also be a function of the whole batch that returns scores (B, T) or (B,).
         reward_kwargs: Values of the function's other parameters.
         **kwargs: Arguments of RewardManager.
 
     Raises:
         ValueError: It is none of these.
     """
-    if isinstance(given, RewardManager):
-        return given
-    if is_public_manager(type(given)) and scores_single_samples(type(given)):
-        return SingleRewardManager(tokenizer, default_compute_score, manager=given, **kwargs)
-    function = as_score_function(given, reward_kwargs)
+    if isinstance(reward, RewardManager):
+        return reward
+    if is_public_manager(type(reward)) and scores_single_samples(type(reward)):
+        return SingleRewardManager(tokenizer, default_compute_score, manager=reward, **kwargs)
+    function = as_score_function(reward, reward_kwargs)
     by_form = {"batch": BatchRewardManager, **dict.fromkeys(COLUMN_FORMS, ColumnsRewardManager)}
     return by_form.get(function.form, NaiveRewardManager)(tokenizer, function, **kwargs)

@@ -34,7 +34,7 @@ from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
 logger = logging.getLogger(__name__)
 
-_OF_TRAINING = re.compile(r"\d+:\d+")  # uid of a prompt of the training data: epoch and row
+_TRAINING_UID = re.compile(r"\d+:\d+")  # epoch and row of a prompt of the training data
 _RETRY_SECONDS, _LONGEST_RETRY = 1.0, 30.0  # before the first retry, doubled for each further one
 
 REWARD_MANAGER_REGISTRY: Registry[type] = Registry("reward manager", builtins_replaceable=True)
@@ -57,12 +57,12 @@ def register_reward_manager(name: str) -> Callable[[type], type]:
 register = register_reward_manager
 
 
-def check_manager(name: str, found: Any) -> None:
-    """Raise ValueError if `found` is not a reward manager."""
-    if not (inspect.isclass(found) and issubclass(found, RewardManager)) and not is_public_manager(found):
+def check_manager(name: str, cls: Any) -> None:
+    """Raise ValueError if `cls` is not a reward manager."""
+    if not (inspect.isclass(cls) and issubclass(cls, RewardManager)) and not is_public_manager(cls):
         raise ValueError(
             f"reward manager {name!r}: expected a subclass of RewardManager, or a class with the method "
-            f"__call__(self, data, return_dict=False) or async run_single(self, data), found {found!r}"
+            f"__call__(self, data, return_dict=False) or async run_single(self, data), found {cls!r}"
         )
 
 
@@ -71,24 +71,36 @@ def scores_single_samples(cls: Any) -> bool:
     return inspect.isfunction(inspect.getattr_static(cls, "run_single", None))
 
 
-def is_public_manager(found: Any) -> bool:
+def is_public_manager(cls: Any) -> bool:
     """Whether a class is a manager of public verl: it has `__call__(data, return_dict)` or `run_single(data)`."""
-    if not inspect.isclass(found) or issubclass(found, RewardManager):
+    if not inspect.isclass(cls) or issubclass(cls, RewardManager):
         return False
-    if scores_single_samples(found):
+    if scores_single_samples(cls):
         return True
-    call = inspect.getattr_static(found, "__call__", None)
+    call = inspect.getattr_static(cls, "__call__", None)
     return inspect.isfunction(call) and "data" in inspect.signature(call).parameters
 
 
-def check_failure_rate(failures: Collection[RewardError], total: int, limit: float, what: str = "samples") -> None:
+def reward_result(
+    rewards: torch.Tensor, extras: Sequence[Mapping[str, Any]], failed: int, empty: int
+) -> dict[str, Any]:
+    """The result of a manager with `return_dict`, from the extra values of each sample; a missing value is None."""
+    names = dict.fromkeys(name for extra in extras for name in extra)
+    return {
+        "reward_tensor": rewards,
+        "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
+        "metrics": {"reward/failed_rows": float(failed), "reward/empty_responses": float(empty)},
+    }
+
+
+def check_failure_rate(failures: Collection[RewardError], total: int, limit: float, unit: str = "samples") -> None:
     """Raise RewardError with the most frequent errors if more than one sample and a share above `limit` failed."""
     if len(failures) <= max(1, limit * total):
         return
     counts = Counter(str(error).splitlines()[0] for error in failures)
     lines = "".join(f"\n  {count} x {text}" for text, count in counts.most_common(3))
     raise RewardError(
-        f"{len(failures)} of {total} {what} of a step failed to score, more than reward.max_failure_rate={limit:g}:"
+        f"{len(failures)} of {total} {unit} of a step failed to score, more than reward.max_failure_rate={limit:g}:"
         f"{lines}\nFix the function, or raise reward.max_failure_rate (1: no limit)"
     )
 
@@ -149,10 +161,10 @@ class RewardManager(ABC):
             raise ValueError(f"reward manager: max_concurrency: expected at least 1, found {max_concurrency!r}")
         function = compute_score if isinstance(compute_score, ScoreFunction) else ScoreFunction(compute_score)
         if function.form not in self.forms:
-            takes, use = ("lists", "batch") if function.form == "batch" else ("one response", "naive")
+            argument, manager = ("lists", "batch") if function.form == "batch" else ("one response", "naive")
             raise ValueError(
-                f"reward function {function.where} takes {takes}, which {type(self).__name__} does not support: use "
-                f"reward_manager={use}"
+                f"reward function {function.location} takes {argument}, which {type(self).__name__} does not support: "
+                f"use reward_manager={manager}"
             )
         self.tokenizer, self.compute_score = tokenizer, function
         self.num_examine, self.reward_fn_key = num_examine, reward_fn_key
@@ -199,7 +211,7 @@ class RewardManager(ABC):
             yield todo, attempt == retries
 
     def judge(self, failures: Mapping[int, RewardError], uids: Sequence[Any]) -> None:
-        """Decide what follows from the samples that have failed.
+        """Handle the samples that have failed, as `on_error` says.
 
         Args:
             failures: Index of a sample -> its error, after the last attempt.
@@ -222,14 +234,14 @@ class RewardManager(ABC):
         """Raise QuarantineError; RewardError if the function is to blame, because it fails for many prompts, or if the
         samples are not of the training data but of a validation."""
         first = failures[min(failures)]
-        of_prompts = {uids[i]: error for i, error in sorted(failures.items(), reverse=True)}
-        if not all(_OF_TRAINING.fullmatch(uid) for uid in of_prompts):
+        errors = {uids[i]: error for i, error in sorted(failures.items(), reverse=True)}
+        if not all(_TRAINING_UID.fullmatch(uid) for uid in errors):
             raise first from first.__cause__
-        check_failure_rate(of_prompts.values(), len(set(uids)), self.max_failure_rate, "prompts")
-        names = ", ".join(sorted(of_prompts))
+        check_failure_rate(errors.values(), len(set(uids)), self.max_failure_rate, "prompts")
+        names = ", ".join(sorted(errors))
         raise QuarantineError(
-            f"responses to {len(of_prompts)} prompts (uid {names}) could not be scored; the first: {first}",
-            {uid: str(error).splitlines()[0] for uid, error in of_prompts.items()},
+            f"responses to {len(errors)} prompts (uid {names}) could not be scored; the first: {first}",
+            {uid: str(error).splitlines()[0] for uid, error in errors.items()},
         )
 
 
@@ -253,12 +265,7 @@ class NaiveRewardManager(RewardManager):
         reward_tensor = responses.reward_tensor(scores)
         if not return_dict:
             return reward_tensor
-        names = dict.fromkeys(name for extra in extras for name in extra)
-        return {
-            "reward_tensor": reward_tensor,
-            "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
-            "metrics": {"reward/failed_rows": float(failed), "reward/empty_responses": float(responses.empty)},
-        }
+        return reward_result(reward_tensor, extras, failed, responses.empty)
 
     def outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
         """Score the samples; yields (index, the function that scored it, outcome) in any order."""
@@ -320,7 +327,7 @@ class NaiveRewardManager(RewardManager):
                     scores[i], extra = read_outcome(outcome)
                     extras[i] = {**({"acc": scores[i]} if function.is_accuracy else {}), **extra}
                 except BadOutcome as bad:
-                    error = RewardError(f"reward function {function.where} {bad}\n{samples[i].describe()}")
+                    error = RewardError(f"reward function {function.location} {bad}\n{samples[i].describe()}")
                     if self.on_error == "raise" and is_last:
                         raise error from bad.__cause__
                     error.__cause__ = bad.__cause__
@@ -329,12 +336,12 @@ class NaiveRewardManager(RewardManager):
 
     def _print_examples(self, data: DataProto, samples: Sequence[Sample], scores: Sequence[float]) -> None:
         seen: Counter[str] = Counter()
-        shown = []
+        indices = []
         for i, sample in enumerate(samples):
             seen[sample.data_source] += 1
             if seen[sample.data_source] <= self.num_examine:
-                shown.append(i)
-        for i, prompt in zip(shown, prompt_texts(data, self.tokenizer, shown)):
+                indices.append(i)
+        for i, prompt in zip(indices, prompt_texts(data, self.tokenizer, indices)):
             sample = samples[i]
             text = f"[data_source] {sample.data_source}\n[prompt] {prompt}\n[response] {sample.solution_str}\n"
             print_printable(f"{text}[ground_truth] {sample.ground_truth}\n[score] {scores[i]:g}\n")
@@ -358,8 +365,8 @@ class BatchRewardManager(NaiveRewardManager):
         pool, memory = self.pool or self.isolation.pool_for(self.compute_score), self.isolation.memory_bytes
         calls = call_samples(self.compute_score, [batch], self.timeout, pool, self.max_concurrency, memory)
         ((_, outcome),) = calls
-        for i, of_sample in enumerate(split_outcome(outcome, len(samples))):
-            yield i, self.compute_score, of_sample
+        for i, sample_outcome in enumerate(split_outcome(outcome, len(samples))):
+            yield i, self.compute_score, sample_outcome
 
 
 @register_reward_manager("dapo")
@@ -371,8 +378,6 @@ class DAPORewardManager(NaiveRewardManager):
     is not changed.
 
     Args:
-        tokenizer: Decodes the responses.
-        compute_score: A reward function or a ScoreFunction.
         max_resp_len: Maximum response length in tokens; required if the buffer is enabled.
         overlong_buffer: {"enable": bool, "len": int, "penalty_factor": float, "log": bool}. `log` adds the extra values
             "overlong_reward" and "overlong".
@@ -389,11 +394,11 @@ class DAPORewardManager(NaiveRewardManager):
         **kwargs: Any,
     ):
         super().__init__(tokenizer, compute_score, **kwargs)
-        known = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
+        defaults = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
         for name in overlong_buffer or {}:
-            if name not in known:
-                raise ValueError(f"overlong_buffer has no {name!r}: {did_you_mean(name, known)}")
-        buffer = known | dict(overlong_buffer or {})
+            if name not in defaults:
+                raise ValueError(f"overlong_buffer has no {name!r}: {did_you_mean(name, defaults)}")
+        buffer = defaults | dict(overlong_buffer or {})
         self.enabled, self.log = bool(buffer["enable"]), bool(buffer["log"])
         self.buffer_len, self.penalty_factor = buffer["len"], float(buffer["penalty_factor"])
         self.max_resp_len = max_resp_len
@@ -426,8 +431,6 @@ class PrimeRewardManager(NaiveRewardManager):
     picklable.
 
     Args:
-        tokenizer: Decodes the responses.
-        compute_score: A reward function or a ScoreFunction.
         num_processes: Size of the pool; default: the number of cores, at most 16.
         **kwargs: Arguments of RewardManager.
     """

@@ -106,10 +106,9 @@ def split_outcome(outcome: Outcome, count: int) -> list[Outcome]:
     if not isinstance(value, Sequence) and _is_array(value) and value.ndim:
         value = list(value)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != count:
-        found = f"{len(value)} entries" if isinstance(value, Sequence) else _described(value)
-        return [
-            Outcome(failure=f"returned {found}: expected a list with one entry for each of {count} samples")
-        ] * count
+        actual = f"{len(value)} entries" if isinstance(value, Sequence) else _format_value(value)
+        failure = f"returned {actual}: expected a list with one entry for each of {count} samples"
+        return [Outcome(failure=failure)] * count
     return [Outcome(entry) for entry in value]
 
 
@@ -120,7 +119,7 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray | torch.Tensor)
 
 
-def _described(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "None" if value is None else f"{type(value).__name__} {shorten(value)}"
 
 
@@ -130,7 +129,7 @@ def _number(value: Any, inside: str) -> float:
             raise BadOutcome(f"returned {inside}an array of shape {tuple(value.shape)}: expected one number")
         value = value.item()
     if not isinstance(value, _NUMBERS):
-        raise BadOutcome(f"returned {inside}{_described(value)}: expected a number")
+        raise BadOutcome(f"returned {inside}{_format_value(value)}: expected a number")
     try:
         number = float(value)
     except OverflowError:

@@ -31,6 +31,7 @@ from verl.rewards.managers import (
     REWARD_MANAGER_REGISTRY,
     RewardManager,
     register,  # noqa: F401 (a name of public verl)
+    reward_result,
     scores_single_samples,
 )
 from verl.rewards.outcome import BadOutcome, RewardError, read_outcome
@@ -45,7 +46,6 @@ class ColumnsRewardManager(RewardManager):
     """Calls a function of the whole batch, or a manager of public verl, and checks what it returns.
 
     Args:
-        tokenizer: Decodes the responses.
         compute_score: A function or callable object with the parameter `batch` or `data`.
         scores_with: The reward function that a manager calls; for messages. Default: `compute_score`.
         **kwargs: Arguments of RewardManager. There is one call per batch: `on_error` and `retries` do not apply, and
@@ -68,10 +68,10 @@ class ColumnsRewardManager(RewardManager):
             self.compute_score = scores_with
         for name, default in (("on_error", "raise"), ("retries", 0)):
             if (value := getattr(self, name)) != default:
-                logger.warning("reward.%s=%s has no effect: %s scores whole batches", name, value, self._call.where)
+                logger.warning("reward.%s=%s has no effect: %s scores whole batches", name, value, self._call.location)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        returned = self._returned(data)
+        returned = self._call_function(data)
         extra: Mapping[str, Any] = {}
         if isinstance(returned, Mapping):
             if "reward_tensor" not in returned:
@@ -87,11 +87,11 @@ class ColumnsRewardManager(RewardManager):
             "metrics": {"reward/failed_rows": 0.0, "reward/empty_responses": empty},
         }
 
-    def _returned(self, data: DataProto) -> Any:
-        """Return what the function returns for a copy of the batch, which it may change."""
+    def _call_function(self, data: DataProto) -> Any:
+        """Call the function with a copy of the batch, which it may change. Returns its result."""
         function = self._call
         name = "batch" if function.form == "columns (batch)" else "data"
-        keywords = {name: data.copy(), **({"return_dict": True} if function.takes("return_dict") else {})}
+        keywords = {name: data.copy(), **({"return_dict": True} if function.accepts("return_dict") else {})}
         pool = self.isolation.pool_for(function)
         if pool is not None:
             limits = Limits(self.timeout, resident_bytes=self.isolation.memory_bytes)
@@ -110,8 +110,8 @@ class ColumnsRewardManager(RewardManager):
         try:
             scores = torch.as_tensor(np.asarray(returned) if isinstance(returned, list) else returned).float().cpu()
         except (TypeError, ValueError, RuntimeError):
-            found = f"returned {type(returned).__name__}: expected a tensor of shape (B={len(data)}, T={width})"
-            raise self._error(found) from None
+            problem = f"returned {type(returned).__name__}: expected a tensor of shape (B={len(data)}, T={width})"
+            raise self._error(problem) from None
         if scores.shape == (len(data),):
             rewards = torch.zeros(len(data), width)
             rewards[torch.arange(len(data)), reward_positions(data)[0]] = scores
@@ -125,8 +125,8 @@ class ColumnsRewardManager(RewardManager):
             )
         if not rewards.isfinite().all():
             row, token = rewards.isfinite().logical_not().nonzero()[0].tolist()
-            found = f"returned {rewards[row, token]} for sample {row}, token {token}"
-            raise self._error(f"{found}: expected finite numbers")
+            number = f"{rewards[row, token]} for sample {row}, token {token}"
+            raise self._error(f"returned {number}: expected finite numbers")
         return rewards
 
     def _values(self, name: str, values: Any, count: int) -> list[Any]:
@@ -138,15 +138,14 @@ class ColumnsRewardManager(RewardManager):
             )
         return values
 
-    def _error(self, what: str) -> RewardError:
-        return RewardError(f"reward function {self._call.where} {what}")
+    def _error(self, problem: str) -> RewardError:
+        return RewardError(f"reward function {self._call.location} {problem}")
 
 
 class SingleRewardManager(RewardManager):
     """Calls `run_single` of a manager of public verl once per sample, concurrently in one event loop.
 
     Args:
-        tokenizer: Decodes the responses.
         compute_score: The reward function that the manager calls.
         manager: The object with `run_single`.
         **kwargs: Arguments of RewardManager.
@@ -166,7 +165,7 @@ class SingleRewardManager(RewardManager):
                 try:
                     rewards[i, positions[i]], extras[i] = read_outcome(outcome)
                 except BadOutcome as bad:
-                    error = RewardError(f"reward manager {self._where} {bad}\n  sample {i} of {len(data)}")
+                    error = RewardError(f"reward manager {self._name} {bad}\n  sample {i} of {len(data)}")
                     error.__cause__ = bad.__cause__
                     if self.on_error == "raise" and is_last:
                         raise error from bad.__cause__
@@ -174,32 +173,25 @@ class SingleRewardManager(RewardManager):
         self.judge(failures, data.non_tensor_batch.get("uid", [None] * len(data)))
         if not return_dict:
             return rewards
-        names = dict.fromkeys(name for extra in extras for name in extra)
-        return {
-            "reward_tensor": rewards,
-            "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
-            "metrics": {
-                "reward/failed_rows": float(len(failures)),
-                "reward/empty_responses": float((lengths == 0).sum()),
-            },
-        }
+        return reward_result(rewards, extras, len(failures), int((lengths == 0).sum()))
 
     @property
-    def _where(self) -> str:
+    def _name(self) -> str:
         return f"{type(self.manager).__name__}.run_single"
 
     def _outcomes(self, data: DataProto, rows: Sequence[int]) -> list[Outcome]:
         """Score samples in an event loop in a thread, since the caller may be inside a loop."""
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         thread = threading.Thread(
-            target=lambda: found.extend(asyncio.run(self._gather(data, rows))), name="reward manager"
+            target=lambda: outcomes.extend(asyncio.run(self._gather(data, rows))), name="reward manager"
         )
         thread.start()
         thread.join()
-        if len(found) != len(rows):
-            what = "ended its event loop: see the traceback of its thread above"
-            raise RewardError(f"reward manager {self._where} {what}")
-        return found
+        if len(outcomes) != len(rows):
+            raise RewardError(
+                f"reward manager {self._name} ended its event loop: see the traceback of its thread above"
+            )
+        return outcomes
 
     async def _gather(self, data: DataProto, rows: Sequence[int]) -> list[Outcome]:
         slots = asyncio.Semaphore(self.max_concurrency)
@@ -208,7 +200,7 @@ class SingleRewardManager(RewardManager):
             async with slots:
                 try:
                     async with asyncio.timeout(self.timeout) as deadline:
-                        return _outcome_of(await self.manager.run_single(data[row : row + 1].copy()))
+                        return _as_outcome(await self.manager.run_single(data[row : row + 1].copy()))
                 except BaseException as error:  # whatever a user's manager raises is an error of this sample
                     timed_out = isinstance(error, TimeoutError) and deadline.expired()
                     return late(self.timeout, error) if timed_out else Outcome.raised(error)
@@ -216,7 +208,7 @@ class SingleRewardManager(RewardManager):
         return await asyncio.gather(*map(score, rows))
 
 
-def _outcome_of(returned: Any) -> Outcome:
+def _as_outcome(returned: Any) -> Outcome:
     """{"reward_score": number, "reward_extra_info": {...}} as the outcome of a reward function."""
     if not isinstance(returned, Mapping) or "reward_score" not in returned:
         return Outcome(failure=f"returned {returned!r:.200}: expected a dict with 'reward_score'")
@@ -279,8 +271,6 @@ def create_public_manager(
     """Construct a manager of public verl and adapt it.
 
     Args:
-        cls: Its class.
-        tokenizer: Decodes the responses.
         function: The reward function that it calls as `compute_score`.
         num_examine: Number of samples per data source that are printed at each call.
         reward_fn_key: The column with the data source of a sample.
@@ -291,31 +281,35 @@ def create_public_manager(
         ValueError: The constructor does not accept the arguments.
     """
     parameters = inspect.signature(cls).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    single = scores_single_samples(cls)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    scores_samples = scores_single_samples(cls)
     shared = {name: kwargs[name] for name in _SHARED if name in kwargs}
-    own = {name: _with_attributes(value) for name, value in kwargs.items() if name not in _SHARED}
-    if "overlong_buffer_cfg" in parameters and "overlong_buffer" in own:  # its name in public verl
-        own["overlong_buffer_cfg"] = own.pop("overlong_buffer")
+    manager_kwargs = {
+        name: OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value
+        for name, value in kwargs.items()
+        if name not in _SHARED
+    }
+    if "overlong_buffer_cfg" in parameters and "overlong_buffer" in manager_kwargs:  # its name in public verl
+        manager_kwargs["overlong_buffer_cfg"] = manager_kwargs.pop("overlong_buffer")
     common = {"num_examine": num_examine, "reward_fn_key": reward_fn_key, **shared}
     compute_score = _called_by_manager(
         function, Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb")), kwargs.get("timeout")
     )
-    given = {"tokenizer": tokenizer, "compute_score": compute_score}
-    if single:
-        given |= {"config": OmegaConf.create(dict(config or {})), "reward_router_address": None}
-        given |= {"reward_model_tokenizer": None}
-    given |= {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
-    always = {"tokenizer", "compute_score", *({"config"} if single else {"num_examine", "reward_fn_key"})}
-    passed = {name: v for name, v in given.items() if name in parameters or (takes_any and name in always)}
+    arguments = {"tokenizer": tokenizer, "compute_score": compute_score}
+    if scores_samples:
+        arguments |= {"config": OmegaConf.create(dict(config or {})), "reward_router_address": None}
+        arguments |= {"reward_model_tokenizer": None}
+    arguments |= {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
+    always = {"tokenizer", "compute_score", *({"config"} if scores_samples else {"num_examine", "reward_fn_key"})}
+    passed = {name: v for name, v in arguments.items() if name in parameters or (accepts_any and name in always)}
     try:
-        manager = cls(**passed, **own)
+        manager = cls(**passed, **manager_kwargs)
     except TypeError as error:
         raise ValueError(
             f"reward manager {cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}. Passed: "
-            f"{', '.join([*passed, *own])} (the last ones from reward.reward_kwargs)"
+            f"{', '.join([*passed, *manager_kwargs])} (the last ones from reward.reward_kwargs)"
         ) from error
-    if single:
+    if scores_samples:
         return SingleRewardManager(tokenizer, function, manager=manager, **common)
     return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common)
 
@@ -336,7 +330,7 @@ class IsolatedFunction:
         more = keywords.pop("kwargs", {})
         outcome = self._pool.run(remote_call(self._function, {**keywords, **more}), self._limits)
         if outcome.failure is not None:
-            raise RewardError(f"reward function {self._function.where} {outcome.failure}") from outcome.cause
+            raise RewardError(f"reward function {self._function.location} {outcome.failure}") from outcome.cause
         return outcome.value
 
     def __reduce__(self) -> tuple:
@@ -349,7 +343,3 @@ def _called_by_manager(function: ScoreFunction, isolation: Isolation, timeout: f
     if pool is not None:
         return IsolatedFunction(function, pool, Limits(timeout, resident_bytes=isolation.memory_bytes))
     return functools.partial(function.func, **function.kwargs) if function.kwargs else function.func
-
-
-def _with_attributes(value: Any) -> Any:
-    return OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value

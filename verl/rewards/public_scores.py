@@ -11,18 +11,18 @@ from verl.utils.boxed import last_boxed
 
 def gsm8k_number(solution_str: str, method: str = "strict") -> str | None:
     """The final number of a GSM8K response, as text; None if there is none. method: strict or flexible."""
-    found = gsm8k.extract(solution_str, method)
-    return None if found is None else str(found)
+    number = gsm8k.extract(solution_str, method)
+    return None if number is None else str(number)
 
 
 def gsm8k_score(
     solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """`score` if the final number of the response equals the reference, `format_score` if it differs, 0 without one."""
-    found = gsm8k.extract(solution_str, method)
-    if found is None:
+    number = gsm8k.extract(solution_str, method)
+    if number is None:
         return 0.0
-    return score if found == gsm8k.parse_number(ground_truth) else format_score
+    return score if number == gsm8k.parse_number(ground_truth) else format_score
 
 
 def geo3k_score(solution_str: str, ground_truth: str, format_score: float = 0.1, **kwargs: Any) -> float:

@@ -85,7 +85,7 @@ def register_data_source(name_or_prefix: str, function: Callable) -> None:
     rule = function if isinstance(function, ScoreFunction) else ScoreFunction(function)
     if rule.form == "batch":
         raise ValueError(
-            f"register_data_source: {rule.where} takes lists: expected a function that scores one response"
+            f"register_data_source: {rule.location} takes lists: expected a function that scores one response"
         )
     RULES_BY_DATA_SOURCE[name_or_prefix] = rule
 
@@ -151,11 +151,11 @@ def resolve_reward_function(
             f"file that defines it, with a function of one of these forms:\n{ACCEPTED_FORMS}"
         )
     if registered and registered != "data_source":
-        found = as_score_function(REWARD_FUNCTION_REGISTRY[registered], kwargs)
-        if found.func is weighted_sum:
+        function = as_score_function(REWARD_FUNCTION_REGISTRY[registered], kwargs)
+        if function.func is weighted_sum:
             terms = tuple(term for *_, term in _parsed_terms(kwargs["rewards"]))
-            return replace(found, terms=terms, rules=_custom_rules() if any(term.route for term in terms) else {})
-        return found
+            return replace(function, terms=terms, rules=_custom_rules() if any(term.route for term in terms) else {})
+        return function
     if kwargs:
         raise ValueError(
             f"reward_kwargs {sorted(kwargs)} without a reward function: the rules by data source take no parameters; "
@@ -164,13 +164,13 @@ def resolve_reward_function(
     return ScoreFunction(default_compute_score, route=rule_for, rules=_custom_rules())
 
 
-def as_score_function(found: Any, kwargs: Mapping[str, Any] | None = None) -> ScoreFunction:
+def as_score_function(function: Any, kwargs: Mapping[str, Any] | None = None) -> ScoreFunction:
     """Return a ScoreFunction of a function, or of an object of a RewardFunction subclass made with `kwargs`."""
-    if isinstance(found, ScoreFunction):
-        return found
-    if is_reward_class(found):
-        return ScoreFunction(found(**(kwargs or {})), source=(found, dict(kwargs or {})))
-    return ScoreFunction(found, kwargs or {})
+    if isinstance(function, ScoreFunction):
+        return function
+    if is_reward_class(function):
+        return ScoreFunction(function(**(kwargs or {})), source=(function, dict(kwargs or {})))
+    return ScoreFunction(function, kwargs or {})
 
 
 @register_reward("model_score", bounded=True, accuracy=False)
@@ -209,10 +209,6 @@ def weighted_sum(
     """Return the weighted sum of several rewards.
 
     Args:
-        data_source: Data source of the sample.
-        solution_str: The response.
-        ground_truth: The ground truth.
-        extra_info: Further columns of the sample.
         rewards: One mapping per term. `name`: a registered reward function ("data_source" is the rule of the sample's
             data source), or `path` and `name`: a custom one. Optional: `weight` (1.0), `kwargs`, `label` (the name).
 
@@ -229,7 +225,7 @@ def weighted_sum(
         try:
             score, extra = read_outcome(Outcome(returned))
         except BadOutcome as bad:
-            raise ValueError(f"reward {label!r}, {function.where}, {bad}") from None
+            raise ValueError(f"reward {label!r}, {function.location}, {bad}") from None
         total += weight * score
         if index == 0:
             values |= {"acc": score, **extra}
@@ -254,7 +250,7 @@ def _terms(rewards: str) -> list[tuple[str, float, ScoreFunction]]:
         term = resolve_reward_function(path, name if path else None, registered, spec.get("kwargs"))
         if term.is_async or term.form == "batch":
             raise ValueError(
-                f"weighted: {term.where} is async or takes lists: expected a plain function that scores one response"
+                f"weighted: {term.location} is async or takes lists: expected a plain function that scores one response"
             )
         label = spec.get("label") or name or term.name
         if label in [known for known, *_ in terms]:

@@ -41,12 +41,11 @@ def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Respo
     """Decode the responses, without special tokens, and collect the inputs of the reward function.
 
     "response_length" (in tokens) is added to each sample's extra_info, "rm_score" (the sum of its rm_scores) if a
-    reward model has scored the batch, and the entries of agent_facts if an agent loop has generated it.
+    reward model has scored the batch, and the entries of trajectory_info if an agent loop has generated it.
 
     Args:
         data: Batch with responses (B, T), attention_mask (B, P + T), `reward_fn_key` and reward_model
             ({"ground_truth": ...}); optional are response_mask (B, T), rm_scores (B, T), extra_info and uid.
-        tokenizer: Decodes the responses.
         reward_fn_key: The column with the data source.
 
     Raises:
@@ -72,7 +71,7 @@ def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Respo
 
 
 def reward_positions(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the reward of each response is placed, and its length.
+    """The position of the reward of each response, and the length of the response.
 
     Returns:
         (B,) int64, the index of the last token sampled by the policy (0 if there is none); (B,) int64, lengths.
@@ -93,7 +92,7 @@ def prompt_texts(data: DataProto, tokenizer: Any, indices: list[int]) -> list[st
 def _samples(data: DataProto, texts: list[str], lengths: list[int], reward_fn_key: str) -> list[Sample]:
     sources, reward_models = data.column(reward_fn_key), data.column("reward_model")
     extra_infos = data.column("extra_info") if "extra_info" in data else [None] * len(texts)
-    facts = data.column("agent_facts") if "agent_facts" in data else [{}] * len(texts)
+    trajectory_infos = data.column("trajectory_info") if "trajectory_info" in data else [{}] * len(texts)
     uids = data.column("uid") if "uid" in data else [None] * len(texts)
     added = {"response_length": lengths}
     if "rm_scores" in data:
@@ -104,7 +103,8 @@ def _samples(data: DataProto, texts: list[str], lengths: list[int], reward_fn_ke
             raise DataProtoValidationError(
                 f"column 'reward_model', row {i}: expected a mapping with 'ground_truth', found {reward_models[i]!r}"
             )
-        extra_info = {**(extra_infos[i] or {}), **facts[i], **{name: values[i] for name, values in added.items()}}
+        extra_info = {**(extra_infos[i] or {}), **trajectory_infos[i]}
+        extra_info |= {name: values[i] for name, values in added.items()}
         truth = reward_models[i]["ground_truth"]
         samples.append(Sample(sources[i], text, truth, extra_info, number=i, total=len(texts), uid=uids[i]))
     return samples

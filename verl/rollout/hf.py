@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from verl.config import schema
-from verl.modeling.moe import routing_of
+from verl.modeling.moe import install_routing
 from verl.modeling.positions import batch_positions, position_axes
 from verl.modeling.vision import Media, TextTokens, attention_of, is_vision_config
 from verl.rollout.base import RolloutEngine, RolloutEnv, RolloutStats, SharesWeights
@@ -99,7 +99,7 @@ class HFRollout(RolloutEngine):
         records: bool = False,
     ):
         self.module = module
-        self.routing = routing_of(module) if records else None
+        self.routing = install_routing(module) if records else None
         if records and self.routing is None:
             raise ValueError(f"{RECORDING_KEY}: {type(module).__name__} is not a mixture of experts: use false")
         self.pad_token_id = pad_token_id
@@ -235,7 +235,7 @@ class HFRollout(RolloutEngine):
             return {}, nullcontext()
         continued = [request.continued for request in requests]
         lengths = [count if given else ids.shape[1] for given, count in zip(inputs, continued)]
-        text = TextTokens.of(config, ids, torch.tensor(lengths))
+        text = TextTokens.find(config, ids, torch.tensor(lengths))
         media = Media(config, inputs)
         found = media.by_row(media.index.tolist())
         if position_axes(config) > 1:

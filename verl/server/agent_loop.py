@@ -82,16 +82,16 @@ class ServerAgentLoop:
             )
             self.episodes[episode_id] = episode
             try:
-                facts, metrics = await self._outcome(episode, f"{self.server.url}/episodes/{episode_id}/v1")
+                info, metrics = await self._run_agent(episode, f"{self.server.url}/episodes/{episode_id}/v1")
             finally:
                 del self.episodes[episode_id]
                 trajectory = episode.close()
         if generator.error is not None:
             raise generator.error
-        self._check_start(episode, facts)
+        self._check_start(episode, info)
         if trajectory is None:
             trajectory = self._empty(prompt)
-        trajectory.facts = facts | {"num_turns": trajectory.turns + trajectory.user_turns + 1}
+        trajectory.info = info | {"num_turns": trajectory.turns + trajectory.user_turns + 1}
         trajectory.metrics = metrics | {
             "agent_empty": float(not trajectory.turns),
             "agent_out_of_tokens": float(episode.is_full or len(trajectory) >= prompt.params.max_tokens),
@@ -102,23 +102,23 @@ class ServerAgentLoop:
         """Limits the agents of the running event loop. Every step has a new loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._slots:
-            self._slots = {other: slot for other, slot in self._slots.items() if not other.is_closed()}
+            self._slots = {known: slot for known, slot in self._slots.items() if not known.is_closed()}
             self._slots[loop] = asyncio.Semaphore(self.settings.max_concurrency)
         return self._slots[loop]
 
-    async def _outcome(self, episode: Episode, base_url: str) -> tuple[dict[str, Any], dict[str, float]]:
-        """Run the agent. Returns what the reward function gets in extra_info, and metrics.
+    async def _run_agent(self, episode: Episode, base_url: str) -> tuple[dict[str, Any], dict[str, float]]:
+        """Run the agent. Returns entries of extra_info for the reward function, and metrics.
 
-        The facts of an agent that failed have `agent_failure`, which `ppo_operators.check_failures` reads.
+        `agent_failure` is among the entries of an agent that failed; the operator `gen` logs it (`check_failures`).
         """
         call = AgentCall(dict(episode.prompt.columns), base_url, self.api_key, self.model.name)
         metrics = {"agent_errors": 0.0, "agent_timeouts": 0.0}
         future, returned = asyncio.wrap_future(self.agent.start(call)), False
         try:
-            found = await wait_within(future, self.settings.timeout, GENERATION_CLOCK.get())
+            result = await wait_within(future, self.settings.timeout, GENERATION_CLOCK.get())
             returned = True
-            score, info = read_result(found)
-            return {"agent_score": score, "agent_error": None, "agent_info": info}, metrics
+            score, values = read_result(result)
+            return {"agent_score": score, "agent_error": None, "agent_info": values}, metrics
         except TimeoutError:
             metrics["agent_timeouts"] = 1.0
             error = f"the time limit of {self.settings.timeout:g} s (rollout.server.timeout) was exceeded"
@@ -126,27 +126,27 @@ class ServerAgentLoop:
             error = f"{type(failure).__name__}: {failure}"
             # an agent that raises because the response length is used up has not failed
             metrics["agent_errors"] = float(returned or not episode.is_full)
-        facts = {"agent_score": self.settings.failure_score, "agent_error": error, "agent_info": {}}
+        info = {"agent_score": self.settings.failure_score, "agent_error": error, "agent_info": {}}
         if any(metrics.values()):
             self._failures += 1
             error = f"after {episode.calls} call{'s' * (episode.calls != 1)} of the policy: {error}"
             logger.debug("an agent failed %s", error)
-            facts["agent_failure"] = error
-        return facts, metrics
+            info["agent_failure"] = error
+        return info, metrics
 
-    def _check_start(self, episode: Episode, facts: dict[str, Any]) -> None:
+    def _check_start(self, episode: Episode, info: dict[str, Any]) -> None:
         """Raise ValueError if agents fail before any got a response: the agent cannot work."""
-        self._has_worked |= episode.calls > 0 or facts["agent_error"] is None
+        self._has_worked |= episode.calls > 0 or info["agent_error"] is None
         if not self._has_worked and self._failures >= _FAILED_AT_START:
             raise ValueError(
                 f"rollout.server.agent: {self._failures} agents failed before any got a response from the policy; the "
-                f"last one: {facts['agent_error']}"
+                f"last one: {info['agent_error']}"
             )
 
     def _empty(self, prompt: Prompt) -> Trajectory:
         """The trajectory of an agent that got no response: one end token, which the policy is not trained on."""
         trajectory = Trajectory(prompt)
-        ends = prompt.params.stop_token_ids or (self.model.tokenizer.eos_token_id,)
-        trajectory.add_tokens([ends[0]], author="server")
+        end_tokens = prompt.params.stop_token_ids or (self.model.tokenizer.eos_token_id,)
+        trajectory.add_tokens([end_tokens[0]], author="server")
         trajectory.finish_reason = "abort"
         return trajectory

@@ -22,7 +22,7 @@ from verl.processes.child import helper_environment
 from verl.registry import load_object
 
 #: extra_info of the trial of the reward function before training
-TRIAL_FACTS = {"agent_score": 0.0, "agent_error": None, "agent_info": {}, "num_turns": 2}
+TRIAL_INFO = {"agent_score": 0.0, "agent_error": None, "agent_info": {}, "num_turns": 2}
 
 _ARGUMENTS = ("sample", "base_url", "api_key", "model")
 #: bytes of an environment variable that every system accepts
@@ -36,7 +36,7 @@ class AgentCall:
 
     Args:
         sample: the columns of the sample.
-        base_url: of the OpenAI client; every sample has its own.
+        base_url: base URL for the OpenAI client; every sample has its own.
         api_key: token of the server.
         model: name of the model.
     """
@@ -57,10 +57,10 @@ class Agent(Protocol):
 def load_agent(config: schema.ServerAgentConfig) -> Agent:
     """The agent of `rollout.server.agent`. Raises ValueError if there is none, or two."""
     if bool(config.path) == bool(config.command):
-        found = "both" if config.path else "neither"
+        number = "both" if config.path else "neither"
         raise ValueError(
             "rollout.mode=server: expected rollout.server.agent.path (a Python file with the function "
-            f"{config.name!r}) or rollout.server.agent.command (a program), found {found}"
+            f"{config.name!r}) or rollout.server.agent.command (a program), found {number}"
         )
     if config.command:
         return CommandAgent(config.command)
@@ -172,10 +172,10 @@ def in_thread(function: Callable[[], Any]) -> "Future[Any]":
 def _last_result(output: str) -> Any:
     lines = output.strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
+        result = json.loads(lines[-1]) if lines else None
     except ValueError:
         return None
-    return found if isinstance(found, int | float | dict) else None
+    return result if isinstance(result, int | float | dict) else None
 
 
 def _plain(value: Any) -> Any:
@@ -185,14 +185,14 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
-def read_result(found: Any) -> tuple[float | None, dict[str, Any]]:
+def read_result(result: Any) -> tuple[float | None, dict[str, Any]]:
     """Score and further values that an agent returned. Raises ValueError for anything but a number, a dict or None."""
-    values = dict(found) if isinstance(found, Mapping) else {"score": found}
+    values = dict(result) if isinstance(result, Mapping) else {"score": result}
     score = values.pop("score", None)
     if isinstance(score, np.ndarray | np.generic) and score.ndim == 0:
         score = score.item()
     if score is None:
         return None, values
     if not isinstance(score, Real) or not math.isfinite(score):
-        raise ValueError(f"the agent returned {found!r:.200}: expected a finite number, a dict with a score, or None")
+        raise ValueError(f"the agent returned {result!r:.200}: expected a finite number, a dict with a score, or None")
     return float(score), values

@@ -131,16 +131,16 @@ class _Routes:
 
 async def _unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Wait for `work`, and cancel it if the client disconnects. Raises ClientDisconnect."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientDisconnect
     finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        for future in (task, disconnect):
+            future.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -178,8 +178,8 @@ class _EventStream(Response):
 
     async def _events(self) -> AsyncIterator[str]:
         try:
-            async with aclosing(chunks(self.running)) as found:
-                async for chunk in found:
+            async with aclosing(chunks(self.running)) as stream:
+                async for chunk in stream:
                     yield json.dumps(chunk)
         except ApiError as error:
             yield json.dumps(error.body())
@@ -196,15 +196,15 @@ def _engine_error(call_id: str, error: Exception) -> ApiError:
 async def _read_json(request: Request, max_body: int) -> tuple[Any, int]:
     """The body and its bytes. Raises ApiError for one that is too large or not JSON."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
+    async for chunk in request.stream():
+        body += chunk
         if len(body) > max_body:
             raise ApiError(413, f"the request body exceeds {max_body:,} bytes", code="request_too_large")
     try:
-        found = json.loads(bytes(body))
+        content = json.loads(bytes(body))
         if b"\\u" in body:
-            json.dumps(found, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates, such as "\\ud800"
-        return found, len(body)
+            json.dumps(content, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates, such as "\\ud800"
+        return content, len(body)
     except (ValueError, RecursionError) as error:
         message = f"the request body is not JSON: {error}".encode(errors="backslashreplace").decode()
         raise ApiError(400, message, code="invalid_json") from None
@@ -236,10 +236,10 @@ class _Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
-                found = "a wrong token" if given else "none"
-                message = f'expected the header "Authorization: Bearer TOKEN" with the server\'s token, found {found}'
+            token = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(token, self.expected):
+                problem = "a wrong token" if token else "none"
+                message = f'expected the header "Authorization: Bearer TOKEN" with the server\'s token, found {problem}'
                 await _error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
                 return
         await self.app(scope, receive, send)

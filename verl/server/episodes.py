@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from verl.agents.chat import ChatContinuation
-from verl.agents.loop import GenerateFn, Prompt, Trajectory, note_sampling
+from verl.agents.loop import GenerateFn, Prompt, Trajectory, log_ignored_sampling
 from verl.rollout.request import Completion, Request
 from verl.server.protocol import ApiError, Call
 from verl.server.service import Choice, Generator, ServedModel
 from verl.utils.rng import fork_seed
 
-#: what to do with a call that does not extend the conversation, or which of several trajectories is trained
+#: "error": reject a call that does not extend the conversation; otherwise which of several trajectories is trained
 NewConversation = Literal["error", "last", "longest"]
 
 Message = Mapping[str, Any]
@@ -72,7 +72,7 @@ class _Conversation:
     Args:
         call: its first call.
         trajectory: the trajectory.
-        tokenizer: with the chat template.
+        tokenizer: has the chat template.
     """
 
     def __init__(self, call: Call, trajectory: Trajectory, tokenizer: Any):
@@ -80,16 +80,16 @@ class _Conversation:
         self.messages: list[dict[str, Any]] = list(call.messages)
         self.settings = {"tools": call.tools, "chat_template_kwargs": call.template_kwargs}
         self.template = ChatContinuation(tokenizer, call.tools or (), call.template_kwargs)
-        self.last: list[int] = []
+        self.last_turn: list[int] = []  # its token ids
 
     def difference(self, call: Call) -> str | None:
         """Why a call does not extend the conversation; None if it does."""
         for name, value in (("tools", call.tools), ("chat_template_kwargs", call.template_kwargs)):
             if value != self.settings[name]:
                 return f"{name} differ from those of the first call"
-        for i, (known, given) in enumerate(zip(self.messages, call.messages)):
-            if comparable(known) != comparable(given):
-                return f"messages.{i} differs: expected {_shown(known)}, found {_shown(given)}"
+        for i, (expected, message) in enumerate(zip(self.messages, call.messages)):
+            if comparable(expected) != comparable(message):
+                return f"messages.{i} differs: expected {_format_message(expected)}, found {_format_message(message)}"
         if len(call.messages) <= len(self.messages):
             return f"expected more than the {len(self.messages)} messages so far, found {len(call.messages)}"
         return None
@@ -97,12 +97,18 @@ class _Conversation:
     def added_tokens(self, call: Call) -> list[int]:
         """The tokens between the last turn and the next one."""
         stops = self.trajectory.prompt.params.stop_token_ids
-        return self.template.next_tokens(self.last, stops, call.messages[len(self.messages) :])
+        return self.template.next_tokens(self.last_turn, stops, call.messages[len(self.messages) :])
 
 
 @dataclass
 class _Pending:
-    """A call that is running. added: tokens that precede its response; author: of the first new message."""
+    """A call that is running.
+
+    Args:
+        conversation: the conversation that it continues or starts.
+        added: tokens that precede its response.
+        author: role of the first new message.
+    """
 
     conversation: _Conversation
     added: list[int]
@@ -145,8 +151,8 @@ class Episode:
                 raise ApiError(409, "another call of this episode is running: wait for it", code="episode_busy")
             if call.n > 1:
                 raise ApiError(400, "n: expected 1 within an episode", param="n", code="unsupported_parameter")
-            given = call.sampling | {"seed": call.seed}
-            note_sampling(given, {name: getattr(self.prompt.params, name) for name in given})
+            sampling = call.sampling | {"seed": call.seed}
+            log_ignored_sampling(sampling, {name: getattr(self.prompt.params, name) for name in sampling})
             pending = self._continue(call)
             request = self._request(call, pending)
             self._pending = pending
@@ -165,7 +171,7 @@ class Episode:
                 conversation.trajectory.add_tokens(pending.added, pending.author)
                 conversation.trajectory.user_turns += 1
             conversation.trajectory.add_completion(completion)
-            conversation.last = completion.token_ids
+            conversation.last_turn = completion.token_ids
             conversation.messages = [*call.messages, choice.message]
             self.calls += 1
             self._pending = None
@@ -207,8 +213,8 @@ class Episode:
 
     def _request(self, call: Call, pending: _Pending) -> Request:
         trajectory = pending.conversation.trajectory
-        left = self.prompt.params.max_tokens - len(trajectory) - len(pending.added)
-        if left < 1:
+        remaining = self.prompt.params.max_tokens - len(trajectory) - len(pending.added)
+        if remaining < 1:
             self.is_full = True
             trajectory.finish_reason = "length"
             raise ApiError(
@@ -219,11 +225,11 @@ class Episode:
                 code="context_length_exceeded",
             )
         request = trajectory.next_request()
-        params = replace(request.params, max_tokens=min(left, call.max_tokens or left))
+        params = replace(request.params, max_tokens=min(remaining, call.max_tokens or remaining))
         params = self.model.with_stops(call, params)
         # conversations of one episode must not have the same random numbers
-        number = len(self.conversations) - (pending.conversation in self.conversations)
-        sample_id = request.sample_id if number == 0 else fork_seed(request.sample_id, "conversation", number)
+        index = len(self.conversations) - (pending.conversation in self.conversations)
+        sample_id = request.sample_id if index == 0 else fork_seed(request.sample_id, "conversation", index)
         return replace(request, prompt_ids=request.prompt_ids + pending.added, params=params, sample_id=sample_id)
 
     # ---- the agent loop -----------------------------------------------------------------------------------------
@@ -236,7 +242,7 @@ class Episode:
         if not self.conversations:
             return None
         if self.on_new == "longest":
-            return max(self.conversations, key=lambda each: sum(each.trajectory.response_mask)).trajectory
+            return max(self.conversations, key=lambda c: sum(c.trajectory.response_mask)).trajectory
         return self.conversations[-1].trajectory
 
 
@@ -265,6 +271,6 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def _shown(message: Message) -> str:
+def _format_message(message: Message) -> str:
     text = json.dumps({name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)})
     return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 logger = logging.getLogger("verl.server")
 
-#: seconds that running calls get when the server is stopped
+#: seconds to finish running calls when the server is stopped
 SHUTDOWN_SECONDS = 30
 
 

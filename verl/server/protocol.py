@@ -1,7 +1,7 @@
 """The parameters of a call of the HTTP server, and its errors, in the form of OpenAI's API.
 
-A parameter that would change the result and is not supported is an error; it is accepted with the value that turns it
-off.
+A parameter that would change the result and is not supported is an error; it is accepted with the value that disables
+it.
 """
 
 import json
@@ -19,7 +19,7 @@ MAX_CHOICES = 128
 #: parameters that do not change the result
 _IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 _IGNORED |= {"service_tier"}
-#: parameters that are accepted only with a value that turns them off; null always does
+#: parameters that are accepted only with a value that disables them; null always does
 _OFF: dict[str, list[Any]] = {
     "frequency_penalty": [0],
     "presence_penalty": [0],
@@ -58,9 +58,9 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The response body."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        types = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
+        error_type = types.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Call:
     """A call of /chat/completions or /completions.
 
     Args:
-        is_chat: which of the two.
+        is_chat: whether it is a call of /chat/completions.
         model: the model's name, as the client gave it.
-        messages, tools: of a chat. Message contents are text; `arguments` of tool calls are parsed.
-        prompts: of /completions: texts or token ids.
+        messages, tools: for a chat. Message contents are text; `arguments` of tool calls are parsed.
+        prompts: for /completions: texts or token ids.
         n: choices per prompt.
         max_tokens: maximum response length; None: the server's default.
         sampling: the sampling parameters that were given, by their names in `SamplingParams`.
@@ -178,77 +178,79 @@ def read_call(is_chat: bool, body: Any) -> Call:
     if not isinstance(body, Mapping):
         raise ApiError(400, f"expected a JSON object, found {type(body).__name__}")
     schema = _ChatBody if is_chat else _CompletionBody
-    given = _without_switched_off(body, schema)
+    parameters = _without_switched_off(body, schema)
     try:
-        read = schema.model_validate(given)
+        parsed = schema.model_validate(parameters)
     except ValidationError as error:
         raise _unreadable(error) from None
-    return _chat_call(read) if isinstance(read, _ChatBody) else _completion_call(read)
+    return _chat_call(parsed) if isinstance(parsed, _ChatBody) else _completion_call(parsed)
 
 
 def _without_switched_off(body: Mapping[str, Any], schema: type[_Body]) -> dict[str, Any]:
     """The supported parameters of a body. Raises ApiError for others."""
-    given = {}
+    supported = {}
     for name, value in body.items():
         if value is None or name in _IGNORED:
             continue
         if name in schema.model_fields:
-            given[name] = value
+            supported[name] = value
         elif name in _OFF:
             if value not in _OFF[name]:
-                off = json.dumps(_OFF[name][0])
-                why = ""
+                disabled = json.dumps(_OFF[name][0])
+                hint = ""
                 if name == "top_logprobs":
-                    why = " (the engine gives the log-prob of the sampled token: logprobs=true)"
+                    hint = " (the engine gives the log-prob of the sampled token: logprobs=true)"
                 raise ApiError(
                     400,
-                    f"{name}={json.dumps(value)[:80]} is not supported{why}: leave it out, or set it to {off}",
+                    f"{name}={json.dumps(value)[:80]} is not supported{hint}: leave it out, or set it to {disabled}",
                     param=name,
                     code="unsupported_parameter",
                 )
         else:
             raise ApiError(400, f"the parameter {name!r} is not supported", param=name, code="unsupported_parameter")
-    return given
+    return supported
 
 
 def _unreadable(error: ValidationError) -> ApiError:
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else None
-    where = ".".join(str(key) for key in first["loc"] if not str(key).startswith(("constrained", "list[", "function-")))
+    location = ".".join(
+        str(key) for key in first["loc"] if not str(key).startswith(("constrained", "list[", "function-"))
+    )
     if first["type"] == "missing":
-        return ApiError(400, f"the parameter {where!r} is missing", param=name, code="missing_parameter")
-    found = json.dumps(first["input"], default=str)[:80]
-    return ApiError(400, f"{where}: {first['msg']}, found {found}", param=name, code="invalid_value")
+        return ApiError(400, f"the parameter {location!r} is missing", param=name, code="missing_parameter")
+    value = json.dumps(first["input"], default=str)[:80]
+    return ApiError(400, f"{location}: {first['msg']}, found {value}", param=name, code="invalid_value")
 
 
-def _common(read: _Body) -> dict[str, Any]:
+def _common(body: _Body) -> dict[str, Any]:
     names = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
-    sampling = {name: value for name in names if (value := getattr(read, name)) is not None}
+    sampling = {name: value for name in names if (value := getattr(body, name)) is not None}
     if sampling.get("top_k") == 0:  # vLLM's value for "all"
         sampling["top_k"] = -1
-    stop = [read.stop] if isinstance(read.stop, str) else read.stop or []
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return {
-        "model": read.model,
-        "n": read.n or 1,
+        "model": body.model,
+        "n": body.n or 1,
         "sampling": sampling,
-        "seed": read.seed,
+        "seed": body.seed,
         "stop": tuple(stop),
-        "stop_token_ids": tuple(read.stop_token_ids or ()),
-        "stream": bool(read.stream),
-        "include_usage": read.stream_options is not None and read.stream_options.include_usage,
-        "return_token_ids": bool(read.return_token_ids),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "stream": bool(body.stream),
+        "include_usage": body.stream_options is not None and body.stream_options.include_usage,
+        "return_token_ids": bool(body.return_token_ids),
     }
 
 
-def _chat_call(read: _ChatBody) -> Call:
-    if read.tool_choice not in (None, "auto", "none"):
+def _chat_call(body: _ChatBody) -> Call:
+    if body.tool_choice not in (None, "auto", "none"):
         raise ApiError(
             400,
-            f"tool_choice={json.dumps(read.tool_choice)[:80]} is not supported: expected auto or none",
+            f"tool_choice={json.dumps(body.tool_choice)[:80]} is not supported: expected auto or none",
             param="tool_choice",
             code="unsupported_parameter",
         )
-    if reserved := sorted(_RESERVED & (read.chat_template_kwargs or {}).keys()):
+    if reserved := sorted(_RESERVED & (body.chat_template_kwargs or {}).keys()):
         raise ApiError(
             400,
             f"chat_template_kwargs: {reserved[0]!r} is not an argument of the chat template: leave it out",
@@ -257,17 +259,17 @@ def _chat_call(read: _ChatBody) -> Call:
         )
     return Call(
         is_chat=True,
-        messages=[_message(message, f"messages.{i}") for i, message in enumerate(read.messages)],
-        tools=None if read.tool_choice == "none" else read.tools or None,
-        max_tokens=read.max_completion_tokens or read.max_tokens,
-        logprobs=bool(read.logprobs),
-        template_kwargs=read.chat_template_kwargs or {},
+        messages=[_message(message, f"messages.{i}") for i, message in enumerate(body.messages)],
+        tools=None if body.tool_choice == "none" else body.tools or None,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=bool(body.logprobs),
+        template_kwargs=body.chat_template_kwargs or {},
         call_id=f"chatcmpl-{uuid.uuid4().hex}",
-        **_common(read),
+        **_common(body),
     )
 
 
-def _message(message: _Message, where: str) -> dict[str, Any]:
+def _message(message: _Message, location: str) -> dict[str, Any]:
     """A message as the chat template reads it: its content is text, and arguments of tool calls are objects."""
     content = message.content
     if isinstance(content, list):
@@ -278,13 +280,13 @@ def _message(message: _Message, where: str) -> dict[str, Any]:
             elif part.text is None or part.model_extra:
                 problem = f"expected a part with type and text, found {', '.join(sorted(part.model_dump()))}"
             if problem:
-                raise ApiError(400, f"{where}.content: {problem}", param="messages")
+                raise ApiError(400, f"{location}.content: {problem}", param="messages")
         content = "".join(part.text for part in content)
-    others = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, [])}
-    read: dict[str, Any] = {"role": message.role, "content": content or "", **others}
+    extra = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, [])}
+    result: dict[str, Any] = {"role": message.role, "content": content or "", **extra}
     if message.tool_calls:
-        read["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-    return read
+        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return result
 
 
 def _tool_call(call: _ToolCall) -> dict[str, Any]:
@@ -293,21 +295,21 @@ def _tool_call(call: _ToolCall) -> dict[str, Any]:
         # a policy may write arguments that are not JSON, are nested too deeply, or have an integer that is too long
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
-    named = {"id": call.id} if call.id else {}
-    return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    identifier = {"id": call.id} if call.id else {}
+    return {**identifier, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _completion_call(read: _CompletionBody) -> Call:
-    prompt = read.prompt
+def _completion_call(body: _CompletionBody) -> Call:
+    prompt = body.prompt
     prompts: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt: expected at least one token, found an empty prompt", param="prompt")
     if len(prompts) > MAX_CHOICES:
         raise ApiError(400, f"prompt: expected at most {MAX_CHOICES} prompts, found {len(prompts)}", param="prompt")
-    if read.logprobs:
+    if body.logprobs:
         raise ApiError(
             400,
-            f"logprobs={read.logprobs} is not supported: the engine gives the log-prob of the sampled token, which "
+            f"logprobs={body.logprobs} is not supported: the engine gives the log-prob of the sampled token, which "
             "logprobs=0 returns",
             param="logprobs",
             code="unsupported_parameter",
@@ -315,8 +317,8 @@ def _completion_call(read: _CompletionBody) -> Call:
     return Call(
         is_chat=False,
         prompts=prompts,
-        max_tokens=read.max_tokens,
-        logprobs=read.logprobs is not None,
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs is not None,
         call_id=f"cmpl-{uuid.uuid4().hex}",
-        **_common(read),
+        **_common(body),
     )

@@ -26,26 +26,26 @@ async def full_body(running: Running) -> dict[str, Any]:
         ids = choice.completion.token_ids
         entry["logprobs"] = _log_probs(running, ids, choice.completion.log_probs, 0) if call.logprobs else None
         entries.append(entry | _own_fields(running, choice, ids))
-    kind = "chat.completion" if call.is_chat else "text_completion"
-    return {**_head(running, kind), "choices": entries, "usage": _usage(running, choices)}
+    object_type = "chat.completion" if call.is_chat else "text_completion"
+    return {**_head(running, object_type), "choices": entries, "usage": _usage(running, choices)}
 
 
 async def chunks(running: Running) -> AsyncIterator[dict[str, Any]]:
     """Generate, and return the chunks of a stream. Closing the iterator aborts the requests."""
     call = running.call
-    kind = "chat.completion.chunk" if call.is_chat else "text_completion"
-    head, usage = _head(running, kind), {"usage": None} if call.include_usage else {}
+    object_type = "chat.completion.chunk" if call.is_chat else "text_completion"
+    head, usage = _head(running, object_type), {"usage": None} if call.include_usage else {}
     if call.is_chat:
         for index in range(len(running.requests)):
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             yield {**head, "choices": [first], **usage}
     choices: list[Choice] = []
-    counted = [0] * len(running.requests)
+    characters = [0] * len(running.requests)
     async with aclosing(running.deltas(progress=call.tools is None)) as deltas:
         async for delta in deltas:
-            entry = _chunk_choice(running, delta, counted[delta.index])
+            entry = _chunk_choice(running, delta, characters[delta.index])
             if entry["logprobs"] and not call.is_chat:
-                counted[delta.index] += sum(map(len, entry["logprobs"]["tokens"]))
+                characters[delta.index] += sum(map(len, entry["logprobs"]["tokens"]))
             yield {**head, "choices": [entry], **usage}
             if delta.choice is not None:
                 choices.append(delta.choice)
@@ -59,7 +59,7 @@ def _chunk_choice(running: Running, delta: Delta, offset: int) -> dict[str, Any]
     if not call.is_chat:
         entry["text"] = delta.text
     elif call.tools and choice is not None:  # sent at once, so that calls are not sent as text first
-        calls = [{"index": i, **each} for i, each in enumerate(choice.tool_calls)]
+        calls = [{"index": i, **function_call} for i, function_call in enumerate(choice.tool_calls)]
         entry["delta"] = ({"content": choice.content} if choice.content else {}) | (
             {"tool_calls": calls} if calls else {}
         )
@@ -72,16 +72,16 @@ def _chunk_choice(running: Running, delta: Delta, offset: int) -> dict[str, Any]
     return entry | ({"token_ids": delta.token_ids} if call.return_token_ids else {})
 
 
-def _head(running: Running, kind: str) -> dict[str, Any]:
+def _head(running: Running, object_type: str) -> dict[str, Any]:
     call = running.call
-    return {"id": call.call_id, "object": kind, "created": running.created, "model": call.model}
+    return {"id": call.call_id, "object": object_type, "created": running.created, "model": call.model}
 
 
 def _own_fields(running: Running, choice: Choice, token_ids: list[int]) -> dict[str, Any]:
-    found: dict[str, Any] = {"weight_version": choice.weight_version}
+    fields: dict[str, Any] = {"weight_version": choice.weight_version}
     if running.call.return_token_ids:
-        found |= {"prompt_token_ids": choice.request.prompt_ids, "token_ids": token_ids}
-    return found
+        fields |= {"prompt_token_ids": choice.request.prompt_ids, "token_ids": token_ids}
+    return fields
 
 
 def _usage(running: Running, choices: Iterable[Choice]) -> dict[str, int]:
@@ -104,5 +104,5 @@ def _log_probs(running: Running, token_ids: Sequence[int], log_probs: Sequence[f
         "tokens": texts,
         "token_logprobs": list(log_probs),
         "top_logprobs": None,
-        "text_offset": [offset + at for at in accumulate(map(len, texts[:-1]), initial=0)][: len(texts)],
+        "text_offset": [offset + position for position in accumulate(map(len, texts[:-1]), initial=0)][: len(texts)],
     }

@@ -3,16 +3,17 @@
 import asyncio
 import secrets
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from verl.agents.chat import shows_tools
+from verl.agents.tools.parsers import TOOL_PARSERS
 from verl.rollout.request import Completion, Request, SamplingParams
 from verl.server.protocol import ApiError, Call
 from verl.server.text import ResponseText, text_of
-from verl.server.tool_calls import split_tool_calls
 
 
 class Generator(Protocol):
@@ -35,7 +36,7 @@ class ServedModel:
 
     Args:
         name: its name in the API.
-        tokenizer: with the chat template.
+        tokenizer: has the chat template.
         params: sampling parameters of calls that do not give them; `max_tokens` is the default response length.
         vocab_size: number of tokens.
         max_model_len: maximum length of prompt and response.
@@ -87,8 +88,8 @@ class ServedModel:
 
     def sampling(self, call: Call, prompt_length: int) -> SamplingParams:
         """Sampling parameters of a call. Raises ApiError if the engine does not support one, or for a long prompt."""
-        room = self.max_model_len - prompt_length
-        if room < 1 or (call.max_tokens or 1) > room:
+        available = self.max_model_len - prompt_length
+        if available < 1 or (call.max_tokens or 1) > available:
             raise ApiError(
                 400,
                 f"the prompt has {prompt_length} tokens and max_tokens is {call.max_tokens or 1}, but the maximum "
@@ -100,7 +101,7 @@ class ServedModel:
             if self.sampling_keys is not None and name not in self.sampling_keys:
                 raise ApiError(400, f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
         seed = secrets.randbits(63) if call.seed is None else call.seed
-        limit = min(call.max_tokens or self.params.max_tokens, room)
+        limit = min(call.max_tokens or self.params.max_tokens, available)
         try:
             params = replace(self.params, max_tokens=limit, seed=seed, **call.sampling)
         except ValueError as error:
@@ -119,7 +120,7 @@ class Choice:
     """One response.
 
     Args:
-        index: of the choice.
+        index: index of the choice.
         request: the request to the engine.
         completion: its completion.
         content: the text; without tool calls, if the call has tools.
@@ -147,7 +148,7 @@ class Choice:
 
 @dataclass
 class Delta:
-    """New tokens of one choice. choice: set once it is complete."""
+    """New tokens of one choice; `choice` is set once it is complete."""
 
     index: int
     token_ids: list[int]
@@ -179,8 +180,8 @@ class SingleCall:
 
     def requests(self, call: Call) -> list[Request]:
         if call.model != self.model.name:
-            message = f"no model {call.model!r}: this server has {self.model.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            problem = f"no model {call.model!r}: this server has {self.model.name!r}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
         requests = []
         for prompt in self.model.encode_prompts(call):
             params = self.model.sampling(call, len(prompt))
@@ -226,7 +227,7 @@ class Running:
         If the iteration is stopped early, the requests are aborted.
         """
         events: asyncio.Queue[Any] = asyncio.Queue()
-        tasks = [asyncio.ensure_future(self._one(i, events, progress)) for i in range(len(self.requests))]
+        tasks = [asyncio.ensure_future(self._generate(i, events, progress)) for i in range(len(self.requests))]
         texts = [ResponseText(self.model.tokenizer, self._strings(request)) for request in self.requests]
         choices: list[Choice | None] = [None] * len(tasks)
         try:
@@ -242,10 +243,10 @@ class Running:
                 choices[index] = choice = await self._choice(index, completion)
                 texts[index].token_ids = self._visible(choice.request, completion)
                 if None not in choices:
-                    self.conversation.complete(self.call, sorted(choices, key=lambda each: each.index))
+                    self.conversation.complete(self.call, sorted(choices, key=lambda c: c.index))
                     self._is_done = True
-                rest = completion.token_ids[seen:], completion.log_probs[seen:]
-                yield Delta(index, *rest, texts[index].finish(), choice)
+                remaining = completion.token_ids[seen:], completion.log_probs[seen:]
+                yield Delta(index, *remaining, texts[index].finish(), choice)
         finally:
             self.end()
             for task in tasks:
@@ -258,7 +259,7 @@ class Running:
             self.conversation.generator.abort([request.request_id for request in self.requests])
             self.conversation.release()
 
-    async def _one(self, index: int, events: asyncio.Queue[Any], progress: bool) -> None:
+    async def _generate(self, index: int, events: asyncio.Queue[Any], progress: bool) -> None:
         request, loop = self.requests[index], asyncio.get_running_loop()
 
         def report(token_ids: list[int], log_probs: list[float]) -> None:
@@ -295,3 +296,18 @@ class Running:
     @staticmethod
     def _strings(request: Request) -> Sequence[str]:
         return request.params.stop.strings if request.params.stop else ()
+
+
+async def split_tool_calls(model: ServedModel, text: str, token_ids: Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
+    """Split a response into its content and its tool calls. Without a readable call, the content is the whole text."""
+    content, parsed = await TOOL_PARSERS[model.tool_parser](model.tokenizer).extract_tool_calls(token_ids)
+    calls = [
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in parsed
+        if call.error is None
+    ]
+    return (content.strip() if calls else text), calls

@@ -53,7 +53,7 @@ class Cluster(Protocol):
         """
 
     def sizes_left(self, nnodes: int, per_node: int) -> list[tuple[int, int]]:
-        """(nodes, processes per node) that can be used after a loss, the largest first, at most those given.
+        """(nodes, processes per node) that can be used after a loss, at most these, the largest first.
 
         Called between `shutdown` and the next `start`, with trainer.allow_smaller.
         """
@@ -92,11 +92,11 @@ def wait_limits(config: RunConfig) -> Limits:
     """The limits of waits that the `trainer` section sets."""
     trainer = config.trainer
     limits = trainer.worker_timeout, trainer.start_timeout, trainer.wait_factor, trainer.wait_minimum
-    return Limits(*limits, {} if isinstance(config, schema.SFTConfig) else _limits_of_calls(config))
+    return Limits(*limits, {} if isinstance(config, schema.SFTConfig) else _operator_limits(config))
 
 
-def _limits_of_calls(config: schema.Config) -> dict[str, float]:
-    """Operator -> how long scoring or sampling one response may take by the settings of reward, server and tools."""
+def _operator_limits(config: schema.Config) -> dict[str, float]:
+    """Operator -> seconds that scoring or sampling one response may take (reward, server and tools)."""
     reward, rollout = config.reward, config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
     scoring = (reward.timeout or 0.0) * (1 + reward.retries)
@@ -105,7 +105,7 @@ def _limits_of_calls(config: schema.Config) -> dict[str, float]:
     if rollout.mode == "server":
         sampling = rollout.server.timeout
     operators = {"reward": scoring, "reward_baseline": scoring, "gen": sampling, "gen_baseline": sampling}
-    return operators | {"group": sampling + scoring}  # of asynchronous training
+    return operators | {"group": sampling + scoring}  # for asynchronous training
 
 
 def start_pools(
@@ -123,11 +123,11 @@ def start_pools(
     Raises:
         Exception: the error of the first pool that failed; the other pools are shut down.
     """
-    wanted = [({role: specs[role] for role, _ in placed}, placed[0][1]) for placed in pools.values()]
-    if len(wanted) == 1:  # in this thread, where a breakpoint in a worker's constructor is one of this program
-        return dict(start(*wanted[0]))
-    with ThreadPoolExecutor(len(wanted)) as threads:
-        starting = [threads.submit(start, *one) for one in wanted]
+    arguments = [({role: specs[role] for role, _ in placed}, placed[0][1]) for placed in pools.values()]
+    if len(arguments) == 1:  # in this thread, where a breakpoint in a worker's constructor is one of this program
+        return dict(start(*arguments[0]))
+    with ThreadPoolExecutor(len(arguments)) as threads:
+        starting = [threads.submit(start, *pool_arguments) for pool_arguments in arguments]
     errors = [future.exception() for future in starting if future.exception() is not None]
     groups = {role: group for f in starting if f.exception() is None for role, group in f.result().items()}
     if errors:

@@ -1,4 +1,4 @@
-"""Which rank a call waits for, and why.
+"""Finds the rank that a call waits for, and the reason.
 
 The state of a process is that of the operating system. A heartbeat is the sign of a rank that its Python code can run:
 it stops if the process is stopped, and if C code holds the interpreter lock.
@@ -25,7 +25,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of a rank.
+    """The observed state of a rank.
 
     Attributes:
         rank: Its number.
@@ -62,7 +62,7 @@ class RankState:
         return f"last heartbeat {self.silent:.0f} s ago" if recent else f"no heartbeat for {self.silent:.0f} s"
 
     def _condition(self) -> str:
-        words: Mapping[str | None, str] = {
+        conditions: Mapping[str | None, str] = {
             psutil.STATUS_STOPPED: f"is stopped: SIGSTOP (`kill -CONT {self.pid}` continues it)",
             psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
             psutil.STATUS_ZOMBIE: "has ended and is a zombie",
@@ -72,7 +72,7 @@ class RankState:
             psutil.STATUS_RUNNING: "is running",
             None: "is in an unknown state, since its host does not respond",
         }
-        return words.get(self.status, f"is {self.status}")
+        return conditions.get(self.status, f"is {self.status}")
 
 
 class CallWatch:
@@ -103,10 +103,10 @@ class CallWatch:
         return self.elapsed.seconds - self._looked >= _LOOK_SECONDS
 
     def look(self, states: Sequence[RankState]) -> bool:
-        """Returns whether one of the ranks has been stopped for too long.
+        """Log ranks that cannot work. Returns whether one of them has been stopped for too long.
 
         Args:
-            states: Of the ranks that have not replied.
+            states: States of the ranks that have not replied.
         """
         now = self._looked = self.elapsed.seconds
         self._stopped = {s.rank: self._stopped.get(s.rank, now) for s in states if s.is_stopped}
@@ -122,8 +122,8 @@ class CallWatch:
         )
 
 
-def limit_of_call(durations: Durations, role: str, method: str, operator: str | None) -> Limit:
-    """The limit of a call; of the construction of workers, that of their start."""
+def call_limit(durations: Durations, role: str, method: str, operator: str | None) -> Limit:
+    """The time limit of a call; for the constructors of workers, the limit of their start."""
     if method == "__init__":
         return durations.start_limit
     return durations.limit(None if operator is None else (operator, role, method))
@@ -133,14 +133,16 @@ def _in_operator(operator: str | None) -> str:
     return "" if operator is None else f" in operator {operator!r}"
 
 
-def no_reply(waited: str, late: Sequence[int], replied: Collection[int], limit: Limit, operator: str | None) -> str:
-    """For how long a call has waited, and for whom, as a phrase."""
+def format_no_reply(
+    waited: str, late: Sequence[int], replied: Collection[int], limit: Limit, operator: str | None
+) -> str:
+    """Format how long a call has waited for which ranks."""
     replies = f"replied: {sorted(replied) or 'none'}; limit: {limit.reason}"
     return f"no reply after {waited} from ranks {late} ({replies}){_in_operator(operator)}"
 
 
-def culprit_of(states: Sequence[RankState], stacks: Mapping[int, str]) -> tuple[RankState, str]:
-    """The rank that the others wait for, and a sentence about it."""
+def find_culprit(states: Sequence[RankState], stacks: Mapping[int, str]) -> tuple[RankState, str]:
+    """The rank that the others wait for, and a description of its state."""
     suspects = [state for state in states if state.is_suspect]
     late = [state for state in states if state.busy] or list(states)
     if suspects:
@@ -152,13 +154,13 @@ def culprit_of(states: Sequence[RankState], stacks: Mapping[int, str]) -> tuple[
     if len(waiting) == len(late):
         ranks = [state.rank for state in waiting]
         return late[0], f"ranks {ranks} wait in a collective operation, and each process is alive: check the network"
-    positions: dict[str | None, list[RankState]] = {}  # of the others: one differs
+    positions: dict[str | None, list[RankState]] = {}  # innermost function -> ranks in it; the culprit's differs
     for state in late:
         if state not in waiting:
             positions.setdefault(_innermost(stacks.get(state.rank, "")), []).append(state)
-    where, (culprit, *_) = min(positions.items(), key=lambda item: len(item[1]))
+    position, (culprit, *_) = min(positions.items(), key=lambda item: len(item[1]))
     partners = f" while ranks {[state.rank for state in waiting]} wait in a collective operation" if waiting else ""
-    return culprit, f"{culprit}{f', in {where}' if where else ''}{partners}"
+    return culprit, f"{culprit}{f', in {position}' if position else ''}{partners}"
 
 
 def _call_frames(stacks: str) -> list[re.Match[str]]:

@@ -1,4 +1,4 @@
-"""How a call on a worker group becomes one call per rank, and how the results are combined.
+"""Dispatch modes: turn a call on a worker group into one call per rank, and combine the results.
 
     class Actor(Worker):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -70,10 +70,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         dp, tp, pp = self.shape
-        every_point = [Coordinates(d, t, p) for d in range(dp) for t in range(tp) for p in range(pp)]
-        if not self.coordinates or sorted(self.coordinates) != every_point:
-            found = ", ".join(f"rank {i}: dp {c.dp} tp {c.tp} pp {c.pp}" for i, c in enumerate(self.coordinates))
-            raise ValueError(f"expected exactly one rank at every point of the mesh, found {found or 'no ranks'}")
+        points = [Coordinates(d, t, p) for d in range(dp) for t in range(tp) for p in range(pp)]
+        if not self.coordinates or sorted(self.coordinates) != points:
+            listed = ", ".join(f"rank {i}: dp {c.dp} tp {c.tp} pp {c.pp}" for i, c in enumerate(self.coordinates))
+            raise ValueError(f"expected exactly one rank at every point of the mesh, found {listed or 'no ranks'}")
 
     @classmethod
     def grid(cls, dp: int = 1, tp: int = 1, pp: int = 1) -> "Layout":
@@ -96,8 +96,8 @@ class Layout:
     @cached_property
     def collect_ranks(self) -> tuple[int, ...]:
         """The rank that returns the result of each DP group, in dp order: last pp, first tp."""
-        rank_at = {c: rank for rank, c in enumerate(self.coordinates)}
-        return tuple(rank_at[Coordinates(d, 0, self.shape[2] - 1)] for d in range(self.dp_size))
+        ranks = {c: rank for rank, c in enumerate(self.coordinates)}
+        return tuple(ranks[Coordinates(d, 0, self.shape[2] - 1)] for d in range(self.dp_size))
 
 
 # ---- the call of one rank -----------------------------------------------------------------------------------------
@@ -232,10 +232,10 @@ def _collect_groups(layout: Layout, results: list) -> list:
     return [results[rank] for rank in layout.collect_ranks]
 
 
-def _check_type(expected: type, what: str, layout: Layout, groups: list) -> None:
+def _check_type(expected: type, type_name: str, layout: Layout, groups: list) -> None:
     for rank, result in zip(layout.collect_ranks, groups):
         if not isinstance(result, expected):
-            raise ValueError(f"expected {what} from every rank, found {type(result).__name__} from rank {rank}")
+            raise ValueError(f"expected {type_name} from every rank, found {type(result).__name__} from rank {rank}")
 
 
 def _collect_rows(layout: Layout, results: list) -> DataProto | None:
@@ -279,20 +279,20 @@ def merge_metrics(groups: Sequence[Mapping[str, Any]], keep_pairs: bool = False)
     """
     merged = {}
     for name in dict.fromkeys(name for group in groups for name in group):
-        found = [group[name] for group in groups if name in group]
-        if all(isinstance(v, tuple) and len(v) == 2 for v in found):
-            total, count = math.fsum(v[0] for v in found), math.fsum(v[1] for v in found)
+        values = [group[name] for group in groups if name in group]
+        if all(isinstance(v, tuple) and len(v) == 2 for v in values):
+            total, count = math.fsum(v[0] for v in values), math.fsum(v[1] for v in values)
             if count:
                 merged[name] = (total, count) if keep_pairs else total / count
-        elif all(isinstance(v, Real) for v in found):
-            if not all(_equal(v, found[0]) for v in found):
+        elif all(isinstance(v, Real) for v in values):
+            if not all(_equal(v, values[0]) for v in values):
                 raise ValueError(
-                    f"metric {name!r} differs between the data-parallel ranks: {found}. Return a pair (sum, count) for "
-                    f"a mean over rows or tokens; a plain number must be equal on every rank"
+                    f"metric {name!r} differs between the data-parallel ranks: {values}. Return a pair (sum, count) "
+                    f"for a mean over rows or tokens; a plain number must be equal on every rank"
                 )
-            merged[name] = float(found[0])
+            merged[name] = float(values[0])
         else:
-            raise ValueError(f"metric {name!r}: expected numbers or pairs (sum, count), found {found}")
+            raise ValueError(f"metric {name!r}: expected numbers or pairs (sum, count), found {values}")
     return merged
 
 
@@ -321,13 +321,13 @@ def _dispatch_same_collect_zero(layout: Layout, args: tuple, kwargs: dict) -> li
     return [Call(args, kwargs, collect=rank == 0) for rank in range(layout.world_size)]
 
 
-def _calls_from_entries(n: int, what: str, args: tuple, kwargs: dict) -> list[Call]:
+def _calls_from_entries(n: int, unit: str, args: tuple, kwargs: dict) -> list[Call]:
     """Call i gets the i-th entry of every argument."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != n:
             size = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
             raise ValueError(
-                f"argument {name}: expected a list with one entry for each of the {n} {what}, found {size}"
+                f"argument {name}: expected a list with one entry for each of the {n} {unit}, found {size}"
             )
     return [Call(tuple(v[i] for v in args), {k: v[i] for k, v in kwargs.items()}) for i in range(n)]
 
@@ -463,9 +463,9 @@ def register(
 
 def registered_methods(cls: type) -> dict[str, Registered]:
     """The registered methods of a class by name, including inherited ones and unmarked overrides of these."""
-    found: dict[str, Registered] = {}
+    methods: dict[str, Registered] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             if isinstance(value, FunctionType) and _MARK in vars(value):
-                found[name] = vars(value)[_MARK]
-    return found
+                methods[name] = vars(value)[_MARK]
+    return methods

@@ -53,26 +53,29 @@ def place_roles(
         ValueError: A role or device does not exist, or two pools overlap in some of their devices.
     """
     total = nnodes * devices_per_node
-    wanted = {key.removesuffix("_devices"): list(d) for key, d in placement.items() if d is not None}
-    for role, devices in wanted.items():
+    configured = {key.removesuffix("_devices"): list(d) for key, d in placement.items() if d is not None}
+    for role, devices in configured.items():
         if role not in roles:
             raise ValueError(f"placement.{role}_devices: this run has no role {role!r}: {did_you_mean(role, roles)}")
         if not devices or len(set(devices)) != len(devices) or not set(devices) <= set(range(total)):
             raise ValueError(
                 f"placement.{role}_devices: expected {_expected(total)} (trainer.nnodes={nnodes} x "
-                f"trainer.n_gpus_per_node={devices_per_node}), found {devices}{_fix(role, wanted, nnodes, total)}"
+                f"trainer.n_gpus_per_node={devices_per_node}), found {devices}{_fix(role, configured, nnodes, total)}"
             )
-    shared = wanted.get("actor", list(range(total)))
+    shared = configured.get("actor", list(range(total)))
     pools: dict[frozenset[int], ResourcePool] = {}
     assigned: dict[str, ResourcePool] = {}
     for role in roles:
-        devices = frozenset(wanted.get(role, shared))
-        for other, pool in pools.items():
-            if devices & other and devices != other:
-                both = [_assignment(name, own, wanted) for name, own in ((role, devices), (pool.name, other))]
+        devices = frozenset(configured.get(role, shared))
+        for other_devices, pool in pools.items():
+            if devices & other_devices and devices != other_devices:
+                first, second = (
+                    _assignment(role, devices, configured),
+                    _assignment(pool.name, other_devices, configured),
+                )
                 raise ValueError(
-                    f"placement: {' and '.join(both)} overlap in {sorted(devices & other)}: give these roles the same "
-                    "devices, or none in common"
+                    f"placement: {first} and {second} overlap in {sorted(devices & other_devices)}: give these roles "
+                    "the same devices, or none in common"
                 )
         if devices not in pools:
             counts = [sum(d // devices_per_node == node for d in devices) for node in range(nnodes)]
@@ -81,16 +84,16 @@ def place_roles(
     return assigned
 
 
-def device_words(numbers: Iterable[int]) -> str:
-    """Such as "device 2", "devices 0, 1" and "devices 0-3, 6"."""
+def format_devices(numbers: Iterable[int]) -> str:
+    """Format device numbers: "device 2", "devices 0, 1" or "devices 0-3, 6"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"device{'s' * (sum(map(len, runs)) > 1)} {', '.join(words)}"
+    ranges = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"device{'s' * (sum(map(len, runs)) > 1)} {', '.join(ranges)}"
 
 
 def idle_devices(pools: Iterable[ResourcePool], nnodes: int, devices_per_node: int) -> list[int]:
@@ -105,20 +108,20 @@ def _expected(total: int) -> str:
     return "only device 0, the only one there is" if total == 1 else f"distinct numbers from 0 to {total - 1}"
 
 
-def _fix(role: str, wanted: Mapping[str, Sequence[int]], nnodes: int, total: int) -> str:
-    """How to have the devices that a role asks for; empty if their number is not the problem."""
-    devices = wanted[role]
+def _fix(role: str, configured: Mapping[str, Sequence[int]], nnodes: int, total: int) -> str:
+    """The settings that provide the devices of a role; empty if their number is not the problem."""
+    devices = configured[role]
     if not devices or min(devices) < 0 or max(devices) < total:
         return ""
     per_node = -(-(max(devices) + 1) // nnodes)
-    others = sorted(set(range(nnodes * per_node)) - set(devices))
-    actor = "" if "actor" in wanted or not others else f", and placement.actor_devices={others}"
+    other_devices = sorted(set(range(nnodes * per_node)) - set(devices))
+    actor = "" if "actor" in configured or not other_devices else f", and placement.actor_devices={other_devices}"
     return f": use trainer.n_gpus_per_node={per_node}, which counts the processes of all roles{actor}"
 
 
-def _assignment(role: str, devices: Iterable[int], wanted: Mapping[str, Sequence[int]]) -> str:
-    """A role and its devices."""
-    unset = "" if role in wanted else " (not set: all of them)"
+def _assignment(role: str, devices: Iterable[int], configured: Mapping[str, Sequence[int]]) -> str:
+    """Format the devices of a role."""
+    unset = "" if role in configured else " (not set: all of them)"
     return f"{role}_devices={sorted(devices)}{unset}"
 
 
@@ -135,14 +138,14 @@ def pools_by_name(pools: Mapping[str, Sequence[int]], roles: Mapping[str, str]) 
     Raises:
         ValueError: A role names a pool that does not exist, or no role uses a pool.
     """
-    made = {name: ResourcePool(name, tuple(counts)) for name, counts in pools.items()}
+    named_pools = {name: ResourcePool(name, tuple(counts)) for name, counts in pools.items()}
     for role, name in roles.items():
-        if name not in made:
-            raise ValueError(f"role {role!r}: there is no resource pool {name!r}: {did_you_mean(name, made)}")
-    unused = sorted(set(made) - set(roles.values()))
+        if name not in named_pools:
+            raise ValueError(f"role {role!r}: there is no resource pool {name!r}: {did_you_mean(name, named_pools)}")
+    unused = sorted(set(named_pools) - set(roles.values()))
     if unused:
         raise ValueError(f"no role uses the resource pool {unused[0]!r}, so its devices would be idle; remove it")
-    return {role: made[name] for role, name in roles.items()}
+    return {role: named_pools[name] for role, name in roles.items()}
 
 
 def visible_devices(devices: Sequence[int], visible: str | None) -> str:
@@ -173,10 +176,10 @@ def smaller_sizes(devices: Sequence[int], nnodes: int, per_node: int) -> list[tu
     """(nodes, processes per node) that fit on nodes with these numbers of devices, the largest total first.
 
     Args:
-        devices: Of each node.
-        nnodes: Most nodes.
-        per_node: Most processes per node.
+        devices: Number of devices of each node.
+        nnodes: Maximum number of nodes.
+        per_node: Maximum number of processes per node.
     """
-    fitting = {count: min(nnodes, sum(found >= count for found in devices)) for count in range(1, per_node + 1)}
+    fitting = {count: min(nnodes, sum(available >= count for available in devices)) for count in range(1, per_node + 1)}
     sizes = [(nodes, count) for count, most in fitting.items() for nodes in range(1, most + 1)]
     return sorted(sizes, key=lambda size: (size[0] * size[1], size[1]), reverse=True)

@@ -394,11 +394,11 @@ class PackedCall:
         rows)])."""
         if not (isinstance(value, RemoteTensor) and value.is_remote):
             return None
-        found = list(value.by_source())
-        if not all(isinstance(source, self._readable) for source, _, _ in found):
+        shares = list(value.by_source())
+        if not all(isinstance(source, self._readable) for source, _, _ in shares):
             return None
         chunks = []
-        for source, positions, rows in found:
+        for source, positions, rows in shares:
             if isinstance(source, LocalSource):
                 chunks.append((positions, None, source.fetch(value.name, rows)))
             else:
@@ -427,7 +427,10 @@ def load_call(packed: Packed, columns: Sequence[Mapping[str, torch.Tensor]]) -> 
 
     def resolve(reference: tuple) -> torch.Tensor:
         shape, dtype, chunks = reference
-        rows = [(at, columns[number][what] if number is not None else what) for at, number, what in chunks]
+        rows = [
+            (positions, columns[number][column_or_rows] if number is not None else column_or_rows)
+            for positions, number, column_or_rows in chunks
+        ]
         return assemble_rows(shape, rows) if rows else torch.empty(shape, dtype=dtype)
 
     return unpack(packed, resolve)

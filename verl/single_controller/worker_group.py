@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from verl.registry import did_you_mean
-from verl.single_controller.diagnosis import RankState, culprit_of
+from verl.single_controller.diagnosis import RankState, find_culprit
 from verl.single_controller.dispatch import Call, Dispatch, Layout, Registered, registered_methods
 from verl.single_controller.worker import Worker
 
@@ -56,7 +56,7 @@ class WorkerError(RuntimeError):
         self.host, self.traceback = host, traceback
 
     @classmethod
-    def of(cls, error: BaseException, role: str, method: str, rank: int) -> "WorkerError":
+    def from_exception(cls, error: BaseException, role: str, method: str, rank: int) -> "WorkerError":
         """Convert an exception of this process to text, since the caller may not be able to import its class."""
         stack = error.__traceback__
         while stack is not None and stack.tb_next is not None and _is_executor_frame(stack):
@@ -65,8 +65,8 @@ class WorkerError(RuntimeError):
         return cls(f"{type(error).__name__}: {error}", role, method, rank, traceback=text)
 
     def __str__(self) -> str:
-        where = f"{self.role}.{self.method}() on rank {self.rank} ({self.host}): {self.message}"
-        return f"{where}\n\n{self.traceback.rstrip()}" if self.traceback else where
+        headline = f"{self.role}.{self.method}() on rank {self.rank} ({self.host}): {self.message}"
+        return f"{headline}\n\n{self.traceback.rstrip()}" if self.traceback else headline
 
 
 _PACKAGE_DIR = os.path.dirname(__file__)
@@ -98,15 +98,15 @@ def timeout_error(
     """The error of a call that waits for a rank.
 
     Args:
-        states: Of all ranks.
+        states: States of all ranks.
         stacks: Rank -> the stacks of its threads.
         role: Role of the call.
         method: Method of the call.
         waited: For how long the call has waited, and for whom.
     """
-    culprit, why = culprit_of(states, stacks)
+    culprit, reason = find_culprit(states, stacks)
     text = "\n\n".join(f"--- {state}\n{stacks.get(state.rank, '')}".rstrip() for state in states)
-    message = f"{why}; {waited}; states and stacks of all ranks:"
+    message = f"{reason}; {waited}; states and stacks of all ranks:"
     return WorkerTimeout(message, role, method, culprit.rank, culprit.host, text)
 
 
@@ -140,7 +140,7 @@ class Future(Generic[T]):
         self._outcome: Callable[[], T] | None = None
 
     @classmethod
-    def of(cls, value: T) -> "Future[T]":
+    def completed(cls, value: T) -> "Future[T]":
         """A future whose result is already known."""
         return cls(lambda timeout: value)
 

@@ -22,16 +22,15 @@ from verl.tracking.formatting import (
     HEADLINES,
     StepLine,
     core_results,
-    duration,
-    headline,
-    one_line,
-    sample_line,
+    format_clock,
+    format_headline,
+    format_line,
+    format_sample,
+    format_validation,
     sparkline,
-    validation_line,
 )
 from verl.tracking.summary import best_point
 from verl.utils import log
-from verl.utils.alive import Alive
 from verl.utils.redaction import printable, redact_text
 
 Sample = tuple[str, str, float]
@@ -45,9 +44,9 @@ _MIN_REDRAW_SECONDS = 0.1
 #: warnings that the panel keeps, and their characters
 _WARNINGS = 2
 _WARNING_WIDTH = 400
-#: operators that the panel shows: those that took longest so far
+#: number of operators in the panel: those with the largest total time so far
 _OPERATORS = 8
-#: of the time of a step: a line has the operators that took at least this much, and 0.01 s
+#: smallest share of the time of a step, and at least 0.01 s, of the operators in a line
 _SHARE = 0.01
 
 
@@ -85,23 +84,23 @@ class TrainingProgress:
         alive_every: float | None = None,
     ):
         self.total_steps = total_steps
-        self.title = one_line(redact_text(title))
+        self.title = format_line(redact_text(title))
         self.print_every = print_every
         self.console = console or log.console()
         self.quiet, self.details, self.running = quiet, details, running
-        self._alive = Alive(self._print_now, self._doing, alive_every)
-        self._own_console = console is not None
+        self._alive = Alive(self._print_now, self._describe_activity, alive_every)
+        self._has_custom_console = console is not None
         self._live: Live | None = None
-        self._drawing = threading.Lock()  # of the panel, by two threads
+        self._drawing = threading.Lock()  # held while a thread draws the panel
         self._lines = StepLine(total_steps, self.console.width)
-        self._labels: set[str] = set()  # of all steps, so that the panel keeps its cells
+        self._labels: set[str] = set()  # labels of all steps, so that the panel keeps its cells
         self._curves: dict[str, list[float]] = {}
         self._seconds: Counter[str] = Counter()  # operator -> of all steps
         self._validations: dict[str, list[tuple[int, float]]] = {}
         self._samples: Sequence[Sample] = ()
         self._durations: deque[float] = deque(maxlen=20)
         self._last: float | None = None
-        self._drawn = 0.0
+        self._last_draw = 0.0
         self._log_level = logging.NOTSET
         self._step: tuple[int, Mapping[str, float], Mapping[str, float]] | None = None
         self._warnings = _LastWarnings(_WARNINGS)
@@ -119,8 +118,8 @@ class TrainingProgress:
             logger.setLevel(logging.WARNING)
         if log.is_live(self.console) and self.console.encoding.startswith("utf"):  # else it cannot be drawn
             logger.addHandler(self._warnings)
-            self._shown, self._width = self._waiting(), self.console.width
-            self._live = Live(self._shown, console=self.console, auto_refresh=False)
+            self._drawn_panel, self._width = self._waiting_panel(), self.console.width
+            self._live = Live(self._drawn_panel, console=self.console, auto_refresh=False)
             self._live.start(refresh=True)
             threading.Thread(target=self._redraw, name="panel", daemon=True).start()
         else:
@@ -129,13 +128,15 @@ class TrainingProgress:
             self._alive.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ):
         self._ended.set()
-        self._alive.__exit__(kind, error, trace)
+        self._alive.__exit__(error_type, error, trace)
         logger = logging.getLogger("verl")
         if self._live is not None:
             live, self._live = self._live, None
-            live.transient = self._step is None  # nothing to keep
+            live.transient = self._step is None  # no step to keep on the screen
             try:
                 if self._step is not None:
                     self._show(live, self._panel(final=True))
@@ -161,8 +162,8 @@ class TrainingProgress:
             samples: a few (prompt, response, score) to show. The panel keeps them until the next ones.
         """
         if timings is None:
-            named = {name.removeprefix("timing_s/"): value for name, value in metrics.items()}
-            timings = {name: named[name] for name in named if f"timing_s/{name}" in metrics and name != "step"}
+            values = {name.removeprefix("timing_s/"): value for name, value in metrics.items()}
+            timings = {name: values[name] for name in values if f"timing_s/{name}" in metrics and name != "step"}
         now = time.monotonic()
         # the time before the first step was spent on loading models
         self._durations.append(sum(timings.values()) if self._last is None else now - self._last)
@@ -177,8 +178,8 @@ class TrainingProgress:
         if samples:
             self._samples = samples
         if self._live is not None:
-            if now - self._drawn >= _MIN_REDRAW_SECONDS or step == self.total_steps:
-                self._drawn = now
+            if now - self._last_draw >= _MIN_REDRAW_SECONDS or step == self.total_steps:
+                self._last_draw = now
                 self._show(self._live, self._panel())
         elif step == 1 or step % self.print_every == 0 or step == self.total_steps:
             self._print_step()
@@ -193,7 +194,7 @@ class TrainingProgress:
         if self._live is not None and self._step is not None:
             self._show(self._live, self._panel())
         elif self._live is None and (results := core_results(metrics)):
-            self._print(validation_line(step, metrics, self._best(next(iter(results)))))
+            self._print(format_validation(step, metrics, self._best(next(iter(results)))))
 
     def _add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in core_results(metrics).items():
@@ -208,17 +209,17 @@ class TrainingProgress:
 
     # ---- lines ------------------------------------------------------------------------------------------------------
 
-    def _doing(self) -> str:
-        """What a step that takes long is doing."""
+    def _describe_activity(self) -> str:
+        """The last completed step and the running operators."""
         step = 0 if self._step is None else self._step[0]
-        return f"step {step}/{self.total_steps} done, now {self._running() or 'starting'}"
+        return f"step {step}/{self.total_steps} done, now {self._describe_running() or 'starting'}"
 
     def _print(self, text: str) -> None:
-        self._alive.said()
+        self._alive.reset()
         self._print_now(text)
 
     def _print_now(self, text: str) -> None:
-        if self._own_console:
+        if self._has_custom_console:
             # soft_wrap: do not wrap lines in a file
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -229,9 +230,9 @@ class TrainingProgress:
         seconds = metrics.get("timing_s/step", self._durations[-1])
         lines = [self._lines.text(step, metrics, seconds, self._remaining(step))]
         if self.details:
-            if shown := {name: value for name, value in timings.items() if value >= max(0.01, _SHARE * seconds)}:
-                lines.append("    " + " ".join(f"[{name}] {value:.2f}s" for name, value in shown.items()))
-            lines += ["    " + sample_line(*sample, width=self.console.width - 4) for sample in self._samples]
+            if slowest := {name: value for name, value in timings.items() if value >= max(0.01, _SHARE * seconds)}:
+                lines.append("    " + " ".join(f"[{name}] {value:.2f}s" for name, value in slowest.items()))
+            lines += ["    " + format_sample(*sample, width=self.console.width - 4) for sample in self._samples]
         self._samples = ()
         self._print("\n".join(lines))
 
@@ -242,24 +243,26 @@ class TrainingProgress:
         while not self._ended.wait(_REDRAW_SECONDS):
             live = self._live
             if live is not None:
-                self._show(live, self._panel() if self._step is not None else self._waiting())
+                self._show(live, self._panel() if self._step is not None else self._waiting_panel())
 
     def _show(self, live: Live, panel: Panel) -> None:
         """Draw a panel in place of the last one, whose lines are wrapped if the terminal is narrower now."""
         with self._drawing, suppress(OSError):  # a terminal that has been closed does not end the run
             width = self.console.width
             if width < self._width:
-                lines = len(self.console.render_lines(self._shown, self.console.options.update(width=self._width)))
+                lines = len(
+                    self.console.render_lines(self._drawn_panel, self.console.options.update(width=self._width))
+                )
                 rows = lines * -(-self._width // width)
                 up = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * (rows - lines)
                 self.console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up))
-            self._shown, self._width = panel, width
+            self._drawn_panel, self._width = panel, width
             live.update(panel, refresh=True)
 
-    def _waiting(self) -> Panel:
-        return self._framed([Text("first step ..."), *self._now()])
+    def _waiting_panel(self) -> Panel:
+        return self._frame([Text("first step ..."), *self._running_lines()])
 
-    def _framed(self, rows: list) -> Panel:
+    def _frame(self, rows: list) -> Panel:
         return Panel(Group(*rows), title=Text(self.title), title_align="left", box=box.ROUNDED)
 
     def _panel(self, final: bool = False) -> Panel:
@@ -272,10 +275,10 @@ class TrainingProgress:
         bar.add_row(
             Text(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}", style="bold"),
             ProgressBar(total=self.total_steps, completed=step),
-            Text(f"ETA {duration(self._remaining(step)):>7}"),
+            Text(f"ETA {format_clock(self._remaining(step)):>7}"),
         )
         steps = {name: value for name, value in metrics.items() if not name.startswith(("val-core/", "val/"))}
-        cells = {label: f"{text:<8}" for label, text in headline(steps, self._labels).items()}
+        cells = {label: f"{text:<8}" for label, text in format_headline(steps, self._labels).items()}
         self._labels |= cells.keys()
         rows = [bar, _columns(cells, width)]
         rows += [_curve(label, values, width) for label, values in self._curves.items() if len(values) > 1]
@@ -283,11 +286,11 @@ class TrainingProgress:
         longest = set(sorted(self._seconds, key=lambda name: -self._seconds[name])[:_OPERATORS])
         # a cell stays where it is, even if the operator takes no time in a step
         longest = {name for name in longest if self._seconds[name] >= _SHARE * self._seconds.total()}
-        shown = {name: f"{f'{seconds:.2f}s':<7}" for name, seconds in timings.items() if name in longest}
-        rows.append(_columns(shown, width))
-        rows += [Text(sample_line(*sample, width=width), "dim", no_wrap=True) for sample in self._samples]
+        seconds_by_operator = {name: f"{f'{seconds:.2f}s':<7}" for name, seconds in timings.items() if name in longest}
+        rows.append(_columns(seconds_by_operator, width))
+        rows += [Text(format_sample(*sample, width=width), "dim", no_wrap=True) for sample in self._samples]
         rows += [Text(line, "yellow", no_wrap=True, overflow="ellipsis") for line in self._warnings.lines]
-        return self._framed(rows if final else rows + self._now())
+        return self._frame(rows if final else rows + self._running_lines())
 
     def _validation(self, name: str, width: int) -> Text:
         points, (best_step, best) = self._validations[name], self._best(name)
@@ -297,11 +300,11 @@ class TrainingProgress:
         line.truncate(width)
         return line
 
-    def _now(self) -> list[Text]:
+    def _running_lines(self) -> list[Text]:
         """The operators that run now, so that a long step does not look like a hang."""
-        return [Text.assemble(("now ", "dim"), self._running(), no_wrap=True)]
+        return [Text.assemble(("now ", "dim"), self._describe_running(), no_wrap=True)]
 
-    def _running(self) -> str:
+    def _describe_running(self) -> str:
         now = time.perf_counter()
         return ", ".join(f"{printable(name)} {now - start:.0f}s" for name, start in dict(self.running()).items())
 
@@ -323,6 +326,47 @@ def _columns(cells: Mapping[str, str], width: int) -> Table:
     return grid
 
 
+class Alive:
+    """Context manager that logs the current activity after `seconds` without another line.
+
+        with Alive(print, lambda: "downloading the model"):
+            download()                    # still running after 10 s: downloading the model
+
+    Args:
+        log: receives the lines, in another thread.
+        activity: describes the current activity.
+        seconds: between two lines; None: no lines.
+    """
+
+    def __init__(self, log: Callable[[str], object], activity: Callable[[], str], seconds: float | None = 10.0):
+        self._log, self._activity, self._seconds = log, activity, seconds
+        self._start = self._last = time.perf_counter()
+        self._ended = threading.Event()
+        self._ended.set()
+
+    def reset(self) -> None:
+        """Another line was printed: wait again."""
+        self._last = time.perf_counter()
+
+    def __enter__(self) -> "Alive":
+        self._start = self._last = time.perf_counter()
+        if self._seconds is not None:
+            self._ended.clear()
+            threading.Thread(target=self._run, name="alive", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ):
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(max(0.01, self._last + self._seconds - time.perf_counter())):
+            if time.perf_counter() >= self._last + self._seconds:
+                self.reset()
+                self._log(f"still running after {self._last - self._start:.0f} s: {self._activity()}")
+
+
 class _LastWarnings(logging.Handler):
     """Keeps the last warnings of the logger "verl" for the panel."""
 
@@ -331,4 +375,4 @@ class _LastWarnings(logging.Handler):
         self.lines: deque[str] = deque(maxlen=count)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(one_line(redact_text(record.getMessage()).partition("\n")[0], _WARNING_WIDTH))
+        self.lines.append(format_line(redact_text(record.getMessage()).partition("\n")[0], _WARNING_WIDTH))

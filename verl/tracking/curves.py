@@ -34,8 +34,8 @@ def moving_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
 def centred_mean(values: Sequence[float], window: int = CENTRED) -> list[float]:
     """Centred mean over at most `window` values: `window // 2` on each side, fewer at both ends."""
     half = window // 2
-    around = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in around]
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window_values) / len(window_values) for window_values in windows]
 
 
 def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
@@ -46,17 +46,13 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
     ordered = sorted(values)
     if len(ordered) < 8:
         return None
-    low, high = (_quantile(ordered, q) for q in (0.25, 0.75))
+    low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.25, 0.75))
     width = high - low
     kept = [value for value in ordered if low - 4 * width <= value <= high + 4 * width]
     if width == 0 or len(kept) == len(ordered) or len(kept) < 0.95 * len(ordered):
         return None
     margin = 0.05 * (kept[-1] - kept[0])
     return kept[0] - margin, kept[-1] + margin
-
-
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    return ordered[round(q * (len(ordered) - 1))]
 
 
 def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[str] | None = None) -> Path:
@@ -85,27 +81,28 @@ def save_comparison(runs: Sequence[RecordedRun], out_png: str | Path, keys: Sequ
     Raises:
         ValueError: as `save_curves`.
     """
-    same = {run.algorithm for run in runs}, {run.model for run in runs}
-    title = " · ".join(found.copy().pop() for found in same if len(found) == 1 and "unknown" not in found)
+    algorithms = {run.algorithm for run in runs}
+    models = {run.model for run in runs}
+    title = " · ".join(name for names in (algorithms, models) if len(names) == 1 for name in names - {"unknown"})
     return _save(runs, labels(runs), out_png, keys, title)
 
 
 def _save(
     runs: Sequence[RecordedRun], names: Sequence[str], out_png: str | Path, keys: Sequence[str] | None, title: str
 ) -> Path:
-    panels, names, title = _panels(runs, keys), [_literal(name) for name in names], _literal(title)
+    panels, names, title = _panels(runs, keys), [_escape_text(name) for name in names], _escape_text(title)
     figure = _figure(len(panels))
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for index, (axis, (panel, metric)) in enumerate(zip(axes, panels.items())):
-        shown: list[float] = []
+        plotted: list[float] = []
         for color, (run, name) in enumerate(zip(runs, names)):
-            found = next((run.metrics[key] for key in metric if key in run.metrics), None)
-            if found:
-                _draw(axis, found, f"C{color}", name)
-                shown += [value for _, value in found]
+            series = next((run.metrics[key] for key in metric if key in run.metrics), None)
+            if series:
+                _draw(axis, series, f"C{color}", name)
+                plotted += [value for _, value in series]
             if index == 0 and keys is None:
-                shown += _draw_validation(axis, run, color, name)
-        _finish(axis, panel, shown)
+                plotted += _draw_validation(axis, run, color, name)
+        _finish(axis, panel, plotted)
     # below the panels, so that it covers no line
     handles, texts = axes[0].get_legend_handles_labels()
     figure.legend(handles, texts, loc="outside lower center", ncols=min(4, len(texts)), fontsize=8, frameon=False)
@@ -120,15 +117,15 @@ def _save(
 def _panels(runs: Sequence[RecordedRun], keys: Sequence[str] | None) -> Mapping[str, tuple[str, ...]]:
     """Title -> names of the metric. Raises ValueError if a key is missing, or nothing can be plotted."""
     present = {name for run in runs for name in run.metrics}
-    where = ", ".join(str(run.folder / "metrics.jsonl") for run in runs)
+    files = ", ".join(str(run.folder / "metrics.jsonl") for run in runs)
     if keys is not None:
         missing = [key for key in keys if key not in present]
         if missing:
-            raise ValueError(f"{where} has no {missing[0]!r}; it has: {', '.join(sorted(present)) or 'nothing'}")
+            raise ValueError(f"{files} has no {missing[0]!r}; it has: {', '.join(sorted(present)) or 'nothing'}")
         return {key: (key,) for key in keys}
     panels = {title: names for title, names in PANELS.items() if present.intersection(names)}
     if not panels:
-        raise ValueError(f"{where} has nothing to plot: expected one of {sum(PANELS.values(), ())}")
+        raise ValueError(f"{files} has nothing to plot: expected one of {sum(PANELS.values(), ())}")
     return panels
 
 
@@ -141,21 +138,21 @@ def _draw(axis: Any, series: Series, color: str, name: str) -> None:
 
 def _draw_validation(axis: Any, run: RecordedRun, color: int, name: str) -> list[float]:
     """Plot the validation results, and return their values."""
-    shown: list[float] = []
+    plotted: list[float] = []
     for i, metric in enumerate(run.validation_names):
         steps, values = zip(*run.metrics[metric])
-        label = _literal(run.validation_label(metric))
+        label = _escape_text(run.validation_label(metric))
         # two points do not make a trend, so they are not joined
         line = ":" if len(steps) > 2 else ""
         style = {"color": f"C{color if name else i + 1}", "marker": "osD^v"[i % 5], "markersize": 5, "linewidth": 1}
         axis.plot(steps, values, linestyle=line, label=f"{name}, {label}" if name else label, **style)
-        shown += values
-    return shown
+        plotted += values
+    return plotted
 
 
 def _finish(axis: Any, title: str, values: Sequence[float]) -> None:
     """Title, labels, and limits that outliers do not stretch."""
-    axis.set_title(_literal(title), fontsize=10)
+    axis.set_title(_escape_text(title), fontsize=10)
     axis.set_xlabel("step")
     axis.grid(alpha=0.25)
     limits = robust_limits(values)
@@ -166,8 +163,8 @@ def _finish(axis: Any, title: str, values: Sequence[float]) -> None:
         axis.text(0.98, 0.97, text, transform=axis.transAxes, ha="right", va="top", fontsize=7, color="0.4")
 
 
-def _literal(text: str) -> str:
-    """A text in a plot: no formulas, which `$` begins, and no control characters."""
+def _escape_text(text: str) -> str:
+    """A text for a plot, without formulas, which `$` begins, and control characters."""
     return printable(text).replace("$", r"\$")
 
 

@@ -43,7 +43,7 @@ _FIELDS = (
 _DROPPED_FIRST = ("tok/s", "ent", "grad", "kl", "len", "acc")
 
 
-def short(value: float) -> str:
+def format_number(value: float) -> str:
     """Format with three significant digits: 0.0123, 1.24, 153k."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 9.995 * size or (unit != "k" and abs(value) >= size):
@@ -51,7 +51,7 @@ def short(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def fixed(value: float, width: int) -> str:
+def format_fixed(value: float, width: int) -> str:
     """Format with as many digits as fit into `width` characters (at least 4), right-aligned: `0.625`, `12.50`, `1e-05`.
 
     The width of a column does not depend on its values, so that lines below each other align. A value too small for
@@ -62,7 +62,7 @@ def fixed(value: float, width: int) -> str:
         if len(text) <= width:
             break
     else:
-        text = short(value)
+        text = format_number(value)
         if len(text) > width:  # 31k instead of 31.1k
             text = re.sub(r"\.\d+", "", text)
     if value and math.isfinite(value) and float(text.rstrip("kMG")) == 0:
@@ -71,22 +71,22 @@ def fixed(value: float, width: int) -> str:
     return text.rjust(width)
 
 
-def duration(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Format seconds as a clock does: 0:07, 2:03, 1:29:24."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def duration_in_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds for a sentence: 41 s, 2 min 03 s, 1 h 29 min."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
-def short_duration(seconds: float) -> str:
+def format_short_duration(seconds: float) -> str:
     """Format seconds for a table: 45s, 12m, 3.4h, 2.5d."""
     for unit, size in (("d", 86400), ("h", 3600)):
         if seconds >= size:
@@ -99,27 +99,27 @@ def headline_values(metrics: Mapping[str, float], keep: Collection[str] = ()) ->
 
     Equal reward, accuracy and net reward are there once, except the labels in `keep`.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for label, names in HEADLINES.items():
         name = next((name for name in names if name in metrics), None)
-        shown = [found[other] for other in _REWARDS if label in _REWARDS and other in found]
-        same = label not in keep and any(math.isclose(metrics[name], other, rel_tol=1e-6) for other in shown if name)
+        earlier = [values[other] for other in _REWARDS if label in _REWARDS and other in values]
+        same = label not in keep and any(math.isclose(metrics[name], other, rel_tol=1e-6) for other in earlier if name)
         if name is not None and not same:
-            found[label] = metrics[name]
-    return found
+            values[label] = metrics[name]
+    return values
 
 
-def headline(metrics: Mapping[str, float], keep: Collection[str] = ()) -> dict[str, str]:
+def format_headline(metrics: Mapping[str, float], keep: Collection[str] = ()) -> dict[str, str]:
     """Return label -> text for the headline metrics, in display order, then the core validation results. keep: as in
     `headline_values`.
 
     If a custom flow has none of these metrics, all of its metrics are shown, except timings and memory.
     """
-    shown = {label: short(value) for label, value in headline_values(metrics, keep).items()}
-    rest = [name for name in metrics if name.startswith(("val-core/", "val/"))]
-    if not shown and not rest:
-        rest = [name for name in metrics if not name.startswith(("timing_s/", "perf/", "training/"))]
-    return shown | {name: short(metrics[name]) for name in rest}
+    texts = {label: format_number(value) for label, value in headline_values(metrics, keep).items()}
+    names = [name for name in metrics if name.startswith(("val-core/", "val/"))]
+    if not texts and not names:
+        names = [name for name in metrics if not name.startswith(("timing_s/", "perf/", "training/"))]
+    return texts | {name: format_number(metrics[name]) for name in names}
 
 
 class StepLine:
@@ -153,29 +153,31 @@ class StepLine:
         if values.keys() - self._known:
             self._known |= values.keys()
             self._columns = self._fitting(self._width - len(number) - len("  0.36s") - self._longest_eta)
-        texts = [f"  {label} {_cell(values.get(name), room)}" for label, name, room in self._columns]
+        cells = [f"  {label} {_cell(values.get(name), characters)}" for label, name, characters in self._columns]
         if not any(name in self._known for _, name, _ in _FIELDS):
-            texts = [f"  {name} {text}" for name, text in headline(metrics).items()]
-        return "".join([number, *texts, f"  {fixed(seconds, 4)}s", f"  ETA {duration(remaining)}"])
+            cells = [f"  {name} {text}" for name, text in format_headline(metrics).items()]
+        return "".join([number, *cells, f"  {format_fixed(seconds, 4)}s", f"  ETA {format_clock(remaining)}"])
 
     def _fitting(self, width: int) -> list[tuple[str, str, int]]:
         """The columns of the known metrics that fit into `width` characters."""
         columns = [field for field in _FIELDS if field[1] in self._known]
         for dropped in _DROPPED_FIRST:
-            if sum(len(f"  {label} ") + room for label, _, room in columns) <= width:
+            if sum(len(f"  {label} ") + characters for label, _, characters in columns) <= width:
                 break
             columns = [field for field in columns if field[0] != dropped]
         return columns
 
 
 def _cell(value: float | None, width: int) -> str:
-    return "-".rjust(width) if value is None else fixed(value, width)
+    return "-".rjust(width) if value is None else format_fixed(value, width)
 
 
-def validation_line(step: int, metrics: Mapping[str, float], best: tuple[int, float] | None) -> str:
+def format_validation(step: int, metrics: Mapping[str, float], best: tuple[int, float] | None) -> str:
     """The line of a validation: its core results, and the best value of the first one so far."""
-    results = [f"{name.removeprefix('val-core/')} {short(value)}" for name, value in core_results(metrics).items()]
-    earlier = f" (best {short(best[1])} at step {best[0]})" if best is not None and best[0] != step else ""
+    results = [
+        f"{name.removeprefix('val-core/')} {format_number(value)}" for name, value in core_results(metrics).items()
+    ]
+    earlier = f" (best {format_number(best[1])} at step {best[0]})" if best is not None and best[0] != step else ""
     return f"step {step} validation: {', '.join(results)}{earlier}"
 
 
@@ -202,20 +204,20 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BLOCKS[min(int((m - low) / (high - low) * 8), 7)] for m in means)
 
 
-def sample_line(prompt: str, response: str, score: float, width: int) -> str:
+def format_sample(prompt: str, response: str, score: float, width: int) -> str:
     """`+ prompt -> response  (1)`, truncated to the width; + for a score above 0. Prompts are cut at the front."""
     prompt, response = (" ".join(text.split()) for text in (prompt, response))
     prompt, response = (printable(text) for text in (prompt, response))
     room = max(width - 12, 20)
     if len(prompt) > room // 2:
         prompt = "…" + prompt[-(room // 2) + 1 :]
-    left = room - len(prompt)
-    if len(response) > left:
-        response = response[: left - 1] + "…"
+    remaining = room - len(prompt)
+    if len(response) > remaining:
+        response = response[: remaining - 1] + "…"
     return f"{'+' if score > 0 else '-'} {prompt} -> {response}  ({score:.2g})"
 
 
-def one_line(text: str, limit: int = 200) -> str:
+def format_line(text: str, limit: int = 200) -> str:
     """Escape control characters and line breaks, and shorten to `limit` characters."""
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: limit + 1])
     return line if len(line) <= limit and len(text) <= limit else line[: limit - 3] + "..."

@@ -19,7 +19,7 @@ class Metric:
         section: heading on the page.
         names: pattern of names; `*` is any text, `{a,b}` are alternatives.
         unit: unit of the values.
-        meaning: what it is.
+        meaning: description.
         watch: healthy values, and what to do about others; empty if there is nothing to watch.
     """
 

@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from verl.checkpoints.atomic import atomic_write, set_aside_irregular
-from verl.tracking.earlier_runs import EarlierRun
 from verl.tracking.step_files import open_steps, read_lines
+from verl.utils.paths import resolved
 from verl.utils.redaction import redact_text
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 STEPS_LIMIT = 8_000_000
 #: messages in warnings.jsonl, per call of fit
 WARNINGS_LIMIT = 500
+
+#: files of a run, and those that are moved to `earlier_runs/`
+_RESULTS = ("metrics.jsonl", "samples.jsonl", "steps.jsonl")
+_MOVED = (*_RESULTS, *(name.replace(".", ".dropped.") for name in _RESULTS), "curves.png", "report.html", "tensorboard")
 
 
 class RunRecord:
@@ -80,11 +84,13 @@ class RunRecord:
         logging.getLogger("verl").addHandler(self._warnings)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ):
         logging.getLogger("verl").removeHandler(self._warnings)
         self._warnings.close()
-        interrupted = kind is not None and not issubclass(kind, Exception)
-        state = "finished" if kind is None else "interrupted" if interrupted else "failed"
+        interrupted = error_type is not None and not issubclass(error_type, Exception)
+        state = "finished" if error_type is None else "interrupted" if interrupted else "failed"
         text = None if error is None else redact_text(f"{type(error).__name__}: {error}")[:2000]
         self._about |= {"state": state, "ended": time.time(), "error": text}
         try:
@@ -102,8 +108,8 @@ class RunRecord:
             self._before.set_aside()
         self._before = None
         open_steps(self._steps, step).close()
-        found = [item["every"] for item in self._recorded()]
-        self._every = found[-1] if found else 1
+        strides = [item["every"] for item in self._recorded()]
+        self._every = strides[-1] if strides else 1
 
     def add_step(self, step: int, make: Callable[[], Mapping[str, Any]], last: bool) -> None:
         """Write the record of a step, if its turn has come.
@@ -115,11 +121,11 @@ class RunRecord:
         self._step = step
         if self._broken or ((step - 1) % self._every and not last):
             return
-        found = make()
-        if not found:
+        record = make()
+        if not record:
             return
         try:
-            self._append({"step": step, "every": self._every, **found})
+            self._append({"step": step, "every": self._every, **record})
         except OSError as error:  # as with trackers, training continues
             self._broken = True
             logger.warning("%s cannot be written (%s): no further steps are recorded", self._steps, error)
@@ -153,9 +159,56 @@ class RunRecord:
             )
 
 
+class EarlierRun:
+    """The results of an earlier run in a folder, with run.json and the warnings as they are at construction.
+
+    Args:
+        folder: `trainer.default_local_dir` of the new run.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        about, warnings = folder / "run.json", folder / "warnings.jsonl"
+        self._about = about.read_bytes() if about.is_file() else None
+        self._written = about.stat().st_mtime if about.is_file() else 0.0
+        self._warnings = warnings.stat().st_size if warnings.is_file() else 0
+
+    def set_aside(self) -> Path | None:
+        """Move the results to `earlier_runs/<name>_<number>`. None: there are none, as of a run that did not start."""
+        results = [self._folder / name for name in _RESULTS]
+        if not any(path.is_file() and path.stat().st_size for path in results):
+            return None
+        aside = self._new_folder()
+        for name in _MOVED:
+            if (self._folder / name).exists():
+                (self._folder / name).rename(aside / name)
+        if self._warnings:
+            path = self._folder / "warnings.jsonl"
+            lines = path.read_bytes()
+            (aside / "warnings.jsonl").write_bytes(lines[: self._warnings])
+            with atomic_write(path) as draft:
+                draft.write_bytes(lines[self._warnings :])
+        if self._about is not None:
+            (aside / "run.json").write_bytes(self._about)
+            os.utime(aside / "run.json", (self._written, self._written))  # the newest run is listed first
+        logger.info("this run starts at step 0: the results of the run before it are moved to %s", aside)
+        return aside
+
+    def _new_folder(self) -> Path:
+        parent, number = self._folder / "earlier_runs", 1
+        while True:
+            path = parent / f"{resolved(self._folder).name}_{number}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+            else:
+                return path
+
+
 @contextmanager
 def collected(warnings: list[logging.LogRecord]) -> Iterator[None]:
-    """Append what is logged at WARNING and above to a list while the block runs."""
+    """Append log records of level WARNING and above to a list while the block runs."""
     handler = logging.Handler(logging.WARNING)
     handler.emit = warnings.append  # type: ignore[method-assign]
     logging.getLogger("verl").addHandler(handler)

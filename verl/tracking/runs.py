@@ -38,14 +38,14 @@ def read_metrics(metrics_jsonl: str | Path) -> dict[str, Series]:
     path = Path(metrics_jsonl)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: expected the file that the tracker jsonl writes (trainer.logger)")
-    found: dict[str, list[tuple[int, float]]] = {}
+    metrics: dict[str, list[tuple[int, float]]] = {}
     for record in read_lines(path):
         step = record.pop("step", None)
         record.pop("time", None)
         for name, value in record.items() if isinstance(step, int) else ():
             if isinstance(value, int | float) and abs(value) <= sys.float_info.max:  # false for NaN
-                found.setdefault(name, []).append((step, value))
-    return {name: sorted(series, key=lambda point: point[0]) for name, series in found.items()}
+                metrics.setdefault(name, []).append((step, value))
+    return {name: sorted(series, key=lambda point: point[0]) for name, series in metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class RecordedRun:
 
     @property
     def algorithm(self) -> str:
-        """Such as `grpo`, or `sft`."""
-        named = next((self.config[key] for key in _ALGORITHM if self.config.get(key)), None)
-        return str(named or ("sft" if "model.path" in self.config else "unknown"))
+        """Name of the algorithm: `grpo`, `sft`, ..."""
+        algorithm = next((self.config[key] for key in _ALGORITHM if self.config.get(key)), None)
+        return str(algorithm or ("sft" if "model.path" in self.config else "unknown"))
 
     @property
     def model(self) -> str:
@@ -110,7 +110,7 @@ class RecordedRun:
     @property
     def age(self) -> float:
         """Seconds since the run last wrote."""
-        return time.time() - _written(self.folder)
+        return time.time() - _last_write(self.folder)
 
     @property
     def seconds(self) -> float:
@@ -130,12 +130,12 @@ class RecordedRun:
         return core or sorted(name for name in self.metrics if name.startswith(("val-core/", "val/")))
 
     def validation_label(self, name: str) -> str:
-        """`validation (greedy)`, followed by what tells several validation metrics apart."""
-        kind = ""
+        """`validation (greedy)`, followed by the metric if there are several."""
+        sampling = ""
         if _GREEDY[0] in self.config:
             sampled = self.config[_GREEDY[0]] and self.config.get(_GREEDY[1]) != 0
-            kind = " (sampled)" if sampled else " (greedy)"
-        label = f"validation{kind}" if name.startswith("val-core/") else "validation"
+            sampling = " (sampled)" if sampled else " (greedy)"
+        label = f"validation{sampling}" if name.startswith("val-core/") else "validation"
         return label if len(self.validation_names) == 1 else f"{label}: {name.split('/', 1)[1]}"
 
     @property
@@ -154,8 +154,8 @@ def open_run(folder: str | Path) -> RecordedRun:
     """
     folder = Path(folder)
     if not (folder / "run.json").is_file() and not (folder / "metrics.jsonl").is_file():
-        inside = find_runs(folder)
-        hint = f"; it has the runs {', '.join(str(run.folder) for run in inside[:5])}" if inside else ""
+        runs = find_runs(folder)
+        hint = f"; it has the runs {', '.join(str(run.folder) for run in runs[:5])}" if runs else ""
         raise ValueError(
             f"{folder} is not the folder of a run (trainer.default_local_dir): it has no run.json or metrics.jsonl"
             f"{hint}"
@@ -187,13 +187,13 @@ def find_runs(folder: str | Path, depth: int = 4) -> list[RecordedRun]:
 
 
 def run_folders(folder: str | Path, depth: int = 4) -> list[Path]:
-    """Their folders. Reads no file."""
-    found = _search(Path(folder), depth) if Path(folder).is_dir() else ()
-    return sorted(found, key=_written, reverse=True)
+    """The folders of the runs in a folder and its subfolders, the newest first. Reads no file."""
+    folders = _search(Path(folder), depth) if Path(folder).is_dir() else ()
+    return sorted(folders, key=_last_write, reverse=True)
 
 
-def _written(folder: Path) -> float:
-    """When a run last wrote."""
+def _last_write(folder: Path) -> float:
+    """The time of the last write of a run."""
     files = [folder / name for name in ("metrics.jsonl", "run.json")]
     return max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
 
@@ -201,12 +201,12 @@ def _written(folder: Path) -> float:
 def _search(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
         yield folder
-    for path in _readable(folder) if depth else ():
+    for path in _entries(folder) if depth else ():
         if path.is_dir() and not path.name.startswith((".", "global_step_")):
             yield from _search(path, depth - 1)
 
 
-def _readable(folder: Path) -> list[Path]:
+def _entries(folder: Path) -> list[Path]:
     """The entries of a folder; none, with a warning, if it may not be read."""
     try:
         return list(folder.iterdir())
@@ -235,9 +235,9 @@ def labels(runs: Sequence[RecordedRun]) -> list[str]:
     different = {key: different[key] for key in different if not key.startswith("trainer.")} or different
     if not different or len(different) > 3 or any(not run.config for run in runs):
         return names
-    short = {key: key.rpartition(".")[2] for key in different}
-    found = [", ".join(f"{short[key]}={different[key][i]}" for key in different) for i in range(len(runs))]
-    return found if len(set(found)) == len(runs) else [f"{name}: {text}" for name, text in zip(names, found)]
+    short_keys = {key: key.rpartition(".")[2] for key in different}
+    texts = [", ".join(f"{short_keys[key]}={different[key][i]}" for key in different) for i in range(len(runs))]
+    return texts if len(set(texts)) == len(runs) else [f"{name}: {text}" for name, text in zip(names, texts)]
 
 
 def short_names(runs: Sequence[RecordedRun]) -> list[str]:

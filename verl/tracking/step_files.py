@@ -40,7 +40,7 @@ def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextI
     set_aside_irregular(path)
     set_aside_irregular(path.with_suffix(".dropped.jsonl"))
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    steps = [_step_of(line) for line in lines]
+    steps = [_read_step(line) for line in lines]
     kept = [step is not None and resume_step > 0 and step <= resume_step for step in steps]
     if not all(kept):
         aside = path.with_suffix(".dropped.jsonl")
@@ -61,7 +61,7 @@ def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextI
     return path.open("a", encoding="utf-8", errors="backslashreplace")
 
 
-def _step_of(line: bytes) -> int | None:
+def _read_step(line: bytes) -> int | None:
     """The step of a line; None if it is damaged, such as the partial last line of a process that was killed."""
     try:
         record = json.loads(line)

@@ -5,7 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from verl.tracking.formatting import HEADLINES, duration_in_words, short
+from verl.tracking.formatting import HEADLINES, format_duration, format_number
 
 Series = Sequence[tuple[int, float]]
 """(step, value) in the order of the steps."""
@@ -40,8 +40,8 @@ def summary_lines(
         resumed: the step from which this process resumed; 0: it did not.
     """
     lines = []
-    time = duration_in_words(seconds) + (f" since step {resumed}" if resumed else "")
-    of = f" of {total_steps}" if steps < total_steps else ""
+    time = format_duration(seconds) + (f" since step {resumed}" if resumed else "")
+    is_complete = steps >= total_steps
     for label in _LEARNED:
         series = next((history[name] for name in HEADLINES[label] if history.get(name)), ())
         values = [value for _, value in series]
@@ -50,20 +50,20 @@ def summary_lines(
         window = min(WINDOW, max(1, len(values) // 2))
         first, last = (sum(chunk) / window for chunk in (values[:window], values[-window:]))
         means = f"; means of the first and last {window} steps" if window > 1 else ""
-        trained = f"in {len(values)}{of} step{'s' * (len(values) > 1 or bool(of))}"
+        total = "" if is_complete else f" of {total_steps}"
+        trained = f"in {len(values)}{total} step{'s' * (len(values) > 1 or not is_complete)}"
         if len(values) < steps:
-            trained = f"in {len(values)} steps, up to step {steps}{of}"
+            trained = f"in {len(values)} steps, up to step {steps}{total}"
         lines.append(f"{label} {first:.2f} -> {last:.2f} {trained} ({time}{means})")
     validations = [name for name in history if name.startswith("val-core/") and "/mean@" in name]
     for name in [*validations[:_MAX_VALIDATIONS], *(["val/loss"] if "val/loss" in history else [])]:
-        lines.append(
-            f"validation {name.removeprefix('val-core/').removeprefix('val/')}: {_first_and_best(name, history)}"
-        )
-    return [*lines, *_cost_of_pushes(history), *_staleness(history)] if lines else []
+        label = name.removeprefix("val-core/").removeprefix("val/")
+        lines.append(f"validation {label}: {_first_and_best(name, history)}")
+    return [*lines, *_push_lines(history), *_staleness(history)] if lines else []
 
 
-def push_words(size: float, seconds: float, share: float | None) -> str:
-    """The cost of a weight push.
+def describe_push(size: float, seconds: float, share: float | None) -> str:
+    """Format the cost of a weight push.
 
     Args:
         size: in bytes.
@@ -74,23 +74,23 @@ def push_words(size: float, seconds: float, share: float | None) -> str:
     limit = ""
     if share is not None and share * seconds >= _LATENCY:
         limit = f", {share:.0%} of the bandwidth limit" if share >= 0.005 else ", less than 1% of the bandwidth limit"
-    return f"{short(size)}B in {seconds:.3g} s{limit}"
+    return f"{format_number(size)}B in {seconds:.3g} s{limit}"
 
 
-def _cost_of_pushes(history: Mapping[str, Series]) -> list[str]:
+def _push_lines(history: Mapping[str, Series]) -> list[str]:
     sizes, seconds, shares = ([value for _, value in history.get(name, ())] for name in SYNC)
     if not any(sizes):  # the rollout shares the weights of training
         return []
     share = statistics.median(shares) if shares else None
-    return [f"weight sync: {push_words(statistics.median(sizes), statistics.median(seconds), share)} (median push)"]
+    return [f"weight sync: {describe_push(statistics.median(sizes), statistics.median(seconds), share)} (median push)"]
 
 
 def _staleness(history: Mapping[str, Series]) -> list[str]:
     """The histogram over all samples of the run."""
     counts: Counter[int] = Counter()
     for name, series in history.items():
-        if found := STALENESS.fullmatch(name):
-            counts[int(found[1])] += int(sum(value for _, value in series))
+        if match := STALENESS.fullmatch(name):
+            counts[int(match[1])] += int(sum(value for _, value in series))
     total = counts.total()
     bars = [f"{k}: {counts[k]:,} samples ({counts[k] / total:.0%})" for k in sorted(counts) if total]
     return [f"staleness in updates: {', '.join(bars)}"] if bars else []
@@ -107,5 +107,5 @@ def _first_and_best(name: str, history: Mapping[str, Series]) -> str:
     if len(series) == 1:
         return f"{first:.3f} (step {first_step})"
     best_step, best = best_point(name, series)
-    best_too = f", best {best:.3f} (step {best_step})" if best_step not in (first_step, last_step) else ""
-    return f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step}){best_too}"
+    best_text = f", best {best:.3f} (step {best_step})" if best_step not in (first_step, last_step) else ""
+    return f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step}){best_text}"

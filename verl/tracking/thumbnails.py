@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-MOST = 4
+MAX_IMAGES = 4
 """Images of a sample that are shown."""
 SIDE = 128
 """Pixels of the longer side of a thumbnail."""
@@ -18,19 +18,19 @@ def thumbnails(data: Mapping[str, Any] | None) -> list[str]:
     Args:
         data: an entry of the column multi_modal_data; None in a text-only row.
     """
-    return [thumbnail(image) for image in _images(data or {})[:MOST]]
+    return [thumbnail(image) for image in _images(data or {})[:MAX_IMAGES]]
 
 
 def thumbnails_by_object() -> Callable[[Mapping[str, Any] | None], list[str]]:
     """`thumbnails` that makes those of one object once: the samples of a prompt share it."""
-    made: dict[int, list[str]] = {}
+    cache: dict[int, list[str]] = {}
 
-    def small(data: Mapping[str, Any] | None) -> list[str]:
-        if id(data) not in made:
-            made[id(data)] = thumbnails(data)
-        return made[id(data)]
+    def cached(data: Mapping[str, Any] | None) -> list[str]:
+        if id(data) not in cache:
+            cache[id(data)] = thumbnails(data)
+        return cache[id(data)]
 
-    return small
+    return cached
 
 
 def _images(data: Mapping[str, Any]) -> list[Any]:
@@ -44,23 +44,21 @@ def thumbnail(image: Any) -> str:
     """A data URI of a PIL image: PNG if that is small, otherwise JPEG."""
     small = image.copy()
     small.thumbnail((SIDE, SIDE))
-    written = {kind: io.BytesIO() for kind in ("png", "jpeg")}
-    small.save(written["png"], "PNG")
-    small.save(written["jpeg"], "JPEG", quality=80)
-    kind = "png" if written["png"].tell() <= max(2048, written["jpeg"].tell()) else "jpeg"
-    return f"{_PREFIX}{kind};base64,{base64.b64encode(written[kind].getvalue()).decode()}"
+    buffers = {image_format: io.BytesIO() for image_format in ("png", "jpeg")}
+    small.save(buffers["png"], "PNG")
+    small.save(buffers["jpeg"], "JPEG", quality=80)
+    image_format = "png" if buffers["png"].tell() <= max(2048, buffers["jpeg"].tell()) else "jpeg"
+    return f"{_PREFIX}{image_format};base64,{base64.b64encode(buffers[image_format].getvalue()).decode()}"
 
 
 def are_thumbnails(value: Any) -> bool:
     """Whether a field of a sample is a list of thumbnails."""
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_thumbnail, value)) and bool(value)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    return all(isinstance(item, str) and item.startswith(_PREFIX) for item in value)
 
 
-def _is_thumbnail(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(_PREFIX)
-
-
-def image_of(uri: str) -> Any:
+def decode_thumbnail(uri: str) -> Any:
     """The PIL image of a thumbnail."""
     from PIL import Image
 

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from verl.tracking.console import TrainingProgress
-from verl.tracking.formatting import headline, one_line, short
+from verl.tracking.formatting import format_headline, format_line, format_number
+from verl.tracking.runs import REWARDS
 from verl.tracking.step_files import open_steps
-from verl.tracking.thumbnails import are_thumbnails, image_of
+from verl.tracking.thumbnails import are_thumbnails, decode_thumbnail
 from verl.utils.log import setup_logging
 from verl.utils.paths import resolved
 from verl.utils.redaction import printable
@@ -97,13 +98,13 @@ class ConsoleTracker(Tracker):
             show = self.run.progress.update if "timing_s/step" in metrics else self.run.progress.validated
             show(step, metrics)
             return
-        values = [f"{label} {text}" for label, text in headline(metrics).items()]
+        values = [f"{label} {text}" for label, text in format_headline(metrics).items()]
         logger.info(" | ".join([f"step {step}", *values]))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        shown = printable if self.run.progress is not None and self.run.progress.is_live else one_line
+        format_text = printable if self.run.progress is not None and self.run.progress.is_live else format_line
         for i, row in enumerate(without_thumbnails(rows), 1):
-            values = {key: short(v) if isinstance(v, float) else shown(str(v)) for key, v in row.items()}
+            values = {key: format_number(v) if isinstance(v, float) else format_text(str(v)) for key, v in row.items()}
             lines = [f"  {key}: {text}".replace("\n", "\n    ") for key, text in values.items()]
             logger.info("step %d, %s %d of %d\n%s", step, name, i, len(rows), "\n".join(lines))
 
@@ -148,7 +149,7 @@ class TensorboardTracker(Tracker):
     """Event files in `tensorboard/`. A resumed run purges the steps after its checkpoint.
 
     The HParams tab shows the settings that differ from the defaults, with the training reward and the validation
-    metrics. They are written with the first validation, or at the end of a run without one.
+    metrics. They are written as soon as the run has logged both, otherwise at its end.
     """
 
     package = "tensorboard"
@@ -160,21 +161,24 @@ class TensorboardTracker(Tracker):
         first = run.resume_step + 1 if run.resume_step else 0
         self._writer = writer(str(run.folder / "tensorboard"), purge_step=first)
         self._writer.add_text("config", _markdown([{"key": k, "value": v} for k, v in run.config.items()]), first)
+        self._rewards: dict[str, None] = {}  # training rewards that were logged, or losses of SFT
+        self._validations: dict[str, None] = {}  # validation metrics that were logged
         self._has_session = False
 
-    def _write_session(self, validation: Sequence[str]) -> None:
-        """Write what the HParams tab reads. Its metrics are scalars of this run, by their names."""
+    def _write_session(self) -> None:
+        """Write the data of the HParams tab. Its metrics are scalars of this run, by their names."""
         self._has_session = True
-        reward = "train/nll" if "model.path" in self.run.config else "critic/score/mean"
+        reward = [name for name in REWARDS if name in self._rewards][:1]
         settings = {key: _cell(self.run.config[key]) for key in self.run.changed}
         summaries = importlib.import_module("torch.utils.tensorboard.summary").hparams
-        for summary in summaries(settings, dict.fromkeys([*validation, reward])):
+        for summary in summaries(settings, dict.fromkeys([*self._validations, *reward])):
             self._writer.file_writer.add_summary(summary)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        validation = [name for name in metrics if name.startswith(("val-core/", "val/"))]
-        if validation and not self._has_session:
-            self._write_session(validation)
+        self._rewards |= dict.fromkeys(name for name in metrics if name in REWARDS)
+        self._validations |= dict.fromkeys(name for name in metrics if name.startswith(("val-core/", "val/")))
+        if self._rewards and self._validations and not self._has_session:
+            self._write_session()
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -183,11 +187,11 @@ class TensorboardTracker(Tracker):
         self._writer.add_text(name, _markdown(without_thumbnails(rows)), step)
         for i, row in enumerate(rows):
             if are_thumbnails(images := row.get("images")):
-                self._writer.add_image(f"{name}/{i}", np.asarray(image_of(images[0])), step, dataformats="HWC")
+                self._writer.add_image(f"{name}/{i}", np.asarray(decode_thumbnail(images[0])), step, dataformats="HWC")
 
     def finish(self, failed: bool) -> None:
         if not self._has_session:
-            self._write_session(())
+            self._write_session()
         self._writer.close()
 
 
@@ -224,7 +228,7 @@ class WandbTracker(Tracker):
 
     def _cell(self, value: Any) -> Any:
         """Of several images the first is shown."""
-        return self._wandb.Image(image_of(value[0])) if are_thumbnails(value) else _cell(value)
+        return self._wandb.Image(decode_thumbnail(value[0])) if are_thumbnails(value) else _cell(value)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

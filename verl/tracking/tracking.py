@@ -143,7 +143,7 @@ class _Caller:
         try:
             call(self.tracker)
         except BaseException as error:  # including SystemExit: a tracker must not end the run
-            if _is_of_user(error):
+            if _is_user_interrupt(error):
                 raise
             self.failures += 1
             if self.failures == 1:
@@ -152,11 +152,11 @@ class _Caller:
                     self.name,
                     type(error).__name__,
                     error,
-                    exc_info=not isinstance(error, OSError),  # of a disk or network: the stack does not help
+                    exc_info=not isinstance(error, OSError),  # the stack of a disk or network error does not help
                 )
 
 
-def _is_of_user(error: BaseException) -> bool:
+def _is_user_interrupt(error: BaseException) -> bool:
     """Whether an error is Ctrl-C, which Python delivers to the main thread only."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
@@ -165,7 +165,7 @@ def _construct(make: Callable[[], Tracker], started: "Future[Tracker]") -> None:
     try:
         started.set_result(make())
     except BaseException as error:
-        if _is_of_user(error):
+        if _is_user_interrupt(error):
             raise
         started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
@@ -256,8 +256,10 @@ class Tracking:
     def __enter__(self) -> "Tracking":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self.finish(failed=kind is not None)
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ):
+        self.finish(failed=error_type is not None)
 
 
 def _utf8(value: Any) -> Any:

@@ -42,8 +42,8 @@ from verl.trainer.ppo.flow import (
     build_ppo_flow,
     build_validation_flow,
     check_writers,
-    frees_cache,
     needs_critic,
+    should_free_cache,
     skip_old_log_prob,
 )
 from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
@@ -269,7 +269,7 @@ class PPOTrainer(Trainer):
 
     def restore_flow(self, state: Any) -> None:
         if self.asynchronous is not None:
-            self.pipeline.take_held()
+            self.pipeline.pop_held_reports()
             return self.asynchronous.buffer.undo_take()
         self.rollout_weights.version = None  # the actor may have been updated
         super().restore_flow(state)
@@ -408,7 +408,7 @@ class PPOTrainer(Trainer):
         with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
             self.sync_weights()
             found = generate(self.roles, sampling, uses_agent_loop(config))(repeat(n)(batch))
-            if frees_cache(config):
+            if should_free_cache(config):
                 free_rollout_cache(self.roles)(found)
         texts = response_texts(found, self.tokenizer)
         return texts if n == 1 else [texts[i : i + n] for i in range(0, len(texts), n)]

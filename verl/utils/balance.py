@@ -116,13 +116,13 @@ def token_budget_micro_batches(lengths: Sequence[int], max_tokens: int, at_least
                 f"row {i} has {lengths[i]} tokens, the budget of a micro-batch is {max_tokens}: "
                 "raise the token budget or shorten max_prompt_length + max_response_length"
             )
-        chosen = next((b for b, tokens in enumerate(free) if tokens >= lengths[i]), None)
-        if chosen is None:
-            chosen = len(bins)
+        index = next((b for b, tokens in enumerate(free) if tokens >= lengths[i]), None)
+        if index is None:
+            index = len(bins)
             bins.append([])
             free.append(max_tokens)
-        bins[chosen].append(i)
-        free[chosen] -= lengths[i]
+        bins[index].append(i)
+        free[index] -= lengths[i]
     while len(bins) < at_least:
         heaviest = max((b for b in bins if len(b) > 1), key=lambda b: (sum(lengths[i] for i in b), -b[0]))
         bins.remove(heaviest)

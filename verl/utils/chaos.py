@@ -17,7 +17,7 @@ from typing import Any
 
 logger = logging.getLogger("verl.trainer")
 
-#: fault -> what it does
+#: fault -> its effect
 FAULTS = {
     "kill-reward": "the process of a reward call is killed",
     "hang-reward": "a reward call does not return",
@@ -32,20 +32,20 @@ FAULTS = {
 #: faults that are armed in the workers of the actor
 _IN_WORKERS = {"nan-grad", "nan-weight", "stop-rank"}
 #: faults that are armed in the process of the trainer
-_ARMED_HERE = {"kill-reward", "hang-reward", "tracker-hang", "stale-weights"}
+_IN_TRAINER = {"kill-reward", "hang-reward", "tracker-hang", "stale-weights"}
 RECORD = "chaos.jsonl"
 
-_armed: set[str] = set()  # in this process
+_armed: set[str] = set()  # faults that are armed in this process
 
 
 def read_faults(texts: Sequence[str]) -> list[str]:
     """The faults of `trainer.chaos`, NAME@STEP, also several in one text. Raises ValueError."""
-    found = [part.strip() for text in texts for part in text.split(",") if part.strip()]
-    for fault in found:
+    faults = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    for fault in faults:
         name, _, step = fault.partition("@")
         if name not in FAULTS or not (step.isascii() and step.isdigit() and int(step) > 0):
             raise ValueError(f"trainer.chaos: expected NAME@STEP with one of {', '.join(FAULTS)}, found {fault!r}")
-    return found
+    return faults
 
 
 class Chaos:
@@ -85,7 +85,7 @@ class Chaos:
             self._add_to_record(fault)
             if name in _IN_WORKERS:
                 actor.arm_fault(name)
-            elif name in _ARMED_HERE:
+            elif name in _IN_TRAINER:
                 arm(name)
             elif name == "corrupt-ckpt":
                 corrupt(checkpoint)

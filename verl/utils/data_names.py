@@ -35,8 +35,8 @@ class DataName:
         text = str(entry)
         if os.path.isdir(expanded(text)):
             return cls(text)
-        found = _ENTRY.fullmatch(text)
-        return cls(found["path"], found["config"], found["split"])
+        match = _ENTRY.fullmatch(text)
+        return cls(match["path"], match["config"], match["split"])
 
     @property
     def is_folder(self) -> bool:

@@ -39,8 +39,8 @@ def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or not (index == "" or index.isdigit()):
+    device_type, _, index = name.partition(":")
+    if device_type != "cuda" or not (index == "" or index.isdigit()):
         raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}")
     if not torch.cuda.is_available():
         reason = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable NVIDIA GPU"
@@ -48,13 +48,13 @@ def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
             f"device {name!r} was requested, but {reason} (torch {torch.__version__}): use cpu or auto, "
             "or run `python -m verl.utils.env_check` to see what is missing"
         )
-    chosen = int(index) if index else local_rank
-    if chosen >= torch.cuda.device_count():
+    gpu = int(index) if index else local_rank
+    if gpu >= torch.cuda.device_count():
         raise ValueError(
-            f"GPU {chosen} was requested, but this process sees {torch.cuda.device_count()}: "
+            f"GPU {gpu} was requested, but this process sees {torch.cuda.device_count()}: "
             "reduce trainer.n_gpus_per_node or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
         )
-    return torch.device("cuda", chosen)
+    return torch.device("cuda", gpu)
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:

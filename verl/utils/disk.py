@@ -56,11 +56,11 @@ def refusal(error: BaseException, folder: Path) -> OSError | None:
 
 
 def _cause(error: BaseException, numbers: tuple[int, ...], folder: Path) -> OSError | None:
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in numbers and _concerns(seen, folder):
-            return seen
-        seen = seen.__cause__ or seen.__context__
+    candidate: BaseException | None = error
+    while candidate is not None:
+        if isinstance(candidate, OSError) and candidate.errno in numbers and _concerns(candidate, folder):
+            return candidate
+        candidate = candidate.__cause__ or candidate.__context__
     return None
 
 
@@ -75,21 +75,21 @@ def _concerns(error: OSError, folder: Path) -> bool:
     return not names
 
 
-def disk_full(what: str, folder: Path, reason: str, advice: str) -> DiskFullError:
-    """Return the error for `what`, which did not fit into `folder`. advice: a sentence."""
+def disk_full(file: str, folder: Path, reason: str, advice: str) -> DiskFullError:
+    """Return the error for a file, which did not fit into `folder`. advice: a sentence."""
     free = format_bytes(shutil.disk_usage(folder).free)
-    return DiskFullError(f"no space left for {what} in {folder} ({reason}; {free} free). {advice}")
+    return DiskFullError(f"no space left for {file} in {folder} ({reason}; {free} free). {advice}")
 
 
 @contextmanager
-def raise_disk_full(what: str, folder: Path, advice: str) -> Iterator[None]:
+def raise_disk_full(file: str, folder: Path, advice: str) -> Iterator[None]:
     """Convert the error of a full disk in the block into DiskFullError. `folder` must exist by then."""
     try:
         yield
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        raise disk_full(what, folder, os.strerror(error.errno), advice) from error
+        raise disk_full(file, folder, os.strerror(error.errno), advice) from error
 
 
 def format_bytes(size: int) -> str:

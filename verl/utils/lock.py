@@ -33,7 +33,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    descriptor = _locked(path)
+    descriptor = _open_locked(path)
     try:
         os.truncate(descriptor, 0)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -47,7 +47,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _locked(path: Path) -> int:
+def _open_locked(path: Path) -> int:
     """Open and lock the file. Retries if its last owner has just removed it."""
     while True:
         try:
@@ -55,14 +55,14 @@ def _locked(path: Path) -> int:
         except IsADirectoryError:
             raise ValueError(f"{path} is a folder: expected the lock file of a run there; remove the folder") from None
         except OSError as error:
-            found = "a link" if path.is_symlink() else error.strerror
-            raise ValueError(f"{path}: expected a lock file that can be written, found {found}") from error
+            actual = "a link" if path.is_symlink() else error.strerror
+            raise ValueError(f"{path}: expected a lock file that can be written, found {actual}") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise ValueError(f"{path} is not a regular file: expected the lock file of a run there; remove it")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same(descriptor, path):
+            if _is_same_file(descriptor, path):
                 return descriptor
         except BlockingIOError:
             owner = os.read(descriptor, 1000).decode(errors="replace")
@@ -79,7 +79,7 @@ def _locked(path: Path) -> int:
         os.close(descriptor)
 
 
-def _same(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl.processes.streams import OutputError, drop_pending, stop_writing, write_any_text
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 #: the logger of the lines about steps. It has a separate level, so that a run with log level WARNING prints its steps
 steps = logging.getLogger("verl.steps")
@@ -67,8 +67,10 @@ class _PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name == steps.name:
-            return shown(record.getMessage())
-        return shown(super().format(record) if record.levelno == logging.INFO else self._with_level.format(record))
+            return console_text(record.getMessage())
+        return console_text(
+            super().format(record) if record.levelno == logging.INFO else self._with_level.format(record)
+        )
 
 
 class _TerminalHandler(logging.Handler):
@@ -82,7 +84,7 @@ class _TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = Text(shown(self.format(record)), self._STYLES.get(record.levelno, ""), overflow="fold")
+            message = Text(console_text(self.format(record)), self._STYLES.get(record.levelno, ""), overflow="fold")
             if record.name == steps.name:
                 console().print(message, soft_wrap=True)  # a command that is copied has no line breaks
                 return
@@ -106,8 +108,8 @@ def setup_logging(level: int | str | None = None) -> None:
     """
     logger = logging.getLogger("verl")
     if level is not None or logger.level == logging.NOTSET:
-        chosen = level if level is not None else os.environ.get("VERL_LOGGING_LEVEL", "INFO")
-        logger.setLevel(chosen.upper() if isinstance(chosen, str) else chosen)
+        level = os.environ.get("VERL_LOGGING_LEVEL", "INFO") if level is None else level
+        logger.setLevel(level.upper() if isinstance(level, str) else level)
     if logger.hasHandlers():
         return
     write_any_text()

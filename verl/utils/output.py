@@ -10,7 +10,7 @@ from verl.utils.redaction import printable
 
 
 def relay() -> int | None:
-    """Start to print what is written to a pipe, line by line, until all its writers are closed.
+    """Start a thread that prints the lines of a pipe until all its writers are closed.
 
     Returns:
         The descriptor to write to, which the caller closes; None if the console has no panel, and a worker can keep the

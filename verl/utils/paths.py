@@ -28,8 +28,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
         OSError: it may not be read.
     """
     if not os.path.isfile(path):
-        found = "something else" if os.path.exists(path) else "nothing"
-        raise ValueError(f"{os.fspath(path)}: expected a file, found {found}")
+        actual = "something else" if os.path.exists(path) else "nothing"
+        raise ValueError(f"{os.fspath(path)}: expected a file, found {actual}")
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

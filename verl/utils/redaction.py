@@ -1,4 +1,4 @@
-"""What must not be in logs and files: secrets, and control characters.
+"""Removes secrets and control characters from logs and files.
 
 Secrets are found by the names of settings and environment variables, and in URLs. Their values are replaced wherever
 the library writes or prints: configurations, logs, errors, records of runs.
@@ -83,13 +83,13 @@ def redacted(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def not_saved(flat: Mapping[str, Any]) -> list[str]:
     """The keys whose values `redacted` has removed."""
-    found = []
+    keys = []
     for key, value in flat.items():
         if is_redacted(value):
-            found.append(str(key))
+            keys.append(str(key))
         elif isinstance(value, Mapping):
-            found += [f"{key}.{inner}" for inner in not_saved(value)]
-    return found
+            keys += [f"{key}.{inner}" for inner in not_saved(value)]
+    return keys
 
 
 def redact_urls(text: str) -> str:
@@ -99,9 +99,9 @@ def redact_urls(text: str) -> str:
     return _IN_QUERY.sub(_redact_parameter, _IN_URL.sub(rf"\1{REDACTED}", text))
 
 
-def _redact_parameter(found: re.Match[str]) -> str:
-    is_secret = is_secret_name(found[1]) or found[1].lower() in ("key", "sig", "signature")
-    return f"{found[1]}={REDACTED}" if is_secret else found[0]
+def _redact_parameter(match: re.Match[str]) -> str:
+    is_secret = is_secret_name(match[1]) or match[1].lower() in ("key", "sig", "signature")
+    return f"{match[1]}={REDACTED}" if is_secret else match[0]
 
 
 def is_redacted(value: Any) -> bool:
@@ -109,15 +109,15 @@ def is_redacted(value: Any) -> bool:
     return REDACTED in value if isinstance(value, str) else isinstance(value, list) and any(map(is_redacted, value))
 
 
-def remember_secrets(values: Mapping[str, Any], all_of_them: bool = False) -> None:
-    """Replace these values in texts from here on, if their names are those of secrets, or all of them."""
-    found = (
+def remember_secrets(values: Mapping[str, Any], include_all: bool = False) -> None:
+    """Replace these values in texts from here on, if their names are those of secrets, or `include_all`."""
+    secrets = (
         str(value)
         for name, value in values.items()
         # a folder that exists, such as HF_HOME, is part of other paths
-        if is_secret_name(name.rpartition(".")[2]) or (all_of_them and not os.path.exists(str(value)))
+        if is_secret_name(name.rpartition(".")[2]) or (include_all and not os.path.exists(str(value)))
     )
-    _known.update(value for value in found if len(value) >= _SHORTEST and value != REDACTED)
+    _known.update(value for value in secrets if len(value) >= _SHORTEST and value != REDACTED)
 
 
 def remember_arguments(arguments: Iterable[str]) -> None:
@@ -125,7 +125,7 @@ def remember_arguments(arguments: Iterable[str]) -> None:
     for argument in arguments:
         key, _, value = argument.lstrip("-+").partition("=")
         in_environment = any(f".{name}." in f".{key}" for name in _ENVIRONMENTS)
-        remember_secrets({key: value.strip("'\"")}, all_of_them=in_environment)
+        remember_secrets({key: value.strip("'\"")}, include_all=in_environment)
 
 
 def remember_settings(flat: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ def remember_settings(flat: Mapping[str, Any]) -> None:
     for key, value in flat.items():
         if isinstance(value, Mapping):
             in_environment = str(key).rpartition(".")[2] in _ENVIRONMENTS
-            remember_secrets({str(k): v for k, v in value.items() if isinstance(v, str)}, all_of_them=in_environment)
+            remember_secrets({str(k): v for k, v in value.items() if isinstance(v, str)}, include_all=in_environment)
             remember_settings({} if in_environment else value)
 
 
@@ -148,25 +148,25 @@ def _secrets() -> tuple[str, ...]:
     """The values to replace, longest first; the environment is read again only if it has changed."""
     global _read
     environment = getattr(os.environ, "_data", os.environ)  # the dict of bytes: comparing it takes a microsecond
-    before, size, found = _read
+    before, size, secrets = _read
     if environment != before or size != len(_known):
         before, size = dict(environment), len(_known)
-        named = ((os.fsdecode(name), os.fsdecode(value)) for name, value in before.items())
-        values = _known | {value for name, value in named if len(value) >= _SHORTEST and is_secret_name(name)}
-        found = tuple(sorted(values, key=len, reverse=True))
-        _read = before, size, found
-    return found
+        variables = ((os.fsdecode(name), os.fsdecode(value)) for name, value in before.items())
+        values = _known | {value for name, value in variables if len(value) >= _SHORTEST and is_secret_name(name)}
+        secrets = tuple(sorted(values, key=len, reverse=True))
+        _read = before, size, secrets
+    return secrets
 
 
 def printable(text: str) -> str:
     """Escape control characters, which could change the state of the terminal."""
-    return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
+    return "\n".join(line if line.isprintable() else _escape_line(line) for line in text.split("\n"))
 
 
-def _escaped(line: str) -> str:
+def _escape_line(line: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
 
 
-def shown(text: str) -> str:
-    """A text for the console: without secrets and control characters."""
+def console_text(text: str) -> str:
+    """A text for the console, without secrets and control characters."""
     return printable(redact_text(text))

@@ -43,11 +43,11 @@ def rng_state() -> dict[str, Any]:
     It consists of plain values and tensors, so that `torch.load(weights_only=True)` can read it. "cuda" has one state
     per visible GPU; it is empty if this process has not used a GPU.
     """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    algorithm, keys, position, has_gauss, cached = np.random.get_state()
     return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "python": [version, list(internal), gauss],
+        "numpy": [algorithm, keys.tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
@@ -59,10 +59,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
     States of GPUs that this process does not have are skipped with a warning; sampling will then differ from the saved
     run.
     """
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    algorithm, keys, *rest = state["numpy"]
+    np.random.set_state((algorithm, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     visible = torch.cuda.device_count()
     if len(state["cuda"]) > visible:

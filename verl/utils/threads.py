@@ -29,7 +29,9 @@ def oversubscription(threads: int, load: float, cores: int) -> str | None:
 @functools.cache
 def warn_if_oversubscribed() -> None:
     """Log the warning, once per process. Call it before workers start: their load is not that of other programs."""
-    own = 1.0  # this process, which has been importing and tokenizing
-    warning = oversubscription(torch.get_num_threads(), max(os.getloadavg()[0] - own, 0.0), os.cpu_count() or 1)
+    this_process = 1.0  # load of this process, which has been importing and tokenizing
+    warning = oversubscription(
+        torch.get_num_threads(), max(os.getloadavg()[0] - this_process, 0.0), os.cpu_count() or 1
+    )
     if warning is not None:
         logger.warning("%s", warning)

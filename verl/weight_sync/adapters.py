@@ -93,21 +93,21 @@ def _layer_of(name: str, version: int) -> tuple[str, str]:
     return name.removeprefix(_PREFIX).removesuffix(end), end
 
 
-def sends_adapters(setting: str, has_adapters: bool, takes_adapters: bool, cheaper: bool) -> bool:
+def sends_adapters(setting: str, has_adapters: bool, accepts_adapters: bool, cheaper: bool) -> bool:
     """Whether only the adapters are pushed.
 
     Args:
         setting: `rollout.lora_sync`: auto, merged or adapters.
         has_adapters: whether the policy is trained with LoRA.
-        takes_adapters: whether the engine takes adapters.
+        accepts_adapters: whether the engine accepts adapters.
         cheaper: whether `auto` prefers adapters: they cross processes, or the engine applies them without merging.
 
     Raises:
         ValueError: adapters are required, but the engine does not take them.
     """
-    if setting == "adapters" and has_adapters and not takes_adapters:
+    if setting == "adapters" and has_adapters and not accepts_adapters:
         raise ValueError(
             "rollout.lora_sync=adapters: expected a rollout engine whose receiver takes adapters (AdapterReceiver): "
             "use lora_sync=merged"
         )
-    return has_adapters and takes_adapters and (setting == "adapters" or (setting == "auto" and cheaper))
+    return has_adapters and accepts_adapters and (setting == "adapters" or (setting == "auto" and cheaper))

@@ -105,8 +105,8 @@ class EngineWorker(Worker):
         chaos.stop_last_rank(self.rank, self.world_size)
         bad = find_bad_values(batch.tensors)
         if any(self.engine.max_over_ranks([float(bool(bad))])):
-            for found in bad:
-                logger.error("%s: column %r has %s: the updates are skipped", prefix, found.column, found)
+            for column in bad:
+                logger.error("%s: column %r has %s: the updates are skipped", prefix, column.column, column)
             update.skip()
         start = time.perf_counter()
         with self.engine.on_device(optimizer=True):
@@ -115,7 +115,7 @@ class EngineWorker(Worker):
             update.check_weights()
         if self._utilization is not None and update.mini_batches:
             torch.cuda.synchronize(resolve_device("cuda", self.local_rank))
-            update.add({f"perf/mfu/{prefix}": (self._utilization.of(batch, time.perf_counter() - start), 1)})
+            update.add({f"perf/mfu/{prefix}": (self._utilization.mfu(batch, time.perf_counter() - start), 1)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def arm_fault(self, name: str) -> None:
@@ -217,12 +217,12 @@ class UpdatePass:
 
 
 def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> MicroBatching:
-    """The split that the micro-batch keys ask for.
+    """The split that the micro-batch keys configure.
 
     Args:
         rows: sequences per micro-batch (*_micro_batch_size_per_gpu).
         dynamic: split by tokens even if `rows` is given (*_use_dynamic_bsz).
-        tokens: token budget (*_max_token_len_per_gpu); None for as many as fit.
+        tokens: token budget (*_max_token_len_per_gpu); None: as many tokens as fit.
     """
     return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens or "auto")
 

@@ -70,11 +70,19 @@ class ActorWorker(RolloutMethods, EngineWorker):
         self._sync: WeightSync | None = None  # to rollout ranks with separate devices
         if not hosts_rollout:
             return
-        where = self.device, pad_token_id, self.compute_dtype, config.actor.engine, self.engine.adapter_config()
+        env = rollout_env(
+            self,
+            config.rollout,
+            self.device,
+            pad_token_id,
+            self.compute_dtype,
+            config.actor.engine,
+            self.engine.adapter_config(),
+        )
         self.rollout = Rollout(
             config.rollout,
             config.model,
-            rollout_env(self, config.rollout, *where),
+            env,
             stop_token_ids=stop_token_ids,
             stop=stop,
             tokenizer=tokenizer,
@@ -92,7 +100,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         return self.env["MASTER_ADDR"], free_port()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_to_rollout(self, address: tuple[str, int], size: int, takes_adapters: bool) -> None:
+    def connect_to_rollout(self, address: tuple[str, int], size: int, accepts_adapters: bool) -> None:
         """Join the process group of the weight sync, concurrently with the rollout's `connect_to_actor`.
 
         Rank 0 sends; the other ranks only take part in gathering the weights.
@@ -101,7 +109,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
         rollout, group = self.config.rollout, None
         has_adapters = self.engine.adapter_config() is not None
-        adapters = sends_adapters(rollout.lora_sync, has_adapters, takes_adapters, cheaper=True)
+        adapters = sends_adapters(rollout.lora_sync, has_adapters, accepts_adapters, cheaper=True)
         if self.rank == 0:
             group = weight_sync.TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
             group.measure()
@@ -127,9 +135,9 @@ class ActorWorker(RolloutMethods, EngineWorker):
             The log-probs, and whether the trainer or the rollout computes in 16 bits.
         """
         rollout = self.config.rollout.dtype
-        generates = self.compute_dtype if rollout == "auto" else resolve_dtype(rollout, self.device)
-        found = self.engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
-        return found, min(self.compute_dtype.itemsize, generates.itemsize) < 4
+        rollout_dtype = self.compute_dtype if rollout == "auto" else resolve_dtype(rollout, self.device)
+        log_probs = self.engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
+        return log_probs, min(self.compute_dtype.itemsize, rollout_dtype.itemsize) < 4
 
     # ---- log-probs ----------------------------------------------------------------------------------------------
 
@@ -143,9 +151,9 @@ class ActorWorker(RolloutMethods, EngineWorker):
             rollout.log_prob_max_token_len_per_gpu,
         )
         outputs = ("log_probs", *batch.meta_info["outputs"])
-        found = self.engine.infer(batch, outputs, micro, temperature=rollout.temperature)
-        found["old_log_probs"] = found.pop("log_probs")
-        return DataProto.from_dict(found)
+        values = self.engine.infer(batch, outputs, micro, temperature=rollout.temperature)
+        values["old_log_probs"] = values.pop("log_probs")
+        return DataProto.from_dict(values)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -169,8 +177,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         old_is_current = "old_log_probs" not in batch
         batch.meta_info[REPLAYS] = actor.router_replay.mode != "disabled"
         with self.update_pass(batch, "actor") as update:
-            only_one = len(update.mini_batches) <= 1
-            assert only_one or not old_is_current, "after the first update the current policy is not the old one"
+            assert len(update.mini_batches) <= 1 or not old_is_current, "after one update the policy is not the old one"
             for mini in update.mini_batches:
                 mask = mini.batch["response_mask"]
                 agg = aggregation(actor.loss_agg_mode or "token-mean", mask, self.engine, actor.loss_scale_factor)
@@ -218,5 +225,5 @@ def _ref_log_prob(engine: TrainEngine, config: schema.ActorRolloutRefConfig, bat
     micro: MicroBatching = micro_batching(
         ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
     )
-    found = engine.infer(batch, ("log_probs",), micro, temperature=config.rollout.temperature)
-    return DataProto.from_dict({"ref_log_prob": found["log_probs"]})
+    values = engine.infer(batch, ("log_probs",), micro, temperature=config.rollout.temperature)
+    return DataProto.from_dict({"ref_log_prob": values["log_probs"]})

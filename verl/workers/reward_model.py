@@ -44,9 +44,9 @@ class RewardModelWorker(EngineWorker):
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Column rm_scores: the score of a dialogue at the last token sampled by the policy, 0 elsewhere."""
         dialogues = self.reader(batch)
-        # the engine returns the value before each response token: one token after the end yields the value at the end
-        after = [ids[-1:] for ids in dialogues]
-        rows = build_sequences(dialogues, after, pad_token_id=0)
+        # the engine returns the value before each response token: one more token yields the value at the end
+        extra_tokens = [ids[-1:] for ids in dialogues]
+        rows = build_sequences(dialogues, extra_tokens, pad_token_id=0)
         values = self.engine.infer(DataProto.from_dict(rows), ("values",), self.micro)["values"]  # (B, 1)
         mask = batch.column("response_mask")
         last = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1).sub(1).clamp(min=0)

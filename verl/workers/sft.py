@@ -44,8 +44,8 @@ class SFTWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Column old_log_probs, with the current weights."""
-        found = self.engine.infer(batch, ("log_probs",), self.micro)
-        return DataProto.from_dict({"old_log_probs": found["log_probs"]})
+        values = self.engine.infer(batch, ("log_probs",), self.micro)
+        return DataProto.from_dict({"old_log_probs": values["log_probs"]})
 
 
 def sft_objective(agg: LossAggregation) -> Objective:

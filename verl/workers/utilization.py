@@ -32,10 +32,13 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], outputs: int, value
 
 @dataclass(frozen=True)
 class Utilization:
-    """The model of an engine and what its ranks can compute.
+    """The shape of a model and the peak rate of its ranks.
 
     Attributes:
+        shape: sizes of the model.
         peak: FLOP/s in 16 bits of all ranks that share a row.
+        passes: FLOPs of an update, as a multiple of those of a forward pass.
+        value_head: whether the model has one output instead of logits.
     """
 
     shape: ModelShape
@@ -47,11 +50,14 @@ class Utilization:
     def find(
         cls, model: schema.ModelConfig, kind: str, device: torch.device, ranks: int, dtype: str
     ) -> "Utilization | None":
-        """None on a device whose peak rate is not known, for training in float32, and for models without a shape.
+        """The utilization of a model; None if its shape or the peak rate of the device is unknown, or in float32.
 
         Args:
-            ranks: that share a row.
-            dtype: of the computation.
+            model: the `model` section.
+            kind: as in `EngineSpec`.
+            device: the device of this rank.
+            ranks: ranks that share a row.
+            dtype: dtype of the computation.
         """
         if device.type != "cuda" or dtype in ("fp32", "float32"):
             return None
@@ -65,7 +71,7 @@ class Utilization:
             return None
         return cls(shape, gpu.peak * ranks, 2 if model.has_adapters else 3, kind == "value")
 
-    def of(self, batch: DataProto, seconds: float) -> float:
+    def mfu(self, batch: DataProto, seconds: float) -> float:
         """The MFU of one pass over a batch (attention_mask, responses) in this time."""
         lengths = batch.column("attention_mask").sum(-1).tolist()
         outputs = int(batch.column("response_mask").count_nonzero())

@@ -63,10 +63,12 @@ def function_tool(
     """
 
     def decorate(func: Callable) -> Callable:
-        found = infer_schema(func) if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
+        tool_schema = infer_schema(func) if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
         if isinstance(name, str):
-            found = found.model_copy(update={"function": found.function.model_copy(update={"name": name})})
-        _TOOLS[func] = FunctionTool(func, found)
+            tool_schema = tool_schema.model_copy(
+                update={"function": tool_schema.function.model_copy(update={"name": name})}
+            )
+        _TOOLS[func] = FunctionTool(func, tool_schema)
         return func
 
     return decorate(name) if callable(name) else decorate
@@ -78,19 +80,19 @@ def infer_schema(func: Callable) -> OpenAIFunctionToolSchema:
     Raises:
         ValueError: a parameter without an annotation, of an unsupported type, or without a description.
     """
-    summary, described = _read_docstring(inspect.getdoc(func) or "")
+    summary, descriptions = _read_docstring(inspect.getdoc(func) or "")
     hints = typing.get_type_hints(func)
     properties, required = {}, []
     for parameter in inspect.signature(func).parameters.values():
-        where = f"function tool {func.__name__}: parameter {parameter.name!r}"
+        location = f"function tool {func.__name__}: parameter {parameter.name!r}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ValueError(f"{where}: expected a named parameter: pass schema=... to the decorator")
+            raise ValueError(f"{location}: expected a named parameter: pass schema=... to the decorator")
         if parameter.name not in hints:
-            raise ValueError(f"{where} has no type annotation: add one")
-        if parameter.name not in described:
-            raise ValueError(f"{where} has no description: add it below 'Args:' in the docstring")
-        kind = json_type(hints[parameter.name], where)
-        properties[parameter.name] = kind | {"description": described[parameter.name]}
+            raise ValueError(f"{location} has no type annotation: add one")
+        if parameter.name not in descriptions:
+            raise ValueError(f"{location} has no description: add it below 'Args:' in the docstring")
+        property_type = json_type(hints[parameter.name], location)
+        properties[parameter.name] = property_type | {"description": descriptions[parameter.name]}
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -98,7 +100,7 @@ def infer_schema(func: Callable) -> OpenAIFunctionToolSchema:
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
-def json_type(annotation: Any, where: str) -> dict[str, Any]:
+def json_type(annotation: Any, location: str) -> dict[str, Any]:
     """JSON schema of a Python annotation. Raises ValueError for one without a JSON type."""
     if annotation is Any:
         return {}
@@ -106,30 +108,30 @@ def json_type(annotation: Any, where: str) -> dict[str, Any]:
         return {"type": _JSON_TYPES[annotation]}
     origin, members = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        (first, *others) = [json_type(member, where) for member in members if member is not type(None)]
+        (first, *others) = [json_type(member, location) for member in members if member is not type(None)]
         return {"anyOf": [first, *others]} if others else first
     if origin is Literal:
         return {"type": _JSON_TYPES[type(members[0])], "enum": list(members)}
     if origin is list:
-        return {"type": "array", "items": json_type(members[0], where)}
+        return {"type": "array", "items": json_type(members[0], location)}
     if origin is dict:
         return {"type": "object"}
-    raise ValueError(f"{where}: expected a type of JSON (str, int, float, bool, list, dict), found {annotation}")
+    raise ValueError(f"{location}: expected a type of JSON (str, int, float, bool, list, dict), found {annotation}")
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """The text before "Args:", and the description of each parameter."""
-    head, _, rest = text.partition("\nArgs:")
-    described: dict[str, str] = {}
+    head, _, section = text.partition("\nArgs:")
+    descriptions: dict[str, str] = {}
     name, indent = "", None
-    for line in rest.splitlines():
+    for line in section.splitlines():
         if line.strip() and not line[0].isspace():
             break  # the next section
         depth = len(line) - len(line.lstrip())
         match = _PARAMETER.match(line)
         if match and (indent is None or depth <= indent):
             name, indent = match[1], depth
-            described[name] = match[2].strip()
+            descriptions[name] = match[2].strip()
         elif line.strip() and name:
-            described[name] = f"{described[name]} {line.strip()}".strip()
-    return head.strip(), described
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return head.strip(), descriptions

@@ -26,7 +26,7 @@ _THREADS = 64  # for functions that are not async
 
 @dataclass(frozen=True)
 class Observation:
-    """What the policy reads after a call.
+    """The message that the policy reads after a call.
 
     Args:
         text: the text.
@@ -43,11 +43,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The tools of a trajectory at its end.
+    """The rewards of the tools at the end of a trajectory.
 
     Args:
-        rewards: what `calc_reward` returned, by name of the tool.
-        errors: descriptions of the calls of `create`, `calc_reward` or `release` that failed, by name of the tool.
+        rewards: result of `calc_reward`, by name of the tool.
+        errors: descriptions of failed calls of `create`, `calc_reward` or `release`, by name of the tool.
     """
 
     rewards: dict[str, float]
@@ -73,7 +73,7 @@ def truncate_text(text: str, limit: int, side: str) -> str:
     """At most `limit` characters of a text, and a note if it was longer.
 
     Args:
-        side: what is kept, as in public verl: "left" the start, "right" the end, "middle" both, half of it each.
+        side: the part that is kept, as in public verl: "left": the start, "right": the end, "middle": half of each.
     """
     if len(text) <= limit:
         return text
@@ -94,7 +94,7 @@ class ToolHost:
     """Tools and interactions, and their instances: one per trajectory, created before its first call.
 
     Args:
-        settings: what to load.
+        settings: the files to load.
     """
 
     def __init__(self, settings: ToolSettings):
@@ -110,8 +110,8 @@ class ToolHost:
     ) -> Observation:
         """Run one call of a tool. kwargs: the entry of the tool in the sample's `tools_kwargs`."""
         try:
-            found = await self._execute(trajectory, name, dict(parameters), kwargs)
-            observation = read_result(found)
+            result = await self._execute(trajectory, name, dict(parameters), kwargs)
+            observation = read_result(result)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # also sys.exit() of a tool
@@ -123,28 +123,30 @@ class ToolHost:
     async def rewards(self, trajectory: str, kwargs: Mapping[str, Mapping[str, Any]]) -> Rewards:
         """End a trajectory. All its instances are released, also if a tool fails.
 
-        kwargs: the sample's `tools_kwargs`. A tool named there has an instance even if it was not called.
+        Args:
+            trajectory: id of the trajectory.
+            kwargs: the sample's `tools_kwargs`. A tool named there has an instance even if it was not called.
         """
-        named = dict.fromkeys([name for owner, name in self._instances if owner == trajectory] + list(kwargs))
-        tools = [tool for name in named if isinstance(tool := self.tools.get(name), BaseTool)]
-        ended = Rewards({}, {})
-        await asyncio.gather(*(self._end(trajectory, tool, kwargs.get(tool.name) or {}, ended) for tool in tools))
-        return ended
+        names = dict.fromkeys([name for owner, name in self._instances if owner == trajectory] + list(kwargs))
+        tools = [tool for name in names if isinstance(tool := self.tools.get(name), BaseTool)]
+        result = Rewards({}, {})
+        await asyncio.gather(*(self._end(trajectory, tool, kwargs.get(tool.name) or {}, result) for tool in tools))
+        return result
 
-    async def _end(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any], ended: Rewards) -> None:
+    async def _end(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any], result: Rewards) -> None:
         """Add the reward of one instance, or the error of its tool, and release it."""
         try:
             instance = await self._instance(trajectory, tool, kwargs)
             try:
-                found = await tool.calc_reward(instance, **(kwargs.get("calc_reward_kwargs") or {}))
-                ended.rewards[tool.name] = finite("calc_reward", found)
+                reward = await tool.calc_reward(instance, **(kwargs.get("calc_reward_kwargs") or {}))
+                result.rewards[tool.name] = finite("calc_reward", reward)
             finally:
                 del self._instances[trajectory, tool.name]
                 await tool.release(instance, **(kwargs.get("release_kwargs") or {}))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # also sys.exit() of a tool
-            ended.errors[tool.name] = describe(error)
+            result.errors[tool.name] = describe(error)
 
     async def start(self, trajectory: str, name: str, kwargs: Mapping[str, Any]) -> None:
         """Start an interaction."""
@@ -154,10 +156,10 @@ class ToolHost:
         self, trajectory: str, name: str, messages: Sequence[dict[str, Any]], kwargs: Mapping[str, Any]
     ) -> Reply:
         """The reply of an interaction to the last message."""
-        found = await self.interactions[name].generate_response(trajectory, list(messages), **kwargs)
-        if not isinstance(found, tuple) or len(found) < 3:
-            raise TypeError(f"expected (should_terminate, text, reward, metrics), found {type(found).__name__}")
-        ends, text, reward, *_ = found
+        reply = await self.interactions[name].generate_response(trajectory, list(messages), **kwargs)
+        if not isinstance(reply, tuple) or len(reply) < 3:
+            raise TypeError(f"expected (should_terminate, text, reward, metrics), found {type(reply).__name__}")
+        ends, text, reward, *_ = reply
         reward = None if reward is None else finite("reward", reward)
         return Reply("" if text is None else str(text), bool(ends), reward)
 
@@ -191,13 +193,13 @@ class ToolHost:
         return self._instances[key]
 
     async def _create(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
-        given = kwargs.get("create_kwargs") or {}
+        arguments = kwargs.get("create_kwargs") or {}
         parameters = inspect.signature(tool.create).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        whole = {"create_kwargs": given} if takes_any or "create_kwargs" in parameters else {}
-        own = given if takes_any else {k: v for k, v in given.items() if k in parameters or not whole}
-        found = await tool.create(trajectory, **own, **whole)
-        return found[0] if isinstance(found, tuple) else found
+        accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        nested = {"create_kwargs": arguments} if accepts_any or "create_kwargs" in parameters else {}
+        unpacked = arguments if accepts_any else {k: v for k, v in arguments.items() if k in parameters or not nested}
+        instance = await tool.create(trajectory, **unpacked, **nested)
+        return instance[0] if isinstance(instance, tuple) else instance
 
 
 def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
@@ -209,48 +211,48 @@ def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
         raise RuntimeError(describe(error)) from error
 
 
-def read_result(found: Any) -> Observation:
+def read_result(result: Any) -> Observation:
     """The observation of what a tool returned: text, ToolResponse, any JSON value, or (one of these, reward, metrics).
 
     Raises:
         ValueError: images or video, or a reward that is not a number.
     """
     reward = 0.0
-    if isinstance(found, tuple) and _has_reward(found):
-        found, reward = found[0], _read_reward(found[1:])
-    if isinstance(found, ToolResponse):
-        if found.image or found.video:
+    if isinstance(result, tuple) and _has_reward(result):
+        result, reward = result[0], _read_reward(result[1:])
+    if isinstance(result, ToolResponse):
+        if result.image or result.video:
             raise ValueError("images and video of tools are not supported")
-        found = found.text or ""
-    if not isinstance(found, str):
-        found = json.dumps(found, ensure_ascii=False, default=str)
-    return Observation(str.__str__(found), reward)  # no subclass: the trainer may not know it
+        result = result.text or ""
+    if not isinstance(result, str):
+        result = json.dumps(result, ensure_ascii=False, default=str)
+    return Observation(str.__str__(result), reward)  # exact type: a subclass might not be importable in the trainer
 
 
-def _read_reward(rest: Sequence[Any]) -> float:
-    """The reward in what follows the response: (reward, metrics), or nothing. Raises ValueError for others."""
-    if not rest or rest[0] is None:
+def _read_reward(values: Sequence[Any]) -> float:
+    """The reward in the values after a response: (reward, metrics), or none. Raises ValueError for others."""
+    if not values or values[0] is None:
         return 0.0
-    return finite("(ToolResponse, reward, metrics): reward", rest[0])
+    return finite("(ToolResponse, reward, metrics): reward", values[0])
 
 
-def finite(what: str, found: Any) -> float:
+def finite(name: str, value: Any) -> float:
     """A reward. Raises ValueError unless it is a finite number."""
     try:
-        number = float(found)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{what}: expected a finite number as reward, found {found!r:.100}")
+        raise ValueError(f"{name}: expected a finite number as reward, found {value!r:.100}")
     return number
 
 
-def _has_reward(found: tuple) -> bool:
+def _has_reward(result: tuple) -> bool:
     """Whether a tuple is (response, reward, metrics) or the start of it, and not another value."""
-    if found and isinstance(found[0], ToolResponse):
+    if result and isinstance(result[0], ToolResponse):
         return True
-    reward = found[1] if len(found) > 1 else None
-    return 1 <= len(found) <= 3 and (reward is None or (isinstance(reward, Real) and not isinstance(reward, bool)))
+    reward = result[1] if len(result) > 1 else None
+    return 1 <= len(result) <= 3 and (reward is None or (isinstance(reward, Real) and not isinstance(reward, bool)))
 
 
 def read_arguments(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,15 +262,15 @@ def read_arguments(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> 
         parameters: the arguments of a call.
         schema: `parameters` of the tool's schema.
     """
-    known = schema.get("properties") or {}
-    return {name: _read_argument(value, (known.get(name) or {}).get("type")) for name, value in parameters.items()}
+    properties = schema.get("properties") or {}
+    return {name: _read_argument(value, (properties.get(name) or {}).get("type")) for name, value in parameters.items()}
 
 
-def _read_argument(value: Any, kind: Any) -> Any:
-    if not isinstance(value, str) or kind not in ("integer", "number", "boolean", "array", "object"):
+def _read_argument(value: Any, json_type: Any) -> Any:
+    if not isinstance(value, str) or json_type not in ("integer", "number", "boolean", "array", "object"):
         return value
     try:
-        return json.loads(value.strip().lower() if kind == "boolean" else value)
+        return json.loads(value.strip().lower() if json_type == "boolean" else value)
     except ValueError:
         return value
 

@@ -34,22 +34,22 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
     """
     tools: dict[str, Tool] = {}
     if tool_config_path is not None:
-        for where, entry in _entries(tool_config_path, "tools", {"class_name", "config", "tool_schema"}):
-            cls = load_class(entry, where, tool_config_path)
+        for location, entry in _entries(tool_config_path, "tools", {"class_name", "config", "tool_schema"}):
+            cls = load_class(entry, location, tool_config_path)
             schema = entry.get("tool_schema")
-            read = None if schema is None else _read_schema(schema, where)
-            with _code_of_user(where, cls.__name__):
-                tool = cls(config=dict(entry.get("config") or {}), tool_schema=read)
-            _add(tools, tool, where)
+            tool_schema = None if schema is None else _read_schema(schema, location)
+            with _code_of_user(location, cls.__name__):
+                tool = cls(config=dict(entry.get("config") or {}), tool_schema=tool_schema)
+            _add(tools, tool, location)
     if function_tool_path is not None:
         from verl.agents.tools.function_tool import function_tools_of
 
         with _code_of_user("function_tool_path", str(function_tool_path)):
             module = import_module(str(function_tool_path))
-        own = function_tools_of(module)
-        if not own:
+        module_tools = function_tools_of(module)
+        if not module_tools:
             raise ValueError(f"{function_tool_path}: expected functions decorated with @function_tool, found none")
-        for tool in own:
+        for tool in module_tools:
             _add(tools, tool, str(function_tool_path))
     return tools
 
@@ -62,11 +62,11 @@ def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -
 
 def load_interactions(path: str | None) -> "dict[str, BaseInteraction]":
     """The interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name; empty without a file."""
-    found = {}
+    interactions = {}
     for name, (cls, config) in interaction_classes(path).items():
         with _code_of_user(f"{path}: interaction {name!r}", cls.__name__):
-            found[name] = cls(config=config)
-    return found
+            interactions[name] = cls(config=config)
+    return interactions
 
 
 def interaction_classes(path: str | None) -> "dict[str, tuple[type[BaseInteraction], dict[str, Any]]]":
@@ -74,35 +74,37 @@ def interaction_classes(path: str | None) -> "dict[str, tuple[type[BaseInteracti
     interactions: dict[str, tuple[type[BaseInteraction], dict[str, Any]]] = {}
     if path is None:
         return interactions
-    for where, entry in _entries(path, "interaction", {"name", "class_name", "config"}):
-        cls = load_class(entry, where, path)
+    for location, entry in _entries(path, "interaction", {"name", "class_name", "config"}):
+        cls = load_class(entry, location, path)
         name = entry.get("name") or cls.__name__.lower().removesuffix("interaction")
         if name in interactions:
-            raise ValueError(f"{where}: there are two interactions {name!r}: rename one")
+            raise ValueError(f"{location}: there are two interactions {name!r}: rename one")
         interactions[name] = cls, {**(entry.get("config") or {}), "name": name}
     return interactions
 
 
-def load_class(entry: Mapping[str, Any], where: str, config_path: str, key: str = "class_name") -> type:
+def load_class(entry: Mapping[str, Any], location: str, config_path: str, key: str = "class_name") -> type:
     """The class that an entry names. Raises ValueError if there is none."""
     address = entry.get(key)
     if not isinstance(address, str) or not address:
-        raise ValueError(f"{where}: expected {key}, such as my_tools.py:Calculator or my_package.tools.Calculator")
+        raise ValueError(f"{location}: expected {key}, such as my_tools.py:Calculator or my_package.tools.Calculator")
     path, separator, name = address.rpartition(":") if ".py:" in address else address.rpartition(".")
     if not separator:
-        raise ValueError(f"{where}: {key}: expected package.module.Class or path/to/file.py:Class, found {address!r}")
+        raise ValueError(
+            f"{location}: {key}: expected package.module.Class or path/to/file.py:Class, found {address!r}"
+        )
     if path.endswith(".py") and not expanded(path).is_file():
-        beside = expanded(config_path).parent / path
-        path = str(beside) if beside.is_file() else path
-    with _code_of_user(f"{where}: {key}", address):
-        found = load_object(path, name)
-    if not isinstance(found, type):
-        raise ValueError(f"{where}: {key}: expected a class, found {found!r}")
-    return found
+        sibling = expanded(config_path).parent / path
+        path = str(sibling) if sibling.is_file() else path
+    with _code_of_user(f"{location}: {key}", address):
+        cls = load_object(path, name)
+    if not isinstance(cls, type):
+        raise ValueError(f"{location}: {key}: expected a class, found {cls!r}")
+    return cls
 
 
 @contextmanager
-def _code_of_user(where: str, name: str) -> Iterator[None]:
+def _code_of_user(location: str, name: str) -> Iterator[None]:
     """Turn what the code of a tool raises while it is imported or constructed into a ValueError with its line."""
     try:
         yield
@@ -111,8 +113,8 @@ def _code_of_user(where: str, name: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         from verl.agents.tools.runner import describe
 
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise ValueError(f"{where}: {name} failed: {describe(error)} ({at.filename}:{at.lineno})") from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(f"{location}: {name} failed: {describe(error)} ({frame.filename}:{frame.lineno})") from error
 
 
 def read_yaml_list(path: str, key: str | None) -> list[Any]:
@@ -128,37 +130,37 @@ def read_yaml_list(path: str, key: str | None) -> list[Any]:
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise ValueError(f"{path}: not a YAML file: {error}") from error
-    found = content if key is None else content.get(key) if isinstance(content, Mapping) else None
-    if not isinstance(found, list):
-        below = f" below {key!r}" if key else ""
-        raise ValueError(f"{path}: expected a list{below}, found {type(found).__name__}")
-    return found
-
-
-def _entries(path: str, key: str, known: set[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Yield (name for error messages, entry) of a list of mappings."""
-    entries = []
-    for position, entry in enumerate(read_yaml_list(path, key)):
-        where = f"{path}: {key}[{position}]"
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"{where}: expected a mapping, found {entry!r}")
-        for name in entry:
-            if name not in known:
-                raise ValueError(f"{where}: unknown key {name!r}: {did_you_mean(name, known)}")
-        entries.append((where, dict(entry)))
+    entries = content if key is None else content.get(key) if isinstance(content, Mapping) else None
+    if not isinstance(entries, list):
+        suffix = f" below {key!r}" if key else ""
+        raise ValueError(f"{path}: expected a list{suffix}, found {type(entries).__name__}")
     return entries
 
 
-def _read_schema(schema: Any, where: str) -> "OpenAIFunctionToolSchema":
+def _entries(path: str, key: str, keys: set[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Yield (name for error messages, entry) of a list of mappings."""
+    entries = []
+    for position, entry in enumerate(read_yaml_list(path, key)):
+        location = f"{path}: {key}[{position}]"
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"{location}: expected a mapping, found {entry!r}")
+        for name in entry:
+            if name not in keys:
+                raise ValueError(f"{location}: unknown key {name!r}: {did_you_mean(name, keys)}")
+        entries.append((location, dict(entry)))
+    return entries
+
+
+def _read_schema(schema: Any, location: str) -> "OpenAIFunctionToolSchema":
     from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 
     try:
         return OpenAIFunctionToolSchema.model_validate(schema)
     except ValueError as error:
-        raise ValueError(f"{where}: tool_schema: {error}") from error
+        raise ValueError(f"{location}: tool_schema: {error}") from error
 
 
-def _add(tools: dict[str, Tool], tool: Tool, where: str) -> None:
+def _add(tools: dict[str, Tool], tool: Tool, location: str) -> None:
     if tool.name in tools:
-        raise ValueError(f"{where}: there are two tools {tool.name!r}: rename one")
+        raise ValueError(f"{location}: there are two tools {tool.name!r}: rename one")
     tools[tool.name] = tool

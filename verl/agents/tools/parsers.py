@@ -47,12 +47,12 @@ class FunctionCall:
         if self.error is not None:
             raise ValueError(self.error)
         try:
-            found = json.loads(self.arguments)
+            arguments = json.loads(self.arguments)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments are not JSON: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(arguments, dict):
             raise ValueError(f"expected arguments as a JSON object, found {self.arguments[:100]}")
-        return found
+        return arguments
 
 
 class ToolParser:
@@ -102,22 +102,22 @@ def _bad(message: str) -> FunctionCall:
 def _read_json_call(text: str) -> FunctionCall:
     """A call as JSON with "name" and "arguments" or "parameters"."""
     try:
-        found = json.loads(text)
+        call = json.loads(text)
     except (ValueError, RecursionError) as error:
         return _bad(f"the tool call is not JSON: {error}")
-    name = found.get("name") if isinstance(found, dict) else None
+    name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or not name:
         return _bad('expected a tool call as {"name": ..., "arguments": {...}}')
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = call.get("arguments", call.get("parameters", {}))
     return FunctionCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _blocks(text: str, read: Callable[[str], FunctionCall]) -> tuple[str, list[FunctionCall]]:
     """The calls between <tool_call> and </tool_call>; text inside <think> is not searched."""
-    spoken = _THOUGHT.sub("", text)
-    calls = [read(block.strip()) for block in _TOOL_CALL.findall(spoken)]
-    rest = _TOOL_CALL.sub("", spoken)
-    if "<tool_call>" in rest:
+    visible = _THOUGHT.sub("", text)
+    calls = [read(block.strip()) for block in _TOOL_CALL.findall(visible)]
+    remaining = _TOOL_CALL.sub("", visible)
+    if "<tool_call>" in remaining:
         calls.append(_bad("the tool call has no </tool_call>"))
     return _TOOL_CALL.sub("", text), calls
 
@@ -167,14 +167,14 @@ class LlamaToolParser(ToolParser):
             if not text.lstrip().startswith('{"'):
                 return text, []
             content, code = "", text
-        calls, decoder, at = [], json.JSONDecoder(), 0
-        while (rest := code[at:].lstrip(" \n\t;")) != "":
-            at = len(code) - len(rest)
+        calls, decoder, position = [], json.JSONDecoder(), 0
+        while (remaining := code[position:].lstrip(" \n\t;")) != "":
+            position = len(code) - len(remaining)
             try:
-                _, length = decoder.raw_decode(rest)
+                _, length = decoder.raw_decode(remaining)
             except (ValueError, RecursionError) as error:
                 calls.append(_bad(f"the tool call is not JSON: {error}"))
                 break
-            calls.append(_read_json_call(rest[:length]))
-            at += length
+            calls.append(_read_json_call(remaining[:length]))
+            position += length
         return content, calls

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """What a host loads, and how it shortens responses.
+    """The tools that a host loads, and how it truncates responses.
 
     Args:
         tool_config_path, function_tool_path, interaction_config_path: see `verl.agents.tools.load`.
@@ -23,7 +23,7 @@ class ToolSettings:
 
 
 class ToolFailure(Exception):
-    """A call failed. `timed_out`: by its time limit."""
+    """A call failed; `timed_out` if it exceeded its time limit."""
 
     def __init__(self, message: str, timed_out: bool = False):
         super().__init__(message)

@@ -21,7 +21,7 @@ from verl.checkpoints.shard_files import ShardReader
 from verl.engines.checkpoint import load_shards
 from verl.engines.megatron.layout import Conversion
 from verl.engines.megatron.runtime import ParallelRanks
-from verl.engines.megatron.weights import own_parameters, rank_of
+from verl.engines.megatron.weights import local_parameters, rank_of
 
 _STEP = "optimizer.step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,10 +32,10 @@ class EngineState:
     """The weights and the optimizer state of a rank as boxes of HuggingFace tensors.
 
     Args:
-        chunks: of the model.
+        chunks: this rank's chunks of the model.
         table: its conversions.
         ranks: the position of this rank.
-        optimizer: of megatron-core; None for a model without one.
+        optimizer: megatron-core's; None for a model that is not trained.
     """
 
     def __init__(
@@ -43,35 +43,35 @@ class EngineState:
     ):
         self._ranks = ranks
         self._optimizers = [] if optimizer is None else [x for x in optimizer.chained_optimizers if x.optimizer]
-        self._parameters = {p: conversion for _, p, conversion in own_parameters(chunks, table)}
+        self._parameters = {p: conversion for _, p, conversion in local_parameters(chunks, table)}
 
     # ---- saving -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def weights(self) -> Boxes:
         """Copies of the weights on the host."""
-        found: Boxes = {}
+        boxes: Boxes = {}
         for parameter, conversion in self._parameters.items():
-            self._add(found, conversion, parameter, "model.module.{}")
-        return found
+            self._add(boxes, conversion, parameter, "model.module.{}")
+        return boxes
 
     @torch.no_grad()
     def optimizer_state(self) -> Boxes:
         """Copies of the optimizer state on the host; data-parallel ranks share the parameters. Collective."""
-        step = max((_step_of(one) for one in self._optimizers), default=0)
-        found: Boxes = {_STEP: [(Region(_STEP, (0,), (1,), (1,)), torch.tensor([step]))]}
-        for one in self._optimizers:
+        step = max((_step_of(optimizer) for optimizer in self._optimizers), default=0)
+        boxes: Boxes = {_STEP: [(Region(_STEP, (0,), (1,), (1,)), torch.tensor([step]))]}
+        for optimizer in self._optimizers:
             names = (*_MOMENTS, _MAIN) if step else (_MAIN,)
-            for parameter, tensors in _full_state(one, self._parameters, names):
+            for parameter, tensors in _full_state(optimizer, self._parameters, names):
                 for name, values in tensors.items():
                     key = f"optimizer.state.module.{{}}.{name}"
-                    self._add(found, self._parameters[parameter], values, key)
-        return found
+                    self._add(boxes, self._parameters[parameter], values, key)
+        return boxes
 
-    def _add(self, found: Boxes, conversion: Conversion, local: torch.Tensor, key: str) -> None:
+    def _add(self, boxes: Boxes, conversion: Conversion, local: torch.Tensor, key: str) -> None:
         for region, values in conversion.boxes(local, rank_of(conversion, self._ranks)):
             copied = values.contiguous().to("cpu", copy=True)
-            found.setdefault(key.format(region.source), []).append((region, copied))
+            boxes.setdefault(key.format(region.source), []).append((region, copied))
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
@@ -79,9 +79,9 @@ class EngineState:
     def load(self, folder: Path, with_optimizer: bool) -> None:
         """Restore weights, and the optimizer state. Raises ValueError if the files are of a different model."""
         stored = _stored_keys(folder)
-        wanted: Boxes = {}
+        requested: Boxes = {}
         fills = [
-            (parameter, self._request(wanted, conversion, "model.module.{}", parameter.dtype))
+            (parameter, self._request(requested, conversion, "model.module.{}", parameter.dtype))
             for parameter, conversion in self._parameters.items()
         ]
         moments = []
@@ -89,28 +89,28 @@ class EngineState:
             if _STEP not in stored:
                 raise ValueError(f"{folder} was saved without optimizer: remove it from checkpoint.load_contents")
             step = torch.zeros(1, dtype=torch.int64)
-            wanted[_STEP] = [(Region(_STEP, (0,), (1,), (1,)), step)]
+            requested[_STEP] = [(Region(_STEP, (0,), (1,), (1,)), step)]
             names = [name for name in (*_MOMENTS, _MAIN) if any(key.endswith(f".{name}") for key in stored)]
-            for one in self._optimizers:
-                for slot in _slots(one, self._parameters):
+            for optimizer in self._optimizers:
+                for slot in _slots(optimizer, self._parameters):
                     conversion = self._parameters[slot.parameter]
                     keys = {name: f"optimizer.state.module.{{}}.{name}" for name in names}
-                    boxes = {n: self._request(wanted, conversion, key, torch.float32) for n, key in keys.items()}
-                    moments.append((one, slot, conversion, boxes))
-        load_shards(folder, wanted, BoxLoadPlanner())
+                    boxes = {n: self._request(requested, conversion, key, torch.float32) for n, key in keys.items()}
+                    moments.append((optimizer, slot, conversion, boxes))
+        load_shards(folder, requested, BoxLoadPlanner())
         for parameter, boxes in fills:
             parameter.copy_(self._join(self._parameters[parameter], boxes))
-        for one in self._optimizers:
-            one.reload_model_params()
-        for one, slot, conversion, boxes in moments:
-            slot.fill(one, {name: self._join(conversion, given) for name, given in boxes.items()}, int(step))
+        for optimizer in self._optimizers:
+            optimizer.reload_model_params()
+        for optimizer, slot, conversion, boxes in moments:
+            slot.fill(optimizer, {name: self._join(conversion, values) for name, values in boxes.items()}, int(step))
 
-    def _request(self, wanted: Boxes, conversion: Conversion, key: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Ask for the values of a parameter; they are filled by reading."""
+    def _request(self, requested: Boxes, conversion: Conversion, key: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Add the boxes of a parameter to the request. Returns tensors that reading fills."""
         values = []
         for region in conversion.regions(rank_of(conversion, self._ranks)):
             values.append(torch.zeros(region.shape, dtype=dtype))
-            wanted.setdefault(key.format(region.source), []).append((region, values[-1]))
+            requested.setdefault(key.format(region.source), []).append((region, values[-1]))
         return values
 
     def _join(self, conversion: Conversion, values: list[torch.Tensor]) -> torch.Tensor:
@@ -130,9 +130,9 @@ class _Slot:
     """The state of one parameter in an optimizer.
 
     Attributes:
-        parameter: of the model.
-        main: what the optimizer updates: the parameter, a float32 copy, or a run of its elements.
-        run: which elements; None for all.
+        parameter: the parameter of the model.
+        main: the tensor that the optimizer updates: the parameter, a float32 copy, or a run of its elements.
+        run: the elements of this run; None for all.
         group: the parameter group.
     """
 
@@ -142,14 +142,14 @@ class _Slot:
     def fill(self, optimizer: Any, tensors: dict[str, torch.Tensor], step: int) -> None:
         """Set the state from tensors shaped like the parameter."""
         flat = {name: values.flatten() for name, values in tensors.items()}
-        own = {name: (x if self.run is None else x[self.run]).to(self.main.device) for name, x in flat.items()}
-        if _MAIN in own and self.main is not self.parameter and self.parameter.dtype != torch.float32:
-            self.main.copy_(own[_MAIN].view_as(self.main))
+        local = {name: (x if self.run is None else x[self.run]).to(self.main.device) for name, x in flat.items()}
+        if _MAIN in local and self.main is not self.parameter and self.parameter.dtype != torch.float32:
+            self.main.copy_(local[_MAIN].view_as(self.main))
         if not step:
             return
         state = optimizer.optimizer.state[self.main]
         for name in _MOMENTS:
-            state[name] = own[name].view_as(self.main).clone()
+            state[name] = local[name].view_as(self.main).clone()
         if isinstance(optimizer.optimizer, torch.optim.Adam):
             state["step"] = torch.tensor(float(step))
         else:  # the fused optimizers count in the group
@@ -181,18 +181,18 @@ def _full_state(
         return
     group = optimizer.data_parallel_group
     for i, parameter in enumerate(p for buffer in optimizer.buffers for p in buffer.params):
-        slot, found = slots.get(parameter), {}
-        own = _tensors(optimizer, slot, names) if slot is not None else {}
+        slot, tensors = slots.get(parameter), {}
+        local = _tensors(optimizer, slot, names) if slot is not None else {}
         for name in names:
             if name == _MAIN and parameter.dtype == torch.float32:
                 continue
             full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if slot is not None:
-                full[slot.run] = own[name].flatten()
+                full[slot.run] = local[name].flatten()
             dist.all_reduce(full, group=group)
-            found[name] = full.view_as(parameter)
+            tensors[name] = full.view_as(parameter)
         if i % group.size() == group.rank():
-            yield parameter, found
+            yield parameter, tensors
 
 
 def _tensors(optimizer: Any, slot: _Slot, names: tuple[str, ...]) -> dict[str, torch.Tensor]:

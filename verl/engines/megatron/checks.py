@@ -7,8 +7,8 @@ from typing import Any
 from verl.config import schema
 from verl.engines.megatron.layout import ARCHITECTURES, expert_size, sparse_layers
 
-#: keys of a `megatron` section
-_OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+#: keys of a `megatron` section for expert parallelism
+_EXPERT_KEYS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 logger = logging.getLogger("verl.engines")
 
@@ -24,12 +24,12 @@ def parallel_sizes(megatron: schema.MegatronConfig, ranks: int) -> tuple[dict[st
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size or sizes["tensor_model_parallel_size"],
     }
-    of_experts = experts | {"pipeline_model_parallel_size": sizes["pipeline_model_parallel_size"]}
-    for named in (sizes, of_experts):
-        if ranks % math.prod(named.values()):
+    expert_sizes = experts | {"pipeline_model_parallel_size": sizes["pipeline_model_parallel_size"]}
+    for group in (sizes, expert_sizes):
+        if ranks % math.prod(group.values()):
             raise ValueError(
-                f"megatron: {' x '.join(f'{name} {size}' for name, size in named.items())} = "
-                f"{math.prod(named.values())} does not divide the {ranks} ranks"
+                f"megatron: {' x '.join(f'{name} {size}' for name, size in group.items())} = "
+                f"{math.prod(group.values())} does not divide the {ranks} ranks"
             )
     return sizes, experts
 
@@ -72,14 +72,14 @@ def check_sizes(hf: Any, megatron: schema.MegatronConfig) -> None:
             f"megatron.context_parallel_size {c} does not divide the {hf.num_attention_heads // t} heads of a rank"
         )
     _check_experts(hf, megatron, any(sparse))
-    given = [count for count in end_stages(hf.num_hidden_layers, megatron) if count is not None]
+    set_counts = [count for count in end_stages(hf.num_hidden_layers, megatron) if count is not None]
     virtual = megatron.virtual_pipeline_model_parallel_size or 1
-    if given and (virtual > 1 or p <= len(given)):
+    if set_counts and (virtual > 1 or p <= len(set_counts)):
         raise ValueError(
             "megatron: num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need more pipeline "
             f"stages than they set, and no virtual_pipeline_model_parallel_size; found {p} stages"
         )
-    chunks, layers = (p - len(given)) * virtual, hf.num_hidden_layers - sum(given)
+    chunks, layers = (p - len(set_counts)) * virtual, hf.num_hidden_layers - sum(set_counts)
     if layers <= 0 or layers % chunks:
         raise ValueError(f"megatron: {chunks} pipeline chunks do not divide the {layers} layers")
 
@@ -95,17 +95,17 @@ def end_stages(num_layers: int, megatron: schema.MegatronConfig) -> tuple[int | 
     """
     section, p = megatron.override_transformer_config, megatron.pipeline_model_parallel_size
     first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
-    counted = {
+    counts_as_layer = {
         "embedding": section.account_for_embedding_in_pipeline_split,
         "loss": section.account_for_loss_in_pipeline_split,
     }
-    names = " and ".join(name for name, is_counted in counted.items() if is_counted)
+    names = " and ".join(name for name, counts in counts_as_layer.items() if counts)
     if not names or p == 1:
         return first, last
     numbers = "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
     if first is not None or last is not None:
         raise ValueError(f"megatron: account_for_*_in_pipeline_split sets {numbers}: remove it, or these")
-    units = num_layers + sum(counted.values())
+    units = num_layers + sum(counts_as_layer.values())
     if units % p or megatron.virtual_pipeline_model_parallel_size:
         raise ValueError(
             f"megatron: account_for_*_in_pipeline_split: {num_layers} layers with {names} as layers are {units}, "
@@ -117,9 +117,10 @@ def end_stages(num_layers: int, megatron: schema.MegatronConfig) -> tuple[int | 
             f"megatron: account_for_*_in_pipeline_split: of {num_layers} layers, the stage of the {names.split()[-1]} "
             f"would have none: use fewer than {p} pipeline stages"
         )
-    if p == sum(counted.values()):  # two equal stages
+    if p == sum(counts_as_layer.values()):  # two equal stages
         return None, None
-    return (units // p - 1 if counted["embedding"] else None), (units // p - 1 if counted["loss"] else None)
+    layers = units // p - 1
+    return (layers if counts_as_layer["embedding"] else None), (layers if counts_as_layer["loss"] else None)
 
 
 def _check_experts(hf: Any, megatron: schema.MegatronConfig, is_sparse: bool) -> None:
@@ -149,9 +150,9 @@ def check_keys(hf: Any, megatron: schema.MegatronConfig, name: str) -> None:
     if any(sparse_layers(hf)):
         return
     override = megatron.override_transformer_config.model_dump()
-    given = {f"override_transformer_config.{key}": value for key, value in override.items() if key.startswith("moe_")}
+    keys = {f"override_transformer_config.{key}": value for key, value in override.items() if key.startswith("moe_")}
     if not isinstance(megatron, schema.RefMegatronConfig):
-        given |= {key: getattr(megatron, key) for key in _OF_EXPERTS}
-    for key, value in given.items():
+        keys |= {key: getattr(megatron, key) for key in _EXPERT_KEYS}
+    for key, value in keys.items():
         if value not in (None, 0, 1):
             raise ValueError(f"{name}.{key}={value}, but {hf.model_type} models have no experts: remove it")

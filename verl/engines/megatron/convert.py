@@ -22,7 +22,7 @@ def decoder_config(
         hf: the HuggingFace config.
         megatron: the `megatron` section.
         ranks: the position of this rank.
-        dtype: of parameters and computation.
+        dtype: dtype of parameters and computation.
         recompute: recompute all activations, if the section does not say how.
     """
     interleaved = megatron.virtual_pipeline_model_parallel_size is not None
@@ -83,7 +83,7 @@ def _experts(hf: Any, megatron: schema.MegatronConfig, ranks: ParallelRanks) -> 
     return {
         "num_moe_experts": hf.num_local_experts,
         "moe_ffn_hidden_size": expert_size(hf),
-        "moe_layer_freq": [int(each) for each in sparse],
+        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse],
         "moe_router_topk": hf.num_experts_per_tok,
         # the probabilities of the chosen experts: of all experts, or, as a softmax over the chosen, summing to 1
         "moe_router_pre_softmax": hf.model_type == "qwen3_moe" and not hf.norm_topk_prob,
@@ -100,7 +100,7 @@ def _windows(hf: Any) -> tuple[int | None, ...]:
     if not window:
         return ()
     types = hf.to_dict().get("layer_types") or ["sliding_attention"] * hf.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
 
 
 def _recompute(section: schema.MegatronTransformerConfig, everything: bool) -> dict[str, Any]:

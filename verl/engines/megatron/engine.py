@@ -34,9 +34,8 @@ from verl.engines.megatron import convert
 from verl.engines.megatron.checkpoint import EngineState
 from verl.engines.megatron.checks import check_architecture, check_sizes
 from verl.engines.megatron.layout import conversions
+from verl.engines.megatron.memory import AutoRecompute, Storages, optimizer_tensors
 from verl.engines.megatron.model import TokenGPT
-from verl.engines.megatron.offload import Storages, optimizer_tensors
-from verl.engines.megatron.recompute import AutoRecompute
 from verl.engines.megatron.routing import StageRouting
 from verl.engines.megatron.runtime import check_device, join_groups
 from verl.engines.megatron.weight_files import WeightFiles
@@ -78,7 +77,7 @@ class MegatronEngine(TrainEngine):
         spec: sections of the configuration; `spec.engine` is the `megatron` section.
     """
 
-    gathers_each = True
+    gathers_one_by_one = True
 
     def __init__(self, spec: EngineSpec):
         if not isinstance(spec.engine, schema.MegatronConfig):
@@ -107,7 +106,7 @@ class MegatronEngine(TrainEngine):
         self._stages: list[Any] = list(self.chunks)
         self._routing = StageRouting(self.chunks, self.hf, ranks) if self.config.num_moe_experts else None
         self._writer = CheckpointWriter()
-        self.steps = 0  # of the schedule
+        self.steps = 0  # position in the learning-rate schedule
         self.optimizer: Any = None
         if spec.optimizer is not None:
             self._prepare_training(spec.optimizer)
@@ -172,7 +171,7 @@ class MegatronEngine(TrainEngine):
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def _prepare_offload(self) -> None:
-        """Move to the host what is there between phases."""
+        """Move the weights, gradients and optimizer state that are offloaded between phases to the host."""
         weights = [p for chunk in self.chunks for p in chunk.parameters()]
         self._weights_used: AbstractContextManager[None] = nullcontext()
         self._optimizer_used: AbstractContextManager[None] = nullcontext()
@@ -208,26 +207,26 @@ class MegatronEngine(TrainEngine):
         records = ROUTED_EXPERTS in outputs
         micro_batches = self._micro_batches(columns, micro, shares_prefix=not records)
         routing = check_routing(self._routing) if records else self._routing
-        wanted = tuple(name for name in outputs if name != ROUTED_EXPERTS) or ("log_probs",)
-        found = torch.zeros(len(wanted), *columns["responses"].shape, dtype=torch.float32, device=self.device)
+        result_names = tuple(name for name in outputs if name != ROUTED_EXPERTS) or ("log_probs",)
+        gathered = torch.zeros(len(result_names), *columns["responses"].shape, dtype=torch.float32, device=self.device)
 
-        def keep(given: Tensors, one: _MicroBatch) -> Callable:
+        def make_store(computed: Tensors, micro_batch: _MicroBatch) -> Callable:
             def store(_: Any, non_loss_data: bool) -> None:
-                for i, name in enumerate(wanted):
-                    found[i, one.rows] = given[name].to(found.dtype)
+                for i, name in enumerate(result_names):
+                    gathered[i, micro_batch.rows] = computed[name].to(gathered.dtype)
 
             return store
 
         if routing is not None:
             routing.begin(columns.get(ROUTED_EXPERTS), records=records)
         with self.on_device():
-            self._run(micro_batches, wanted, temperature, keep, forward_only=True)
+            self._run(micro_batches, result_names, temperature, make_store, forward_only=True)
         if self.ranks.p_size > 1:
             pipeline = self.ranks.groups.get_pipeline_model_parallel_group()
-            dist.broadcast(found, self.ranks.last_stage(), group=pipeline)
-        result = {name: values for name, values in zip(wanted, found.cpu()) if name in outputs}
+            dist.broadcast(gathered, self.ranks.last_stage(), group=pipeline)
+        result = {name: values for name, values in zip(result_names, gathered.cpu()) if name in outputs}
         if records:
-            rows, inputs = zip(*((one.rows, one.model_input) for one in micro_batches))
+            rows, inputs = zip(*((micro_batch.rows, micro_batch.model_input) for micro_batch in micro_batches))
             result[ROUTED_EXPERTS] = routing.recorded(rows, inputs)
         return result
 
@@ -240,11 +239,11 @@ class MegatronEngine(TrainEngine):
         micro_batches = self._micro_batches(columns, micro, shares_prefix=not self._has_router_losses)
         sums, routing = MetricSums(), self._routing
 
-        def loss_of(given: Tensors, one: _MicroBatch) -> Callable:
+        def loss_of(outputs: Tensors, micro_batch: _MicroBatch) -> Callable:
             def compute(_: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
-                columns = {name: to_device(values, self.device) for name, values in one.columns.items()}
-                loss, metrics = objective.loss(given, columns)
-                sums.add(metrics, rows=len(one.rows))
+                columns = {name: to_device(values, self.device) for name, values in micro_batch.columns.items()}
+                loss, metrics = objective.loss(outputs, columns)
+                sums.add(metrics, rows=len(micro_batch.rows))
                 return loss, torch.zeros((), dtype=torch.int, device=self.device), None
 
             return compute
@@ -252,7 +251,7 @@ class MegatronEngine(TrainEngine):
         self._set_router_losses(micro_batches)
         with self.on_device(optimizer=True):
             if self._recompute is not None:
-                tokens = [one.model_input.input_ids.shape[1] for one in micro_batches]
+                tokens = [micro_batch.model_input.input_ids.shape[1] for micro_batch in micro_batches]
                 self._recompute.choose(tokens, self.optimizer, self.max_over_ranks)
             if routing is not None:
                 routing.begin(columns.get(ROUTED_EXPERTS), trains=True, counts=self.spec.kind == "causal_lm")
@@ -276,20 +275,22 @@ class MegatronEngine(TrainEngine):
         """Run megatron-core's schedule. `consume` makes the function that the last stage calls with its outputs."""
 
         def forward_step(iterator: Iterator[_MicroBatch], stage: Any) -> tuple[Any, Callable]:
-            one = next(iterator)
-            given = stage(one.model_input, outputs, temperature)
+            micro_batch = next(iterator)
+            output = stage(micro_batch.model_input, outputs, temperature)
             # the schedule asks the output for its device
-            return given if isinstance(given, torch.Tensor) else given[outputs[0]], partial(consume(given, one))
+            return output if isinstance(output, torch.Tensor) else output[outputs[0]], partial(
+                consume(output, micro_batch)
+            )
 
         schedule = get_forward_backward_func()
         iterators = [iter(micro_batches) for _ in self._stages]
-        longest = max(one.model_input.input_ids.shape[1] for one in micro_batches)
+        longest = max(micro_batch.model_input.input_ids.shape[1] for micro_batch in micro_batches)
         schedule(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._stages if len(self._stages) > 1 else self._stages[0],
             num_microbatches=len(micro_batches),
-            seq_length=longest * self.ranks.c_size,  # of all context-parallel ranks
+            seq_length=longest * self.ranks.c_size,  # over all context-parallel ranks
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -309,8 +310,8 @@ class MegatronEngine(TrainEngine):
         if not self._has_router_losses:
             return
         section = self.section.override_transformer_config
-        own = sum(one.model_input.input_ids.shape[1] for one in micro_batches)
-        (total,) = self.sum_over_ranks([own])  # over data-parallel ranks, of the share of a context-parallel rank
+        local = sum(micro_batch.model_input.input_ids.shape[1] for micro_batch in micro_batches)
+        (total,) = self.sum_over_ranks([local])  # over data-parallel ranks, of the share of a context-parallel rank
         share = self.ranks.t_size / total
         self.config.moe_aux_loss_coeff = section.moe_aux_loss_coeff * share
         if section.moe_z_loss_coeff is not None:
@@ -321,29 +322,30 @@ class MegatronEngine(TrainEngine):
         lengths = row_lengths(columns["attention_mask"])
         shares_prefix = (
             shares_prefix
-            and ROUTED_EXPERTS not in columns  # of every row, also those of its prompt
+            and ROUTED_EXPERTS not in columns  # recorded for every token of every row
             and self.ranks.c_size == 1
             and attends_in_one_call(lengths, self.dtype, self.device)
         )
         chunks = plan_micro_batches(lengths, micro, columns if shares_prefix else None, self.ranks.c_size)
         chunks = split_to(chunks, self._number_of_micro_batches(len(chunks)))
-        taken = [take_rows(columns, rows) for rows in chunks]
-        inputs = [build_input(each, remove_padding=True, shared_prefix=shares_prefix) for each in taken]
+        micro_columns = [take_rows(columns, rows) for rows in chunks]
+        inputs = [build_input(c, remove_padding=True, shared_prefix=shares_prefix) for c in micro_columns]
         multiple = self.ranks.c_size * self.ranks.t_size
         if not self.config.variable_seq_lengths:
-            longest = max(each.input_ids.shape[1] for each in inputs)
+            longest = max(x.input_ids.shape[1] for x in inputs)
             multiple *= -(-longest // multiple)
-        inputs = [each.padded_to(multiple) for each in inputs]
+        inputs = [x.padded_to(multiple) for x in inputs]
         if self._sequence_ranks is not None:
-            inputs = [each.share_of(self._sequence_ranks) for each in inputs]
-        return [_MicroBatch(*each) for each in zip(chunks, taken, (each.to(self.device) for each in inputs))]
+            inputs = [x.share_of(self._sequence_ranks) for x in inputs]
+        inputs = [x.to(self.device) for x in inputs]
+        return [_MicroBatch(*fields) for fields in zip(chunks, micro_columns, inputs)]
 
-    def _number_of_micro_batches(self, least: int) -> int:
-        """`least` or more: a multiple of interleaved stages, the same on ranks that exchange tokens for experts."""
+    def _number_of_micro_batches(self, minimum: int) -> int:
+        """`minimum` or more: a multiple of interleaved stages, the same on ranks that exchange tokens for experts."""
         if self.config.num_moe_experts is not None:
-            least = int(self.max_over_ranks([float(least)])[0])
+            minimum = int(self.max_over_ranks([float(minimum)])[0])
         stages = self.ranks.p_size if self.section.virtual_pipeline_model_parallel_size else 1
-        return -(-least // stages) * stages
+        return -(-minimum // stages) * stages
 
     def _shared_metrics(self, sums: MetricSums) -> dict[str, Any]:
         """The metrics of the last stage, on all stages."""
@@ -363,8 +365,8 @@ class MegatronEngine(TrainEngine):
         if not math.isfinite(norm):
             logger.warning("the gradient norm is %s: skipping this update", norm)
             return {"grad_norm": norm, "grad_skipped": 1.0}
-        optimizers = self.optimizer.chained_optimizers  # experts that have ranks of their own have another one
-        gradients = [p.grad for one in optimizers for p in one.get_parameters() if p.grad is not None]
+        optimizers = self.optimizer.chained_optimizers  # experts with separate ranks have another optimizer
+        gradients = [p.grad for part in optimizers for p in part.get_parameters() if p.grad is not None]
         if gradients:
             clip_gradients(gradients, gradients[0].new_tensor(norm), self.spec.optimizer.clip_grad)
         self.optimizer.step_with_ready_grads()
@@ -413,10 +415,12 @@ class MegatronEngine(TrainEngine):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def non_finite_state(self) -> list[str]:
-        own = global_names(self.chunks)
+        parameters = global_names(self.chunks)
         names = [conversion.name for conversion in self._table]
         with self.on_device():
-            broken = [float(name in own and not own[name].abs().max() <= LARGEST_WEIGHT) for name in names]
+            broken = [
+                float(name in parameters and not parameters[name].abs().max() <= LARGEST_WEIGHT) for name in names
+            ]
         return [name for name, is_broken in zip(names, self.max_over_ranks(broken)) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
@@ -433,7 +437,7 @@ class MegatronEngine(TrainEngine):
                 full[name] = tensor.cpu()
         steps = self.steps
 
-        def write_rest() -> None:
+        def write_files() -> None:
             if not self.ranks.is_first_rank:
                 return
             module = empty_module(ModelSpec(self.spec.model, self.spec.kind, model_dtype=self.dtype))
@@ -444,7 +448,7 @@ class MegatronEngine(TrainEngine):
             if "extra" in contents:
                 torch.save({"steps": steps}, folder / "extra.pt")
 
-        self._writer.start(folder, shards, write_rest, background, BoxSavePlanner())
+        self._writer.start(folder, shards, write_files, background, BoxSavePlanner())
         if not background:
             dist.barrier()
 
@@ -485,10 +489,10 @@ def _check_settings(spec: EngineSpec) -> None:
 
 def _optimizer_keys(spec: EngineSpec) -> set[str]:
     """Keys of `optim.override_optimizer_config` that change results; the others are named in the log."""
-    given = set(spec.optimizer.override_optimizer_config or ()) if spec.optimizer is not None else set()
-    if without_effect := sorted(given & OPTIMIZER_PLACEMENT):
+    keys = set(spec.optimizer.override_optimizer_config or ()) if spec.optimizer is not None else set()
+    if without_effect := sorted(keys & OPTIMIZER_PLACEMENT):
         logger.info(
             "optim.override_optimizer_config: %s: no effect with strategy=megatron (use megatron.optimizer_offload)",
             ", ".join(without_effect),
         )
-    return given - OPTIMIZER_PLACEMENT
+    return keys - OPTIMIZER_PLACEMENT

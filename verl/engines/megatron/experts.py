@@ -51,16 +51,16 @@ class GroupedExperts(MegatronModule):
         self.gate_up_proj = nn.Parameter(torch.empty(num_local_experts, 2 * inner, hidden, dtype=config.params_dtype))
         self.down_proj = nn.Parameter(torch.empty(num_local_experts, hidden, inner, dtype=config.params_dtype))
         self.inner_group = pg_collection.expt_tp
-        own_groups = pg_collection.ep.size() > 1 or pg_collection.expt_tp.size() != pg_collection.tp.size()
+        separate_groups = pg_collection.ep.size() > 1 or pg_collection.expt_tp.size() != pg_collection.tp.size()
         for parameter in self.parameters():
-            parameter.allreduce = not own_groups  # False: reduced over the expert-data-parallel ranks
+            parameter.allreduce = not separate_groups  # False: reduced over the expert-data-parallel ranks
         self._compute = partial(fused_experts, cache=WeightCache())
         if (size := pg_collection.ep.size()) > 1:
             self._compute = ExpertRanks(pg_collection.ep, size, gradient_scale=1.0, compute=self._compute)
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x (n, H), chosen and weights (n, k) -> (n, H), partial over expert-tensor-parallel ranks."""
-        return self._compute(self, x, chosen, weights)
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x (n, H), experts and weights (n, k) -> (n, H), partial over expert-tensor-parallel ranks."""
+        return self._compute(self, x, experts, weights)
 
 
 class MixtureOfExperts(MoELayer):
@@ -80,29 +80,32 @@ class MixtureOfExperts(MoELayer):
         return self._compute(hidden_states), None
 
     def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        probabilities, is_chosen = self.router(hidden_states)
-        chosen = is_chosen.byte().topk(self.config.moe_router_topk).indices
-        weights, x = probabilities.gather(1, chosen), hidden_states.flatten(0, 1)
-        if self._inner.size() == 1:
-            return self.experts(x, chosen, weights).view_as(hidden_states)
-        sizes = None if self._equal else self._sizes(len(x))
-        x, weights = (
-            tensor_parallel.gather_from_sequence_parallel_region(
-                each.contiguous(), group=self._inner, output_split_sizes=sizes
-            )
-            for each in (x, weights)
-        )
-        chosen = tensor_parallel.gather_from_sequence_parallel_region(
-            chosen, group=self._inner, output_split_sizes=sizes
-        )
-        out = tensor_parallel.reduce_scatter_to_sequence_parallel_region(
-            self.experts(x, chosen, weights), group=self._inner, input_split_sizes=sizes
-        )
-        return out.view_as(hidden_states)
+        """Route the tokens and compute their experts: (n, 1, H) -> (n, 1, H).
 
-    def _sizes(self, tokens: int) -> list[int]:
-        """The tokens of each expert-tensor-parallel rank."""
-        own = torch.tensor([tokens], device=self.router.weight.device)
-        found = torch.empty(self._inner.size(), dtype=own.dtype, device=own.device)
-        dist.all_gather_into_tensor(found, own, group=self._inner)
-        return found.tolist()
+        With expert tensor parallelism, a rank has a slice of every expert: the tokens of all N ranks are gathered to
+        (N, H), and each rank gets back the sum over the slices for its own n tokens.
+        """
+        probabilities, selected = self.router(hidden_states)  # both (n, E)
+        experts = selected.byte().topk(self.config.moe_router_topk).indices  # (n, k)
+        weights = probabilities.gather(1, experts)  # (n, k)
+        x = hidden_states.flatten(0, 1)  # (n, H)
+        if self._inner.size() == 1:
+            return self.experts(x, experts, weights).view_as(hidden_states)
+        sizes = None if self._equal else self._tokens_per_rank(len(x))
+        x, experts, weights = (
+            tensor_parallel.gather_from_sequence_parallel_region(
+                values.contiguous(), group=self._inner, output_split_sizes=sizes
+            )
+            for values in (x, experts, weights)
+        )
+        output = tensor_parallel.reduce_scatter_to_sequence_parallel_region(
+            self.experts(x, experts, weights), group=self._inner, input_split_sizes=sizes
+        )
+        return output.view_as(hidden_states)
+
+    def _tokens_per_rank(self, tokens: int) -> list[int]:
+        """The number of tokens of each expert-tensor-parallel rank."""
+        local = torch.tensor([tokens], device=self.router.weight.device)
+        counts = torch.empty(self._inner.size(), dtype=local.dtype, device=local.device)
+        dist.all_gather_into_tensor(counts, local, group=self._inner)
+        return counts.tolist()

@@ -43,7 +43,7 @@ _DIMENSION = {"rows": 0, "columns": 1, "qkv": 0, "gated": 0, "experts_gated": 1,
 
 @dataclass(frozen=True)
 class ShardRank:
-    """Which shard of a parameter: `rank` of `size` (expert-)tensor-parallel ranks, `e` of `e_size` of experts."""
+    """The position of a shard: `rank` of `size` (expert-)tensor-parallel ranks, `e` of `e_size` of experts."""
 
     rank: int = 0
     size: int = 1
@@ -58,8 +58,8 @@ class Conversion:
     Attributes:
         name: its name, with the number of the layer in the whole model.
         sources: HuggingFace names.
-        shapes: of the full tensors.
-        layout: as in the module docstring.
+        shapes: shapes of the full tensors.
+        layout: see the module docstring.
         per_group: query heads of each key/value head, and their size, for "qkv".
     """
 
@@ -75,7 +75,7 @@ class Conversion:
 
     def regions(self, position: ShardRank) -> list[Region]:
         """The boxes that the parameter of a rank consists of, in the order of `split`. One may be empty."""
-        found = []
+        regions = []
         for source, full in zip(self.sources, self.shapes):
             offset, shape = [0] * len(full), list(full)
             if self.is_expert:
@@ -88,11 +88,11 @@ class Conversion:
                 size = -(-length // position.size)  # the last ranks of "rows" may have fewer, or none
                 start = min(position.rank * size, length)
                 offset[dimension], shape[dimension] = start, min(size, length - start)
-            found.append(Region(source, tuple(offset), tuple(shape), full))
+            regions.append(Region(source, tuple(offset), tuple(shape), full))
             if halves == 2:
                 offset[1] += length
-                found.append(Region(source, tuple(offset), tuple(shape), full))
-        return found
+                regions.append(Region(source, tuple(offset), tuple(shape), full))
+        return regions
 
     def split(self, local: torch.Tensor) -> list[torch.Tensor]:
         """The values of a rank's parameter, one for each of `regions`; of "rows", with the padding."""
@@ -145,22 +145,22 @@ def expert_size(hf: Any) -> int:
 def conversions(hf: Any, kind: str) -> list[Conversion]:
     """Every parameter of a model, in the order of HuggingFace's; `kind` as in `EngineSpec`."""
     hidden, vocabulary = hf.hidden_size, (hf.vocab_size, hf.hidden_size)
-    found = [Conversion("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (vocabulary,), "rows")]
+    table = [Conversion("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (vocabulary,), "rows")]
     for i, is_sparse in enumerate(sparse_layers(hf)):
         ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
-        found += _attention(hf, ours, theirs)
-        found += (_experts if is_sparse else _mlp)(hf, f"{ours}mlp.", f"{theirs}mlp.")
+        table += _attention(hf, ours, theirs)
+        table += (_experts if is_sparse else _mlp)(hf, f"{ours}mlp.", f"{theirs}mlp.")
         norms = (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm"))
-        found += [
+        table += [
             Conversion(f"{ours}{a}.weight", (f"{theirs}{b}.weight",), ((hidden,),), "replicated") for a, b in norms
         ]
-    found.append(Conversion("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), "replicated"))
+    table.append(Conversion("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), "replicated"))
     if kind != "causal_lm":
         shapes = {"weight": (1, hidden), "bias": (1,)}
-        found += [Conversion(f"score.{x}", (f"score.{x}",), (shape,), "replicated") for x, shape in shapes.items()]
+        table += [Conversion(f"score.{x}", (f"score.{x}",), (shape,), "replicated") for x, shape in shapes.items()]
     elif not hf.tie_word_embeddings:
-        found.append(Conversion("output_layer.weight", ("lm_head.weight",), (vocabulary,), "rows"))
-    return found
+        table.append(Conversion("output_layer.weight", ("lm_head.weight",), (vocabulary,), "rows"))
+    return table
 
 
 def _attention(hf: Any, ours: str, theirs: str) -> Iterator[Conversion]:

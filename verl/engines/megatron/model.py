@@ -22,17 +22,16 @@ from torch.nn.functional import linear, pad
 
 from verl.engines.base import Tensors
 from verl.engines.megatron.experts import MixtureOfExperts
-from verl.engines.megatron.log_probs import ShardedStatistics
 from verl.engines.megatron.routing import ChunkRouting
 from verl.modeling.attention import packed_attention
 from verl.modeling.linear import layer_functions
-from verl.modeling.log_probs import token_statistics
+from verl.modeling.log_probs import ShardedStatistics, token_statistics
 from verl.modeling.packing import ModelInput, Packing
 
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """What attention needs to know about the tokens of a micro-batch; passed as megatron-core's `packed_seq_params`.
+    """Positions of the tokens of a micro-batch, for attention; passed as megatron-core's `packed_seq_params`.
 
     Attributes:
         packing: the sequences.
@@ -131,7 +130,7 @@ def decoder_spec(config: DecoderConfig, vp_stage: int | None) -> Any:
 
     first, count = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
     sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = [layer_spec(config, bool(each)) for each in sparse[first : first + count]]
+    specs = [layer_spec(config, bool(is_sparse)) for is_sparse in sparse[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
@@ -139,11 +138,11 @@ class TokenGPT(GPTModel):
     """One pipeline stage (or one chunk of it, if stages are interleaved).
 
     Args:
-        config: of megatron-core.
+        config: the configuration for megatron-core.
         hf: the HuggingFace config.
-        kind: as in `EngineSpec`.
+        kind: see `EngineSpec`.
         pre_process, post_process: whether it has the embedding, and the output layer.
-        vp_stage: which chunk of the stage.
+        vp_stage: index of the chunk in the stage; None without interleaving.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class TokenGPT(GPTModel):
             del self.output_layer
             self.score = nn.Linear(hf.hidden_size, 1, dtype=config.params_dtype)
         self.rotary = _rotary_embedding(hf)
-        self.routing: ChunkRouting | None = None  # of a model with experts
+        self.routing: ChunkRouting | None = None  # set if the model has experts
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> torch.Tensor | Tensors:
         """Hidden states (n, 1, H) of a stage that is not the last; else each output, (b, T), float32."""
@@ -193,8 +192,8 @@ class TokenGPT(GPTModel):
             self.routing.finish(model_input)
         if not self.post_process:
             return states
-        found = self._outputs(states, model_input, outputs, temperature)
-        scattered = {name: model_input.scatter(values.float()) for name, values in found.items()}
+        values_by_name = self._outputs(states, model_input, outputs, temperature)
+        scattered = {name: model_input.scatter(values.float()) for name, values in values_by_name.items()}
         ranks = model_input.packing.ranks
         return scattered if ranks is None else {k: ranks.sum_of_shares(v) for k, v in scattered.items()}
 
@@ -214,7 +213,7 @@ class TokenGPT(GPTModel):
         return self.rotary(torch.empty(0, dtype=dtype, device=position_ids.device), position_ids)
 
     @property
-    def own_entries(self) -> tuple[int, int]:
+    def local_entries(self) -> tuple[int, int]:
         """First and number of the vocabulary entries of this rank, without those that make the ranks divide it."""
         size, rank = self.config.tensor_model_parallel_size, self.tp_group.rank()
         first, last = VocabUtility.vocab_range_from_global_vocab_size(self.vocab_size, rank, size)
@@ -242,15 +241,17 @@ class TokenGPT(GPTModel):
         if self.config.tensor_model_parallel_size == 1:
             head, sharded = (lambda chunk: linear(chunk, weight)), None
         else:
-            first, entries = self.own_entries
+            first, entries = self.local_entries
 
             def head(chunk: torch.Tensor) -> torch.Tensor:
                 return linear(chunk, weight)[:, :entries]
 
-            def sharded(logits, targets, temperature, wanted):
-                return ShardedStatistics.apply(logits, targets, temperature, wanted, first, self.tp_group)
+            def sharded(logits, targets, temperature, requested):
+                return ShardedStatistics.apply(logits, targets, temperature, requested, first, self.tp_group)
 
-        return token_statistics(states, model_input.targets, head, len(weight), outputs, temperature, of_logits=sharded)
+        return token_statistics(
+            states, model_input.targets, head, len(weight), outputs, temperature, sharded_statistics=sharded
+        )
 
 
 def _rotary_embedding(hf: Any) -> nn.Module:

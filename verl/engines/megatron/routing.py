@@ -27,21 +27,21 @@ class LayerRouting:
 
     Args:
         stage: the settings of the pass.
-        index: of the layer among the L.
-        of_probabilities: whether the top k are those of probabilities, or of logits.
+        index: index of the layer among the L.
+        scores_are_probabilities: whether the router takes the top k of probabilities, not of logits.
     """
 
-    def __init__(self, stage: "StageRouting", index: int, of_probabilities: bool):
-        self.stage, self.index, self.of_probabilities = stage, index, of_probabilities
+    def __init__(self, stage: "StageRouting", index: int, scores_are_probabilities: bool):
+        self.stage, self.index, self.scores_are_probabilities = stage, index, scores_are_probabilities
         self.start(None)
         self.waiting: deque[torch.Tensor | None] = deque()
         self.load: torch.Tensor | int = 0
         self.entropy: torch.Tensor | int = 0
 
-    def start(self, given: torch.Tensor | None) -> None:
-        """Begin the forward pass of a micro-batch. given: (n, k) recorded choices."""
-        self.given = given
-        self.chosen = self.own = self.entropies = torch.empty(0)
+    def start(self, recorded: torch.Tensor | None) -> None:
+        """Start the forward pass of a micro-batch. recorded: (n, k) choices to replay or compare."""
+        self.recorded = recorded
+        self.used = self.computed = self.entropies = torch.empty(0)
 
     def get_replay_topk(
         self,
@@ -52,26 +52,28 @@ class LayerRouting:
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores (n, k) and choices (n, k). scores: (n, E)."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        is_again = bool(self.waiting) and torch.is_grad_enabled()
-        given = self.waiting.popleft() if is_again else self.given
+        values, computed = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        is_recomputed = bool(self.waiting) and torch.is_grad_enabled()
+        recorded = self.waiting.popleft() if is_recomputed else self.recorded
         if self.stage.trains and not torch.is_grad_enabled():
-            self.waiting.append(given)
-        chosen = own
-        if given is not None and self.stage.replays:
-            chosen = torch.where(given == NOT_RECORDED, own, given)
-            values = scores.gather(1, chosen)
-        if not is_again:
-            self.chosen, self.own = chosen, own
+            self.waiting.append(recorded)
+        experts = computed
+        if recorded is not None and self.stage.replays:
+            experts = torch.where(recorded == NOT_RECORDED, computed, recorded)
+            values = scores.gather(1, experts)
+        if not is_recomputed:
+            self.used, self.computed = experts, computed
             if self.stage.counts:
-                found = scores.detach()
-                found = found if self.of_probabilities else found.softmax(-1, torch.float32)
-                self.entropies = torch.special.entr(found).sum(-1)
-        return values, chosen
+                probabilities = scores.detach()
+                probabilities = (
+                    probabilities if self.scores_are_probabilities else probabilities.softmax(-1, torch.float32)
+                )
+                self.entropies = torch.special.entr(probabilities).sum(-1)
+        return values, experts
 
 
 class ChunkRouting:
-    """The routers of one chunk of the model, and what they chose: a list entry for each micro-batch.
+    """The routers of one chunk of the model, and their choices: a list entry for each micro-batch.
 
     Attributes:
         records: choices (n, layers of the chunk, k) of the real tokens.
@@ -84,7 +86,7 @@ class ChunkRouting:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the last pass."""
+        """Discard the results of the last pass."""
         self.records: list[torch.Tensor] = []
         self.differs: list[torch.Tensor] = []
         self.compared: list[torch.Tensor] = []
@@ -93,41 +95,43 @@ class ChunkRouting:
             layer.load = layer.entropy = 0
 
     def start(self, model_input: ModelInput) -> None:
-        """Begin the forward pass of a micro-batch."""
-        given = self._given(model_input)
+        """Start the forward pass of a micro-batch."""
+        recorded = self._recorded(model_input)
         for layer in self.layers:
-            layer.start(None if given is None else given[:, layer.index])
+            layer.start(None if recorded is None else recorded[:, layer.index])
 
     def finish(self, model_input: ModelInput) -> None:
-        """Add what the routers chose."""
+        """Add the choices of the routers."""
         stage, real = self.stage, len(self.stage.tokens_of(model_input))
         if stage.records:
-            chosen = [layer.chosen[:real].to(torch.int16) for layer in self.layers]
-            self.records.append(torch.stack(chosen, 1) if chosen else torch.empty(real, 0, stage.top_k))
+            experts = [layer.used[:real].to(torch.int16) for layer in self.layers]
+            self.records.append(torch.stack(experts, 1) if experts else torch.empty(real, 0, stage.top_k))
         if not stage.counts:
             return
-        given = self._given(model_input)
+        recorded = self._given(model_input)
         differs = torch.zeros(real, dtype=torch.bool, device=model_input.input_ids.device)
         for layer in self.layers:
-            layer.load += count(layer.chosen[:real].flatten(), stage.experts)
+            layer.load += count(layer.used[:real].flatten(), stage.experts)
             layer.entropy += layer.entropies[:real].sum()
-            if given is not None:
-                wanted = given[:real, layer.index]
-                differs |= (layer.own[:real].sort(-1).values != wanted.sort(-1).values).any(-1)
-        recorded = torch.zeros_like(differs) if given is None else (given[:real] != NOT_RECORDED).all(-1).all(-1)
-        self.differs.append(differs & recorded)
-        self.compared.append(recorded)
+            if recorded is not None:
+                recorded_layer = recorded[:real, layer.index]
+                differs |= (layer.computed[:real].sort(-1).values != recorded_layer.sort(-1).values).any(-1)
+        is_recorded = (
+            torch.zeros_like(differs) if recorded is None else (recorded[:real] != NOT_RECORDED).all(-1).all(-1)
+        )
+        self.differs.append(differs & is_recorded)
+        self.compared.append(is_recorded)
 
-    def _given(self, model_input: ModelInput) -> torch.Tensor | None:
-        given = model_input.routed_experts
-        return None if given is None else self.stage.share_of(given).long()
+    def _recorded(self, model_input: ModelInput) -> torch.Tensor | None:
+        recorded = model_input.routed_experts
+        return None if recorded is None else self.stage.share_of(recorded).long()
 
 
 class StageRouting:
     """The routers of this rank.
 
     Args:
-        chunks: of the model.
+        chunks: this rank's chunks of the model.
         hf: the HuggingFace config.
         ranks: the position of this rank.
 
@@ -145,25 +149,31 @@ class StageRouting:
         self.replays, self.trains, self.records, self.counts = True, False, False, False
         self.chunks: list[ChunkRouting] = []
         for chunk in chunks:
-            own = []
+            routers = []
             for layer in chunk.decoder.layers:
                 if layer.layer_number - 1 in numbers:
                     index, router = numbers.index(layer.layer_number - 1), layer.mlp.router
                     router.router_replay = LayerRouting(self, index, router.config.moe_router_pre_softmax)
-                    own.append(router.router_replay)
-            self.chunks.append(ChunkRouting(self, own))
+                    routers.append(router.router_replay)
+            self.chunks.append(ChunkRouting(self, routers))
             chunk.routing = self.chunks[-1]
 
     def begin(
-        self, given: torch.Tensor | None, *, trains: bool = False, records: bool = False, counts: bool = False
+        self, recorded: torch.Tensor | None, *, trains: bool = False, records: bool = False, counts: bool = False
     ) -> None:
-        """Begin a pass over micro-batches. given: the column routed_experts, if the batch has it.
+        """Start a pass over micro-batches.
+
+        Args:
+            recorded: the column routed_experts, if the batch has it.
+            trains: whether the pass has a backward pass.
+            records: keep the choices, for `recorded`.
+            counts: keep statistics, for `metrics`.
 
         Raises:
             ValueError: the choices are not those of this model.
         """
-        if given is not None:
-            check_choices(tuple(given.shape[2:]), self.layers, self.top_k)
+        if recorded is not None:
+            check_choices(tuple(recorded.shape[2:]), self.layers, self.top_k)
         self.trains, self.records, self.counts = trains, records, counts
         for chunk in self.chunks:
             chunk.clear()
@@ -181,21 +191,21 @@ class StageRouting:
         """The column routed_experts (B, P + T, L, k) int16 of the last pass. Collective.
 
         Args:
-            rows: of each micro-batch.
+            rows: rows of each micro-batch.
             inputs: its input on this rank.
         """
         width, shape = inputs[0].width, (self.layers, self.top_k)
-        found = torch.full((sum(map(len, rows)), width, *shape), NOT_RECORDED, dtype=torch.int16)
+        column = torch.full((sum(map(len, rows)), width, *shape), NOT_RECORDED, dtype=torch.int16)
         for i, model_input in enumerate(inputs):
             tokens = self.tokens_of(model_input)
             # shifted by one, so that the shares of the ranks can be summed
-            every = torch.zeros(len(rows[i]) * width, *shape, dtype=torch.int32, device=tokens.device)
+            shifted = torch.zeros(len(rows[i]) * width, *shape, dtype=torch.int32, device=tokens.device)
             for chunk in self.chunks:
-                for at, layer in enumerate(chunk.layers):
-                    every[tokens, layer.index] = chunk.records[i][:, at].int() - NOT_RECORDED
-            self._sum(every)
-            found[rows[i]] = (every + NOT_RECORDED).to("cpu", torch.int16).unflatten(0, (-1, width))
-        return found
+                for position, layer in enumerate(chunk.layers):
+                    shifted[tokens, layer.index] = chunk.records[i][:, position].int() - NOT_RECORDED
+            self._sum(shifted)
+            column[rows[i]] = (shifted + NOT_RECORDED).to("cpu", torch.int16).unflatten(0, (-1, width))
+        return column
 
     def metrics(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> dict[str, float]:
         """The metrics moe/* of the last pass, over all ranks. Collective."""
@@ -203,17 +213,17 @@ class StageRouting:
         for chunk in self.chunks[1:]:
             differs |= torch.cat(chunk.differs)
         load = torch.zeros(self.layers, self.experts, dtype=torch.float64, device=differs.device)
-        rest = torch.zeros(4, dtype=torch.float64, device=differs.device)
+        counts = torch.zeros(4, dtype=torch.float64, device=differs.device)
         for layer in (layer for chunk in self.chunks for layer in chunk.layers):
             load[layer.index] += layer.load
-            rest[0] += layer.entropy
+            counts[0] += layer.entropy
         if self.ranks.p_size > 1:  # a token counts if the routers of any stage differ
             any_stage = differs.to(torch.uint8)
             dist.all_reduce(any_stage, dist.ReduceOp.MAX, self.ranks.groups.get_pipeline_model_parallel_group())
             differs = any_stage.bool()
         if self.ranks.p == 0:
-            rest[1:] = torch.stack([torch.tensor(len(differs), device=rest.device), compared.sum(), differs.sum()])
-        sums = torch.cat([load.flatten(), rest])
+            counts[1:] = torch.stack([torch.tensor(len(differs), device=counts.device), compared.sum(), differs.sum()])
+        sums = torch.cat([load.flatten(), counts])
         self._sum(sums)
         return statistics_metrics(sum_over_ranks(sums.tolist()), self.layers)
 

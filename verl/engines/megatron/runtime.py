@@ -21,10 +21,10 @@ def check_installed() -> None:
     """Raise ValueError if megatron-core is missing or of another minor release than the tested one."""
     if (missing := missing_package("strategy", "megatron")) is not None:
         raise ValueError(missing)
-    found = importlib.metadata.version("megatron-core")
-    if found.split(".")[:2] != MEGATRON_TESTED.split(".")[:2]:
+    installed = importlib.metadata.version("megatron-core")
+    if installed.split(".")[:2] != MEGATRON_TESTED.split(".")[:2]:
         raise ValueError(
-            f"strategy=megatron: expected megatron-core {MEGATRON_TESTED}, found {found}: {MEGATRON_INSTALL}"
+            f"strategy=megatron: expected megatron-core {MEGATRON_TESTED}, found {installed}: {MEGATRON_INSTALL}"
         )
 
 
@@ -99,18 +99,18 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
             distributed_timeout_minutes=minutes,
             create_gloo_process_groups=False,
         )
-    found = {
+    current = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
-    if found != sizes | experts:
+    if current != sizes | experts:
         raise ValueError(
-            f"megatron: all engines of a process need the same parallel sizes, found {found} and {sizes | experts}"
+            f"megatron: all engines of a process need the same parallel sizes, found {current} and {sizes | experts}"
         )
-    # not used for initialization, which reads the weights from files; recomputation saves and restores its state
+    # recomputation saves and restores this state; weights are read from files, not initialized
     tensor_parallel.model_parallel_cuda_manual_seed(megatron.seed)
     return ParallelRanks(
         t=parallel_state.get_tensor_model_parallel_rank(),

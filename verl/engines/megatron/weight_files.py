@@ -55,7 +55,7 @@ class WeightFiles:
 
     def check_names(self, table: Iterable[Conversion]) -> None:
         """Raise ValueError if a weight is missing or not used. A value head may be missing."""
-        used = {source: shape for each in table for source, shape in zip(each.sources, each.shapes)}
+        used = {source: shape for conversion in table for source, shape in zip(conversion.sources, conversion.shapes)}
         missing = [x for x in used if not self._is_complete(x, used[x]) and not x.startswith("score.")]
         spare = [source for source in self._stored if source not in used]
         unknown = [x for x in spare if x.rpartition(".")[2] != "inv_freq" and x.split(".")[0] not in _HEADS]
@@ -84,10 +84,10 @@ class WeightFiles:
         return torch.stack([self._slice(name, (length, region.full[2]), within) for name in names])
 
     def _slice(self, name: str, full: tuple[int, ...], slices: tuple[slice, ...]) -> torch.Tensor:
-        found = self._file_of[name].get_slice(name)
-        if tuple(found.get_shape()) != full:
-            raise ValueError(f"{self.path!r}: {name} has the shape {found.get_shape()}, expected {list(full)}")
-        return found[slices]
+        tensor = self._file_of[name].get_slice(name)
+        if tuple(tensor.get_shape()) != full:
+            raise ValueError(f"{self.path!r}: {name} has the shape {tensor.get_shape()}, expected {list(full)}")
+        return tensor[slices]
 
 
 def _parts(source: str) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def _parts(source: str) -> tuple[str, ...]:
 def _source_of(name: str) -> tuple[str, _Key]:
     """The tensor of a module that a tensor in a file is a part of."""
     if not name.startswith("model.") and name.split(".")[0] not in _HEADS:
-        name = f"model.{name}"  # of a model without a head
+        name = f"model.{name}"  # written by a model without a head
     if ".block_sparse_moe." in name:
         for theirs, ours in _MIXTRAL.items():
             name = name.replace(theirs, ours)

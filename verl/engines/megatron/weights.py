@@ -24,15 +24,15 @@ def rank_of(conversion: Conversion, ranks: ParallelRanks) -> ShardRank:
 
 def global_names(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
     """The parameters of this rank's stage, with the number of a layer in the whole model in its name."""
-    found = {}
+    parameters = {}
     for chunk in chunks:
         numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
         for name, parameter in chunk.named_parameters():
             if name.startswith("decoder.layers."):
-                _, _, local, rest = name.split(".", 3)
-                name = f"decoder.layers.{numbers[local]}.{rest}"
-            found[name] = parameter
-    return found
+                _, _, local, suffix = name.split(".", 3)
+                name = f"decoder.layers.{numbers[local]}.{suffix}"
+            parameters[name] = parameter
+    return parameters
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def load_weights(
         ValueError: a weight is missing, has another shape, is not finite, or is not used.
     """
     files.check_names(table)
-    for name, parameter, conversion in own_parameters(chunks, table):
+    for name, parameter, conversion in local_parameters(chunks, table):
         if name.startswith("score.") and name not in files:
             parameter.zero_()  # the first advantages are then the returns themselves
             continue
@@ -61,13 +61,13 @@ def mark_shards(chunks: list[torch.nn.Module], table: list[Conversion]) -> None:
 
     The gradient norm counts a parameter without the mark on the first rank only.
     """
-    for _, parameter, conversion in own_parameters(chunks, table):
+    for _, parameter, conversion in local_parameters(chunks, table):
         parameter.tensor_model_parallel = conversion.layout != "replicated"
         parameter.partition_dim = _PARTITION.get(conversion.layout, 0)
         parameter.partition_stride = 1
 
 
-def own_parameters(
+def local_parameters(
     chunks: list[torch.nn.Module], table: list[Conversion]
 ) -> Iterator[tuple[str, torch.nn.Parameter, Conversion]]:
     """(name, parameter, conversion) of this rank's parameters. Tied embeddings are also on the last stage."""
@@ -83,26 +83,26 @@ class WeightShards:
     """This rank's parameters as chunks of HuggingFace tensors, in the order of the layers. A stage reads its own ones.
 
     Attributes:
-        layout: of the chunks; one parameter may have several.
+        layout: the shard of each chunk; one parameter may have several.
     """
 
     def __init__(self, chunks: list[torch.nn.Module], table: list[Conversion], ranks: ParallelRanks):
         order = {conversion: i for i, conversion in enumerate(table)}
-        own = ((parameter, conversion) for _, parameter, conversion in own_parameters(chunks, table))
-        self._own = [
+        parameters = ((parameter, conversion) for _, parameter, conversion in local_parameters(chunks, table))
+        self._parameters = [
             (parameter, conversion, rank_of(conversion, ranks))
-            for parameter, conversion in sorted(own, key=lambda each: order[each[1]])
+            for parameter, conversion in sorted(parameters, key=lambda item: order[item[1]])
         ]
         self.layout = [
             Shard(region.source, region.full, box)
-            for _, conversion, position in self._own
+            for _, conversion, position in self._parameters
             for region in conversion.regions(position)
             for box in boxes_of(region.full, region.offset, region.shape)
         ]
 
     def read(self) -> Iterator[torch.Tensor]:
         """Yield the tensors of `layout`."""
-        for parameter, conversion, position in self._own:
+        for parameter, conversion, position in self._parameters:
             for region, values in conversion.boxes(parameter.detach(), position):
                 count = len(boxes_of(region.full, region.offset, region.shape))
                 yield from [values] if count == 1 else values
@@ -124,11 +124,11 @@ class WeightGatherer:
         self._pipeline = ranks.groups.get_pipeline_model_parallel_group()
         self._tensor = ranks.groups.get_tensor_model_parallel_group()
         self._experts = ranks.groups.get_expert_tensor_and_model_parallel_group()
-        own = {name: (tuple(p.shape), p.dtype) for name, p in self._parameters.items()}
-        stages: list[dict[str, Any]] = [own]
+        shapes = {name: (tuple(p.shape), p.dtype) for name, p in self._parameters.items()}
+        stages: list[dict[str, Any]] = [shapes]
         if ranks.p_size > 1:
             stages = [{} for _ in range(ranks.p_size)]
-            dist.all_gather_object(stages, own, group=self._pipeline)
+            dist.all_gather_object(stages, shapes, group=self._pipeline)
         self._stage_of = {name: i for i, names in reversed(list(enumerate(stages))) for name in names}
         self._shapes = {name: shape for names in stages for name, shape in names.items()}
 
@@ -139,7 +139,7 @@ class WeightGatherer:
 
         Args:
             tensors: name -> tensor shaped like the parameter of that name; default: the parameters.
-            dtype: of the result; shards are cast before they are gathered.
+            dtype: dtype of the result; shards are cast before they are gathered.
         """
         tensors = {name: p.detach() for name, p in self._parameters.items()} if tensors is None else tensors
         for conversion in self._table:
@@ -155,10 +155,10 @@ class WeightGatherer:
     ) -> list[torch.Tensor]:
         """From the ranks of a stage to all ranks: each stage receives its tensor-parallel shard, and gathers."""
         if self._ranks.p_size > 1:
-            shape, own_dtype = self._shapes[conversion.name]
+            shape, parameter_dtype = self._shapes[conversion.name]
             if local is None:
                 device = next(iter(self._parameters.values())).device
-                local = torch.empty(shape, dtype=dtype or own_dtype, device=device)
+                local = torch.empty(shape, dtype=dtype or parameter_dtype, device=device)
             source = dist.get_process_group_ranks(self._pipeline)[stage]
             local = local.contiguous()
             dist.broadcast(local, source, group=self._pipeline)

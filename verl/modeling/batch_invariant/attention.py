@@ -29,13 +29,13 @@ def attend_rows(
         return triton_kernels.attend_rows(query, key, value, lengths, scores)
     tiles = -(-max(lengths) // TILE)
     width = tiles * TILE
-    at = torch.cat([torch.arange(i * width, i * width + n) for i, n in enumerate(lengths)])
-    q, k, v = (_padded(x, at, len(lengths), width) for x in (query, key, value))
+    slots = torch.cat([torch.arange(i * width, i * width + n) for i, n in enumerate(lengths)])
+    q, k, v = (_padded(x, slots, len(lengths), width) for x in (query, key, value))
     positions = torch.arange(width).view(1, tiles, TILE).expand(len(lengths), -1, -1)
     heads = key.shape[1]
     q = q.view(len(lengths), tiles, TILE, heads, -1, q.shape[-1]).permute(0, 3, 1, 2, 4, 5)
     out = _attend(q, k.transpose(1, 2), v.transpose(1, 2), positions, scores)
-    return out.permute(0, 2, 3, 1, 4, 5).reshape(-1, *query.shape[1:])[at]
+    return out.permute(0, 2, 3, 1, 4, 5).reshape(-1, *query.shape[1:])[slots]
 
 
 def attend_cached(
@@ -57,9 +57,9 @@ def attend_cached(
     return _attend(q, keys, values, positions[:, None, None], scores).view(rows, heads, size)
 
 
-def _padded(x: torch.Tensor, at: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+def _padded(x: torch.Tensor, positions: torch.Tensor, rows: int, width: int) -> torch.Tensor:
     """(N, H, D) -> (rows, width, H, D), zeros after each row."""
-    return x.new_zeros(rows * width, *x.shape[1:]).index_copy_(0, at, x).view(rows, width, *x.shape[1:])
+    return x.new_zeros(rows * width, *x.shape[1:]).index_copy_(0, positions, x).view(rows, width, *x.shape[1:])
 
 
 def _attend(
@@ -71,18 +71,18 @@ def _attend(
     """
     dtype, (_, _, tiles, t, group, size) = values.dtype, query.shape
     wide, height = torch.promote_types(dtype, torch.float32), TILE * group
-    column, at = torch.arange(keys.shape[2]), positions[:, None, :, :, None, None]
-    masked = column > at
+    column, query_positions = torch.arange(keys.shape[2]), positions[:, None, :, :, None, None]
+    masked = column > query_positions
     if scores.window is not None:
-        masked = masked | (column <= at - scores.window)
+        masked = masked | (column <= query_positions - scores.window)
     with torch.autocast("cpu", enabled=False):
         q = (query.to(wide) * scores.scale).reshape(-1, t * group, size)
-        found = torch.cat([batched_matmul(q, k, height) for k in _blocks(keys.to(wide).transpose(2, 3), 3, tiles)], -1)
-        found = found[..., : keys.shape[2]]
+        logits = torch.cat([batched_matmul(q, k, height) for k in _blocks(keys.to(wide).transpose(2, 3), 3, tiles)], -1)
+        logits = logits[..., : keys.shape[2]]
         if scores.softcap is not None:
-            found = scores.softcap * elementwise(torch.tanh, found / scores.softcap)
-        found = found.reshape(*query.shape[:5], -1).masked_fill(masked, float("-inf"))
-        shares = elementwise(torch.exp, found - found.amax(-1, keepdim=True)).view(*q.shape[:2], -1)
+            logits = scores.softcap * elementwise(torch.tanh, logits / scores.softcap)
+        logits = logits.reshape(*query.shape[:5], -1).masked_fill(masked, float("-inf"))
+        shares = elementwise(torch.exp, logits - logits.amax(-1, keepdim=True)).view(*q.shape[:2], -1)
         shares = pad(shares, (0, -keys.shape[2] % BLOCK))
         weight, total = 0.0, 0.0
         # one block after another: the order of a single sum would depend on the number of blocks

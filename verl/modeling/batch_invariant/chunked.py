@@ -62,11 +62,11 @@ def _rows(outside: int, inside: int, dtype: torch.dtype, threads: int) -> int:
 
 
 @cache
-def _height(least: int, inside: int, outside: int, dtype: torch.dtype, threads: int) -> int:
+def _height(minimum: int, inside: int, outside: int, dtype: torch.dtype, threads: int) -> int:
     """Rows of a matrix of `batched_matmul`."""
     row, matrix = _random(1, 1, inside, dtype=dtype), _random(1, inside, outside, dtype=dtype)
     matrices = matrix.expand(MATRICES, -1, -1).contiguous()
-    heights = range(least, 2 * least + 17)
+    heights = range(minimum, 2 * minimum + 17)
     return _first_even(
         heights, lambda h: torch.bmm(row.expand(MATRICES, h, -1).contiguous(), matrices).flatten(0, 1)[None]
     )
@@ -75,8 +75,8 @@ def _height(least: int, inside: int, outside: int, dtype: torch.dtype, threads: 
 def _first_even(heights: Iterable[int], compute: Callable[[int], torch.Tensor]) -> int:
     """The first height for which equal rows of compute(height), (., height, out), have equal bits."""
     for height in heights:
-        found = compute(height)
-        if torch.equal(found, found[:, :1].expand_as(found)):
+        result = compute(height)
+        if torch.equal(result, result[:, :1].expand_as(result)):
             return height
     raise ValueError(
         "rollout.deterministic: on this machine, the rounding of a GEMM depends on the position of a row for every "

@@ -49,12 +49,12 @@ class _WithGradientOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2:]
-        inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted)]
+        needed = ctx.needs_input_grad[2:]
+        inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, needed)]
         with torch.enable_grad():
             output = ctx.standard(*inputs)
-        found = iter(torch.autograd.grad(output, [x for x in inputs if x.requires_grad], gradient))
-        return None, None, *(next(found) if want else None for want in wanted)
+        gradients = iter(torch.autograd.grad(output, [x for x in inputs if x.requires_grad], gradient))
+        return None, None, *(next(gradients) if want else None for want in needed)
 
 
 def with_gradient_of(

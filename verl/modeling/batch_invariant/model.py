@@ -107,7 +107,7 @@ def batch_invariant_attention(
             return attend_rows(q, k, v, packing.lengths, scores)[None]
         # shared prefix: every row with all of its tokens, then each token once
         rows = (x[packing.keys.source] for x in (q, k, v))
-        return attend_rows(*rows, packing.keys.packing.lengths, scores)[packing.keys.one_use][None]
+        return attend_rows(*rows, packing.keys.packing.lengths, scores)[packing.keys.representative][None]
 
     def standard(*inputs: torch.Tensor) -> torch.Tensor:
         return packed_attention(module, *inputs, None, packing, scores.scale, scores.window, scores.softcap)[0]
@@ -174,12 +174,12 @@ class BatchInvariantForward:
 
     def log_probs(self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probs of tokens (N,) under softmax(logits (N, V) / temperature): (N,) float32."""
-        found = logit_statistics(logits, tokens, temperature, (True, False, False), batch_invariant=True)
-        return found[1].float()
+        statistics = logit_statistics(logits, tokens, temperature, (True, False, False), batch_invariant=True)
+        return statistics[1].float()
 
     def _autocast(self) -> torch.autocast:
-        to, kind = self.model.autocast_to, self.model.module.device.type
-        return torch.autocast(kind, to, enabled=to is not None, cache_enabled=False)
+        dtype, device_type = self.model.autocast_to, self.model.module.device.type
+        return torch.autocast(device_type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 AttentionInterface.register(NAME, batch_invariant_attention)

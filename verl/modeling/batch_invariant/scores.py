@@ -21,6 +21,6 @@ class Scores:
     softcap: float | None = None
 
 
-#: what a model calls for the attention of each layer: (index of the layer, query (N, HQ, D), key (N, HK, D),
+#: attention of one layer: (index of the layer, query (N, HQ, D), key (N, HK, D),
 #: value (N, HK, D), scores) -> (N, HQ, D)
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Scores], torch.Tensor]

@@ -149,7 +149,7 @@ def _launch(
     Args:
         query: (N, HQ, D).
         keys, values: in blocks.
-        strides: of keys from block to block, head to head and token to token; then of values.
+        strides: strides of keys from block to block, head to head and token to token; then those of values.
         tiles: (4, count) rows, starts, positions, counts.
         table: (., width) block indices of each row.
         scores: how scores are computed.
@@ -211,7 +211,7 @@ def attend_cached(
     Args:
         query: (b, HQ, D).
         keys, values: (blocks, HK, BLOCK, D).
-        tiles: of `single_queries`.
+        tiles: result of `single_queries`.
         table: (b, .) int32, block indices of each sequence.
         scores: how scores are computed.
 

@@ -31,7 +31,7 @@ SCORES = ("token_level_scores", "token_level_rewards")
 def check_settings(config: DPOConfig) -> Iterator[Problem]:
     """Settings that are invalid for DPO."""
     policy, dpo = config.actor_rollout_ref, config.dpo
-    wrong = {
+    rules = {
         "actor_rollout_ref.rollout.n": (policy.rollout.n < 2, "1, but a preference needs two responses: use 2 or more"),
         "actor_rollout_ref.ref.enable": (not policy.ref.enable, "DPO needs the reference: use true"),
         "dpo.answers": (
@@ -51,13 +51,13 @@ def check_settings(config: DPOConfig) -> Iterator[Problem]:
             "true here or in actor.use_kl_loss, but DPO limits the KL by dpo.beta: use false",
         ),
     }
-    yield from (Problem(key, what) for key, (found, what) in wrong.items() if found)
+    yield from (Problem(key, problem) for key, (is_wrong, problem) in rules.items() if is_wrong)
 
 
 def check_pairs(config: DPOConfig, inputs: Inputs) -> None:
     """Offline: check that every row has two different responses within the length limit. Raises ValueError."""
     if config.dpo.answers == "file":
-        responses = GivenResponses(config.dpo, inputs.tokenizer, config.data.max_response_length)
+        responses = ResponsesOfData(config.dpo, inputs.tokenizer, config.data.max_response_length)
         responses.check(inputs.train_dataset)
 
 
@@ -65,7 +65,7 @@ def online_dpo(flow: DataFlow, config: DPOConfig, roles: Roles) -> DataFlow:
     """Edit the flow of the main trainer."""
     actor = config.actor_rollout_ref.actor
     plan = UpdatePlan(
-        2 * actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, together=2
+        2 * actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, rows_per_unit=2
     )
     update = Operator(
         "update_actor",
@@ -84,9 +84,9 @@ def pairs(batch: DataProto) -> DataProto:
     """
     rewards, uids = batch.batch["token_level_rewards"].sum(1), batch.non_tensor_batch["uid"]
     chosen, rejected, ties = select_pairs(rewards, uids)
-    found = {uids[better]: (better, worse) for better, worse in zip(chosen.tolist(), rejected.tolist())}
-    rows = [found.get(uids[group[0]], (group[0], group[1])) for group in group_rows(batch)]
-    weights = [float(uids[better] in found) for better, _ in rows]
+    preferences = {uids[better]: (better, worse) for better, worse in zip(chosen.tolist(), rejected.tolist())}
+    rows = [preferences.get(uids[group[0]], (group[0], group[1])) for group in group_rows(batch)]
+    weights = [float(uids[better] in preferences) for better, _ in rows]
     batch.meta_info["metrics"] = {
         "dpo/score_mean": rewards.mean().item(),  # of all responses, before the selection
         "dpo/ties": ties / len(rows),
@@ -94,14 +94,14 @@ def pairs(batch: DataProto) -> DataProto:
     return batch[[row for pair in rows for row in pair]].replace(pair_weight=torch.tensor(weights).repeat_interleave(2))
 
 
-def given_responses(flow: DataFlow, responses: "GivenResponses") -> DataFlow:
+def use_responses_of_data(flow: DataFlow, responses: "ResponsesOfData") -> DataFlow:
     """Further edit for offline DPO: nothing is generated or scored."""
     writes = (*SEQUENCES, "prompts", "response_mask", *SCORES)
     operator = Operator("responses", responses, ("prompt_ids",), writes)  # and sample_index, from `repeat`
     return flow.replace("gen", operator).remove("reward")
 
 
-class GivenResponses:
+class ResponsesOfData:
     """The two responses of each row, tokenized, with an end token: the chosen one has score 1, the rejected one 0.
 
     A response is text, or a list of chat messages whose last one is the response.
@@ -116,12 +116,12 @@ class GivenResponses:
         self.response_length = response_length
 
     def __call__(self, batch: DataProto) -> DataProto:
-        which = batch.non_tensor_batch["sample_index"].tolist()
-        responses = [self.tokens(batch.non_tensor_batch[self.keys[i]][row]) for row, i in enumerate(which)]
+        indices = batch.non_tensor_batch["sample_index"].tolist()
+        responses = [self.tokens(batch.non_tensor_batch[self.keys[i]][row]) for row, i in enumerate(indices)]
         columns = build_sequences(list(batch.non_tensor_batch["prompt_ids"]), responses, self.tokenizer.pad_token_id)
         scores = torch.zeros(columns["responses"].shape)
         ends = [len(ids) - 1 for ids in responses]
-        scores[range(len(responses)), ends] = 1 - torch.tensor(which, dtype=torch.float32)
+        scores[range(len(responses)), ends] = 1 - torch.tensor(indices, dtype=torch.float32)
         return DataProto.from_dict({**columns, **dict.fromkeys(SCORES, scores)})
 
     def tokens(self, response: str | list[dict[str, Any]]) -> list[int]:

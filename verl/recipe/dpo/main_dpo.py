@@ -5,7 +5,7 @@ from pathlib import Path
 
 from verl.dataflow import DataFlow
 from verl.protocol import DataProto
-from verl.recipe.dpo.flow import GivenResponses, check_pairs, check_settings, given_responses, online_dpo
+from verl.recipe.dpo.flow import ResponsesOfData, check_pairs, check_settings, online_dpo, use_responses_of_data
 from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig
 from verl.single_controller import WorkerSpec
 from verl.trainer.main_ppo import main
@@ -27,7 +27,7 @@ class DPOTrainer(PPOTrainer):
         config, flow = self.config, online_dpo(super().build_flow(), self.config, self.roles)
         if config.dpo.answers == "policy":
             return flow
-        return given_responses(flow, GivenResponses(config.dpo, self.tokenizer, config.data.max_response_length))
+        return use_responses_of_data(flow, ResponsesOfData(config.dpo, self.tokenizer, config.data.max_response_length))
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         specs = super().worker_specs()

@@ -18,7 +18,7 @@ from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.recipe.prime.worker import PrimeConfig, PrimeSection, PromptFilterConfig
 from verl.trainer.ppo.dynamic_sampling import PromptQueue, group_rows, queue_prompts
-from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, UpdatePlan, sequences_of
+from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, UpdatePlan, sequence_columns
 
 
 class PromptFilter:
@@ -49,19 +49,22 @@ class PromptFilter:
         self.stop_token_ids = torch.tensor(stop_token_ids)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        accuracy, truncated, groups = outcomes(batch), self._is_truncated(batch), group_rows(batch)
+        accuracy = outcomes(batch)
+        truncated = self._is_truncated(batch)
+        groups = group_rows(batch)
         preferred = [self._is_preferred(accuracy[rows], truncated[rows]) for rows in groups]
         order = sorted(range(len(groups)), key=lambda i: not preferred[i])  # a stable sort: the preferred ones first
-        taken, spare = sorted(order[: self.num_prompts]), [i for i in order[self.num_prompts :] if preferred[i]]
+        selected = sorted(order[: self.num_prompts])
+        spare = [i for i in order[self.num_prompts :] if preferred[i]]
         if spare:
             self.queue.put_back(batch[[groups[i][0] for i in spare]].select(None, None, []))
         batch.meta_info["metrics"] = {
             "prime/acc_mean": accuracy.mean().item(),  # of all responses, before the selection
             "prime/preferred_share": sum(preferred) / len(groups),
-            "prime/others_taken": sum(not preferred[i] for i in taken),
+            "prime/others_taken": sum(not preferred[i] for i in selected),
             "prime/prompts_put_back": len(spare),
         }
-        return batch[np.concatenate([groups[i] for i in taken])]
+        return batch[np.concatenate([groups[i] for i in selected])]
 
     def _is_preferred(self, accuracy: torch.Tensor, truncated: torch.Tensor) -> bool:
         mean, config = accuracy.mean().item(), self.config
@@ -69,7 +72,7 @@ class PromptFilter:
         return within and not (config.filter_truncate and truncated.any())
 
     def _is_truncated(self, batch: DataProto) -> torch.Tensor:
-        """(B,) bool."""
+        """(B,) bool, whether a response has the maximum length and no end token."""
         responses = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(1)
         last = responses.gather(1, (lengths - 1).clamp(min=0)[:, None]).squeeze(1)
@@ -91,8 +94,8 @@ def process_rewards(roles: Roles, prime: PrimeSection) -> Callable[[DataProto], 
     """rm_scores: beta * (log phi - log ref) for every token."""
 
     def prm(batch: DataProto) -> DataProto:
-        found = roles["prm"].compute_prm_log_prob(sequences_of(batch))
-        log_ratio = found.batch["prm_log_prob"] - batch.batch["ref_log_prob"]
+        output = roles["prm"].compute_prm_log_prob(sequence_columns(batch))
+        log_ratio = output.batch["prm_log_prob"] - batch.batch["ref_log_prob"]
         mask = batch.batch["response_mask"]
         scores = implicit_process_rewards(log_ratio, mask, beta=prime.beta, batch_norm=prime.batch_norm)
         metrics = {"prm/log_ratio_mean": log_ratio[mask.bool()].mean().item()}
@@ -103,11 +106,15 @@ def process_rewards(roles: Roles, prime: PrimeSection) -> Callable[[DataProto], 
 
 def prime_flow(flow: DataFlow, config: PrimeConfig, roles: Roles, stop_token_ids: tuple[int, ...]) -> DataFlow:
     """Edit the flow of the main trainer."""
-    prime, n, prompts = config.prime, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    prime = config.prime
+    n = config.actor_rollout_ref.rollout.n
+    prompts = config.data.train_batch_size
     if prime.filter.enable:
         queue = queue_prompts(flow, prime.filter.oversample_factor * prompts)
-        choose = PromptFilter(prime.filter, queue, prompts, config.data.max_response_length, stop_token_ids)
-        flow.insert_after("reward", Operator("filter_prompts", choose, reads=("uid", "responses", "attention_mask")))
+        prompt_filter = PromptFilter(prime.filter, queue, prompts, config.data.max_response_length, stop_token_ids)
+        flow.insert_after(
+            "reward", Operator("filter_prompts", prompt_filter, reads=("uid", "responses", "attention_mask"))
+        )
     plan = UpdatePlan(prime.ppo_mini_batch_size * n, epochs=1, shuffle=False, seed=config.trainer.seed)
     update = Operator(
         "update_prm",
@@ -124,7 +131,7 @@ def check_settings(config: PrimeConfig) -> Iterator[Problem]:
     """Settings that are invalid for PRIME."""
     batch, mini = config.data.train_batch_size, config.prime.ppo_mini_batch_size
     bounds = config.prime.filter
-    found = {
+    rules = {
         "algorithm.adv_estimator": (
             config.algorithm.adv_estimator != "prime",
             "PRIME has its own: use prime",
@@ -143,4 +150,4 @@ def check_settings(config: PrimeConfig) -> Iterator[Problem]:
             "above accuracy_upper_bound: no prompt could be preferred",
         ),
     }
-    yield from (Problem(key, what) for key, (wrong, what) in found.items() if wrong)
+    yield from (Problem(key, problem) for key, (is_wrong, problem) in rules.items() if is_wrong)

@@ -25,8 +25,8 @@ class PRIMETrainer(PPOTrainer):
     saved_roles = ("actor", "critic", "prm")
 
     def build_flow(self) -> DataFlow:
-        ends = stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer)
-        return prime_flow(super().build_flow(), self.config, self.roles, ends)
+        end_tokens = stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer)
+        return prime_flow(super().build_flow(), self.config, self.roles, end_tokens)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         config = self.config

@@ -97,8 +97,8 @@ class ImplicitPRMWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_prm_log_prob(self, batch: DataProto) -> DataProto:
         """The column prm_log_prob, at the temperature of the policy and the reference."""
-        found = self.engine.infer(batch, ("log_probs",), self.micro, temperature=self.temperature)
-        return DataProto.from_dict({"prm_log_prob": found["log_probs"]})
+        output = self.engine.infer(batch, ("log_probs",), self.micro, temperature=self.temperature)
+        return DataProto.from_dict({"prm_log_prob": output["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_prm(self, batch: DataProto) -> dict[str, Any]:

@@ -30,12 +30,12 @@ def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
     Raises:
         ValueError: If the reference, or its final answer, is empty.
     """
-    given = "" if reference_answer is None else str(reference_answer).strip()
-    reference = final_answer(given).strip()
+    text = "" if reference_answer is None else str(reference_answer).strip()
+    reference = final_answer(text).strip()
     if not _plain(reference):
         raise ValueError(f"accuracy_reward: the reference answer is empty: {reference_answer!r}")
     final = final_answer(sampled_response)
-    if {_plain(given), _plain(reference)} & {_plain(final), _plain(sampled_response)}:
+    if {_plain(text), _plain(reference)} & {_plain(final), _plain(sampled_response)}:
         return 1.0
     if re.match(r"-?0[0-9]", reference):
         return 0.0
@@ -55,7 +55,7 @@ def final_answer(text: str) -> str:
     tagged = _TAGGED.search(text, max(0, text.rfind("<answer>")))
     if tagged:
         return tagged[1].strip()
-    begin = max((found.end() for found in _SAID.finditer(text)), default=0)
+    begin = max((match.end() for match in _SAID.finditer(text)), default=0)
     boxed = last_boxed(text[begin:])
     if boxed is not None:
         return boxed

@@ -28,8 +28,6 @@ def multiple_choice(
     """Return 1.0 if the chosen letter is correct, otherwise 0.0; with "acc" and "pred", the letter.
 
     Args:
-        data_source: Not used.
-        solution_str: The response.
         ground_truth: A letter ("B", "(b)") or the index of the correct choice, counted from 0.
         extra_info: May contain "choices", the texts of the choices. A final answer that equals one of them selects it.
 
@@ -50,20 +48,20 @@ def extract_choice(text: str, choices: Sequence[str] = ()) -> str | None:
     "(B)" or line that begins with "B."; the text of a choice.
     """
     letters = string.ascii_uppercase[: len(choices) or _DEFAULT_COUNT]
-    boxed, said = last_boxed(text), final_answer(text)
-    short = (boxed if boxed is not None else said).strip()
+    boxed, stated = last_boxed(text), final_answer(text)
+    short = (boxed if boxed is not None else stated).strip()
     bare = re.sub(r"\\text(?:bf)?|[^A-Za-z0-9 ]", "", short).strip()
     if len(bare) == 1 and bare.upper() in letters:
         return bare.upper()
-    if boxed is not None or said != text:
-        found = re.match(rf"[^A-Za-z]{{0,12}}(?:(?i:option|choice){_MARKS})?{_ALONE}", short.replace("\\text", ""))
-        if found and found["letter"] in letters:
-            return found["letter"]
+    if boxed is not None or stated != text:
+        match = re.match(rf"[^A-Za-z]{{0,12}}(?:(?i:option|choice){_MARKS})?{_ALONE}", short.replace("\\text", ""))
+        if match and match["letter"] in letters:
+            return match["letter"]
     for pattern in (_CUE, _LISTED):
-        found = [next(filter(None, m.groups())) for m in pattern.finditer(text)]
-        found = [letter for letter in found if letter in letters]
-        if found:
-            return found[-1]
+        matches = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
+        matches = [letter for letter in matches if letter in letters]
+        if matches:
+            return matches[-1]
     return _by_text(short, choices)
 
 

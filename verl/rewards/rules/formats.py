@@ -21,10 +21,6 @@ def format_reward(
     Format reward of DeepSeek-R1 (2025, arXiv:2501.12948, section 2.2).
 
     Args:
-        data_source: Not used.
-        solution_str: The response.
-        ground_truth: Not used.
-        extra_info: Not used.
         tags: Tag names. Each tag must open and close exactly once, in this order, with content inside and only
             whitespace between and around the tags.
     """

@@ -3,7 +3,7 @@ r"""Geometry3K (Lu et al. 2021, arXiv:2105.04165): reasoning in `<think>`, and t
 from typing import Any
 
 from verl.rewards.functions import register_reward
-from verl.rewards.rules.maths import final_of, is_equivalent
+from verl.rewards.rules.maths import extract_final, is_equivalent
 
 
 @register_reward("geo3k", bounded=True, needs_ground_truth=True)
@@ -16,10 +16,6 @@ def geo3k(
     is wrong. The format is `<think>...</think>` at the start, and `\boxed{...}` after it.
 
     Args:
-        data_source: Not used.
-        solution_str: The response.
-        ground_truth: The answer.
-        extra_info: Not used.
         format_score: Share of the format, from 0 to 1.
 
     Raises:
@@ -27,7 +23,7 @@ def geo3k(
     """
     if not 0 <= format_score <= 1:
         raise ValueError(f"geo3k: format_score: expected 0 to 1, found {format_score!r}")
-    answer, in_box = final_of(solution_str)
+    answer, in_box = extract_final(solution_str)
     correct = float(is_equivalent(solution_str, ground_truth) and in_box)
     well_formed = float(has_format(solution_str))
     score = (1 - format_score) * correct + format_score * well_formed

@@ -68,18 +68,18 @@ def extract(text: str, method: str = "strict") -> int | Fraction | None:
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"gsm8k: expected method 'strict' or 'flexible', found {method!r}")
-    found = _after_marks(text)
-    if found is None and method == "flexible":
-        found = _concluded(text[-_TAIL:])
-    return None if found is None else _value(found)
+    match = _after_marks(text)
+    if match is None and method == "flexible":
+        match = _concluded(text[-_TAIL:])
+    return None if match is None else _value(match)
 
 
 def _after_marks(text: str) -> re.Match | None:
     # Only the last marks are tried, so that a response full of marks takes no longer than another.
     for rest in reversed(text.rsplit("####", 16)[1:]):
-        found = _NUMBER.match(rest, _MARKS.match(rest).end())
-        if found:
-            return found
+        match = _NUMBER.match(rest, _MARKS.match(rest).end())
+        if match:
+            return match
     return None
 
 
@@ -90,19 +90,19 @@ def _concluded(text: str) -> re.Match | None:
             begin = marks[-1].end()
             end = _SENTENCE_END.search(text, begin)
             begin_and_end = (begin, end.start() if end else len(text))
-            found = _after_last(_RESULT, text, *begin_and_end) or _NUMBER.search(text, *begin_and_end)
-            if found:
-                return found
+            match = _after_last(_RESULT, text, *begin_and_end) or _NUMBER.search(text, *begin_and_end)
+            if match:
+                return match
     ends = [0, *(mark.end() for mark in _SENTENCE_END.finditer(text)), len(text)]
     for begin, end in zip(ends[-2::-1], ends[:0:-1]):
         if _DIGIT.search(text, begin, end):
-            return _of_sentence(text, begin, end)
+            return _from_sentence(text, begin, end)
     return None
 
 
-def _of_sentence(text: str, begin: int, end: int) -> re.Match | None:
-    if found := _after_last(_RESULT, text, begin, end) or _after_last(_BOLD, text, begin, end):
-        return found
+def _from_sentence(text: str, begin: int, end: int) -> re.Match | None:
+    if match := _after_last(_RESULT, text, begin, end) or _after_last(_BOLD, text, begin, end):
+        return match
     reason = _REASON.search(text, begin, end)
     if reason and _DIGIT.search(text, begin, reason.start()):
         end = reason.start()
@@ -121,14 +121,14 @@ def parse_number(value: Any) -> int | Fraction | None:
     if isinstance(value, Real):
         value = str(value)
         return Fraction(value) if re.fullmatch(r"-?[0-9.]+(e[+-]?[0-9]+)?", value) else None
-    found = _NUMBER.fullmatch(str(value).strip().removesuffix("."))
-    return None if found is None else _value(found)
+    match = _NUMBER.fullmatch(str(value).strip().removesuffix("."))
+    return None if match is None else _value(match)
 
 
-def _value(found: re.Match) -> int | Fraction | None:
-    if found.end() - found.start() > _LONGEST:
+def _value(match: re.Match) -> int | Fraction | None:
+    if match.end() - match.start() > _LONGEST:
         return None
-    whole, top, bottom, grouped, digits, decimals = found.group(
+    whole, top, bottom, grouped, digits, decimals = match.group(
         "whole", "top", "bottom", "grouped", "digits", "decimals"
     )
     if top is not None:
@@ -138,7 +138,7 @@ def _value(found: re.Match) -> int | Fraction | None:
     else:
         integer = int(re.sub("[^0-9]", "", grouped) if grouped else digits or 0)
         value = integer + Fraction(int(decimals[1:]), 10 ** (len(decimals) - 1)) if decimals else integer
-    return -value if found["minus"] or found["inner_minus"] else value
+    return -value if match["minus"] or match["inner_minus"] else value
 
 
 def _score(solution_str: str, ground_truth: Any, method: str, format_score: float) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def math_reward(data_source: str, solution_str: str, ground_truth: Any, extra_in
     Raises:
         ValueError: If the ground truth is empty.
     """
-    answer, in_box = final_of(solution_str)
+    answer, in_box = extract_final(solution_str)
     correct = float(_is_equivalent(solution_str, answer, in_box, ground_truth))
     return {"score": correct, "acc": correct, "pred": answer[:_LONGEST]}
 
@@ -69,7 +69,7 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info
     return {**result, "score": 2.0 * result["acc"] - 1.0}
 
 
-def final_of(solution_str: str) -> tuple[str, bool]:
+def extract_final(solution_str: str) -> tuple[str, bool]:
     """Return the normalized final answer, and whether it was in a box. Without a box, see `final_answer`."""
     boxed = last_boxed(solution_str)
     return _canonical(final_answer(solution_str[-_TAIL:]) if boxed is None else boxed), boxed is not None
@@ -77,7 +77,7 @@ def final_of(solution_str: str) -> tuple[str, bool]:
 
 def is_equivalent(solution_str: str, ground_truth: Any) -> bool:
     """Whether the final answer of a response is mathematically equivalent to the ground truth."""
-    return _is_equivalent(solution_str, *final_of(solution_str), ground_truth)
+    return _is_equivalent(solution_str, *extract_final(solution_str), ground_truth)
 
 
 def _is_equivalent(solution_str: str, answer: str, in_box: bool, ground_truth: Any) -> bool:
@@ -87,7 +87,7 @@ def _is_equivalent(solution_str: str, answer: str, in_box: bool, ground_truth: A
     if answer == reference:
         return True
     if _WORDS.fullmatch(reference):
-        return _words(reference) == _words(answer)
+        return _normalize_words(reference) == _normalize_words(answer)
     if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
         return int(reference) == int(answer)
     if not in_box:
@@ -95,7 +95,7 @@ def _is_equivalent(solution_str: str, answer: str, in_box: bool, ground_truth: A
     if len(answer) > _LONGEST:
         return False
     boxed = f"\\boxed{{{answer}}}"
-    return _verify_here(reference, boxed) if _is_cheap(reference, answer) else _verify_isolated(reference, boxed)
+    return _verify_in_process(reference, boxed) if _is_cheap(reference, answer) else _verify_isolated(reference, boxed)
 
 
 def _canonical(text: str) -> str:
@@ -109,7 +109,7 @@ def _canonical(text: str) -> str:
     return " ".join(text.split())
 
 
-def _words(text: str) -> str:
+def _normalize_words(text: str) -> str:
     r"""Normalize words: `\text{Monday}` and `(Monday)` become `monday`."""
     return " ".join(_TEXT.sub(r"\1", text).casefold().strip("() ").split())
 
@@ -144,7 +144,7 @@ def _verify(reference: str, answer: str) -> bool:
     return bool(parsed) and verify(_parse(f"\\boxed{{{reference}}}"), parsed, timeout_seconds=None)
 
 
-_verify_here = lru_cache(maxsize=4096)(_verify)
+_verify_in_process = lru_cache(maxsize=4096)(_verify)
 
 
 @lru_cache(maxsize=4096)

@@ -47,43 +47,42 @@ def pack(value: Any, keep: Callable[[Any], int]) -> Any:
     """Convert a value to JSON data. Subclasses become their base type, numpy values become Python values.
 
     Args:
-        value: The value.
         keep: Stores an object that cannot be sent and returns its number.
     """
     if type(value).__module__ == "numpy" and type(value).__name__ != "ufunc":
         value = value.tolist()
     if value is None or type(value) in (bool, int, float, str):
         return value
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    for name, kind in _COLLECTIONS.items():
-        if isinstance(value, kind):
+    for cls in (int, float, str):
+        if isinstance(value, cls):
+            return cls(value)
+    for name, cls in _COLLECTIONS.items():
+        if isinstance(value, cls):
             return [name, [pack(item, keep) for item in value]]
     if isinstance(value, dict):
         return ["dict", [[pack(key, keep), pack(item, keep)] for key, item in value.items()]]
     if isinstance(value, bytes | bytearray):
         return ["bytes", value.decode("latin-1")]
-    for name, kind in _AS_TEXT.items():
-        if isinstance(value, kind):
+    for name, cls in _AS_TEXT.items():
+        if isinstance(value, cls):
             return [name, str(value)]
     if isinstance(value, Integral | Real):
         return int(value) if isinstance(value, Integral) else float(value)
     return ["object", keep(value)]
 
 
-def unpack(found: Any, take: Callable[[int], Any]) -> Any:
+def unpack(packed: Any, take: Callable[[int], Any]) -> Any:
     """Restore the value that `pack` converted. Raises ValueError for anything else.
 
     Args:
-        found: The JSON data.
+        packed: The JSON data.
         take: Returns the object with a number.
     """
-    if not isinstance(found, list):
-        if isinstance(found, dict):
+    if not isinstance(packed, list):
+        if isinstance(packed, dict):
             raise ValueError("not a packed value: a JSON object")
-        return found
-    name, content = found
+        return packed
+    name, content = packed
     if name in _COLLECTIONS:
         return _COLLECTIONS[name](unpack(item, take) for item in content)
     if name == "dict":
@@ -144,8 +143,8 @@ def serve(channel: Channel) -> None:
         try:
             channel.send(["value", pack(compute(), keep)])
         except Exception as error:
-            kinds = [kind.__name__ for kind in type(error).__mro__]
-            channel.send(["raised", kinds, str(error)[:2000]])
+            bases = [cls.__name__ for cls in type(error).__mro__]
+            channel.send(["raised", bases, str(error)[:2000]])
 
     def run_solution() -> dict[str, Any]:
         with open("solution.py", encoding="utf-8") as file:
@@ -211,21 +210,21 @@ class Remote:
         return self._request("text", self)
 
 
-def _number_of(value: Any) -> int:
+def _object_number(value: Any) -> int:
     if not isinstance(value, Remote):
         raise TypeError(f"a {type(value).__name__} of the tests cannot be sent to the program")
     return value._number
 
 
-def raise_again(kinds: list[str], text: str) -> None:
+def raise_again(names: list[str], text: str) -> None:
     """Raise the nearest built-in exception that ends neither this process nor a loop.
 
     `all(map(f, cases))` would interpret a StopIteration raised by f as the end of the cases.
     """
-    for name in kinds:
-        kind = vars(builtins).get(name)
-        if isinstance(kind, type) and issubclass(kind, Exception) and name not in ENDS_A_LOOP:
-            raise kind(text)
+    for name in names:
+        cls = vars(builtins).get(name)
+        if isinstance(cls, type) and issubclass(cls, Exception) and name not in ENDS_A_LOOP:
+            raise cls(text)
     raise RuntimeError(text)
 
 
@@ -236,18 +235,18 @@ def judge(channel: Channel, tests: str) -> None:
         return Remote(request, number)
 
     def receive() -> Any:
-        kind, *content = channel.receive()
-        if kind == "value":
+        status, *content = channel.receive()
+        if status == "value":
             return unpack(*content, take)
         return raise_again(*content)
 
     def request(operation: str, *operands: Any) -> Any:
-        channel.send([operation, *(pack(item, _number_of) for item in operands)])
+        channel.send([operation, *(pack(item, _object_number) for item in operands)])
         return receive()
 
     channel.send("begin")
     names = receive()
-    shared = {name: request("global", name) for name in names_of_the_program(tests, names["others"])}
+    shared = {name: request("global", name) for name in program_names(tests, names["others"])}
     # Modules that the program has imported are imported again, since it may have changed them. Standard library only.
     modules = {n: m for n, m in names["modules"].items() if m.partition(".")[0] in sys.stdlib_module_names}
     imported = {n: importlib.import_module(m) for n, m in modules.items() if n in names_in(tests)}
@@ -256,11 +255,11 @@ def judge(channel: Channel, tests: str) -> None:
 
 def names_in(tests: str) -> set[str]:
     """Return all names used in the tests, except dunder names."""
-    found = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
-    return {name for name in found if not name.startswith("__")}
+    names = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    return {name for name in names if not name.startswith("__")}
 
 
-def names_of_the_program(tests: str, known: Iterable[str]) -> set[str]:
+def program_names(tests: str, known: Iterable[str]) -> set[str]:
     """Return the program's names that the tests refer to. A builtin's name counts only if no other name does.
 
     `assert sum(10, 15) == 6` can therefore refer to the program's `sum`, but no program can replace the `abs` in

@@ -14,16 +14,17 @@ import asyncio
 import logging
 import pickle
 import queue
+import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import Sample
-from verl.rewards.sandbox.alarm import DeadlineExceeded, alarm
 from verl.rewards.sandbox.pool import (
     Call,
     Limits,
@@ -41,11 +42,59 @@ from verl.utils import chaos
 
 logger = logging.getLogger("verl.rewards")
 
-_GRACE_SECONDS = 2.0  # for an event loop to report a timeout itself
+_GRACE_SECONDS = 2.0  # time for an event loop to report a timeout itself
+
+
+# ---- time limits in the main thread ------------------------------------------------------------------------------
+
+
+class DeadlineExceeded(BaseException):
+    """The alarm of `interrupt_after`. Not an Exception, so that `except Exception` in user code does not catch it."""
+
+
+@contextmanager
+def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
+    """Yield a function `interrupt(seconds, call)`, which runs `call()` and raises DeadlineExceeded after `seconds`.
+
+    Main thread only, since Python delivers signals there. The signal handler is set once for any number of calls. At
+    the end a previous alarm is restored, with its remaining time.
+    """
+    limit: float | None = None  # seconds of the running call
+
+    def ring(signum, frame):
+        if limit is not None:
+            raise DeadlineExceeded(f"not done after {limit:g} s")
+
+    def interrupt(seconds: float, call: Callable[[], Any]) -> Any:
+        nonlocal limit
+        limit = seconds
+        try:
+            # Repeated every second: a bare `except:` in user code swallows one alarm, not all of them.
+            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+            try:
+                return call()
+            finally:
+                limit = None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    start = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, ring)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield interrupt
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - start), 1e-3), interval)
+
+
+# ---- calls --------------------------------------------------------------------------------------------------------
 
 
 class Isolation:
-    """Where custom functions are called: in one worker process, which keeps their state between calls, or in this one.
+    """Selects the process of custom functions: a worker, which keeps their state between calls, or this one.
 
     Args:
         mode: "process" or "none".
@@ -71,7 +120,7 @@ class Isolation:
                 self._can_be_sent[key] = True
             except ValueError as error:
                 self._can_be_sent[key] = False
-                logger.info("the reward function %s is called in the trainer's process: %s", function.where, error)
+                logger.info("the reward function %s is called in the trainer's process: %s", function.location, error)
         return self._pool if self._can_be_sent[key] else None
 
 
@@ -86,8 +135,6 @@ def call_samples(
     """Call `function` on every sample; yields (index, outcome) in order of completion.
 
     Args:
-        function: The reward function.
-        samples: Its inputs.
         timeout: Seconds per call; None for no timeout.
         pool: Run the calls in these worker processes.
         concurrency: Maximum number of concurrent calls of an async function.
@@ -98,9 +145,9 @@ def call_samples(
     if pool is None and function.is_async:
         return _call_async(function, samples, timeout, concurrency)
     if pool is None and (timeout is None or function.bounded):
-        return _call_here(function, samples, None)
+        return _call_in_process(function, samples, None)
     if pool is None and threading.current_thread() is threading.main_thread():
-        return _call_here(function, samples, timeout)
+        return _call_in_process(function, samples, timeout)
     return _call_in(pool or shared_pool(), function, samples, Limits(timeout, resident_bytes=memory_bytes))
 
 
@@ -109,7 +156,7 @@ def arguments(function: ScoreFunction, sample: Sample) -> dict:
     return function.arguments(sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
 
 
-def _call_here(
+def _call_in_process(
     function: ScoreFunction, samples: Sequence[Sample], timeout: float | None
 ) -> Iterator[tuple[int, Outcome]]:
     with alarm() if timeout is not None else nullcontext() as interrupt:
@@ -164,8 +211,8 @@ def _remote_caller(function: ScoreFunction) -> Callable[[dict[str, Any]], Call]:
         return lambda keywords: Call(
             address_of(call_with_rules), {"rules": rules, "address": address, "keywords": keywords}, imports
         )
-    cls, made_with = function.source
-    address, spec = address_of(call_object), pickle.dumps((address_of(cls), tuple(sorted(made_with.items()))))
+    cls, constructor_kwargs = function.source
+    address, spec = address_of(call_object), pickle.dumps((address_of(cls), tuple(sorted(constructor_kwargs.items()))))
     return lambda keywords: Call(address, {"spec": spec, "keywords": keywords})
 
 
@@ -190,8 +237,8 @@ def _register(rules: bytes) -> None:
 
 @cache
 def _object(spec: bytes) -> Any:
-    address, made_with = pickle.loads(spec)
-    return find_function(*address)(**dict(made_with))
+    address, constructor_kwargs = pickle.loads(spec)
+    return find_function(*address)(**dict(constructor_kwargs))
 
 
 def _call_async_in(
@@ -238,7 +285,7 @@ def run_async(
     """
     func = _object(spec.arguments["spec"]) if "spec" in spec.arguments else find_function(*spec.address)
     function = ScoreFunction(func, kwargs)
-    found = []
+    results = []
     for index, outcome in _call_async(function, samples, timeout, concurrency):
         value = b""
         if outcome.failure is None:
@@ -247,8 +294,8 @@ def run_async(
             except TypeError as error:
                 outcome = Outcome.raised(error)
         trace = "".join(traceback.format_exception(outcome.cause)) if outcome.cause is not None else ""
-        found.append((index, value, outcome.failure, trace[-20000:], outcome.over_limit))
-    return found
+        results.append((index, value, outcome.failure, trace[-20000:], outcome.over_limit))
+    return results
 
 
 def _call_async(

@@ -49,15 +49,12 @@ def code_reward(
     what it prints or returns (see `assert_program`), so tests can pass plain data to it, but not objects.
 
     Args:
-        data_source: Not used.
-        solution_str: The response.
         ground_truth: The tests, or their JSON text, in one of these forms:
 
             - {"inputs": [...], "outputs": [...]}: texts for standard input, and the expected output
             - {"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]}: calls, and their return values
             - {"test_list": ["assert f(1) == 2", ...]}, a list of such lines, or {"test": code, "entry_point": "f"},
               where the code defines `check(candidate)`
-        extra_info: Not used.
         timeout: Seconds per program run: for each standard input, or for all calls or asserts together.
         memory_limit_mb: Memory limit per program run in MiB (Linux only).
         partial: Score the fraction of passed tests.
@@ -121,12 +118,14 @@ def _start(code: str, tests: Mapping[str, Any], limits: Limits) -> tuple[int, It
 def _run_inputs(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
     from verl.rewards.sandbox.programs import run_program
 
-    for given, expected in zip(tests["inputs"], tests["outputs"]):
-        stdin = "\n".join(map(str, given)) if isinstance(given, list) else str(given)
-        wanted = "\n".join(map(str, expected)) if isinstance(expected, list) else str(expected)
-        room = replace(limits, output_bytes=max(limits.output_bytes, 2 * len(wanted.encode(errors="replace"))))
-        finished, _ = run_program(code, limits=room, stdin=stdin)
-        yield finished.failure is None and same_output(finished.stdout, wanted)
+    for case, expected in zip(tests["inputs"], tests["outputs"]):
+        stdin = "\n".join(map(str, case)) if isinstance(case, list) else str(case)
+        expected_text = "\n".join(map(str, expected)) if isinstance(expected, list) else str(expected)
+        case_limits = replace(
+            limits, output_bytes=max(limits.output_bytes, 2 * len(expected_text.encode(errors="replace")))
+        )
+        finished, _ = run_program(code, limits=case_limits, stdin=stdin)
+        yield finished.failure is None and same_output(finished.stdout, expected_text)
 
 
 def _run_asserts(code: str, tests: str, limits: Limits) -> Iterator[bool]:
@@ -144,32 +143,32 @@ def _run_asserts(code: str, tests: str, limits: Limits) -> Iterator[bool]:
 def _run_calls(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
     from verl.rewards.sandbox.programs import run_program
 
-    calls = [_arguments(given) for given in tests["inputs"]]
+    calls = [_arguments(case) for case in tests["inputs"]]
     files = {"solution.py": code, "calls.json": json.dumps(calls), "results": ""}
     _, files = run_program(_CALLS, limits=limits, files=files, arguments=(tests["fn_name"],))
     lines = files["results"].splitlines()
     for i, expected in enumerate(tests["outputs"]):
-        yield i < len(lines) and _returned(lines[i], expected)
+        yield i < len(lines) and _is_result(lines[i], expected)
 
 
-def _arguments(given: Any) -> list:
+def _arguments(case: Any) -> list:
     """Return the arguments of one call, given as a list or as text with one JSON value per line."""
-    return [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+    return [json.loads(line) for line in case.splitlines() if line.strip()] if isinstance(case, str) else list(case)
 
 
-def _returned(line: str, expected: Any) -> bool:
+def _is_result(line: str, expected: Any) -> bool:
     """Whether a result (a line of JSON) equals the expected value, which may be text or wrapped in a list."""
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except (ValueError, RecursionError):  # written by the program under test: may be anything
         return False
-    wanted = [expected]
+    accepted = [expected]
     if isinstance(expected, list) and len(expected) == 1:
-        wanted.append(expected[0])
+        accepted.append(expected[0])
     if isinstance(expected, str):
         with contextlib.suppress(ValueError, SyntaxError):  # otherwise it is plain text
-            wanted.append(ast.literal_eval(expected))
-    return any(_close(found, json.loads(json.dumps(value))) for value in wanted)
+            accepted.append(ast.literal_eval(expected))
+    return any(_close(result, json.loads(json.dumps(value))) for value in accepted)
 
 
 def _close(a: Any, b: Any) -> bool:
@@ -182,11 +181,11 @@ def _close(a: Any, b: Any) -> bool:
     return a == b
 
 
-def same_output(found: str, expected: str) -> bool:
+def same_output(actual: str, expected: str) -> bool:
     """Whether two outputs are equal line by line, ignoring trailing whitespace and empty last lines; floats to 1e-6."""
-    lines, wanted = ([line.split() for line in text.rstrip().splitlines()] for text in (found, expected))
-    return len(lines) == len(wanted) and all(
-        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(lines, wanted)
+    lines, expected_lines = ([line.split() for line in text.rstrip().splitlines()] for text in (actual, expected))
+    return len(lines) == len(expected_lines) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(lines, expected_lines)
     )
 
 

@@ -42,10 +42,10 @@ LANDLOCK_ABI_WITH_SCOPES, SCOPE_ABSTRACT_UNIX_SOCKET, SCOPE_SIGNAL = 6, 1, 2
 #: rights to files by the Landlock version that introduced them: 13 in version 1, then refer, truncate, ioctl_dev
 FILE_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK = (1 << n for n in (0, 1, 2, 3, 6, 9, 11))
-OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | FILE_RIGHTS[3] | FILE_RIGHTS[5]
+RIGHTS_TO_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | FILE_RIGHTS[3] | FILE_RIGHTS[5]
 BIND_OR_CONNECT_TCP = 3
 
-#: what a program can read besides the interpreter and its packages
+#: paths that a program can read besides the interpreter and its packages
 READABLE = (
     *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/localtime"),
     *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/timezone", "/sys/devices/system/cpu"),
@@ -84,10 +84,10 @@ def run(limits: list[int], program: str, arguments: list[str], has_shared_memory
     cpu, memory, output = limits
     if has_shared_memory:  # shared memory is a file; the supervisor measures the output
         output = memory
-    kinds = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
-    for kind, limit in zip(kinds, (cpu, memory, output)):
+    resources = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
+    for name, limit in zip(resources, (cpu, memory, output)):
         if limit >= 0:
-            resource.setrlimit(kind, (limit, limit))
+            resource.setrlimit(name, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ |= {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
     sys.argv = [program, *arguments]
@@ -156,7 +156,7 @@ def can_filter_calls() -> bool:
 
 
 def confine(writable: list[str]) -> None:
-    """Take from this process, for good, what a program does not need (Linux). Each part as far as the kernel has it.
+    """Drop the rights of this process that a program does not need, for good (Linux), as far as the kernel can.
     writable: folders besides the current one."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -188,7 +188,7 @@ def restrict_files(libc: ctypes.CDLL, abi: int, writable: list[str]) -> None:
     for path, allowed in readable.items():
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            allowed &= rights if os.path.isdir(path) else rights & OF_A_FILE
+            allowed &= rights if os.path.isdir(path) else rights & RIGHTS_TO_A_FILE
             rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, descriptor), 12)
             if libc.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0):
                 raise OSError(ctypes.get_errno(), f"cannot restrict the program's access to files: {path}")
@@ -201,8 +201,8 @@ def restrict_files(libc: ctypes.CDLL, abi: int, writable: list[str]) -> None:
 def interpreter_folders() -> set[str]:
     """The folders of this interpreter, its standard library and its packages."""
     paths = sysconfig.get_paths()
-    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return found | {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent)}
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return folders | {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent)}
 
 
 def refuse_calls(libc: ctypes.CDLL, machine: int, calls: tuple[int, ...]) -> None:
@@ -211,8 +211,8 @@ def refuse_calls(libc: ctypes.CDLL, machine: int, calls: tuple[int, ...]) -> Non
     allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
     steps = [(load, 4), (equal, machine), (load, 0), (at_least, X32_CALLS), *((equal, number) for number in calls)]
     # a jump to `refuse` skips the remaining steps and `allow`
-    jumps = [(0, 0), (0, len(steps) - 1), (0, 0), *((len(steps) - at, 0) for at in range(3, len(steps)))]
-    program = [(kind, *jump, value) for (kind, value), jump in zip(steps, jumps)]
+    jumps = [(0, 0), (0, len(steps) - 1), (0, 0), *((len(steps) - position, 0) for position in range(3, len(steps)))]
+    program = [(opcode, *jump, value) for (opcode, value), jump in zip(steps, jumps)]
     program += [(end, 0, 0, allow), (end, 0, 0, refuse)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
     filters = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
@@ -237,10 +237,10 @@ def wait_for(program: int, limits: list[int], has_shared_memory: bool) -> int:
         if has_shared_memory and max(os.fstat(1).st_size, os.fstat(2).st_size) > output >= 0:
             excess = f"printed more than {output} bytes"
         elif ended != program and sys.platform == "linux":
-            excess = excess_of(list(descendants()), memory, has_shared_memory)
+            excess = exceeded_limit(list(descendants()), memory, has_shared_memory)
         if excess is None and ended != program and not has_shared_memory:
             try:
-                excess, unreadable = excess_of_files(".", memory), 0
+                excess, unreadable = exceeded_file_limit(".", memory), 0
             except PermissionError:
                 unreadable += 1
                 excess = "made folders that cannot be measured" if unreadable > 1 else None
@@ -253,20 +253,20 @@ def wait_for(program: int, limits: list[int], has_shared_memory: bool) -> int:
             return os.waitstatus_to_exitcode(status)
 
 
-def excess_of(processes: list[int], memory: int, has_shared_memory: bool) -> str | None:
+def exceeded_limit(processes: list[int], memory: int, has_shared_memory: bool) -> str | None:
     """The limit that processes exceed together, as a predicate. memory: in bytes; -1: no limit."""
     if len(processes) > MOST_PROCESSES:
         return f"were more than {MOST_PROCESSES} processes"
     if memory < 0:
         return None
-    used = memory_of(processes)
+    used = used_memory(processes)
     if has_shared_memory:
         mounted = os.statvfs(SHARED_MEMORY)
         used += (mounted.f_blocks - mounted.f_bfree) * mounted.f_frsize
     return f"used more than {memory >> 20} MiB together" if used > memory else None
 
 
-def excess_of_files(folder: str, memory: int) -> str | None:
+def exceeded_file_limit(folder: str, memory: int) -> str | None:
     """The limit that the files in a folder exceed together, as a predicate. memory: in bytes; -1: no limit.
 
     Raises:
@@ -277,9 +277,9 @@ def excess_of_files(folder: str, memory: int) -> str | None:
         try:
             with os.scandir(folders.pop()) as entries:
                 for entry in entries:
-                    found = entry.stat(follow_symlinks=False)
-                    count, size = count + 1, size + found.st_blocks * 512
-                    if stat.S_ISDIR(found.st_mode):
+                    info = entry.stat(follow_symlinks=False)
+                    count, size = count + 1, size + info.st_blocks * 512
+                    if stat.S_ISDIR(info.st_mode):
                         folders.append(entry.path)
                     if count > MOST_FILES:
                         return f"made more than {MOST_FILES} files"
@@ -292,13 +292,13 @@ def excess_of_files(folder: str, memory: int) -> str | None:
 
 def descendants() -> Iterator[int]:
     """The process ids of the program and of everything that it has started."""
-    found = children(os.getpid())
-    while found:
-        yield (pid := found.pop())
-        found += children(pid)
+    pids = children(os.getpid())
+    while pids:
+        yield (pid := pids.pop())
+        pids += children(pid)
 
 
-def memory_of(processes: Iterable[int]) -> int:
+def used_memory(processes: Iterable[int]) -> int:
     """Bytes of memory that processes use together, in RAM and swap. Files of the disk do not count.
 
     Pages that processes share since a fork count once if the kernel says so (PSS), otherwise once for each process.
@@ -339,13 +339,13 @@ def children(parent: int) -> list[int]:
             for file in Path(f"/proc/{parent}/task").iterdir()
             for pid in (file / "children").read_text(encoding="latin-1").split()
         ]
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited since
                 _, ppid, *_ = (folder / "stat").read_text(encoding="latin-1").rpartition(")")[2].split()
-                found += [int(folder.name)] * (int(ppid) == parent)
-    return found
+                pids += [int(folder.name)] * (int(ppid) == parent)
+    return pids
 
 
 def main() -> None:
@@ -354,10 +354,10 @@ def main() -> None:
         return
     cpu, memory, output, has_shared_memory = map(int, sys.argv[1:5])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
-    given, names = os.getcwd(), os.listdir()
+    folder, names = os.getcwd(), os.listdir()
     if has_shared_memory:
         mount_shared_memory(memory // 2)
-        enter_copy(given)
+        enter_copy(folder)
     if sys.platform == "linux":
         adopt_orphans()
     child = os.fork()
@@ -368,7 +368,7 @@ def main() -> None:
     if sys.platform == "linux":
         end_children()
     if has_shared_memory:
-        return_files(names, given, output)
+        return_files(names, folder, output)
     os._exit(status if status >= 0 else 128 - status)
 
 

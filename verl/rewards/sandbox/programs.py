@@ -2,8 +2,8 @@
 
 All processes that a program starts end with it, and share its memory limit. On Linux it has no network, reads only the
 interpreter with its packages and the system's libraries, and writes only to a temporary folder (program_boot). Where
-the kernel cannot enforce this, a warning says what is open. The kernel itself is the same: a program that attacks the
-kernel needs a virtual machine.
+the kernel cannot enforce this, a warning names the missing protection. The kernel is shared: isolating a program that
+attacks it needs a virtual machine.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _SECONDS_TO_END = 5.0
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
         failure: None if it exited with status 0, otherwise why not.
@@ -45,7 +45,7 @@ class Finished:
 
 
 @functools.cache
-def warn_of_missing_isolation() -> None:
+def warn_about_missing_isolation() -> None:
     """Log, once, what programs can do here that they should not."""
     on_linux = sys.platform == "linux"
     abi = landlock_abi() if on_linux else -1
@@ -94,23 +94,23 @@ def run_program(
         files: Name -> content of further files in the folder.
 
     Returns:
-        How the program ended, and the final content of `files`.
+        The result of the program, and the final content of `files`.
     """
-    warn_of_missing_isolation()
+    warn_about_missing_isolation()
     folder = tempfile.mkdtemp(prefix="program-")
     try:
         for name, text in {"program.py": code, **(files or {})}.items():
             (Path(folder) / name).write_text(text, encoding="utf-8", errors="replace")
         with contextlib.ExitStack() as stack:  # the program may put a link or a pipe in the place of any file
             opened = {name: stack.enter_context(open(f"{folder}/{name}", "rb")) for name in files or {}}
-            given = stack.enter_context(_read_only(stdin.encode(errors="replace")))
+            stdin_file = stack.enter_context(_read_only(stdin.encode(errors="replace")))
             outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
-            failure = _run(folder, given, *outputs, arguments, limits)
+            failure = _run(folder, stdin_file, *outputs, arguments, limits)
             stdout, stderr = (_read(file, limits.output_bytes) for file in outputs)
-            read = {name: _read(file, limits.output_bytes) for name, file in opened.items()}
+            contents = {name: _read(file, limits.output_bytes) for name, file in opened.items()}
     finally:
         _remove(folder)
-    return Finished(failure, stdout, stderr), read
+    return Finished(failure, stdout, stderr), contents
 
 
 def _run(
@@ -174,37 +174,40 @@ def _remove(folder: str) -> None:
     descriptors of a process and recursion allow.
     """
     with contextlib.suppress(OSError):
-        names, left = [], [[folder]]  # the path of the current folder, and what is left in each folder of it
+        names, remaining = (
+            [],
+            [[folder]],
+        )  # the path of the current folder, and the entries of each folder of it that remain
         current = os.open("/", os.O_RDONLY)
         try:
-            while names or left[-1]:
-                if left[-1]:
-                    name = left[-1].pop()
+            while names or remaining[-1]:
+                if remaining[-1]:
+                    name = remaining[-1].pop()
                     os.chmod(name, 0o700, dir_fd=current)
-                    current = _moved(current, name)
+                    current = _enter(current, name)
                     names.append(name)
-                    left.append(_remove_files(current))
+                    remaining.append(_remove_files(current))
                     continue
-                left.pop()
+                remaining.pop()
                 name = names.pop()
-                current = _moved(current, ".." if names else "/")
+                current = _enter(current, ".." if names else "/")
                 os.rmdir(name, dir_fd=current)
         finally:
             os.close(current)
 
 
-def _moved(current: int, name: str) -> int:
+def _enter(current: int, name: str) -> int:
     """The descriptor of a folder, opened from the current one, which is closed."""
-    found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=current)
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=current)
     os.close(current)
-    return found
+    return descriptor
 
 
 def _remove_files(folder: int) -> list[str]:
-    """Remove what is no folder. Returns the names of the folders."""
+    """Remove everything but folders. Returns their names."""
     with os.scandir(folder) as entries:
-        kinds = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in kinds:
-        if not is_folder:
+        is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+    for name in is_folder:
+        if not is_folder[name]:
             os.unlink(name, dir_fd=folder)
-    return [name for name, is_folder in kinds if is_folder]
+    return [name for name in is_folder if is_folder[name]]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from verl.modeling.moe import routing_of
+from verl.modeling.moe import install_routing
 from verl.rollout.base import RolloutEngine, RolloutStats
 from verl.rollout.native.continuous import ContinuousBatch
 from verl.rollout.native.decoder import Decoder, Projection
@@ -87,7 +87,7 @@ class NativeRollout(RolloutEngine):
         records: bool = False,
     ):
         check_supported(module)
-        if records and routing_of(module) is None:
+        if records and install_routing(module) is None:
             raise ValueError(f"{RECORDING_KEY}: {type(module).__name__} is not a mixture of experts: use false")
         self.module = module
         self.dtype = dtype

@@ -29,7 +29,7 @@ class InProcessPool:
         """Run `method` of `role`."""
         (call,) = calls
         try:
-            return Future.of([call.finish(getattr(self.workers[role], method)(*call.args, **call.kwargs))])
+            return Future.completed([call.finish(getattr(self.workers[role], method)(*call.args, **call.kwargs))])
         except Exception as error:
             error.add_note(f"in {role}.{method}(), rank 0 of 1, in this process")
             raise

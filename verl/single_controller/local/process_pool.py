@@ -31,7 +31,7 @@ from verl.dataflow.operator import running_operator
 from verl.processes.child import ChildProcess, PythonProcess, process_status
 from verl.processes.fork_server import ForkServerError, server_for
 from verl.processes.limits import Durations, Limit, Limits
-from verl.single_controller.diagnosis import CallWatch, RankState, limit_of_call, no_reply
+from verl.single_controller.diagnosis import CallWatch, RankState, call_limit, format_no_reply
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel, load_result
 from verl.single_controller.local.heartbeat import Heartbeat
@@ -175,7 +175,7 @@ class ProcessPool:
 
     def _begin(self, role: str, method: str, outgoing: list[tuple[_Rank, Kind, Parcel]]) -> _PendingCall:
         operator = running_operator()
-        limit = limit_of_call(self.durations, role, method, operator)
+        limit = call_limit(self.durations, role, method, operator)
         watch = CallWatch(self.durations.limits, limit, role, method, operator)
         pending = _PendingCall(role, method, operator, limit, watch, {rank.rank for rank, _, _ in outgoing})
         with self._lock:  # all ranks must get the calls of all threads in the same order, or their collectives mismatch
@@ -221,7 +221,7 @@ class ProcessPool:
         except BaseException as error:  # pass it to the caller, which would otherwise wait for replies without end
             if not started.done():
                 started.set_exception(error)
-            self._fatal = WorkerError.of(error, "(monitor of the processes)", "", 0)
+            self._fatal = WorkerError.from_exception(error, "(monitor of the processes)", "", 0)
         finally:
             self._close()
 
@@ -305,7 +305,7 @@ class ProcessPool:
         else:
             return
         late = sorted(pending.waiting)
-        message = no_reply(waited, late, pending.replies, pending.limit, pending.operator)
+        message = format_no_reply(waited, late, pending.replies, pending.limit, pending.operator)
         self._add_failure(2, time.monotonic(), WorkerTimeout(message, pending.role, pending.method, late[0]))
 
     def _state(self, rank: _Rank, busy: bool = True) -> RankState:

@@ -61,7 +61,7 @@ class WorkerHost:
         try:
             return Kind.RESULT, self._start(message) if message.kind is Kind.START else self._run(message)
         except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
-            return Kind.FAILURE, (time.monotonic(), WorkerError.of(error, *self._current_call, self.rank))
+            return Kind.FAILURE, (time.monotonic(), WorkerError.from_exception(error, *self._current_call, self.rank))
 
     def _start(self, message: Message) -> None:
         specs, rank_env = message.load()
@@ -90,7 +90,7 @@ class WorkerHost:
             parcel = result_parcel(content) if kind is Kind.RESULT else Parcel(content)
         except Exception as error:  # the result cannot be pickled
             error.add_note("while the result was packed for the caller")
-            failure = WorkerError.of(error, *self._current_call, self.rank)
+            failure = WorkerError.from_exception(error, *self._current_call, self.rank)
             kind, parcel = Kind.FAILURE, Parcel((time.monotonic(), failure))
         parcel.send(connection, kind, call_id)
 

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.dataflow.operator import running_operator
 from verl.processes.limits import Durations, Limit, Limits
-from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState, limit_of_call, no_reply
+from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState, call_limit, format_no_reply
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray.heartbeats import Heartbeats
@@ -46,7 +46,7 @@ from verl.single_controller.worker_group import (
 
 _SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is the cause
 _SHUTDOWN_SECONDS = 5.0  # for an actor to end by itself, or to report its progress
-_WAIT_SECONDS = 1.0  # of one wait for replies, between two looks at the heartbeats
+_WAIT_SECONDS = 1.0  # one wait for replies; heartbeats are checked between two
 _MAX_INLINE_BYTES = 1 << 16  # larger arguments are put into the object store once for all ranks
 
 
@@ -204,15 +204,15 @@ class RayPool:
         for call in calls:
             if call is not None and (id(call.args), id(call.kwargs)) not in packed:
                 packed[id(call.args), id(call.kwargs)] = _Arguments(call)
-        chosen = [(self._ranks[rank], call) for rank, call in enumerate(calls) if call is not None]
-        arguments = [packed[id(call.args), id(call.kwargs)] for _, call in chosen]
+        called = [(self._ranks[rank], call) for rank, call in enumerate(calls) if call is not None]
+        arguments = [packed[id(call.args), id(call.kwargs)] for _, call in called]
         with self._lock:  # all ranks must get the calls of all threads in the same order, or their collectives mismatch
             self._clean_up()
             # All rows before all calls: a rank must not wait for rows behind a call that waits for its own rows.
-            rows = [args.gather(rank) for args, (rank, _) in zip(arguments, chosen)]
+            rows = [args.gather(rank) for args, (rank, _) in zip(arguments, called)]
             refs = {
                 args.run(rank, role, method, call, r): rank.rank
-                for args, (rank, call), r in zip(arguments, chosen, rows)
+                for args, (rank, call), r in zip(arguments, called, rows)
             }
             pending = self._pending_call(role, method, refs, calls, running_operator())
             self._pending.append(pending)
@@ -226,12 +226,12 @@ class RayPool:
         calls: list[Call | None],
         operator: str | None = None,
     ) -> _PendingCall:
-        limit = limit_of_call(self.durations, role, method, operator)
+        limit = call_limit(self.durations, role, method, operator)
         watch = CallWatch(self.durations.limits, limit, role, method, operator)
         return _PendingCall(role, method, refs, calls, limit, watch, time.monotonic() + limit.seconds, operator)
 
     def _clean_up(self) -> None:
-        """Forget finished calls, and drop the columns that are no longer referred to."""
+        """Discard finished calls, and drop the columns that are no longer referred to."""
         self._pending = [p for p in self._pending if not p.is_done()]
         for rank in self._ranks:
             keys = [rank.dropped.popleft() for _ in range(len(rank.dropped))]
@@ -249,28 +249,40 @@ class RayPool:
     # ---- replies and failures -------------------------------------------------------------------------------------
 
     def _wait(self, pending: _PendingCall, timeout: float | None) -> None:
+        """Receive the replies of all ranks.
+
+        Raises:
+            TimeoutError: The call is still running after `timeout` seconds; it can be waited for again.
+            WorkerError: A rank failed or died, or the call exceeded its limit. All processes are killed.
+        """
         until = math.inf if timeout is None else time.monotonic() + timeout
         while pending.refs:
-            start = time.monotonic()
-            left = min(until, pending.deadline, start + _WAIT_SECONDS) - start
-            ready, _ = ray.wait(list(pending.refs), timeout=max(left, 0))
-            now = time.monotonic()
-            pending.deadline += max(0.0, now - start - 5 * _WAIT_SECONDS)  # this process was stopped
-            if ready:
-                failure = self._read_reply(pending, ready[0])
-            elif now >= until:
+            ref = self._next_reply(pending, until)
+            if ref is not None:
+                failure = self._read_reply(pending, ref)
+            elif time.monotonic() >= until:
                 raise TimeoutError(f"{pending.role}.{pending.method}() has not finished after {timeout} s")
-            elif self._is_stopped(pending, now):
-                failure = self._timeout(pending, f"{pending.watch.elapsed.seconds:.0f} s")
-            elif now >= pending.deadline:
-                failure = self._check_deadline(pending)
             else:
-                continue
+                failure = self._check_limits(pending, time.monotonic())
             if failure is not None:
                 raise self._stop_after(pending, failure)
 
+    def _next_reply(self, pending: _PendingCall, until: float) -> ray.ObjectRef | None:
+        """Wait a moment for a reply. While this process is suspended, the deadline of the call is suspended too."""
+        start = time.monotonic()
+        remaining = min(until, pending.deadline, start + _WAIT_SECONDS) - start
+        ready, _ = ray.wait(list(pending.refs), timeout=max(remaining, 0))
+        pending.deadline += max(0.0, time.monotonic() - start - 5 * _WAIT_SECONDS)
+        return ready[0] if ready else None
+
+    def _check_limits(self, pending: _PendingCall, now: float) -> Failure | None:
+        """The failure of a call that waits for a stopped rank or has exceeded its limit; None if it may continue."""
+        if self._is_stopped(pending, now):
+            return self._timeout(pending, f"{pending.watch.elapsed.seconds:.0f} s")
+        return self._check_deadline(pending) if now >= pending.deadline else None
+
     def _is_stopped(self, pending: _PendingCall, now: float) -> bool:
-        """Ask for heartbeats. Returns whether a rank that has not replied is stopped for too long."""
+        """Ask for heartbeats. Returns whether a rank that has not replied has been stopped for too long."""
         pending.watch.elapsed.tick(now)
         self._heartbeats.ask(now)
         if not pending.watch.is_due:
@@ -287,13 +299,13 @@ class RayPool:
         """Read one reply; the failure that it reports, if any."""
         rank = pending.refs.pop(ref)
         try:
-            succeeded, content, when, seconds = ray.get(ref)
+            succeeded, content, failed_at, seconds = ray.get(ref)
         except RayActorError as error:
             return 0, time.time(), self._died(pending, rank, error)
         except RayError as error:
-            return 1, time.time(), WorkerError.of(error, pending.role, pending.method, rank)
+            return 1, time.time(), WorkerError.from_exception(error, pending.role, pending.method, rank)
         if not succeeded:
-            return 1, when, content
+            return 1, failed_at, content
         pending.replies[rank] = content
         if not pending.refs and pending.operator is not None:
             self.durations.record((pending.operator, pending.role, pending.method), seconds)
@@ -305,10 +317,10 @@ class RayPool:
         if dead is None:
             message = "a process of another pool, which had rows for this call, died"
             return WorkerDied(message, pending.role, pending.method, rank, self._ranks[rank].host, str(error))
-        where = pending.role, pending.method, dead.rank, dead.host, str(error)
+        details = pending.role, pending.method, dead.rank, dead.host, str(error)
         if any(n["NodeID"] == dead.node and not n["Alive"] for n in ray.nodes()):
-            return NodeLost(f"its node {dead.host} is lost", *where)
-        return WorkerDied("its process died", *where)
+            return NodeLost(f"its node {dead.host} is lost", *details)
+        return WorkerDied("its process died", *details)
 
     def _check_deadline(self, pending: _PendingCall) -> Failure | None:
         """After the deadline: a timeout, or a later deadline if the ranks were still running earlier calls."""
@@ -323,14 +335,14 @@ class RayPool:
         """Rank -> seconds of its running call (None: there is none; inf: unknown), and its stacks if it responds."""
         reports = [r.actor.progress.options(concurrency_group="control").remote() for r in self._ranks]
         ray.wait(reports, num_returns=len(reports), timeout=_SHUTDOWN_SECONDS)
-        found: dict[int, tuple[float | None, str | None]] = {}
+        progress: dict[int, tuple[float | None, str | None]] = {}
         for rank, report in enumerate(reports):
             try:
-                found[rank] = ray.get(report, timeout=0)
+                progress[rank] = ray.get(report, timeout=0)
                 self._heartbeats.heard(rank)
             except (GetTimeoutError, RayError):
-                found[rank] = math.inf, None
-        return found
+                progress[rank] = math.inf, None
+        return progress
 
     def _timeout(self, pending: _PendingCall, waited: str) -> Failure:
         """The failure of a call that has waited for too long."""
@@ -338,7 +350,7 @@ class RayPool:
         stacks = {rank: stack for rank, (_, stack) in self._progress().items()}
         states = [self._state(r, r.rank in late, responds=stacks[r.rank] is not None) for r in self._ranks]
         stacks = {rank: stack or "(no stacks: the process did not respond)" for rank, stack in stacks.items()}
-        message = no_reply(waited, late, pending.replies, pending.limit, pending.operator)
+        message = format_no_reply(waited, late, pending.replies, pending.limit, pending.operator)
         return 2, time.time(), timeout_error(states, stacks, pending.role, pending.method, message)
 
     def _stop_after(self, pending: _PendingCall, failure: Failure) -> WorkerError:
@@ -357,8 +369,8 @@ class RayPool:
         """The error of a rank that is stopped, if there is one: it causes errors in the collectives of others."""
         if isinstance(error, WorkerDied | WorkerTimeout):
             return error
-        found = self._progress()
-        silent = [rank for rank in self._ranks if found[rank.rank][1] is None]
+        progress = self._progress()
+        silent = [rank for rank in self._ranks if progress[rank.rank][1] is None]
         if not any(self._state(rank).is_stopped for rank in silent):
             return error
         cause = self._timeout(pending, "0 s")[2]
@@ -379,8 +391,8 @@ class RayPool:
         if not ray.is_initialized() or self._placement is None:
             return
         if self._fatal is None and all(p.is_done() for p in self._pending):
-            ends = [r.actor.__ray_terminate__.remote() for r in self._ranks]
-            ray.wait(ends, num_returns=len(ends), timeout=_SHUTDOWN_SECONDS)
+            terminations = [r.actor.__ray_terminate__.remote() for r in self._ranks]
+            ray.wait(terminations, num_returns=len(terminations), timeout=_SHUTDOWN_SECONDS)
         self._kill()
         remove_placement_group(self._placement)
         self._placement = None
@@ -411,7 +423,7 @@ def _create_actors(
 
 
 def _rank_environments(ranks: list[_Rank], use_gpu: bool, timeout: float) -> list[tuple[RankEnv, dict[str, str]]]:
-    """The RankEnv and the environment variables of each rank, from where Ray has started the actors."""
+    """The RankEnv and the environment variables of each rank, given the nodes on which Ray started the actors."""
     try:
         infos: list[ActorInfo] = ray.get([r.actor.info.remote() for r in ranks], timeout=timeout)
     except GetTimeoutError:
@@ -424,6 +436,6 @@ def _rank_environments(ranks: list[_Rank], use_gpu: bool, timeout: float) -> lis
         rank.pid, rank.host_name = info.pid, info.host_name
         local_rank, local_world_size = nodes[: rank.rank].count(info.node_id), nodes.count(info.node_id)
         rank_env = RankEnv(rank.rank, len(ranks), local_rank, local_world_size, infos[0].host, infos[0].port)
-        gpus = ",".join(str(gpu) for other in infos if other.node_id == info.node_id for gpu in other.gpus)
+        gpus = ",".join(str(gpu) for node_info in infos if node_info.node_id == info.node_id for gpu in node_info.gpus)
         environments.append((rank_env, {**rank_env.env, "CUDA_VISIBLE_DEVICES": gpus} if use_gpu else rank_env.env))
     return environments

@@ -52,7 +52,7 @@ class RayCluster:
     Args:
         ray_init: arguments of `ray.init`.
         device: "auto", "cpu" or "cuda"; "auto" uses GPUs if the cluster has any.
-        timeout: limits of waits; of a number, seconds that one call may take before a hang is reported.
+        timeout: limits of waits; a number is the seconds that one call may take before a hang is reported.
         env: further environment variables of the actors.
     """
 
@@ -63,7 +63,7 @@ class RayCluster:
         timeout: float | Limits = CALL_TIMEOUT,
         env: Mapping[str, str] | None = None,
     ):
-        self.given = dict(ray_init or {})
+        self.settings = dict(ray_init or {})
         self.device = device
         self.timeout = timeout
         self.env = dict(env or {})
@@ -73,15 +73,15 @@ class RayCluster:
     @functools.cached_property
     def ray_init(self) -> dict[str, Any]:
         """The arguments of `ray.init`. Raises ValueError for a working directory that Ray cannot send."""
-        arguments = {"log_to_driver": True, "include_dashboard": False, **self.given}
-        if self.given.get("runtime_env"):
-            arguments["runtime_env"] = prepare_runtime_env(self.given["runtime_env"])
+        arguments = {"log_to_driver": True, "include_dashboard": False, **self.settings}
+        if self.settings.get("runtime_env"):
+            arguments["runtime_env"] = prepare_runtime_env(self.settings["runtime_env"])
         return arguments
 
     def check(self, config: RunConfig) -> None:
-        if self.given and ray.is_initialized():
+        if self.settings and ray.is_initialized():
             raise ValueError(
-                f"ray_kwargs.ray_init sets {', '.join(self.given)}, but Ray is already running in this process, so "
+                f"ray_kwargs.ray_init sets {', '.join(self.settings)}, but Ray is already running in this process, so "
                 "that it would have no effect: pass it to your own ray.init, or remove it here"
             )
         _ = self.ray_init
@@ -98,8 +98,8 @@ class RayCluster:
         )
 
         def start(roles: dict[str, WorkerSpec], pool: ResourcePool) -> dict[str, WorkerGroup]:
-            how = {"use_gpu": use_gpu, "timeout": self.timeout, "env": self.env}
-            return colocate(roles, pool, placement=reserved[pool], **how)
+            options = {"use_gpu": use_gpu, "timeout": self.timeout, "env": self.env}
+            return colocate(roles, pool, placement=reserved[pool], **options)
 
         self._groups = start_pools(pools, specs, start)
         return self._groups
@@ -138,16 +138,16 @@ class RayCluster:
 
     def _join_or_start(self) -> Mapping[str, Any]:
         """Join a cluster if there is one, otherwise start one that listens on the loopback interface only."""
-        address = self.given.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
+        address = self.settings.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
         if address != "local":
             try:
                 return ray.init(**{**self.ray_init, "address": address}).address_info
             except ConnectionError:
-                if address != "auto" or self.given.get("address"):
+                if address != "auto" or self.settings.get("address"):
                     raise
         with _on_loopback():
             started = ray.init(**{"_node_ip_address": "127.0.0.1", **self.ray_init, "address": "local"}).address_info
-        if "_node_ip_address" not in self.given and not is_loopback(started["node_ip_address"]):
+        if "_node_ip_address" not in self.settings and not is_loopback(started["node_ip_address"]):
             logger.warning(
                 "Ray %s listens on %s, also for other hosts (docs/security.md)",
                 ray.__version__,

@@ -21,7 +21,7 @@ _STATUS_SECONDS = 15.0  # for a node to start a process that reads the state of 
 
 
 class Heartbeats:
-    """When each actor has responded last.
+    """The time of the last response of each actor.
 
     Args:
         actors: Ray's handles, in rank order.
@@ -30,34 +30,34 @@ class Heartbeats:
     def __init__(self, actors: Sequence[Any]):
         self._actors = actors
         self._lock = threading.Lock()
-        self._asked: dict[int, tuple[ray.ObjectRef | None, float]] = {}  # rank -> heartbeat in flight, and its time
+        self._requests: dict[int, tuple[ray.ObjectRef | None, float]] = {}  # rank -> heartbeat in flight, and its time
         self._heard: set[int] = set()
 
     def ask(self, now: float) -> None:
         """Collect the heartbeats that have arrived, and ask for the next ones. Does not wait."""
         with self._lock:
             for rank, actor in enumerate(self._actors):
-                ref, asked = self._asked.get(rank, (None, now - _ASK_SECONDS))
+                ref, asked_at = self._requests.get(rank, (None, now - _ASK_SECONDS))
                 if ref is not None and ray.wait([ref], timeout=0)[0]:
                     self._heard.add(rank)
                     ref = None
-                if ref is None and now - asked >= _ASK_SECONDS:
-                    ref, asked = actor.beat.options(concurrency_group="control").remote(), now
-                self._asked[rank] = ref, asked
+                if ref is None and now - asked_at >= _ASK_SECONDS:
+                    ref, asked_at = actor.beat.options(concurrency_group="control").remote(), now
+                self._requests[rank] = ref, asked_at
 
     def heard(self, rank: int) -> None:
         """Record that an actor has responded."""
         with self._lock:
             self._heard.add(rank)
-            self._asked.pop(rank, None)
+            self._requests.pop(rank, None)
 
     def silence(self, rank: int) -> float | None:
-        """For how long an actor has not responded; None if it never has, and was not asked."""
+        """Seconds since an actor stopped responding; None if it never has responded, and was not asked."""
         with self._lock:
-            ref, asked = self._asked.get(rank, (None, 0.0))
+            ref, asked_at = self._requests.get(rank, (None, 0.0))
             if ref is None:
                 return 0.0 if rank in self._heard else None
-            return time.monotonic() - asked
+            return time.monotonic() - asked_at
 
     def status(self, node: str, pid: int) -> str | None:
         """The state of a process, as in psutil, which a process of its node reads; None without a response."""

@@ -13,7 +13,7 @@ logger = logging.getLogger("verl.single_controller")
 
 START_TIMEOUT = 300.0  # default limit for the cluster to provide the resources of a run, seconds
 _QUIET_SECONDS = 2.0  # before the first log line: a cluster that has the resources needs a moment
-_WAIT_SECONDS = 0.5  # of one wait: Ray does not handle Ctrl-C during it
+_WAIT_SECONDS = 0.5  # one wait; Ray does not handle Ctrl-C during it
 
 
 def reserve(
@@ -49,21 +49,21 @@ def reserve(
     return groups
 
 
-def _wait(group: PlacementGroup, wanted: str, name: str, deadline: float, advice: str) -> None:
+def _wait(group: PlacementGroup, required: str, name: str, deadline: float, advice: str) -> None:
     """Wait for one placement group. Logs what is missing, once and whenever the cluster changes."""
     start, logged = time.monotonic(), ""
     while not group.wait(_WAIT_SECONDS):
-        present = _describe(_cpus_and_gpus(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        available = _describe(_cpus_and_gpus(node["Resources"]) for node in ray.nodes() if node["Alive"])
         free = _format_counts(_cpus_and_gpus(ray.available_resources()))
         if time.monotonic() > deadline:
             raise ValueError(
-                f"resource pool {name!r} requires {wanted}, which the cluster did not provide within "
-                f"{time.monotonic() - start:.0f} s; it has {present}, of which {free} are free. "
+                f"resource pool {name!r} requires {required}, which the cluster did not provide within "
+                f"{time.monotonic() - start:.0f} s; it has {available}, of which {free} are free. "
                 f"{advice or 'Start more nodes, or lower trainer.nnodes or trainer.n_gpus_per_node'}"
             )
-        if present != logged and time.monotonic() > start + _QUIET_SECONDS:
-            logged = present
-            logger.warning("waiting for %s; the cluster has %s, of which %s are free", wanted, present, free)
+        if available != logged and time.monotonic() > start + _QUIET_SECONDS:
+            logged = available
+            logger.warning("waiting for %s; the cluster has %s, of which %s are free", required, available, free)
 
 
 def _cpus_and_gpus(resources: Mapping[str, float]) -> dict[str, float]:
@@ -76,6 +76,9 @@ def _format_counts(counts: Mapping[str, float]) -> str:
 
 def _describe(nodes: Iterable[Mapping[str, float]]) -> str:
     """Count equal nodes: `2 nodes with 1 CPU and 1 GPU, 1 node with 4 CPU`."""
-    each = [_format_counts(node) for node in nodes]
-    counted = [f"{each.count(text)} node{'s' * (each.count(text) > 1)} with {text}" for text in dict.fromkeys(each)]
-    return ", ".join(counted) or "no nodes"
+    descriptions = [_format_counts(node) for node in nodes]
+    counts = [
+        f"{descriptions.count(text)} node{'s' * (descriptions.count(text) > 1)} with {text}"
+        for text in dict.fromkeys(descriptions)
+    ]
+    return ", ".join(counts) or "no nodes"

@@ -32,7 +32,7 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class ActorInfo:
-    """Where Ray has started an actor.
+    """The node and process of an actor, as Ray started it.
 
     Attributes:
         actor_id: Ray's id of the actor.
@@ -67,10 +67,10 @@ class RankActor:
         self._running_since: float | None = None
 
     def info(self) -> ActorInfo:
-        """Where this actor runs."""
+        """The node and process of this actor."""
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        here = os.getpid(), socket.gethostname()
-        return ActorInfo(context.get_actor_id(), context.get_node_id(), host, ray.get_gpu_ids(), free_port(), *here)
+        process = os.getpid(), socket.gethostname()
+        return ActorInfo(context.get_actor_id(), context.get_node_id(), host, ray.get_gpu_ids(), free_port(), *process)
 
     def start(self, specs: Mapping[str, WorkerSpec], rank_env: RankEnv, env: dict[str, str], folder: str) -> Reply:
         """Construct the workers.
@@ -92,7 +92,7 @@ class RankActor:
             for role, spec in specs.items():
                 self._workers[role] = spec.build(rank_env)
         except BaseException as error:
-            error = WorkerError.of(error, role, "__init__", rank_env.rank)
+            error = WorkerError.from_exception(error, role, "__init__", rank_env.rank)
             return False, error, time.time(), time.monotonic() - since
         return True, None, time.time(), time.monotonic() - since
 
@@ -110,7 +110,12 @@ class RankActor:
             finished = Call(args, kwargs, padding, collect).finish(result)
             return True, self._store.pack_result(finished), time.time(), time.monotonic() - since
         except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
-            return False, WorkerError.of(error, role, method, self._rank), time.time(), time.monotonic() - since
+            return (
+                False,
+                WorkerError.from_exception(error, role, method, self._rank),
+                time.time(),
+                time.monotonic() - since,
+            )
         finally:
             self._running_since = None
 

@@ -16,9 +16,9 @@ import yaml
 from verl.utils.paths import resolved
 
 _DEFAULTS = Path(__file__).with_name("runtime_env.yaml")
-_IGNORE_FILES = (".gitignore", ".rayignore")  # that Ray reads too
+_IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads them too
 _RAY_LIMIT = "RAY_max_grpc_message_size"
-_SHOWN = 5  # largest entries of a package that is too large
+_LISTED = 5  # largest entries that the error about a too large package lists
 
 Matcher = Callable[[str], bool]
 
@@ -33,12 +33,12 @@ def package_limit() -> int:
     return int(os.environ.get(_RAY_LIMIT, 512 * 2**20))
 
 
-def prepare_runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
+def prepare_runtime_env(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A `runtime_env` for `ray.init`: variables as strings, and exclude patterns for the working directory.
 
     Raises ValueError for a working directory that does not exist or is too large for Ray.
     """
-    env = {name: value for name, value in given.items() if value is not None}
+    env = {name: value for name, value in settings.items() if value is not None}
     if "env_vars" in env:
         env["env_vars"] = {name: str(value) for name, value in env["env_vars"].items()}
     folder = env.get("working_dir")
@@ -60,10 +60,12 @@ def check_package(folder: Path, excludes: Sequence[str], limit: int) -> None:
     total = sum(sizes.values())
     if total < limit:
         return
-    largest = "; ".join(f"{_words(size)} excluded by the pattern {path!r}" for path, size in sizes.most_common(_SHOWN))
+    largest = "; ".join(
+        f"{_format_size(size)} excluded by the pattern {path!r}" for path, size in sizes.most_common(_LISTED)
+    )
     raise ValueError(
-        f"runtime_env.working_dir {str(folder)!r} is too large to send to the nodes: {_words(total)}, and Ray sends "
-        f"less than {_words(limit)}. Its largest entries: {largest}. Add such patterns to "
+        f"runtime_env.working_dir {str(folder)!r} is too large to send to the nodes: {_format_size(total)}, and Ray "
+        f"sends less than {_format_size(limit)}. Its largest entries: {largest}. Add such patterns to "
         "ray_kwargs.ray_init.runtime_env.excludes (or to a file .rayignore), or remove working_dir if all nodes share "
         "a file system"
     )
@@ -75,7 +77,7 @@ def packed_files(folder: Path, excludes: Sequence[str]) -> Iterator[tuple[str, i
 
 
 def _walk(folder: Path, prefix: str, matchers: list[tuple[str, Matcher]]) -> Iterator[tuple[str, int]]:
-    """matchers: each with the path of the folder that its patterns are relative to."""
+    """Walk a folder. matchers: each with the path of the folder that its patterns are relative to."""
     for name in _IGNORE_FILES:
         if (folder / name).is_file():
             matchers = [*matchers, (prefix, ignore_matcher((folder / name).read_text(encoding="utf-8").splitlines()))]
@@ -111,13 +113,13 @@ def _regex(pattern: str) -> re.Pattern[str]:
     """A pattern of .gitignore for paths of files and folders."""
     body = pattern.strip("/")
     anywhere = "/" not in pattern.rstrip("/")
-    found = []
+    parts = []
     for token in re.findall(r"\*\*/|/\*\*$|\*|\?|\[[^\]]+\]|.", body):
-        known = {"**/": "(?:.*/)?", "/**": "/.*", "*": "[^/]*", "?": "[^/]"}
-        found.append(known.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token)))
+        wildcards = {"**/": "(?:.*/)?", "/**": "/.*", "*": "[^/]*", "?": "[^/]"}
+        parts.append(wildcards.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token)))
     ending = "/.*" if pattern.endswith("/") else "(?:/.*)?"
-    return re.compile(("(?:.*/)?" if anywhere else "") + "".join(found) + ending)
+    return re.compile(("(?:.*/)?" if anywhere else "") + "".join(parts) + ending)
 
 
-def _words(size: int) -> str:
+def _format_size(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.curves import PANELS, centred_mean, robust_limits
-from verl.tracking.formatting import duration_in_words
+from verl.tracking.formatting import format_duration
 from verl.tracking.metric_names import describe
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
 from verl.tracking.summary import best_point
@@ -55,13 +55,13 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
             f"{run.folder} has no metrics: expected lines in metrics.jsonl, which the tracker jsonl of trainer.logger "
             "writes after each step"
         )
-    here = Path(__file__).parent
-    found = _escaped(report_data(run))
-    data = json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
-    page = (here / "page.html").read_text(encoding="utf-8")
+    assets = Path(__file__).parent
+    content = _escaped(report_data(run))
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+    page = (assets / "page.html").read_text(encoding="utf-8")
     for name, text in (
-        ("/*page.css*/", (here / "page.css").read_text(encoding="utf-8")),
-        ("/*page.js*/", (here / "page.js").read_text(encoding="utf-8")),
+        ("/*page.css*/", (assets / "page.css").read_text(encoding="utf-8")),
+        ("/*page.js*/", (assets / "page.js").read_text(encoding="utf-8")),
         # "<" would end the script element in which the data is; lone surrogates are not UTF-8
         ("/*data*/", data.replace("<", "\\u003c").encode("utf-8", "backslashreplace").decode()),
     ):
@@ -82,9 +82,9 @@ def _escaped(value: Any) -> Any:
 
 
 def report_data(run: RecordedRun) -> dict[str, Any]:
-    """What the page shows, as JSON."""
+    """The contents of the page, as JSON."""
     steps = _unique_steps(read_lines(run.folder / "steps.jsonl"))
-    known = [name for name in run.metrics if not name.startswith(("timing_s/", "training/"))]
+    names = [name for name in run.metrics if not name.startswith(("timing_s/", "training/"))]
     return {
         "title": run.title,
         "written": time.strftime("%Y-%m-%d %H:%M"),
@@ -92,7 +92,7 @@ def report_data(run: RecordedRun) -> dict[str, Any]:
         "tiles": _tiles(run),
         "warnings": list(read_lines(run.folder / "warnings.jsonl")),
         "panels": list(_panels(run)),
-        "metrics": [_panel(run, name, [name]) for name in sorted(known)],
+        "metrics": [_panel(run, name, [name]) for name in sorted(names)],
         "timing": _timing(run),
         "steps": steps,
         "extremes": _extremes(steps),
@@ -103,7 +103,7 @@ def report_data(run: RecordedRun) -> dict[str, Any]:
 
 
 def _about(run: RecordedRun) -> dict[str, Any]:
-    shown = {
+    values = {
         "state": run.state,
         "algorithm": run.algorithm,
         "model": run.model,
@@ -111,7 +111,7 @@ def _about(run: RecordedRun) -> dict[str, Any]:
         "experiment": run.about.get("experiment"),
         "error": run.about.get("error"),
     }
-    return {name: value for name, value in shown.items() if value}
+    return {name: value for name, value in values.items() if value}
 
 
 def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
@@ -129,7 +129,7 @@ def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
         step, best = best_point(name, series)
         value = f"{series[0][1]:.3g} → {series[-1][1]:.3g}"
         tiles.append((run.validation_label(name), value, f"best {best:.3g} at step {step}"))
-    return [*tiles, ("time", duration_in_words(run.seconds), "steps and validations")]
+    return [*tiles, ("time", format_duration(run.seconds), "steps and validations")]
 
 
 def _panels(run: RecordedRun) -> Iterator[dict[str, Any]]:
@@ -202,9 +202,9 @@ def _extremes(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     recent = steps[-max(1, len(steps) // 4) :]
     samples = [(record["step"], i, sample) for record in recent for i, sample in enumerate(record["samples"])]
     # None: the score was NaN or infinite
-    found = [(sample["score"], step, i) for step, i, sample in samples if sample.get("score") is not None]
-    worst = sorted(found, key=lambda item: (item[0], -item[1]))
-    best = sorted(found, key=lambda item: (-item[0], -item[1]))
+    scored = [(sample["score"], step, i) for step, i, sample in samples if sample.get("score") is not None]
+    worst = sorted(scored, key=lambda item: (item[0], -item[1]))
+    best = sorted(scored, key=lambda item: (-item[0], -item[1]))
     return {"best": [item[1:] for item in best[:_EXTREMES]], "worst": [item[1:] for item in worst[:_EXTREMES]]}
 
 
@@ -215,8 +215,8 @@ def _validation_samples(run: RecordedRun) -> list[dict[str, Any]]:
     return [{**row, "step": tables[-1]["step"]} for row in tables[-1]["rows"][:_VALIDATION_SAMPLES]] if tables else []
 
 
-def _thinned(series: Series, most: int) -> Series:
+def _thinned(series: Series, limit: int) -> Series:
     """At most about `most` points, evenly spaced, with the last one."""
-    stride = -(-len(series) // most)
+    stride = -(-len(series) // limit)
     kept = list(series[::stride]) if stride > 1 else list(series)
     return kept if not series or kept[-1] == series[-1] else [*kept, series[-1]]

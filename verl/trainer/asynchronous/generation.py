@@ -131,7 +131,7 @@ class FilterGroups:
 
     def reset(self) -> None:
         """Begin a new training batch."""
-        self.sampling.so_far = Gathered()
+        self.sampling.gathered = Gathered()
 
 
 class Producer:
@@ -214,7 +214,7 @@ class Producer:
         with self.buffer.lock:
             for batch in self.generation.waiting:
                 self.buffer.admit(batch)
-                self.buffer.add_reports(_uids(batch), self.prompting.take_held())
+                self.buffer.add_reports(_uids(batch), self.prompting.pop_held_reports())
         self.generation.send()
         return True
 
@@ -228,7 +228,7 @@ class Producer:
             reports = {-1: ({"metrics": group.meta_info["metrics"], "timing": {}}, len(group))}
             self.buffer.add_reports(_uids(group), [reports])
         self.scoring.run(self.buffer.join(groups))
-        self.buffer.settle(uids, self.scoring.take_held())
+        self.buffer.settle(uids, self.scoring.pop_held_reports())
         return True
 
 
@@ -302,7 +302,7 @@ class Asynchronous:
         scoring = pipeline.stage(names[names.index("gen") + 1], "buffer")
         for stage in (prompting, scoring):
             stage.log_level = logging.DEBUG  # they run many times per step
-        pipeline.begin_at("buffer")
+        pipeline.start_from("buffer")
         self._stages = prompting, scoring
         self.reset()
 
@@ -313,7 +313,7 @@ class Asynchronous:
         if self._filter is not None:
             self._filter.reset()
         for stage in self._stages:
-            stage.take_held()
+            stage.pop_held_reports()
         self.producer = Producer(*self._stages, self.generation, self.buffer)
         self.buffer.on_take = self.producer.start
 

@@ -208,7 +208,7 @@ class SampleBuffer:
     def join(self, groups: Sequence[DataProto]) -> DataProto:
         """One batch of groups of different lengths, with the meta_info of a step."""
         batch = concat_sequences(groups, self.pad_token_id)
-        batch.meta_info = self.queue.facts()
+        batch.meta_info = self.queue.meta_info()
         return batch
 
     def add_reports(self, uids: Sequence[str], runs: Sequence[RunReports]) -> None:
@@ -226,10 +226,10 @@ class SampleBuffer:
         """
         self.on_take()
         self._taken = []
-        start, facts = time.perf_counter(), self.queue.facts()
+        start, meta_info = time.perf_counter(), self.queue.meta_info()
         began = time.monotonic()
         with self.lock:
-            while (chosen := self._choose(facts["global_step"])) is None:
+            while (chosen := self._choose(meta_info["global_step"])) is None:
                 if self._error is not None:
                     raise self._error
                 if self.ends() and not self.in_flight:
@@ -240,14 +240,14 @@ class SampleBuffer:
             for uid in chosen:
                 del self._drops[uid]
             self._finished = [uid for uid in self._finished if uid not in chosen]
-            self._steps_taken, self._taken = facts["global_step"], [group.prompt for group in groups]
+            self._steps_taken, self._taken = meta_info["global_step"], [group.prompt for group in groups]
             waited = time.perf_counter() - start
             metrics = self._metrics(groups, waited)
             self.lock.notify_all()
         batch = concat_sequences([group.rows for group in groups], self.pad_token_id)
-        check_failures(batch, stops=True)
+        check_failures(batch, raise_if_all=True)
         reports = [_shared(run, share) for group in groups for run, share in group.reports]
-        batch.meta_info = facts | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
+        batch.meta_info = meta_info | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
         return batch
 
     def undo_take(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl.agents.loop import NO_FACTS
+from verl.agents.loop import NO_TRAJECTORY_INFO
 from verl.config import schema
 from verl.data.collate import check_dataset
 from verl.data.mixture import datasets_of
@@ -106,11 +106,11 @@ def check_reward_function(run: Run) -> None:
     """The data has what the reward function needs, and the function scores two trial responses to the first prompt."""
     agent_info = None
     if run.config.actor_rollout_ref.rollout.mode == "server":
-        from verl.server.agents import TRIAL_FACTS as agent_info
+        from verl.server.agents import TRIAL_INFO as agent_info
     run.reward_values = try_rewards(run.inputs, run.config.reward.reward_model.enable, agent_info)
 
 
-def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | None = None) -> set[str]:
+def try_rewards(inputs: Inputs, uses_model: bool, info: Mapping[str, Any] | None = None) -> set[str]:
     """Score two trial responses to the first prompt: its ground truth and the prompt itself.
 
     If the function fails for it, but may fail for some rows (`reward.on_error`), the next two rows are tried. With a
@@ -119,7 +119,7 @@ def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | Non
     Args:
         inputs: the loaded inputs.
         uses_model: whether a reward model scores the responses.
-        facts: what the agent loop adds to extra_info.
+        info: what the agent loop adds to extra_info.
 
     Returns:
         The names of the extra values that the reward function returns.
@@ -133,16 +133,16 @@ def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | Non
     rows = 1 if manager.on_error == "raise" else min(_TRIAL_ROWS, len(inputs.train_dataset))
     for row in range(rows - 1):
         try:
-            return _try_row(inputs, row, uses_model, facts)
+            return _try_row(inputs, row, uses_model, info)
         except RewardError as error:
             logger.warning("the reward function fails for row %d of the training data: %s", row, error)
-    return _try_row(inputs, rows - 1, uses_model, facts)
+    return _try_row(inputs, rows - 1, uses_model, info)
 
 
-def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any] | None) -> set[str]:
+def _try_row(inputs: Inputs, row: int, uses_model: bool, info: Mapping[str, Any] | None) -> set[str]:
     manager, batch = inputs.reward_manager, _trial_batch(inputs, row)
-    if facts is not None:
-        batch = batch.replace(agent_facts=[dict(facts) for _ in range(len(batch))])
+    if info is not None:
+        batch = batch.replace(trajectory_info=[dict(info) for _ in range(len(batch))])
     if not uses_model:
         return set(_score_trial(manager, batch)["reward_extra_info"])
     zeros = torch.zeros(batch.batch["responses"].shape)
@@ -155,14 +155,16 @@ def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any
             "THE REWARD MODEL'S SCORE HAS NO EFFECT: the reward function %s returned the same for the scores 0 and 1. "
             "It gets the score as extra_info['rm_score'], and nothing else uses it. Read it in the function, or remove "
             "the function (then the score is the reward), or set reward.reward_model.enable=false",
-            manager.compute_score.where,
+            manager.compute_score.location,
         )
     return set(first["reward_extra_info"])
 
 
 def _trial_batch(inputs: Inputs, row: int) -> DataProto:
     tokenizer, item = inputs.tokenizer, inputs.train_dataset[row]
-    prompts = inputs.collate([item, item]).replace(uid=["trial", "trial"], agent_facts=[NO_FACTS, NO_FACTS])
+    prompts = inputs.collate([item, item]).replace(
+        uid=["trial", "trial"], trajectory_info=[NO_TRAJECTORY_INFO, NO_TRAJECTORY_INFO]
+    )
     truth = (item.get("reward_model") or {}).get("ground_truth")
     truth = "" if truth is None else str(truth)
     right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]

@@ -15,7 +15,7 @@ from verl.checkpoints.atomic import atomic_write
 from verl.data.bad_rows import parse_json
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.rewards.outcome import QuarantineError
-from verl.tracking.formatting import one_line
+from verl.tracking.formatting import format_line
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
@@ -53,7 +53,7 @@ def _rows_of(lines: Iterable[str], path: Path, count: int) -> Iterable[int]:
         if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < count:
             raise ValueError(
                 f'{where}: expected an object with "row", a row of the training data from 0 to {count - 1}, found '
-                f"{one_line(line)}: fix the line, or delete the file to use all rows"
+                f"{format_line(line)}: fix the line, or delete the file to use all rows"
             )
         yield row
 
@@ -66,7 +66,7 @@ def quarantine(trainer: "Trainer", error: BaseException) -> None:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for uid, reason in error.failures.items():
         row = int(uid.rpartition(":")[2])
-        where = dataset.dataframe.where(row) if isinstance(dataset, RLHFDataset) else None
+        where = dataset.dataframe.location(row) if isinstance(dataset, RLHFDataset) else None
         lines.append(
             json.dumps({"row": row, "uid": uid, "place": where, "step": trainer.attempted_step, "reason": reason})
         )

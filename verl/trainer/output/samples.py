@@ -17,7 +17,7 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.rollout.request import SamplingParams
-from verl.tracking.formatting import one_line
+from verl.tracking.formatting import format_line
 from verl.tracking.thumbnails import thumbnails_by_object
 
 #: fields of a sample; a value of the reward function with one of these names gets the prefix `reward_`
@@ -74,7 +74,7 @@ def first_prompt(dataset: Any) -> list[str]:
     if not isinstance(dataset, RLHFDataset):
         return []
     text, media = dataset.describe(0)
-    return [f"first prompt: {one_line(text)}", *(f"  {line}" for line in media)]
+    return [f"first prompt: {format_line(text)}", *(f"  {line}" for line in media)]
 
 
 #: sampling parameters of `PPOTrainer.generate`

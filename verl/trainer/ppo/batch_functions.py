@@ -53,8 +53,8 @@ def compute_advantage(
     if "response_mask" not in data:
         data.batch["response_mask"] = compute_response_mask(data)
     estimator = get_adv_estimator_fn(adv_estimator)
-    given = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    arguments = bind_arguments(estimator, data.tensors | data.non_tensor_batch, {**(config or {}), **given})
+    settings = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
+    arguments = bind_arguments(estimator, data.tensors | data.non_tensor_batch, {**(config or {}), **settings})
     data.batch["advantages"], data.batch["returns"] = estimator(**arguments)
     return data
 
@@ -73,12 +73,12 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Seconds of each phase, and milliseconds per token: of the responses for `gen`, of the sequences for others."""
     tokens = {"gen": int(compute_response_mask(batch).sum())}
-    whole = int(batch.batch["attention_mask"].sum())
+    sequence_tokens = int(batch.batch["attention_mask"].sum())
     phases = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
     return {
         **{f"timing_s/{name}": seconds for name, seconds in timing_raw.items()},
         **{
-            f"timing_per_token_ms/{name}": timing_raw[name] * 1000 / max(1, tokens.get(name, whole))
+            f"timing_per_token_ms/{name}": timing_raw[name] * 1000 / max(1, tokens.get(name, sequence_tokens))
             for name in phases
             if name in timing_raw
         },

@@ -50,10 +50,10 @@ class PromptQueue(Prompts):
 
     def __call__(self) -> DataProto:
         while self.waiting is None or len(self.waiting) < self.size:
-            new = self.source()
-            self.waiting = DataProto.concat([self.waiting, new]) if self.waiting is not None else new
+            new_prompts = self.source()
+            self.waiting = DataProto.concat([self.waiting, new_prompts]) if self.waiting is not None else new_prompts
         batch, self.waiting = self.waiting[: self.size], self.waiting[self.size :]
-        return DataProto(batch.batch, batch.non_tensor_batch, self.facts())
+        return DataProto(batch.batch, batch.non_tensor_batch, self.meta_info())
 
     def put_back(self, rows: DataProto) -> None:
         """Return prompts to the front. rows: one row per prompt, possibly with further columns."""
@@ -69,7 +69,7 @@ class PromptQueue(Prompts):
         return {"source": self.source.state_dict(), "size": self.size, "waiting": self.waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "waiting" not in state:  # of a run without a queue
+        if "waiting" not in state:  # the checkpoint of a run without a queue
             return super().load_state_dict(state)
         self.source.load_state_dict(state["source"])
         self.size, self.waiting = state["size"], state["waiting"]
@@ -80,7 +80,7 @@ class Gathered:
     """Groups gathered in one step.
 
     Attributes:
-        held: rows of the kept groups.
+        kept: rows of the kept groups.
         zero_variance: rows of zero-variance groups, if they may fill the step.
         groups: number of groups kept.
         passes, prompts, responses: counts over all passes.
@@ -88,7 +88,7 @@ class Gathered:
         empty: prompts since the last group that was kept.
     """
 
-    held: list[DataProto] = field(default_factory=list)
+    kept: list[DataProto] = field(default_factory=list)
     zero_variance: list[DataProto] = field(default_factory=list)
     groups: int = 0
     passes: int = 0
@@ -99,9 +99,9 @@ class Gathered:
 
 
 #: names of fields in checkpoints of earlier releases
-_OLD_NAMES = {"alike": "zero_variance", "answers": "responses"}
+_OLD_NAMES = {"alike": "zero_variance", "answers": "responses", "held": "kept"}
 
-_WARN_PASSES = 5  # a warning after every so many passes without a group
+_WARN_PASSES = 5  # a warning per this many passes without a kept group
 
 
 class DynamicSampling(Stateful):
@@ -143,18 +143,19 @@ class DynamicSampling(Stateful):
         self.max_empty_passes = max_empty_passes
         self.fill = fill
         self.pad_token_id = pad_token_id
-        self.so_far = Gathered()
+        self.gathered = Gathered()
 
     def __call__(self, batch: DataProto) -> Any:
-        now, (differing, equal) = self.so_far, self.count(batch)
+        gathered = self.gathered
+        differing, equal = self.count(batch)
         if differing:
-            now.held.append(batch[np.concatenate(differing)])
+            gathered.kept.append(batch[np.concatenate(differing)])
         if self.fill and equal:
-            now.zero_variance.append(batch[np.concatenate(equal)])
+            gathered.zero_variance.append(batch[np.concatenate(equal)])
         logger.info(
             "dynamic sampling: %d prompts, %d groups with different rewards; %d required",
-            now.prompts,
-            now.groups,
+            gathered.prompts,
+            gathered.groups,
             self.num_groups,
         )
         if self.is_complete():
@@ -163,39 +164,45 @@ class DynamicSampling(Stateful):
         return HOLD
 
     def count(self, batch: DataProto) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Count the groups of a batch in `so_far`. Returns the rows of the groups that differ, and of the others."""
+        """Count the groups of a batch in `gathered`. Returns the rows of the groups that differ, and of the others."""
         values, groups = self.values_of(batch), group_rows(batch)
         differing = [rows for rows in groups if values[rows].min() < values[rows].max()]
-        now = self.so_far
-        now.passes += 1
-        now.prompts += len(groups)
-        now.groups += len(differing)
-        now.responses += len(batch)
-        now.metric_sum += float(values.sum())
-        before, now.empty = now.empty, 0 if differing else now.empty + len(groups)
-        self._check_empty(before)
+        gathered = self.gathered
+        gathered.passes += 1
+        gathered.prompts += len(groups)
+        gathered.groups += len(differing)
+        gathered.responses += len(batch)
+        gathered.metric_sum += float(values.sum())
+        empty_before, gathered.empty = gathered.empty, 0 if differing else gathered.empty + len(groups)
+        self._check_empty(empty_before)
         return differing, [rows for rows in groups if values[rows].min() == values[rows].max()]
 
     def is_complete(self) -> bool:
         """Whether there are enough groups for a step. Raises ValueError at its limit, unless it may be filled."""
-        return self.so_far.groups >= self.num_groups or self._at_limit()
+        return self.gathered.groups >= self.num_groups or self._at_limit()
 
-    def _check_empty(self, before: int) -> None:
-        """Warn of generations without a group. Raises ValueError at their limit. before: `empty` at the last call."""
-        now, limit, every = self.so_far, self.max_empty_passes * self.pass_size, _WARN_PASSES * self.pass_size
-        found = (
+    def _check_empty(self, empty_before: int) -> None:
+        """Warn of generations without a kept group, and raise ValueError at their limit.
+
+        Args:
+            empty_before: `Gathered.empty` before the last pass.
+        """
+        gathered = self.gathered
+        limit = self.max_empty_passes * self.pass_size
+        interval = _WARN_PASSES * self.pass_size
+        message = (
             f"dynamic sampling: expected groups with responses that differ in {self.metric!r}, found none among the "
-            f"last {now.empty} prompts ({now.empty // self.pass_size} generations of {self.pass_size} in a row; mean "
-            f"{self.metric} of this step {now.metric_sum / now.responses:.3g})"
+            f"last {gathered.empty} prompts ({gathered.empty // self.pass_size} generations of {self.pass_size} in a "
+            f"row; mean {self.metric} of this step {gathered.metric_sum / gathered.responses:.3g}). Check the reward "
+            "function, change the data, or raise actor_rollout_ref.rollout.n"
         )
-        fix = "Check the reward function, change the data, or raise actor_rollout_ref.rollout.n"
-        if not self.max_passes and 0 < limit <= now.empty:
+        if not self.max_passes and 0 < limit <= gathered.empty:
             raise ValueError(
-                f"{found}. {fix}. algorithm.filter_groups.max_empty_gen_batches={self.max_empty_passes} sets the limit "
+                f"{message}. algorithm.filter_groups.max_empty_gen_batches={self.max_empty_passes} sets the limit "
                 "(0: no limit)"
             )
-        if now.empty // every > before // every:
-            logger.warning("%s. %s", found, fix)
+        if gathered.empty // interval > empty_before // interval:
+            logger.warning("%s", message)
 
     def values_of(self, batch: DataProto) -> np.ndarray:
         """The metric of every row, (B,) float64. Raises ValueError if it is missing or not numeric."""
@@ -203,11 +210,11 @@ class DynamicSampling(Stateful):
             return batch.batch["token_level_rewards"].sum(1).double().numpy()
         column = f"reward_{self.metric}"
         if column not in batch:
-            given = [name.removeprefix("reward_") for name in batch.non_tensor_batch if name.startswith("reward_")]
-            known = [*SUMMED_REWARD, *(name for name in given if name != "model")]
+            returned = [name.removeprefix("reward_") for name in batch.non_tensor_batch if name.startswith("reward_")]
+            metrics = [*SUMMED_REWARD, *(name for name in returned if name != "model")]
             raise ValueError(
                 f"algorithm.filter_groups.metric={self.metric}: the reward function does not return it: "
-                f"{did_you_mean(self.metric, known)}"
+                f"{did_you_mean(self.metric, metrics)}"
             )
         values = batch.column(column)
         if wrong := [v for v in values if not isinstance(v, bool | int | float | np.number) or v != v]:
@@ -218,51 +225,54 @@ class DynamicSampling(Stateful):
 
     def _at_limit(self) -> bool:
         """Whether the step has reached its limit of prompts. If so, raises ValueError unless the step may be filled."""
-        now = self.so_far
-        reached = self.max_passes > 0 and now.prompts >= self.max_passes * self.pass_size
+        gathered = self.gathered
+        reached = self.max_passes > 0 and gathered.prompts >= self.max_passes * self.pass_size
         if reached and not self.fill:
             raise ValueError(
-                f"dynamic sampling: only {now.groups} of {self.num_groups} groups have responses that differ in "
-                f"{self.metric!r}, after {now.prompts} prompts ({self.max_passes} generations of {self.pass_size}; "
-                f"mean {self.metric} {now.metric_sum / now.responses:.3g}). The prompts may be too easy or too hard: "
-                "change the data, raise actor_rollout_ref.rollout.n, raise algorithm.filter_groups.max_num_gen_batches "
-                "(0: no limit), or continue with fewer groups: algorithm.filter_groups.at_limit=fill"
+                f"dynamic sampling: only {gathered.groups} of {self.num_groups} groups have responses that differ in "
+                f"{self.metric!r}, after {gathered.prompts} prompts ({self.max_passes} generations of "
+                f"{self.pass_size}; mean {self.metric} {gathered.metric_sum / gathered.responses:.3g}). The prompts "
+                "may be too easy or too hard: change the data, raise actor_rollout_ref.rollout.n, raise "
+                "algorithm.filter_groups.max_num_gen_batches (0: no limit), or continue with fewer groups: "
+                "algorithm.filter_groups.at_limit=fill"
             )
         return reached
 
     def _next_size(self) -> int:
         """Number of prompts of the next pass."""
-        now, limit = self.so_far, self.max_passes * self.pass_size
-        missing = self.num_groups - now.groups
-        size = min(self.pass_size, -(-missing * now.prompts // now.groups)) if now.groups else self.pass_size
-        return min(size, limit - now.prompts) if limit else size
+        gathered, size = self.gathered, self.pass_size
+        if gathered.groups:  # the missing groups, divided by the share of groups kept so far
+            missing = self.num_groups - gathered.groups
+            size = min(size, -(-missing * gathered.prompts // gathered.groups))
+        return min(size, self.max_passes * self.pass_size - gathered.prompts) if self.max_passes else size
 
     def _release(self) -> DataProto:
         """Return the first `num_groups` kept groups. Prompts of further groups return to the queue."""
-        now, self.so_far, self.queue.size = self.so_far, Gathered(), self.pass_size
-        filled = max(self.num_groups - now.groups, 0)
-        together = concat_sequences([*now.held, *(now.zero_variance if filled else [])], self.pad_token_id)
-        groups = group_rows(together)
-        chosen, surplus = groups[: self.num_groups], groups[self.num_groups : now.groups]
+        gathered, self.gathered = self.gathered, Gathered()
+        self.queue.size = self.pass_size
+        filled = max(self.num_groups - gathered.groups, 0)
+        samples = concat_sequences([*gathered.kept, *(gathered.zero_variance if filled else [])], self.pad_token_id)
+        groups = group_rows(samples)
+        released, surplus = groups[: self.num_groups], groups[self.num_groups : gathered.groups]
         if surplus:
-            self.queue.put_back(together[[rows[0] for rows in surplus]])
-        batch = together[np.concatenate(chosen)]
+            self.queue.put_back(samples[[rows[0] for rows in surplus]])
+        batch = samples[np.concatenate(released)]
         batch.meta_info["metrics"] = {
-            "filter_groups/passes": now.passes,
-            "filter_groups/prompts": now.prompts,
-            "filter_groups/kept_share": now.groups / now.prompts,
+            "filter_groups/passes": gathered.passes,
+            "filter_groups/prompts": gathered.prompts,
+            "filter_groups/kept_share": gathered.groups / gathered.prompts,
             "filter_groups/prompts_put_back": len(surplus),
-            f"filter_groups/{self.metric}_mean": now.metric_sum / now.responses,
+            f"filter_groups/{self.metric}_mean": gathered.metric_sum / gathered.responses,
             "filter_groups/response_length_mean": response_lengths(batch).mean().item(),
             **({"filter_groups/filled": filled} if self.fill else {}),
         }
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, list) else value for name, value in vars(self.so_far).items()}
+        return {name: list(value) if isinstance(value, list) else value for name, value in vars(self.gathered).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.so_far = Gathered(**{_OLD_NAMES.get(name, name): value for name, value in state.items()})
+        self.gathered = Gathered(**{_OLD_NAMES.get(name, name): value for name, value in state.items()})
 
 
 def queue_prompts(flow: DataFlow, size: int) -> PromptQueue:
@@ -285,7 +295,7 @@ def sample_dynamically(flow: DataFlow, config: schema.Config, pad_token_id: int)
     """Edit the flow: `prompts` becomes a queue, and `filter_groups` follows `reward`."""
     groups = config.algorithm.filter_groups
     pass_size = config.data.gen_batch_size or config.data.train_batch_size
-    keep = DynamicSampling(
+    sampling = DynamicSampling(
         queue_prompts(flow, pass_size),
         metric=groups.metric,
         num_groups=config.data.train_batch_size,
@@ -295,8 +305,8 @@ def sample_dynamically(flow: DataFlow, config: schema.Config, pad_token_id: int)
         fill=groups.at_limit == "fill",
         pad_token_id=pad_token_id,
     )
-    flow.insert_after("reward", Operator("filter_groups", keep, reads=("uid", "token_level_rewards")))
-    if "gen_baseline" in flow:  # of the groups that are kept
+    flow.insert_after("reward", Operator("filter_groups", sampling, reads=("uid", "token_level_rewards")))
+    if "gen_baseline" in flow:  # only for the kept groups
         baseline = flow["gen_baseline"]
         flow.remove("gen_baseline").insert_after("filter_groups", baseline)
     return flow

@@ -6,7 +6,7 @@
 The operators in brackets exist if the estimator or the loss reads their columns: an estimator whose signature has
 `values` adds the critic's operators, one with `reward_baselines` adds the greedy rollout. There is no list of
 algorithms. `old_log_prob` is removed at the end if the update itself computes its columns (`skip_old_log_prob`).
-The operators are in `ppo_operators`; edits of this flow in `dynamic_sampling` and `rollout_correction`; recipes have
+The operators are in `operators`; edits of this flow in `dynamic_sampling` and `rollout_correction`; recipes have
 further ones.
 """
 
@@ -48,7 +48,7 @@ from verl.trainer.ppo.operators import (
 if TYPE_CHECKING:
     from verl.trainer.ppo.weights import RolloutWeights
 
-#: what generation reads
+#: columns that generation reads
 PROMPTS = ("prompt_ids", "uid")
 #: the experts that the routers of a mixture of experts chose
 ROUTED_EXPERTS = ("routed_experts",)
@@ -75,13 +75,13 @@ def loss_columns(config: schema.Config) -> tuple[str, ...]:
     actor = config.actor_rollout_ref.actor
     loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
     settings = {**actor.loss_settings, "loss_agg_mode": actor.loss_agg_mode}
-    # what a loss calls by other names than the batch does; the current log-probs come from the model
+    # parameters of a loss whose column has another name; `log_prob` comes from the model, which needs no column
     columns = {"old_log_prob": "old_log_probs", "rollout_log_prob": "rollout_log_probs", "log_prob": "response_mask"}
     required = tuple(columns.get(name, name) for name in required_columns(loss, settings))
     return (*required, "ref_log_prob") if actor.use_kl_loss else required
 
 
-def generated(config: schema.Config) -> tuple[str, ...]:
+def generated_columns(config: schema.Config) -> tuple[str, ...]:
     """The columns that generation writes."""
     return GENERATED + (ROUTED_EXPERTS if config.actor_rollout_ref.rollout.enable_rollout_routing_replay else ())
 
@@ -106,15 +106,15 @@ def build_ppo_flow(
 
     The roles are looked up when an operator runs: a flow is built and checked before any model is loaded.
     """
-    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    algorithm = config.algorithm
     required = estimator_columns(algorithm)
     shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
     gen = generate(roles, "train", uses_agent_loop(config))
     flow = DataFlow(
         [
             Operator("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model")),
-            Operator("repeat", repeat(n), reads="uid"),
-            Operator("gen", gen, PROMPTS, generated(config), on="rollout"),
+            Operator("repeat", repeat(config.actor_rollout_ref.rollout.n), reads="uid"),
+            Operator("gen", gen, PROMPTS, generated_columns(config), on="rollout"),
             *reward_operators(config, roles, Reward(manager, shuffle_seed)),
         ]
     )
@@ -122,13 +122,7 @@ def build_ppo_flow(
         greedy = GreedyBaseline(config, roles, manager)
         flow.insert_after("gen", Operator("gen_baseline", greedy.generate, PROMPTS, on="rollout"))
         flow.add_operator(Operator("reward_baseline", greedy.score, "uid", "reward_baselines"))
-    extra = tuple(name for name in ("sum_pi_squared",) if name in required)
-    replay = config.actor_rollout_ref.actor.router_replay.mode
-    extra += ROUTED_EXPERTS if replay == "R2" else ()
-    replayed = ROUTED_EXPERTS if replay == "R3" else ()
-    reads = (*SEQUENCES, "response_mask", "rollout_log_probs", *replayed)
-    writes = ("old_log_probs", "entropys", *extra)
-    flow.add_operator(Operator("old_log_prob", old_log_prob(roles, extra, replayed), reads, writes, on="actor"))
+    flow.add_operator(_old_log_prob_operator(config, roles, required))
     if needs_reference(config):
         flow.add_operator(Operator("ref", ref_log_prob(roles), SEQUENCES, "ref_log_prob", on="ref"))
     if "values" in required:
@@ -138,15 +132,28 @@ def build_ppo_flow(
         reads = ("token_level_rewards", "old_log_probs", "ref_log_prob", "response_mask")
         flow.add_operator(Operator("kl", kl, reads, "token_level_rewards", on=CONTROLLER))
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
-    reads, on = _reads(flow, estimator, required, CONTROLLER)
+    reads, on = _reads_and_process(flow, estimator, required, CONTROLLER)
     flow.add_operator(Operator("adv", advantage(algorithm), reads, ("advantages", "returns"), on))
     return _add_updates(flow, config, roles)
 
 
-def _reads(flow: DataFlow, function: Callable, required: Sequence[str], on: str) -> tuple[tuple[str, ...], str | None]:
-    """Columns that the operator of a registered function reads, and where it runs.
+def _old_log_prob_operator(config: schema.Config, roles: Roles, required: Sequence[str]) -> Operator:
+    """Recomputes the log-probs of the sampled tokens, and what the estimator (`required`) or router replay needs."""
+    replay = config.actor_rollout_ref.actor.router_replay.mode
+    extra = ("sum_pi_squared",) if "sum_pi_squared" in required else ()
+    extra += ROUTED_EXPERTS if replay == "R2" else ()
+    replayed = ROUTED_EXPERTS if replay == "R3" else ()
+    reads = (*SEQUENCES, "response_mask", "rollout_log_probs", *replayed)
+    writes = ("old_log_probs", "entropys", *extra)
+    return Operator("old_log_prob", old_log_prob(roles, extra, replayed), reads, writes, on="actor")
 
-    These are the required columns, and optional ones that some operator writes. If the function receives all columns,
+
+def _reads_and_process(
+    flow: DataFlow, function: Callable, required: Sequence[str], on: str
+) -> tuple[tuple[str, ...], str | None]:
+    """`Operator.reads` and `Operator.on` for a registered function.
+
+    It reads the required columns, and optional ones that some operator writes. If the function receives all columns,
     the operator is a barrier (`on` is None), so that all of them are complete.
     """
     written = dict.fromkeys(column for op in flow for column in op.writes)
@@ -155,7 +162,9 @@ def _reads(flow: DataFlow, function: Callable, required: Sequence[str], on: str)
 
 
 def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlow:
-    critic, actor, n = config.critic, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    critic = config.critic
+    actor = config.actor_rollout_ref.actor
+    n = config.actor_rollout_ref.rollout.n
     if "values" in estimator_columns(config.algorithm):
         plan = UpdatePlan(critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed)
         update = Update(roles, "critic", "update_critic", plan)
@@ -163,13 +172,15 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
         flow.add_operator(Operator("update_critic", update, reads, on="critic"))
     warmup = config.trainer.critic_warmup
     plan = UpdatePlan(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup)
-    experts = ROUTED_EXPERTS if actor.router_replay.mode == "R2" or "routed_experts" in generated(config) else ()
+    experts = (
+        ROUTED_EXPERTS if actor.router_replay.mode == "R2" or "routed_experts" in generated_columns(config) else ()
+    )
     required = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config), *experts)
-    reads, on = _reads(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), required, "actor")
+    reads, on = _reads_and_process(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), required, "actor")
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
 
-def frees_cache(config: schema.Config) -> bool:
+def should_free_cache(config: schema.Config) -> bool:
     """Whether the KV cache is freed while other roles use the device."""
     return config.actor_rollout_ref.rollout.free_cache_engine and not config.rollout_is_separate
 
@@ -185,16 +196,16 @@ def add_weight_sync(flow: DataFlow, config: schema.Config, weights: "RolloutWeig
     generating = [name for name in flow.names if flow[name].on == "rollout"]
     if not generating:
         return flow
-    frees = frees_cache(config) or (policy.actor.fsdp_config.param_offload and not config.rollout_is_separate)
-    if frees and "filter_groups" in flow and config.reward.reward_model.enable:
+    sleeps = should_free_cache(config) or (policy.actor.fsdp_config.param_offload and not config.rollout_is_separate)
+    if sleeps and "filter_groups" in flow and config.reward.reward_model.enable:
         for name in generating:  # the reward model computes between two passes of one step
             flow.insert_before(name, Operator(f"wake_for_{name}", wake_rollout(weights), on="actor"))
             flow.insert_after(name, Operator(f"sleep_after_{name}", sleep_rollout(weights), on="rollout"))
-    elif frees:
+    elif sleeps:
         last = max((*generating, *(n for n in flow.names if n == "filter_groups")), key=flow.names.index)
         flow.insert_after(last, Operator("sleep_rollout", sleep_rollout(weights), on="rollout"))
-    after = "update_actor" if "update_actor" in flow else flow.names[-1]
-    return flow.insert_after(after, Operator("sync_weights", sync_weights(weights), on="actor"))
+    last_update = "update_actor" if "update_actor" in flow else flow.names[-1]
+    return flow.insert_after(last_update, Operator("sync_weights", sync_weights(weights), on="actor"))
 
 
 def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
@@ -209,14 +220,14 @@ def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
         return flow
     if "old_log_prob" not in flow or flow["old_log_prob"].on != "actor" or "update_actor" not in flow:
         return flow
-    *others, update = list(flow)[flow.names.index("old_log_prob") + 1 :]
+    *later, update = list(flow)[flow.names.index("old_log_prob") + 1 :]
     written = set(flow["old_log_prob"].writes)
     if not isinstance(update.func, Update) or update.on is None or written & set(update.reads) != {"old_log_probs"}:
         return flow
-    if any(op.on is None or written & set(op.reads) for op in others):
+    if any(op.on is None or written & set(op.reads) for op in later):
         return flow
-    reported = [name for op in others for name in op.writes if name == "ref_log_prob"]
-    reads = dict.fromkeys((*update.reads, "rollout_log_probs", *reported))
+    optional = [name for op in later for name in op.writes if name == "ref_log_prob"]
+    reads = dict.fromkeys((*update.reads, "rollout_log_probs", *optional))
     del reads["old_log_probs"]
     return flow.remove("old_log_prob").replace(update.name, replace(update, reads=tuple(reads)))
 
@@ -246,10 +257,10 @@ def build_validation_flow(config: schema.Config, roles: Roles, manager: RewardMa
     flow = DataFlow(
         [
             Operator("repeat", repeat(config.actor_rollout_ref.rollout.val_kwargs.n), reads=("uid",)),
-            Operator("gen", gen, PROMPTS, generated(config), on="rollout"),
+            Operator("gen", gen, PROMPTS, generated_columns(config), on="rollout"),
             *reward_operators(config, roles, Reward(manager)),
         ]
     )
-    if frees_cache(config):
+    if should_free_cache(config):
         flow.insert_after("gen", Operator("free_rollout_cache", free_rollout_cache(roles), on="rollout"))
     return flow

@@ -1,4 +1,4 @@
-"""The operators of policy optimization, which `ppo_flow` arranges into a flow."""
+"""The operators of policy optimization, which `flow` arranges into a data flow."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ logger = logging.getLogger("verl.trainer")
 if TYPE_CHECKING:
     from verl.trainer.ppo.weights import RolloutWeights
 
-#: what `gen` adds to the prompts
+#: columns that `gen` adds to the prompts
 GENERATED = (
     "prompts",
     "responses",
@@ -42,24 +42,22 @@ GENERATED = (
     "rollout_log_probs",
     "weight_version",
     "finish_reason",
-    "agent_facts",
+    "trajectory_info",
 )
 #: counts among the metrics of a reward manager
 _COUNTS = ("reward/failed_rows", "reward/empty_responses")
 #: reserved names of extra reward values: reward_<name> is already another column or metric
 RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
-#: what a forward pass over whole sequences reads
+#: columns that a forward pass over whole sequences reads
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
-
-
+#: role -> its workers
 Roles = Mapping[str, WorkerGroup]
-"""role -> its workers."""
 
 
 class Prompts(Stateful):
     """The source of training prompts.
 
-    meta_info contains global_step, and for the strict check vocab_size and, of a model with images, media_tokens.
+    meta_info has global_step and, for the checks of `verl.columns`, vocab_size and (with images) media_tokens.
     """
 
     def __init__(
@@ -74,13 +72,14 @@ class Prompts(Stateful):
         self.vocab_size = vocab_size
         self.media_tokens = media_tokens
 
-    def facts(self) -> dict[str, Any]:
-        images = {} if self.media_tokens is None else {"media_tokens": self.media_tokens}
-        return {"global_step": self.step(), "vocab_size": self.vocab_size, **images}
+    def meta_info(self) -> dict[str, Any]:
+
+        media = {} if self.media_tokens is None else {"media_tokens": self.media_tokens}
+        return {"global_step": self.step(), "vocab_size": self.vocab_size, **media}
 
     def __call__(self) -> DataProto:
         batch = self.source()
-        batch.meta_info.update(self.facts())
+        batch.meta_info.update(self.meta_info())
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,87 +108,89 @@ def repeat(n: int) -> Callable[[DataProto], DataProto]:
 
 
 def generate(
-    roles: Roles, sampling: str | Mapping[str, Any], with_columns: bool = False
+    roles: Roles, sampling: str | Mapping[str, Any], all_columns: bool = False
 ) -> Callable[[DataProto], DataProto]:
     """Generate responses to the prompts of the batch.
 
     Args:
-        sampling: "train", "greedy" or "validate"; or sampling parameters instead of those of training.
-        with_columns: also send the other columns, for agent loops that read them.
+        sampling: "train", "greedy" or "validate"; or sampling parameters that replace those of training.
+        all_columns: also send the other columns, for agent loops that read them.
     """
 
     def gen(batch: DataProto) -> DataProto:
-        inputs = prompt_columns(batch, with_columns)
+        inputs = prompt_columns(batch, all_columns)
         inputs.meta_info["sampling"] = sampling
-        found = roles["rollout"].generate_sequences(inputs)
-        check_vocabulary(found.batch["responses"], batch.meta_info.get("vocab_size"))
-        check_failures(found, stops=sampling == "train")
-        found.meta_info["metrics"] |= length_metrics(found)
-        return found
+        responses = roles["rollout"].generate_sequences(inputs)
+        check_vocabulary(responses.batch["responses"], batch.meta_info.get("vocab_size"))
+        check_failures(responses, raise_if_all=sampling == "train")
+        responses.meta_info["metrics"] |= length_metrics(responses)
+        return responses
 
     return gen
 
 
-def prompt_columns(batch: DataProto, with_columns: bool) -> DataProto:
+def prompt_columns(batch: DataProto, all_columns: bool) -> DataProto:
     """The columns that a rollout worker reads.
 
     Args:
-        with_columns: all object columns, for agent loops that read them; implied by the column agent_name.
+        all_columns: all object columns, for agent loops that read them; implied by the column agent_name.
     """
-    needed = with_columns or "agent_name" in batch.non_tensor_batch
-    images = [name for name in MEDIA_COLUMNS if name in batch.non_tensor_batch]
-    return batch.select([], None if needed else ["prompt_ids", "uid", "sample_index", *images], [])
+    media = [name for name in MEDIA_COLUMNS if name in batch.non_tensor_batch]
+    all_columns = all_columns or "agent_name" in batch.non_tensor_batch
+    return batch.select([], None if all_columns else ["prompt_ids", "uid", "sample_index", *media], [])
 
 
-def sequences_of(batch: DataProto, further: tuple[str, ...] = ()) -> DataProto:
-    """The columns that a model reads to compute log-probs or values, and further ones."""
-    return batch.select([*SEQUENCES, *further], images_of(batch), [])
+def sequence_columns(batch: DataProto, extra: tuple[str, ...] = ()) -> DataProto:
+    """The columns that a model reads to compute log-probs or values, and `extra` ones."""
+    return batch.select([*SEQUENCES, *extra], media_columns(batch), [])
 
 
-def images_of(batch: DataProto) -> list[str]:
-    """The object columns that a model reads: the tensors of images, if the batch has any."""
+def media_columns(batch: DataProto) -> list[str]:
+    """Names of the object columns that a model reads: the tensors of images, if the batch has any."""
     return [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
 
 
 def length_metrics(batch: DataProto) -> dict[str, Any]:
     """The metrics response_length/* of generated responses."""
     lengths = response_lengths(batch)
-    cut = batch.non_tensor_batch["finish_reason"] == "length"
+    truncated = batch.non_tensor_batch["finish_reason"] == "length"
     return {
         "response_length/mean": (lengths.sum().item(), len(batch)),
         "response_length/max": lengths.max().item(),
         "response_length/min": lengths.min().item(),
-        "response_length/clip_ratio": (int(cut.sum()), len(batch)),
+        "response_length/clip_ratio": (int(truncated.sum()), len(batch)),
     }
 
 
 def check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
     """Raise ValueError for a token id that the model does not have."""
-    if at := outside_vocabulary(responses, vocab_size):
+    if position := outside_vocabulary(responses, vocab_size):
         raise ValueError(
-            f"sample {at[0]}: the rollout engine or agent loop returned token id {int(responses[at])}, but the model's "
-            f"vocabulary has {vocab_size} tokens"
+            f"sample {position[0]}: the rollout engine or agent loop returned token id {int(responses[position])}, but "
+            f"the model's vocabulary has {vocab_size} tokens"
         )
 
 
-def check_failures(batch: DataProto, stops: bool) -> None:
-    """Log how many agents or interactions of a batch have failed, with the first error.
+def check_failures(batch: DataProto, raise_if_all: bool) -> None:
+    """Log how many agents or interactions of a batch failed, with the first error.
 
     Args:
-        batch: generated samples; `agent_facts` has `agent_failure` for those that failed.
-        stops: raise if all of them have failed.
+        batch: generated samples; `trajectory_info` has `agent_failure` for those that failed.
+        raise_if_all: whether a batch in which all samples failed is an error.
 
     Raises:
-        ValueError: all samples have failed: there is nothing to learn from.
+        ValueError: all samples failed, so there is nothing to learn from.
     """
-    found: Sequence[dict[str, Any]] = batch.non_tensor_batch.get("agent_facts", ())
-    failed = [(row, facts["agent_failure"]) for row, facts in enumerate(found) if "agent_failure" in facts]
+    infos: Sequence[dict[str, Any]] = batch.non_tensor_batch.get("trajectory_info", ())
+    failed = [(row, info["agent_failure"]) for row, info in enumerate(infos) if "agent_failure" in info]
     if not failed:
         return
     row, error = failed[0]
-    counted = f"the agent or interaction of {len(failed)} of {len(batch)} samples failed"
-    message = f"{counted}; the first one, of sample {row}: {error}"
-    if stops and len(failed) == len(batch):
+    message = (
+        f"the agent or interaction of {len(failed)} of {len(batch)} samples failed; the first one, of sample {row}: "
+        f"{error}"
+    )
+    if raise_if_all and len(failed) == len(batch):
         raise ValueError(f"{message}. A step in which all samples fail cannot be trained on")
     logger.warning("%s", message)
 
@@ -204,7 +205,7 @@ def sync_weights(weights: "RolloutWeights") -> Callable[[DataProto], None]:
 
 
 def wake_rollout(weights: "RolloutWeights") -> Callable[[DataProto], None]:
-    """Before another pass of the same step: push the weights again if the rollout was put to sleep."""
+    """Wake the rollout for another pass of the same step: push the weights again if it was put to sleep."""
 
     def wake(batch: DataProto) -> None:
         weights.require(batch.meta_info["global_step"] - 1)
@@ -233,8 +234,10 @@ def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
 class Reward:
     """Scores the responses with the reward manager.
 
-    shuffle_seed: if set, shuffle the results of the reward function across samples, as a negative control in which
-    nothing can be learned. All values of a sample are moved together, so that no estimator sees the true ones.
+    Args:
+        manager: the configured reward manager.
+        shuffle_seed: if set, shuffle the results of the reward function across samples, as a negative control in which
+            nothing can be learned. All values of a sample are moved together, so that no estimator sees the true ones.
     """
 
     def __init__(self, manager: RewardManager, shuffle_seed: int | None = None):
@@ -242,27 +245,28 @@ class Reward:
         self.shuffle_seed = shuffle_seed
 
     def __call__(self, batch: DataProto) -> DataProto:
-        scored = self.manager(batch, return_dict=True)
-        scores, extra = scored["reward_tensor"], scored["reward_extra_info"]
+        rewards = self.manager(batch, return_dict=True)
+        scores, extra = rewards["reward_tensor"], rewards["reward_extra_info"]
         reserved = sorted({*extra} & RESERVED_EXTRAS)
         if reserved:
             raise ValueError(
                 f"the reward function returns the value {reserved[0]!r}, which is a reserved name: rename it"
             )
-        metrics = {name: Total(value) if name in _COUNTS else value for name, value in scored["metrics"].items()}
+        metrics = {name: Total(value) if name in _COUNTS else value for name, value in rewards["metrics"].items()}
         if self.shuffle_seed is not None:
             order = self._shuffled_rows(batch)
             scores = _at_last_token(scores[order], batch.batch["response_mask"])
             extra = {name: [values[i] for i in order] for name, values in extra.items()}
         for name, values in extra.items():
-            # per value, so that the mean over several passes does not depend on which samples were in which pass
-            figures = [float(v) for v in values if isinstance(v, bool | int | float | np.number)]
-            if figures:
-                metrics[f"reward/{name}"] = sum(figures), len(figures)
-        columns = {f"reward_{name}": values for name, values in extra.items()}
-        result = DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": scores}, columns)
-        result.meta_info["metrics"] = metrics
-        return result
+            # (sum, count), so that the mean over several passes does not depend on which samples were in which pass
+            numbers = [float(v) for v in values if isinstance(v, bool | int | float | np.number)]
+            if numbers:
+                metrics[f"reward/{name}"] = sum(numbers), len(numbers)
+        return DataProto.from_dict(
+            {"token_level_scores": scores, "token_level_rewards": scores},
+            {f"reward_{name}": values for name, values in extra.items()},
+            {"metrics": metrics},
+        )
 
     def _shuffled_rows(self, batch: DataProto) -> list[int]:
         seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
@@ -280,9 +284,9 @@ def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
 
     def rm(batch: DataProto) -> DataProto:
         chats = ["raw_prompt"] if "raw_prompt" in batch else []
-        found = roles["reward"].compute_rm_score(batch.select([*SEQUENCES, "response_mask"], chats, []))
-        found.meta_info["metrics"] = {"reward/rm_score_mean": (found.batch["rm_scores"].sum().item(), len(found))}
-        return found
+        output = roles["reward"].compute_rm_score(batch.select([*SEQUENCES, "response_mask"], chats, []))
+        output.meta_info["metrics"] = {"reward/rm_score_mean": (output.batch["rm_scores"].sum().item(), len(output))}
+        return output
 
     return rm
 
@@ -301,11 +305,11 @@ class GreedyBaseline:
 
     def generate(self, batch: DataProto) -> None:
         """Generate a greedy response to every prompt of the batch."""
-        _, first, _ = _groups(batch)
+        _, first_rows, _ = _group_by_prompt(batch)
         names = [name for name in batch.non_tensor_batch if name not in GENERATED]  # without the sampled responses
-        prompts = batch.select([], names)[first].replace(sample_index=np.zeros(len(first), dtype=object))
-        with_columns = uses_agent_loop(self.config)
-        self._responses = prompts.union(generate(self.roles, "greedy", with_columns)(prompts))
+        prompts = batch.select([], names)[first_rows].replace(sample_index=np.zeros(len(first_rows), dtype=object))
+        gen = generate(self.roles, "greedy", all_columns=uses_agent_loop(self.config))
+        self._responses = prompts.union(gen(prompts))
 
     def score(self, batch: DataProto) -> DataProto:
         """Column reward_baselines (B,): total reward of the greedy response to the same prompt."""
@@ -313,14 +317,14 @@ class GreedyBaseline:
         if self.config.reward.reward_model.enable:
             responses = responses.union(model_scores(self.roles)(responses))
         scores = self.manager(responses, return_dict=True)["reward_tensor"].sum(1)
-        _, _, group = _groups(batch)
+        _, _, group = _group_by_prompt(batch)
         return DataProto.from_dict(
             {"reward_baselines": scores[group]},
             meta_info={"metrics": {"reward/greedy_mean": (scores.sum().item(), len(scores))}},
         )
 
 
-def _groups(batch: DataProto) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _group_by_prompt(batch: DataProto) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Group rows by prompt: the uids, the first row of each group, and the group of each row."""
     return np.unique(batch.non_tensor_batch["uid"].astype(str), return_index=True, return_inverse=True)
 
@@ -331,56 +335,56 @@ def uses_agent_loop(config: schema.Config) -> bool:
 
 
 def old_log_prob(roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = ()) -> Callable[[DataProto], DataProto]:
-    """Log-probs of the policy before the update, and its entropy.
+    """Columns old_log_probs and entropys (B, T): the policy before the update, computed by the training engine.
 
     Args:
-        extra: further outputs.
+        extra: further outputs of the model.
         reads: further columns for the workers.
     """
 
     def recompute(batch: DataProto) -> DataProto:
-        inputs = sequences_of(batch, reads)
+        inputs = sequence_columns(batch, reads)
         inputs.meta_info["outputs"] = ("entropys", *extra)
-        found = roles["actor"].compute_log_prob(inputs)
+        output = roles["actor"].compute_log_prob(inputs)
         mask = batch.batch["response_mask"].bool()
-        mismatch = (found.batch["old_log_probs"] - batch.batch["rollout_log_probs"]).abs()[mask]
-        found.meta_info["metrics"] = {
-            "actor/entropy": found.batch["entropys"][mask].mean().item(),
+        mismatch = (output.batch["old_log_probs"] - batch.batch["rollout_log_probs"]).abs()[mask]
+        output.meta_info["metrics"] = {
+            "actor/entropy": output.batch["entropys"][mask].mean().item(),
             "rollout/logprob_gap_mean": mismatch.mean().item(),
             "rollout/logprob_gap_max": mismatch.max().item(),
         }
-        return found
+        return output
 
     return recompute
 
 
 def ref_log_prob(roles: Roles) -> Callable[[DataProto], DataProto]:
-    """Log-probs of the reference policy."""
+    """Column ref_log_prob (B, T): log-probs under the reference policy."""
 
     def ref(batch: DataProto) -> DataProto:
-        return roles["ref"].compute_ref_log_prob(sequences_of(batch))
+        return roles["ref"].compute_ref_log_prob(sequence_columns(batch))
 
     return ref
 
 
 def values(roles: Roles) -> Callable[[DataProto], DataProto]:
-    """The critic's values."""
+    """Column values (B, T): the critic's value of the state before each token."""
 
     def compute_values(batch: DataProto) -> DataProto:
-        return roles["critic"].compute_values(sequences_of(batch))
+        return roles["critic"].compute_values(sequence_columns(batch))
 
     return compute_values
 
 
 class KLInReward(Stateful):
-    """reward_t <- reward_t - coefficient * KL_t; the coefficient may adapt, so it is state.
+    """reward_t <- reward_t - coefficient * KL_t, by a kind of `kl_penalty`. The coefficient may adapt, so it is state.
 
-    It adds to the current rewards, so changes by earlier operators are kept.
+    The penalty is subtracted from the current rewards, so changes by earlier operators are kept.
     """
 
-    def __init__(self, controller: FixedKLController, kind: str):
+    def __init__(self, controller: FixedKLController, kl_estimator: str):
         self.controller = controller
-        self.kind = kind
+        self.kl_estimator = kl_estimator
 
     def __call__(self, batch: DataProto) -> DataProto:
         columns = batch.tensors
@@ -391,7 +395,7 @@ class KLInReward(Stateful):
             columns["ref_log_prob"],
             columns["response_mask"],
             kl_coef=coefficient,
-            kl_penalty_kind=self.kind,
+            kl_penalty_kind=self.kl_estimator,
         )
         self.controller.update(kl, len(batch))
         metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
@@ -427,7 +431,7 @@ class UpdatePlan:
         shuffle: shuffle each pass; the order depends on seed and step.
         seed: seed of the shuffle.
         warmup: training steps without an update, while only the critic is trained.
-        together: number of consecutive rows that form a unit (2 for preference pairs).
+        rows_per_unit: consecutive rows that stay together (2 for preference pairs).
     """
 
     mini_batch_rows: int
@@ -435,7 +439,7 @@ class UpdatePlan:
     shuffle: bool = False
     seed: int = 0
     warmup: int = 0
-    together: int = 1
+    rows_per_unit: int = 1
 
 
 def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, seed: int) -> list[int]:
@@ -450,7 +454,7 @@ def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, s
     if ranks == 1:
         return rows
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    size = plan.mini_batch_rows // plan.together
+    size = plan.mini_batch_rows // plan.rows_per_unit
     for start in range(0, len(rows), size):
         mini = rows[start : start + size]
         for share, members in zip(shares, balanced_partition([lengths[i] for i in mini], ranks, equal_size=True)):
@@ -481,16 +485,15 @@ class Update:
             return
         group = self.roles[self.role]
         ranks = group.layout().dp_size
-        rows = batch.select(None, images_of(batch), [])
+        rows = batch.select(None, media_columns(batch), [])
         if "loss_mask" in rows:
             rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
-        lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.together).sum(1).tolist()
+        lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.rows_per_unit).sum(1).tolist()
         sums = MetricSums()
         for epoch in range(plan.epochs):
             units = order_rows_for_ranks(lengths, plan, ranks, fork_seed(plan.seed, step, epoch))
-            order = [unit * plan.together + i for unit in units for i in range(plan.together)]
-            share = rows if order == list(range(len(order))) else rows[order]
-            facts = {"mini_batch_rows": plan.mini_batch_rows, "last_pass": epoch == plan.epochs - 1}
-            share.meta_info.update(facts)
-            sums.add(group.submit(self.method, share).get())
+            order = [unit * plan.rows_per_unit + i for unit in units for i in range(plan.rows_per_unit)]
+            ordered = rows if order == list(range(len(order))) else rows[order]
+            ordered.meta_info.update(mini_batch_rows=plan.mini_batch_rows, last_pass=epoch == plan.epochs - 1)
+            sums.add(group.submit(self.method, ordered).get())
         batch.meta_info["metrics"] = {name: total / count for name, (total, count) in sums.result().items()}

@@ -38,7 +38,7 @@ def rollout_correction(correction: schema.RolloutCorrectionConfig) -> Callable[[
 
     def correct(batch: DataProto) -> DataProto:
         columns = batch.tensors
-        weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
+        weights, loss_mask, metrics = compute_rollout_correction_and_rejection_mask(
             columns["old_log_probs"],
             columns["rollout_log_probs"],
             columns["response_mask"],
@@ -48,9 +48,9 @@ def rollout_correction(correction: schema.RolloutCorrectionConfig) -> Callable[[
             rollout_rs=correction.rollout_rs,
             rollout_rs_threshold=correction.rollout_rs_threshold,
         )
-        found = {"loss_mask": kept} if correction.rollout_rs is not None else {}
-        found |= {"rollout_is_weights": weights} if weights is not None else {}
-        return DataProto.from_dict(found, meta_info={"metrics": metrics})
+        output = {"loss_mask": loss_mask} if correction.rollout_rs is not None else {}
+        output |= {"rollout_is_weights": weights} if weights is not None else {}
+        return DataProto.from_dict(output, meta_info={"metrics": metrics})
 
     return correct
 
@@ -98,8 +98,8 @@ def _problems(config: schema.Config) -> Iterator[Problem]:
             yield Problem(_KEY + "rollout_rs", str(error))
     if correction.rollout_is is not None:
         try:  # with one token
-            one = torch.ones(1, 1)
-            compute_rollout_correction_weights(one, one, correction.rollout_is, correction.rollout_is_threshold)
+            token = torch.ones(1, 1)
+            compute_rollout_correction_weights(token, token, correction.rollout_is, correction.rollout_is_threshold)
         except ValueError as error:
             yield Problem(_KEY + "rollout_is_threshold", str(error))
     modes = [name for name, value in correction.model_dump().items() if name in _MODES and value is not None]
@@ -108,18 +108,22 @@ def _problems(config: schema.Config) -> Iterator[Problem]:
         if modes and loss != "bypass_mode":
             yield Problem(_LOSS, f"{loss!r}, but {_KEY}{modes[0]} in bypass mode needs the loss bypass_mode")
         if correction.rollout_is is not None and correction.loss_type == "ppo_clip":
-            what = "in bypass mode the ratio of ppo_clip already is the importance weight: leave it null"
-            yield Problem(_KEY + "rollout_is", what)
+            yield Problem(
+                _KEY + "rollout_is",
+                "in bypass mode the ratio of ppo_clip already is the importance weight: leave it null",
+            )
         if filters := config.actor_rollout_ref.rollout.active_filters():
-            what = (
+            yield Problem(
+                _KEY + "bypass_mode",
                 f"true, but the log-probs of the rollout are those of the distribution filtered by {filters}, and "
                 f"training computes those of the full distribution: use false with {_KEY}rollout_is=token, or turn the "
-                "filters off"
+                "filters off",
             )
-            yield Problem(_KEY + "bypass_mode", what)
         if correction.rollout_is_batch_normalize:
-            what = "true, but in bypass mode no weights are computed for the batch: use false"
-            yield Problem(_KEY + "rollout_is_batch_normalize", what)
+            yield Problem(
+                _KEY + "rollout_is_batch_normalize",
+                "true, but in bypass mode no weights are computed for the batch: use false",
+            )
     elif loss == "bypass_mode":
         yield Problem(_KEY + "bypass_mode", f"false, but {_LOSS} is bypass_mode: use true, or another loss")
     elif correction.rollout_is and "rollout_is_weights" not in inspect.signature(get_policy_loss_fn(loss)).parameters:

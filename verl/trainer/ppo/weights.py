@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.single_controller.worker_group import Future, WorkerGroup
-from verl.tracking.summary import push_words
+from verl.tracking.summary import describe_push
 from verl.trainer.ppo.canary import Canary
 from verl.utils import chaos
 from verl.weight_sync import SyncReport
@@ -64,7 +64,7 @@ class RolloutWeights:
             if limit := min(report.bandwidth for report in reports):
                 metrics["weight_sync/bandwidth_share"] = size / seconds / limit
             share = metrics.get("weight_sync/bandwidth_share")
-            logger.info("[sync_weights] version %d: %s", version, push_words(size, seconds, share))
+            logger.info("[sync_weights] version %d: %s", version, describe_push(size, seconds, share))
         if self.canary is not None and self.canary.is_due(version):
             metrics |= self.canary.check(version)
         return metrics
@@ -99,13 +99,13 @@ class RolloutWeights:
         if self._is_connected:
             return
         actor, rollout = self.roles["actor"], self.roles["rollout"]
-        takes_adapters = all(rollout.takes_adapters())
+        accepts_adapters = all(rollout.accepts_adapters())
         if self.by_disk:
             actor.connect_to_folder()
         else:
             address, size = actor.transfer_address(), 1 + rollout.world_size
             _get_all(
-                actor.submit("connect_to_rollout", address, size, takes_adapters),
+                actor.submit("connect_to_rollout", address, size, accepts_adapters),
                 rollout.submit("connect_to_actor", address, size),
             )
         self._is_connected = True

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from verl.utils.redaction import shown
+from verl.utils.redaction import console_text
 
 #: what a user can get wrong before a run starts: settings, files, packages, custom code
 USER_ERRORS = (ValueError, ImportError, SyntaxError, OSError)
@@ -127,7 +127,7 @@ def print_error(error: Exception) -> int:
         with contextlib.suppress(ModuleNotFoundError):  # of a package that is not one of ours
             return print_missing_package(error)
     notes = vars(error).get("__notes__", [])
-    print(shown("\n  ".join([f"error: {_message(error)}", *notes])), file=sys.stderr)
+    print(console_text("\n  ".join([f"error: {_message(error)}", *notes])), file=sys.stderr)
     return 1
 
 
@@ -150,4 +150,4 @@ def _message(error: Exception) -> str:
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of the commands: without secrets and control characters."""
-    print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(console_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)

@@ -348,10 +348,10 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
         reward_fn_key=config.data.reward_fn_key,
         config=config.model_dump(),
     )
-    if reward.reward_model.enable and not loaded.compute_score.takes_extra_info:
+    if reward.reward_model.enable and not loaded.compute_score.accepts_extra_info:
         raise ValueError(
-            f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.where} does not take "
-            "extra_info, which holds the score of the model (extra_info['rm_score']): add the parameter extra_info, or "
-            "remove the function, and the score of the model is the reward"
+            f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.location} does not "
+            "take extra_info, which holds the score of the model (extra_info['rm_score']): add the parameter "
+            "extra_info, or remove the function, and the score of the model is the reward"
         )
     return loaded

@@ -14,7 +14,7 @@ from verl.trainer.guards.interruption import Stopped, sigterm_raises
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskError
 from verl.utils.log import setup_logging
-from verl.utils.redaction import redact_text, shown
+from verl.utils.redaction import console_text, redact_text
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
@@ -57,7 +57,7 @@ def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
     passed = command.passed_checks()
     short = [f"{len(passed)} checks (--verbose: their names)"]
     print("\n".join(f"ok  {line}" for line in (passed if verbose else short)))
-    print(shown(command.plan()))
+    print(console_text(command.plan()))
     return 0
 
 

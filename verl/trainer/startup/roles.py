@@ -6,7 +6,7 @@ from typing import Any
 from verl.config import schema
 from verl.rollout.request import stop_strings
 from verl.single_controller import WorkerSpec
-from verl.single_controller.placement import ResourcePool, device_words, idle_devices, place_roles
+from verl.single_controller.placement import ResourcePool, format_devices, idle_devices, place_roles
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 
 #: of trainer.worker_timeout, for a pause of the rollout: its error names what it waits for
@@ -104,7 +104,7 @@ def idle_warning(config: schema.Config) -> str:
     fewer = f", or use trainer.n_gpus_per_node={total - len(idle)}"
     last = trainer.nnodes == 1 and idle[0] == total - len(idle)  # the others keep their numbers
     return (
-        f"placement: no role uses {device_words(idle)} of {total}, so {'it is' if len(idle) == 1 else 'they are'} "
+        f"placement: no role uses {format_devices(idle)} of {total}, so {'it is' if len(idle) == 1 else 'they are'} "
         f"idle: add {'it' if len(idle) == 1 else 'them'} to {' or '.join(keys)}{fewer if last else ''}"
     )
 
@@ -115,5 +115,5 @@ def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> 
     for placed in pools.values():
         pool = placed[0][1]
         numbers = pool.devices if pool.devices is not None else range(pool.world_size)
-        words.append(f"{', '.join(role for role, _ in placed)} on {device_words(numbers)}")
+        words.append(f"{', '.join(role for role, _ in placed)} on {format_devices(numbers)}")
     return "; ".join(words)

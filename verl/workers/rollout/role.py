@@ -106,7 +106,7 @@ class Rollout:
                 dtype=self.env.compute_dtype,
                 bucket_bytes=bucket_bytes(self.config),
                 has_shards=self.train_engine.shard_layout() is not None,
-                prefers_shards=self.train_engine.gathers_each,
+                prefers_shards=self.train_engine.gathers_one_by_one,
                 grouping=self.env.grouping,
             )
         if self.engine.receiver() is None and not self._uses_weights:
@@ -167,7 +167,7 @@ class Rollout:
 
         Returns:
             The columns of `build_sequences`, rollout_log_probs (B, T), weight_version (B,), finish_reason and
-            agent_facts. None on the other ranks of a tensor-parallel group.
+            trajectory_info. None on the other ranks of a tensor-parallel group.
         """
         start = time.perf_counter()
         self.wake()
@@ -223,7 +223,7 @@ class Rollout:
             )
         reasons = ["length" if len(t) > limit else t.finish_reason for t in trajectories]
         metrics = {}
-        objects = {"finish_reason": reasons, "agent_facts": [trajectory.agent_facts for trajectory in trajectories]}
+        objects = {"finish_reason": reasons, "trajectory_info": [t.extra_info for t in trajectories]}
         if with_loops:
             metrics["rollout/turns"] = (sum(t.turns for t in trajectories), len(trajectories))
             for name in dict.fromkeys(name for t in trajectories for name in t.metrics):

@@ -80,7 +80,7 @@ class RolloutWorker(RolloutMethods):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def takes_adapters(self) -> bool:
+    def accepts_adapters(self) -> bool:
         """Whether the engine takes LoRA adapters. Raises ValueError if it takes no weights."""
         receiver = self.rollout.engine.receiver()
         if receiver is None:

@@ -1,10 +1,12 @@
-"""Whether an update recomputes activations: `model.enable_gradient_checkpointing=auto` on a GPU.
+"""Memory of a `MegatronEngine`: offloading between phases, and recomputation of activations.
 
-The bytes of a token are measured in the first update (`engines.memory`), and compared with the free memory in each.
+Weights, gradients and optimizer state may be in host memory between phases. megatron-core keeps views of its buffers,
+so storages are emptied and filled again in place. With `model.enable_gradient_checkpointing=auto` on a GPU, the bytes
+of a token are measured in the first update (`engines.memory`) and compared with the free memory in each.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +20,57 @@ from verl.modeling.packing import build_input
 from verl.modeling.sequence_parallel import SequenceRanks
 
 logger = logging.getLogger("verl.engines")
+
+
+# ---- offloading ------------------------------------------------------------------------------------------------------
+
+
+class Storages:
+    """Storages that `move` brings to host memory and back, in turn.
+
+    Args:
+        tensors: returns the tensors; a storage that several share is moved once.
+        keep: keep the values. False drops them: gradients are set to zero before they are used.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], keep: bool = True):
+        self._tensors, self._keep = tensors, keep
+        self._offloaded: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] | None = None
+
+    def move(self, _: torch.device) -> None:
+        """Offload, or restore after an offload; called by `OnDevice`."""
+        if self._offloaded is not None:
+            for storage, size, host in self._offloaded:
+                storage.resize_(size)
+                if host is not None:
+                    storage.copy_(host)
+            self._offloaded = None
+            return
+        self._offloaded = []
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in self._tensors())}
+        for storage in storages.values():
+            size, host = storage.nbytes(), None
+            if self._keep:
+                pinned = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                host = pinned.untyped_storage()
+                host.copy_(storage)
+            storage.resize_(0)
+            self._offloaded.append((storage, size, host))
+
+
+def optimizer_tensors(optimizer: Any, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Optimizer state and float32 weights, except tensors that share memory with the weights."""
+    shared = {weight.untyped_storage()._cdata for weight in weights}
+    tensors = []
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:
+            tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
+            values = [value for state in part.optimizer.state.values() for value in state.values()]
+            tensors += [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in shared]
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------------
 
 
 class AutoRecompute:
@@ -38,7 +91,10 @@ class AutoRecompute:
     def choose(self, tokens: list[int], optimizer: Any, max_over_ranks: Callable[[list[float]], list[float]]) -> None:
         """Recompute activations in the next update if those of some rank do not fit. Collective; on GPUs.
 
-        tokens: of each micro-batch of this rank.
+        Args:
+            tokens: tokens of each micro-batch of this rank.
+            optimizer: megatron-core's.
+            max_over_ranks: see `TrainEngine.max_over_ranks`.
         """
         device = next(self.chunks[0].parameters()).device
         free = free_bytes(device) - bytes_beside_activations(self.chunks, optimizer, device)
@@ -52,7 +108,7 @@ class AutoRecompute:
         """Whether the activations of an update do not fit on this rank.
 
         Args:
-            tokens: of its largest micro-batch.
+            tokens: tokens of the largest micro-batch.
             micro_batches: their number.
             free: bytes for activations.
         """
@@ -61,8 +117,8 @@ class AutoRecompute:
             self.per_token = sum(map(self._saved_by, self.chunks))
         in_flight = self._in_flight()
         layers = sum(len(chunk.decoder.layers) for chunk in self.chunks)
-        kept = self.per_token * (min(in_flight, micro_batches) + WORKING_LAYERS / layers)
-        return token_budget(ActivationBytes(kept, kept), free).plain < tokens
+        bytes_per_token = self.per_token * (min(in_flight, micro_batches) + WORKING_LAYERS / layers)
+        return token_budget(ActivationBytes(bytes_per_token, bytes_per_token), free).plain < tokens
 
     def _in_flight(self) -> float:
         """Micro-batches whose activations this stage keeps at the same time (1F1B).
@@ -79,7 +135,7 @@ class AutoRecompute:
         config.recompute_method, config.recompute_num_layers = ("uniform", 1) if on else (None, None)
 
     def _saved_by(self, chunk: TokenGPT) -> float:
-        return saved_bytes_per_token(lambda tokens: self.probe_forward(chunk, tokens), chunk.own_entries[1])
+        return saved_bytes_per_token(lambda tokens: self.probe_forward(chunk, tokens), chunk.local_entries[1])
 
     def probe_forward(self, chunk: TokenGPT, tokens: int) -> torch.Tensor | Tensors:
         """The outputs of a chunk for one sequence, of which this rank has a number of tokens."""
@@ -99,13 +155,13 @@ class AutoRecompute:
 
 def bytes_beside_activations(chunks: list[TokenGPT], optimizer: Any, device: torch.device) -> int:
     """Bytes that an update needs on a GPU beside activations: the logits, and Adam's moments before the first step."""
-    found = 0
-    for one in optimizer.chained_optimizers:
-        if not one.optimizer.state:
-            shards = (p for group in one.optimizer.param_groups for p in group["params"])
-            found += sum(2 * p.numel() * p.element_size() for p in shards)
+    total = 0
+    for part in optimizer.chained_optimizers:
+        if not part.optimizer.state:
+            shards = (p for group in part.optimizer.param_groups for p in group["params"])
+            total += sum(2 * p.numel() * p.element_size() for p in shards)
     last = chunks[-1]
     if last.post_process and last.kind == "causal_lm":
         entries = last.vocab_size // last.tp_group.size()
-        found += logits_bytes(entries, last.config.params_dtype.itemsize, device)
-    return found
+        total += logits_bytes(entries, last.config.params_dtype.itemsize, device)
+    return total
