@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("verl.data")
 
-FEWER_IMAGE_TOKENS = "reduce data.max_pixels"
-"""The fix in every error of a prompt or example that is too long and has images."""
-
 _PLACEHOLDER = re.compile(r"(<image>|<video>)")
 _PART_KEYS = {"type", "text", "image", "image_url", "video", "bytes", "path", "url", "fps"}
 #: outputs of the processor that are not tensors of images or videos

@@ -29,15 +29,9 @@ from verl.data.dataset import (
     tokenize_rows,
 )
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
-from verl.data.media import (
-    FEWER_IMAGE_TOKENS,
-    MediaPrompt,
-    MediaReader,
-    media_columns,
-    prompt_texts,
-    rows_to_decode,
-)
+from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
 from verl.data.media_files import media_digest
+from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
     TokenTable,

@@ -21,16 +21,9 @@ from verl.data.dataset import (
     tokenize_rows,
 )
 from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
-from verl.data.media import (
-    FEWER_IMAGE_TOKENS,
-    MediaPrompt,
-    MediaReader,
-    has_media,
-    media_columns,
-    rows_to_decode,
-)
+from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, rows_to_decode
 from verl.data.media_files import media_digest
-from verl.data.media_source import MediaError
+from verl.data.media_source import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     Message,
