@@ -94,7 +94,7 @@ class Guards:
         from verl.engines.torch_engine import TorchEngine
         from verl.rewards import managers
         from verl.rollout import sampling
-        from verl.trainer.guards.bad_steps import StepGuard
+        from verl.trainer.guards.bad_steps import BadSteps
         from verl.trainer.ppo import operators
         from verl.trainer.ppo.canary import Canary
         from verl.weight_sync import loading
@@ -106,7 +106,7 @@ class Guards:
         self.add("columns", engine_worker, "find_bad_values", lambda tensors: [])
         self.add("gradient", TorchEngine, "_is_bad", lambda *args: False)
         self.add("weights", engine_worker.UpdatePass, "check_weights", nothing)
-        self.add("step", StepGuard, "check", nothing)
+        self.add("step", BadSteps, "after_step", nothing)
         self.add("tokens", operators, "check_vocabulary", nothing)
         self.add("log-probs", sampling, "check_finite", nothing)
         self.add("rewards", managers, "check_failure_rate", nothing)
@@ -156,12 +156,14 @@ def make_trainer(work: Work, folder: Path) -> Any:
 
 def measure(trainer: Any, guards: Guards, pairs: int) -> dict[str, Any]:
     """Steps with and without guards, in pairs of random order."""
+    from verl.trainer.guards.base import ask
+
     draw, seconds, canaries = random.Random(0), {True: [], False: []}, []
     guards.inside.clear()
     for pair in range(pairs):
         for guards.on in draw.sample((True, False), 2):
             start, canary = guards.clock(), guards.inside["canary"]
-            trainer.guard.check(trainer.step())
+            ask(trainer.guards, trainer.view, "after_step", trainer.step())
             took, canary = guards.clock() - start, guards.inside["canary"] - canary
             seconds[guards.on].append(took - canary)
             canaries += [canary] * (canary > 0)

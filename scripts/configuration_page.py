@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not
 
 from verl.cli.config import SCHEMAS
-from verl.config.reference import reference_table
+from verl.config import reference_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration_reference.md"
 COMMANDS = {"ppo": "train", "sft": "sft", "generation": "generate", "evaluation": "eval"}

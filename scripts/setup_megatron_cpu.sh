@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${1:-.venv-megatron}
-version=$(sed -n 's/^MEGATRON_TESTED = "\([0-9.]*\)".*/\1/p' verl/config/supported.py)
+version=$(sed -n 's/^TESTED = "\([0-9.]*\)".*/\1/p' verl/engines/megatron/traits.py)
 
 bash scripts/setup_venv.sh "$venv" test
 echo "Installing megatron-core $version"

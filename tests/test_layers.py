@@ -10,7 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = {
-    0: ["verl.utils", "verl.processes", "verl.checkpoints", "verl.tracking", "verl.env_check", "verl.compat"],
+    # traits say what an engine can do, to those that may not import it
+    0: [
+        *("verl.utils", "verl.processes", "verl.checkpoints", "verl.tracking", "verl.env_check", "verl.compat"),
+        *("verl.rollout.traits", "verl.engines.traits"),
+    ],
     1: ["verl.protocol", "verl.batch", "verl.columns", "verl.registry", "verl.config"],
     2: ["verl.algorithms", "verl.dataflow", "verl.modeling"],
     # below the engines, which they know by contract: requests and completions, and what receives weights
@@ -203,7 +207,7 @@ def test_init_files_only_hand_names_on():
         ("verl/dataflow/flow.py", "from verl.algorithms import kl", True),
         ("verl/trainer/x.py", "from verl.workers.critic import CriticWorker", False),
         ("verl/workers/x.py", "from verl.trainer import base", True),
-        ("verl/rollout/hf.py", "def f():\n    import vllm", True),
+        ("verl/rollout/hf/engine.py", "def f():\n    import vllm", True),
         ("verl/rollout/vllm/engine.py", "import vllm", True),
         ("verl/rollout/vllm/engine.py", "class A:\n    def f(self):\n        from vllm import LLM", False),
         ("verl/workers/x.py", "from ray.util import placement_group", True),

@@ -34,17 +34,17 @@ from rich.console import Console
 
 from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_output_folder, write_task
 from examples.quickstart.tiny_model import tiny_model
-from verl.config import check_inputs, load_config, unsupported
+from verl.config import check_inputs, load_config
+from verl.config.checks.registered import check_built_in
 from verl.config.load import read_config
 from verl.config.presets import PRESETS
-from verl.config.supported import check_built_in
 from verl.tracking.console import Alive, TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.output.display import next_lines, offline_commands
 from verl.trainer.output.samples import generations
+from verl.trainer.output.summary import next_lines, offline_commands
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
 
@@ -56,7 +56,7 @@ MODEL_SIZE = {"reverse": "tiny", "sort": "tiny", "countdown3": "mini", "digit": 
 CRITIC = ["critic.model.enable_gradient_checkpointing=false", "critic.optim.lr=1e-3"]
 SAMPLES_EVERY = 10
 #: of the settings, before the warm-up
-CHECKS = (check_inputs, unsupported, check_built_in)
+CHECKS = (check_inputs, check_built_in)
 #: files of a run, which the next run in the folder replaces
 WRITTEN = {"model", "data", "sft", "rl", "curves.png"}
 
@@ -122,7 +122,7 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     rewards: list[float] = []
     random = Random(args.seed)
     title = f"{name_of(args)} on {args.task}: 64 prompts x 8 responses per step"
-    display = {"running": trainer.running_operators, "alive_every": ALIVE_SECONDS}
+    display = {"running": trainer.view.running_operators, "alive_every": ALIVE_SECONDS}
     with TrainingProgress(trainer.total_steps, title, **display) as progress:
 
         def show(report: StepReport) -> None:

@@ -103,7 +103,7 @@ class Showcase:
         """Train and display the steps."""
         display = {
             "print_every": SAMPLES_EVERY,
-            "running": self.trainer.running_operators,
+            "running": self.trainer.view.running_operators,
             "alive_every": ALIVE_SECONDS,
         }
         with TrainingProgress(self.trainer.total_steps, title, **display) as progress:

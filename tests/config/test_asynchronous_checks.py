@@ -19,7 +19,7 @@ def problems(*overrides: str) -> list[str]:
     try:
         load_config(overrides=[*K1, *overrides])
     except ConfigError as error:
-        return [f"{problem.key}: {problem.what}" for problem in error.problems]
+        return [f"{problem.key}: {problem.message}" for problem in error.problems]
     return []
 
 

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from verl.config import ConfigError, dump_config, load_config, to_flat_dict
+from verl.config.checks.registered import check_built_in
 from verl.config.presets import PRESETS as PUBLISHED
-from verl.config.supported import check_built_in
 
 PRESETS = {
     "ppo": {
@@ -198,7 +198,6 @@ def test_the_executor_keeps_its_name():
             "reward.reward_kwargs",
             {"overlong_buffer": {"len": 5}},
         ),
-        ("sandbox_fusion.max_concurrent=3", "reward.sandbox_fusion.max_concurrent", 3),
         ("actor_rollout_ref.actor.grad_clip=0.5", "actor_rollout_ref.actor.optim.clip_grad", 0.5),
         ("critic.grad_clip=0.5", "critic.optim.clip_grad", 0.5),
         (

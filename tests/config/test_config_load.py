@@ -267,4 +267,4 @@ def test_files_that_cannot_be_read(content, reason, tmp_path):
 
 def test_an_override_with_an_anchor_that_contains_itself():
     _, (problem,), _ = read_overrides(["data.train_files=&x [*x]"])
-    assert "an anchor contains itself" in problem.what
+    assert "an anchor contains itself" in problem.message

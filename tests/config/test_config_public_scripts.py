@@ -8,9 +8,9 @@ import shlex
 
 import pytest
 
-from verl.config import check_supported, load_config
+from verl.config import load_config
+from verl.config.checks.registered import check_built_in
 from verl.config.presets import PRESETS
-from verl.config.supported import check_built_in
 from verl.trainer.startup.command_line import split_arguments
 
 COMMON = """
@@ -195,7 +195,6 @@ def test_a_public_script_loads(name, caplog):
     path, overrides, _ = split_arguments(shlex.split(COMMON + further))
     with caplog.at_level(logging.WARNING, "verl.config"):
         config = load_config(path, overrides, presets=PRESETS, extra_checks=[check_built_in])
-        check_supported(config)
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
     for part in key.split("."):
         config = config[part]

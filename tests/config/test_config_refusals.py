@@ -10,14 +10,11 @@ from verl.config import (
     check_critic,
     check_inputs,
     check_registered,
-    check_supported,
     load_config,
-    unsupported,
 )
-from verl.config.fields import fields_of
-from verl.config.no_effect import NO_EFFECT, matches
-from verl.config.schema import Config, GenerationConfig, SFTConfig
-from verl.config.supported import INSTEAD, REGISTERED_KINDS, SUPPORTED
+from verl.config.checks.registered import REGISTERED_KINDS
+from verl.config.fields import fields_of, requirements_of
+from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig
 
 ARR, ACTOR, ROLLOUT = "actor_rollout_ref.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 TWO_RANKS = ["data.train_batch_size=6", "critic.ppo_mini_batch_size=6", "trainer.n_gpus_per_node=2"]
@@ -255,36 +252,30 @@ def test_the_critic_must_match_the_estimator():
 
 
 def test_unsupported_values():
-    config = load_config(overrides=["data.validation_shuffle=true", "algorithm.use_pf_ppo=true"])
-    assert [str(problem) for problem in unsupported(config)] == [
-        f"data.validation_shuffle: true is not supported: {INSTEAD['data.validation_shuffle']}",
-        "algorithm.use_pf_ppo: true is not supported: use false",
+    service = "reward.sandbox_fusion.url"
+    values = ["data.validation_shuffle=true", "algorithm.use_pf_ppo=true", f"{service}=http://x"]
+    assert [re.sub(r" \(override .*?'\)", "", problem) for problem in problems(*values)] == [
+        "data.validation_shuffle: true is not supported: the order of validation rows does not change metrics; use "
+        "false (accepted: false)",
+        "algorithm.use_pf_ppo: true is not supported: resampling of the batch by reward is not supported; use false "
+        "(accepted: false)",
+        f"{service}: 'http://x' (str) is not supported: generated code does not run in a service; use null "
+        "(accepted: null)",
     ]
-    with pytest.raises(ConfigError):
-        check_supported(config)
-    check_supported(load_config())
-    check_supported(load_config(schema=SFTConfig))
 
 
-def test_every_row_of_the_tables_is_a_key():
+def test_names_of_registered_objects_are_keys():
     keys = [*fields_of(Config), *fields_of(SFTConfig)]
-    ends = [
-        *SUPPORTED,
-        *INSTEAD,
-        *REGISTERED_KINDS,
-    ]
-    for condition, others in NO_EFFECT.items():
-        (choice, _), *further = condition if isinstance(condition[0], tuple) else (condition,)
-        sections = [key.rpartition(".")[0] for key in keys if matches(key, choice)]
-        assert sections, choice
-        for end in (*(end for end, _ in further), *others):
-            if end.startswith("."):
-                assert any(section + end in keys for section in sections), (choice, end)
-            else:
-                ends.append(end)
-    for end in ends:
-        assert any(matches(key, end) for key in keys), end
-    assert INSTEAD.keys() <= SUPPORTED.keys()
+    assert [end for end in REGISTERED_KINDS if not any(f".{key}".endswith(f".{end}") for key in keys)] == []
+
+
+@pytest.mark.parametrize("schema", [Config, SFTConfig, GenerationConfig, EvalConfig])
+def test_conditions_of_settings_refer_to_keys(schema):
+    """`requirements_of` fails for a condition whose key is neither in the section of a setting nor above it."""
+    keys = fields_of(schema)
+    for key, required in requirements_of(schema).items():
+        for alternatives in required:
+            assert alternatives and all(condition[0] in keys and condition[0] != key for condition in alternatives)
 
 
 REGISTERED = {"rollout.name": ["hf", "native"], "strategy": ["fsdp"], "rollout.agent.default_agent_loop": ["single"]}
@@ -311,7 +302,7 @@ def test_engines_that_are_not_registered(override, message):
     config = load_config(overrides=[f"{ROLLOUT}agent.default_agent_loop=single", override])
     (problem,) = check_registered(config, REGISTERED)
     assert str(problem).startswith(message)
-    end = next(end for end in REGISTERED if matches(problem.key, end))
+    end = next(end for end in REGISTERED if f".{problem.key}".endswith(f".{end}"))
     name = override.partition("=")[2]
     assert check_registered(config, REGISTERED | {end: [*REGISTERED[end], name]}) == []
 
@@ -361,7 +352,7 @@ def test_a_missing_local_model_is_not_looked_up_on_the_hub(path, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     config = load_config(overrides=[f"actor_rollout_ref.model.path={path}"])
-    problems = [problem.what for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"]
+    problems = [problem.message for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"]
     assert problems == [f"there is no folder {path!r}"]
 
 

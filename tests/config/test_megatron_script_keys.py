@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
-from verl.config import ConfigError, check_supported, load_config
-from verl.config.checks.critic import may_have_critic
+from verl.config import ConfigError, load_config
+from verl.config.checks.algorithm import may_have_critic
 from verl.config.fields import to_flat_dict
 from verl.config.schema import SFTConfig
 from verl.trainer.ppo.flow import needs_critic
@@ -23,7 +23,6 @@ OPTIMIZER = f"+{ACTOR}optim.override_optimizer_config."
 def load(line, schema=None):
     path, overrides, _ = split_arguments(shlex.split(line))
     config = load_config(path, overrides, **({"schema": schema} if schema else {}))
-    check_supported(config)
     return config
 
 
@@ -92,7 +91,7 @@ SETS = {
 
 @pytest.mark.parametrize("line", SETS)
 def test_the_key_that_a_key_of_public_verl_sets(line, monkeypatch):
-    monkeypatch.setattr("verl.config.supported._is_installed", lambda package: True)
+    monkeypatch.setattr("verl.utils.packages.is_installed", lambda package: True)
     found = to_flat_dict(load(line))
     assert {key: found[key] for key in SETS[line]} == SETS[line]
 
@@ -156,7 +155,7 @@ def test_a_value_that_is_not_supported_is_refused_before_a_model_is_loaded(line)
 
 
 def test_sequences_are_packed_by_megatron(caplog, monkeypatch):
-    monkeypatch.setattr("verl.config.supported._is_installed", lambda package: True)
+    monkeypatch.setattr("verl.utils.packages.is_installed", lambda package: True)
     with caplog.at_level(logging.WARNING, "verl.config"):
         load(f"model_engine=megatron {MODEL}use_remove_padding=False")
     assert f"{MODEL}use_remove_padding: false has no effect with strategy=megatron" in "".join(caplog.messages)
@@ -198,7 +197,7 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_configuration_of_public_verl_by_name(name, monkeypatch):
     """Its values are below those of the command line."""
-    monkeypatch.setattr("verl.config.supported._is_installed", lambda package: True)
+    monkeypatch.setattr("verl.utils.packages.is_installed", lambda package: True)
     line, expected = NAMES[name]
     config = load(f"--config-path=config --config-name={name} {line}")
     assert expected == (

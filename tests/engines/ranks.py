@@ -23,7 +23,7 @@ from verl.engines.base import EngineSpec, MicroBatching
 from verl.engines.loading import resolve_model
 from verl.engines.sharding import FSDP2
 from verl.engines.torch_engine import TorchEngine
-from verl.processes.child import dump_stacks_on_request
+from verl.processes.child import start_reports
 from verl.processes.fork_server import ForkedProcess, server_for
 from verl.protocol import DataProto
 from verl.single_controller.worker import free_port
@@ -176,8 +176,8 @@ def assert_same(ranks: list[dict[str, Any]], expected: dict[str, Any], atol: flo
 
 def main() -> None:
     """In the process of a rank: run the function that the file of the first argument contains."""
-    request, stacks = map(int, sys.argv[1:])
-    dump_stacks_on_request(stacks)
+    request, reports = map(int, sys.argv[1:])
+    start_reports(reports)
     with os.fdopen(request, "rb") as file:
         os.environ["MASTER_PORT"], out, function = pickle.load(file)
     rank = os.environ["RANK"]
@@ -204,7 +204,7 @@ def _start(rank: int, world: int) -> tuple[ForkedProcess, int]:
     }
     reader, writer = os.pipe()
     try:
-        return server_for(env).start("tests.engines.ranks", [reader], env, stacks=True, preload=PRELOAD), writer
+        return server_for(env).start("tests.engines.ranks", [reader], env, reports=True, preload=PRELOAD), writer
     finally:
         os.close(reader)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from verl.env_check import machine
-from verl.env_check.check import needed_by
 from verl.env_check.machine import Cards, check_gpus, check_variables, nvidia_smi
 from verl.env_check.packages import CORE, OPTIONAL, check_attention, check_core, check_fsdp2, check_optional
 from verl.env_check.probe import Probe
@@ -81,10 +80,7 @@ def test_the_table_of_core_packages_is_that_of_the_project():
     )
     assert dict(CORE.values()) == found
     extras = {line.split(">")[0].split("[")[0] for lines in wanted["optional-dependencies"].values() for line in lines}
-    unused = needed_by(supported=False) - needed_by(supported=True)
-    # an extra is a package that something here can use
-    assert {p.distributions[0] for p in OPTIONAL if p.name not in unused} <= extras
-    assert not {p.distributions[0] for p in OPTIONAL if p.name in unused} & extras
+    assert {package.distributions[0] for package in OPTIONAL} <= extras
 
 
 def probes(**errors):
@@ -96,8 +92,8 @@ def test_old_and_missing_packages(monkeypatch):
     versions = {"torch": "2.4.0", "transformers": None}
     monkeypatch.setattr("verl.env_check.packages.version_of", lambda name: versions.get(name, "99.0"))
     torch, transformers, others = check_core(probes())
-    assert (torch.state, torch.found) == (FAULT, "2.4.0, requires 2.11 or newer") and "'torch>=2.11'" in torch.fix
-    assert (transformers.state, transformers.found) == (FAULT, "not installed")
+    assert (torch.state, torch.detail) == (FAULT, "2.4.0, requires 2.11 or newer") and "'torch>=2.11'" in torch.fix
+    assert (transformers.state, transformers.detail) == (FAULT, "not installed")
     assert transformers.fix == "pip install 'transformers>=5.0'" and others.state == OK
     assert not EnvReport((torch, others), {}).ok
 
@@ -105,13 +101,11 @@ def test_old_and_missing_packages(monkeypatch):
 def test_optional_packages_that_are_absent_are_no_fault():
     checks = check_optional(probes())
     assert {check.state for check in checks} == {NOTE} and all(check.fix.startswith("pip install") for check in checks)
-    found = [check.name for check in check_optional(probes(sglang=None), unused={"vLLM", "SGLang"})]
-    assert "vLLM" not in found and "SGLang" in found  # nothing uses vLLM, so nobody is told to install it
     assert check_fsdp2(probes(fsdp2="ImportError: x")).state == FAULT
-    assert check_attention(probes(), gpu=True).found == "torch varlen_attn"
+    assert check_attention(probes(), gpu=True).detail == "torch varlen_attn"
     assert check_attention(probes(varlen="ImportError: x"), gpu=True).state == NOTE
     without = check_attention(probes(torch="ModuleNotFoundError: x", varlen="x"), gpu=False)
-    assert (without.state, without.found) == (FAULT, "needs torch")  # nothing to compute masks with
+    assert (without.state, without.detail) == (FAULT, "needs torch")  # nothing to compute masks with
 
 
 def fake_nvidia_smi(folder, monkeypatch, script):
@@ -131,9 +125,9 @@ def test_gpus_that_the_driver_sees_and_torch_uses(tmp_path, monkeypatch):
     host = nvidia_smi()
     assert len(host.rows) == 2
     gpu, memory, nccl = check_gpus(torch_says(), host)
-    assert (gpu.state, gpu.found) == (OK, "2 x NVIDIA H200, driver 580.1; CUDA 13.0, 1 visible")
-    assert memory.state == NOTE and "GPU 1: 90000 of 143771 MiB" in memory.found and "GPU 0" not in memory.found
-    assert (nccl.state, nccl.found) == (OK, "2.28.3")
+    assert (gpu.state, gpu.detail) == (OK, "2 x NVIDIA H200, driver 580.1; CUDA 13.0, 1 visible")
+    assert memory.state == NOTE and "GPU 1: 90000 of 143771 MiB" in memory.detail and "GPU 0" not in memory.detail
+    assert (nccl.state, nccl.detail) == (OK, "2.28.3")
     old = check_gpus(torch_says(capabilities=[[7, 0]], nccl=None), Cards(host.rows[:1]))
     assert [(c.name, c.state) for c in old] == [("GPU", OK), ("bfloat16", NOTE), ("NCCL", FAULT)]
 
@@ -141,10 +135,10 @@ def test_gpus_that_the_driver_sees_and_torch_uses(tmp_path, monkeypatch):
 def test_gpus_that_torch_cannot_use(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771, 60, 470.0'")
     (check,) = check_gpus(torch_says(usable=False, reason="The NVIDIA driver on your system is too old"), nvidia_smi())
-    assert check.state == FAULT and check.required and "driver on your system is too old" in check.found
+    assert check.state == FAULT and check.required and "driver on your system is too old" in check.detail
     assert "update the NVIDIA driver" in check.fix
     (check,) = check_gpus(torch_says(usable=False, cuda=None), nvidia_smi())
-    assert check.state == NOTE and "built for the CPU" in check.found and "--torch-backend=auto" in check.fix
+    assert check.state == NOTE and "built for the CPU" in check.detail and "--torch-backend=auto" in check.fix
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (check,) = check_gpus(torch_says(usable=False), nvidia_smi())
     assert check.state == NOTE and check.fix == "unset CUDA_VISIBLE_DEVICES"
@@ -154,7 +148,7 @@ def test_a_driver_that_fails(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'\nexit 9")
     (check,) = check_gpus(torch_says(usable=False), nvidia_smi())
     assert (
-        check.state == NOTE and "the driver fails: NVIDIA-SMI has failed" in check.found and "--gpus all" in check.fix
+        check.state == NOTE and "the driver fails: NVIDIA-SMI has failed" in check.detail and "--gpus all" in check.fix
     )
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert nvidia_smi() == Cards()
@@ -163,13 +157,13 @@ def test_a_driver_that_fails(tmp_path, monkeypatch):
 def test_output_of_the_driver_that_says_little(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA GB10, [N/A], [N/A], 580.1'")
     gpu, nccl = check_gpus(torch_says(), nvidia_smi())
-    assert gpu.found == "1 x NVIDIA GB10, driver 580.1; CUDA 13.0, 1 visible" and nccl.state == OK
+    assert gpu.detail == "1 x NVIDIA GB10, driver 580.1; CUDA 13.0, 1 visible" and nccl.state == OK
     fake_nvidia_smi(tmp_path, monkeypatch, "echo 'Unable to determine the device handle'")
     (gpu,) = check_gpus(torch_says(usable=False), nvidia_smi())
-    assert gpu.state == NOTE and "printed 'Unable to determine the device handle', expected name, memory" in gpu.found
+    assert gpu.state == NOTE and "printed 'Unable to determine the device handle', expected name, memory" in gpu.detail
     for host in (nvidia_smi(), Cards()):  # what torch can use is used
         gpu, nccl = check_gpus(torch_says(), host)
-        assert gpu.state == OK and gpu.found.startswith("1 visible to torch, CUDA 13.0 (") and nccl.state == OK
+        assert gpu.state == OK and gpu.detail.startswith("1 visible to torch, CUDA 13.0 (") and nccl.state == OK
 
 
 def test_a_low_limit_of_open_files():
@@ -189,8 +183,8 @@ def test_little_room(monkeypatch, tmp_path):
     assert machine.check_shared_memory(tmp_path / "none") is None
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(64 << 20, 0, 3 << 30))
     shared, disk = machine.check_shared_memory(tmp_path), machine.check_disk(tmp_path)
-    assert shared.state == NOTE and shared.found.startswith("0.06 GiB") and "--shm-size=16g" in shared.fix
-    assert disk.state == NOTE and disk.found.startswith("3.0 GiB free") and "max_actor_ckpt_to_keep" in disk.fix
+    assert shared.state == NOTE and shared.detail.startswith("0.06 GiB") and "--shm-size=16g" in shared.fix
+    assert disk.state == NOTE and disk.detail.startswith("3.0 GiB free") and "max_actor_ckpt_to_keep" in disk.fix
 
 
 def test_variables(tmp_path):
@@ -198,10 +192,10 @@ def test_variables(tmp_path):
     assert str(none) == "[✓] NCCL variables: none set"
     set_variables = {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
     (listed,) = check_variables(set_variables, adapters=tmp_path)  # no adapter: nothing to disable
-    assert (listed.state, listed.found) == (OK, "NCCL_DEBUG=WARN, NCCL_IB_DISABLE=1")
+    assert (listed.state, listed.detail) == (OK, "NCCL_DEBUG=WARN, NCCL_IB_DISABLE=1")
     (tmp_path / "mlx5_0").mkdir()
     costly, listed = check_variables(set_variables, adapters=tmp_path)
-    assert (costly.state, costly.fix) == (NOTE, "unset NCCL_IB_DISABLE") and listed.found == "NCCL_DEBUG=WARN"
+    assert (costly.state, costly.fix) == (NOTE, "unset NCCL_IB_DISABLE") and listed.detail == "NCCL_DEBUG=WARN"
 
 
 @pytest.mark.parametrize(
@@ -240,18 +234,12 @@ def test_network_interfaces_that_nccl_is_told_to_use(words, state):
     assert state == OK or check.fix.endswith(" NCCL_SOCKET_IFNAME") or "export NCCL_SOCKET_IFNAME=" in check.fix
 
 
-def test_modes_follow_the_findings(tmp_path, monkeypatch):
-    for file in ("trainer/local_trainer.py", "single_controller/ray/group.py", "rollout/vllm/engine.py"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
-    monkeypatch.setattr("verl.env_check.check._PACKAGE", tmp_path)
-    names = ("FSDP2", "vLLM", "SGLang", "Megatron", "GPU")
-    checks = [Check(name, OK, "") for name in names] + [Check("Ray", FAULT, "does not import")]
+def test_modes_follow_the_findings():
+    names = ("FSDP2", "vLLM", "megatron-core", "GPU")
+    checks = [Check(name, OK, "") for name in names] + [Check(name, FAULT, "") for name in ("Ray", "SGLang")]
     modes = possible_modes(checks)
     assert modes["local trainer, one process"] is None and modes["rollout.name=vllm"] is None
-    assert modes["Ray, one or many hosts"] == "needs Ray"
-    assert modes["rollout.name=sglang"] == "not supported in this version"
+    assert modes["strategy=megatron"] is None and modes["strategy=fsdp"] is None
+    assert modes["Ray, one or many hosts"] == "needs Ray" and modes["rollout.name=sglang"] == "needs SGLang"
     broken = possible_modes([*checks, Check("torch", FAULT, "", required=True)])
-    assert set(broken.values()) == {"fix torch first", "not supported in this version"}
-    assert broken["rollout.name=vllm"] == "fix torch first"
-    assert broken["rollout.name=sglang"] == "not supported in this version"
+    assert set(broken.values()) == {"fix torch first"}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from verl.env_check.probe import Probe, at_least, is_installed, run_probes, version_of
+from verl.env_check.probe import Probe, at_least, run_probes, version_of
+from verl.utils.packages import is_installed
 
 
 def test_each_piece_of_code_gets_its_own_result():

@@ -14,7 +14,7 @@ from verl.planner.workload import Layout
 
 def megatron_job(size: int):
     """64 sequences of 128 + 128 tokens on two tensor-parallel ranks, which have 1000 logits of a token each."""
-    job = job_of(replace(TINY, vocabulary=2000), kind="megatron")
+    job = job_of(replace(TINY, vocabulary=2000), model_parallel=True)
     return job, replace(job.role("actor"), compute_bytes=size, weight_bytes=size, layout=Layout(2, tensor=2))
 
 

@@ -111,7 +111,7 @@ def test_training_memory_by_hand():
     assert (weights(job, four), gradients(job, four), optimizer_bytes(job, four)) == (1704, 1704, 2 * 1704)
     lora = replace(one, lora_rank=4)
     assert (weights(job, lora), gradients(job, lora)) == (4 * 1704, 4 * 1024)
-    megatron = replace(job, kind="megatron")
+    megatron = replace(job, model_parallel=True)
     sharded = replace(one, layout=Layout(8, tensor=2, pipeline=2))
     # bf16 weights and float32 gradients over t p, master weights and moments over all ranks
     assert weights(megatron, sharded) == 2 * 1704 / 4
@@ -119,7 +119,7 @@ def test_training_memory_by_hand():
 
 
 def test_training_memory_with_megatron_by_hand():
-    job = replace(job_of(SPARSE, ("actor",)), kind="megatron")
+    job = replace(job_of(SPARSE, ("actor",)), model_parallel=True)
     count, experts = SPARSE.parameters(), 1152
     role = replace(job.role("actor"), layout=Layout(8, tensor=2, pipeline=1, expert=4, expert_tensor=1))
     # two ranks share what is not an expert, four ranks the experts
@@ -183,7 +183,7 @@ def test_activations_by_hand():
 
 
 def test_megatron_has_its_gradient_buffers_on_a_cpu_too():
-    cpu, job = host.base_profile(torch.device("cpu")), job_of(kind="megatron", engine="native")
+    cpu, job = host.base_profile(torch.device("cpu")), job_of(model_parallel=True, engine="native")
     (group,) = plan_groups(replace(job, strict=False), cpu, [(("actor",), 1)], True).groups
     assert group.memory["update of the actor"]["gradients"] == 4 * TINY.parameters()
 
@@ -285,7 +285,7 @@ def test_a_strict_batch_is_divided_by_the_ranks():
 
 
 def test_a_thousand_devices_take_seconds():
-    job = job_of(shapes.built_in("70B"), ("actor", "ref", "critic", "reward"), prompts=4096, kind="megatron")
+    job = job_of(shapes.built_in("70B"), ("actor", "ref", "critic", "reward"), prompts=4096, model_parallel=True)
     job = replace(job, strict=False, engine="vllm", prompt_tokens=1024, response_tokens=1024)
     best, runner_up, *near = Search(job, H200, Space(separate_rollout=False, model_sizes=MEGATRON_SIZES)).plans(1024)
     assert best.fits and best.seconds <= runner_up.seconds and best.devices <= 1024
@@ -324,7 +324,7 @@ def test_the_engine_hf_is_not_tensor_parallel():
 
 
 def test_experts_are_spread_by_the_search():
-    job = replace(job_of(shapes.built_in("30B-A3B"), kind="megatron"), strict=False, engine="vllm")
+    job = replace(job_of(shapes.built_in("30B-A3B"), model_parallel=True), strict=False, engine="vllm")
     search = Search(job, H200, Space(separate_rollout=False, model_sizes=((1, 1), (2, 1)), rollout_sizes=(2,)))
     layout = search.plans(16)[0].groups[0].roles[0].layout
     assert layout.expert > 1 and layout.expert_tensor == 1  # 30 billion weights and gradients do not fit without

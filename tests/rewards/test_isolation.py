@@ -95,8 +95,8 @@ def test_a_reply_to_another_call_fails_this_call_and_ends_the_worker():
     pool = ProcessPool(1)
     before = pool.run(call("which_process"), Limits()).value[0]
     worker = pool._slots.get()
-    send = worker._send
-    worker._send = lambda: (send(), setattr(worker, "_number", worker._number + 1))
+    send = worker.send
+    worker.send = lambda message: (send(message), setattr(worker, "_number", worker._number + 1))
     pool._slots.put(worker)
     assert "another call" in pool.run(call("inverse", 2), Limits(wall_seconds=10)).failure
     assert not _alive(before)

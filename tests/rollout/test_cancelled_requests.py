@@ -45,10 +45,9 @@ class AbortsLater:
 def test_nothing_is_computed_for_requests_that_are_all_cancelled():
     """Otherwise the engine would compute while the weights are replaced."""
     engine, started, ends = make_engine("native"), [], []
-    start = engine.start_continuous
-    engine.start_continuous = lambda *args: started.append(AbortsLater(start(*args))) or started[-1]
     requests = make_requests([[1], [2]], SamplingParams(40, (), ignore_eos=True))
-    expected = engine.generate(requests)
+    expected, start = engine.generate(requests), engine.start
+    engine.start = lambda *args: started.append(AbortsLater(start(*args))) or started[-1]
 
     async def cancelled(request: Request) -> None:
         try:

@@ -46,8 +46,8 @@ from tests.rollout.contract import (
 )
 from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.stop_strings import StopStrings
+from verl.trainer.guards import faults
 from verl.trainer.ppo.canary import StaleWeightsError
-from verl.utils import chaos
 from verl.weight_sync import SlicedWeights
 
 
@@ -333,10 +333,12 @@ def test_a_push_that_copies_nothing_stops_the_run(restored, update):
     run = Run(restored, restored.engine)
     run.weights.push(0)
     with restored.scaled(update) as bound:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chaos, "_armed", {"stale-weights"})
+        faults.arm("stale-weights")
+        try:
             with pytest.raises(StaleWeightsError, match=STALE):
                 run.weights.push(1)
+        finally:
+            faults.disarm()
         assert run.weights.push(2)["weight_sync/canary_mismatch"] <= bound
 
 

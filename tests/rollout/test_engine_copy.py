@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlavaConfig
 from tests.vl_models import make_config, save_vl_model
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
+from verl.rollout.checks import check_images
 from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
-from verl.rollout.vision_models import check_images
+from verl.rollout.traits import engine_traits
 from verl.trainer.checks.model_limits import ModelLimits
 
 
@@ -49,10 +50,10 @@ def test_models_with_images_that_are_not_supported_are_refused(tmp_path):
             EngineCopy.of(config, model, env, None)
         with pytest.raises(ValueError, match=message):  # before anything is started, and with --dry-run
             ModelLimits.of(model).check_engine(config)
-        check_images(engine, make_config("qwen2_vl"))
-        check_images(engine, LlamaConfig())
+        check_images(engine_traits(engine), make_config("qwen2_vl"))
+        check_images(engine_traits(engine), LlamaConfig())
         with pytest.raises(ValueError, match=r"found llava: .* have not been compared .* Use rollout.name=hf"):
-            check_images(engine, LlavaConfig())
+            check_images(engine_traits(engine), LlavaConfig())
 
 
 @pytest.mark.parametrize(("name", "hint"), [("blok_size", "did you mean block_size?"), ("zzz", "remove it")])

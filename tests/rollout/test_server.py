@@ -20,10 +20,9 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.native.torch_decoder import TorchDecoder
 from verl.rollout.request import Completion, Request, SamplingParams
 from verl.server.app import make_app
-from verl.server.engine_loop import EngineLoop
 from verl.server.http import ServerThread, listen, serve_until_signal
 from verl.server.protocol import ApiError, read_call
-from verl.server.service import Running, ServedModel, SingleCall
+from verl.server.service import EngineLoop, Running, ServedModel, SingleCall
 from verl.server.text import ResponseText, text_of, token_bytes
 
 KEY = "secret"
@@ -403,7 +402,7 @@ def test_a_disconnect_aborts_the_request(served, stream, monkeypatch):
             assert next(response.iter_lines()).startswith("data: ")
             raise httpx.ReadTimeout("the client closes the connection here")
     deadline = time.monotonic() + 20
-    while engine._continuous.is_busy():
+    while engine._batch.is_busy():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert 0 <= engine.stats.tokens < 900
@@ -469,7 +468,7 @@ def test_a_signal_lets_running_calls_finish(served, number):
         engine.started.wait(10)
         os.kill(os.getpid(), number)
         time.sleep(0.3)
-        generator.loop.call_soon_threadsafe(engine.end.set)
+        generator.thread.call(engine.end.set)
         call.join()
 
     user = threading.Thread(target=use)

@@ -10,9 +10,8 @@ import pytest
 from examples.quickstart.tiny_model import tiny_model
 from verl.cli.serve import load
 from verl.server.app import LARGE_BODY, LARGE_THREADS, make_app
-from verl.server.engine_loop import EngineLoop
 from verl.server.http import ServerThread
-from verl.server.service import ServedModel
+from verl.server.service import EngineLoop, ServedModel
 
 HEADERS = {"Authorization": "Bearer secret"}
 SMALL = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}

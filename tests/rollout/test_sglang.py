@@ -18,14 +18,15 @@ from tests.rollout.contract import DEVICE, DTYPE, IS_FLOAT32, KWARGS, SHAPE, rou
 from tests.rollout.mixtures import MIXTURES, assert_experts, check_mixture, save_mixture
 from tests.rollout.sglang_push import push
 from verl.config import load_config, schema
+from verl.config.checks.registered import check_built_in
 from verl.config.errors import ConfigError
-from verl.config.supported import check_built_in
+from verl.rollout import engine_copy
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang import capabilities, loader, settings, weights
-from verl.rollout.sglang.filters import LogitFilter, filter_params
+from verl.rollout.sglang.engine import LogitFilter, filter_params
 from verl.rollout.sglang.service import Job
 from verl.utils.device import resolve_device
 
@@ -236,9 +237,9 @@ def test_one_message_where_it_is_not_installed(key):
 
 
 def test_an_sglang_that_lacks_something_is_named_with_the_tested_versions(monkeypatch):
-    monkeypatch.setattr(capabilities, "missing_package", lambda end, value: None)
-    monkeypatch.setattr(capabilities.importlib.metadata, "version", lambda name: "0.1")
-    monkeypatch.setattr(capabilities, "_load", lambda module, name: ModuleType(name) if name == "Engine" else Job)
+    monkeypatch.setattr("verl.utils.packages.is_installed", lambda module: True)
+    monkeypatch.setattr(engine_copy.importlib.metadata, "version", lambda name: "0.1")
+    monkeypatch.setattr(engine_copy, "_import", lambda module, name: ModuleType(name) if name == "Engine" else Job)
     with pytest.raises(ValueError, match=r"SGLang 0\.1 lacks Engine\.async_generate, .*tested versions: 0\.5\.15"):
         capabilities.probe(on_gpu=True)
 

@@ -96,7 +96,7 @@ def test_a_failed_process_ends_running_and_later_calls(service):
             waiting.result(10)
         with pytest.raises(ProcessFailed):
             service.submit(Request([100], SamplingParams(5, ()), 0, "b")).result(10)
-        service._failed.clear()
+        service.thread.error = None
 
 
 def test_an_abort_right_after_the_submission_is_not_lost(service, engine):

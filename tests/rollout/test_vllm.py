@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaConfig
 
 from verl.config import schema
+from verl.rollout import engine_copy
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.request import Request, SamplingParams
@@ -305,8 +306,8 @@ def test_a_vllm_that_lacks_something_is_named_with_the_tested_versions(monkeypat
     modules["vllm.engine.arg_utils"].EngineArgs = modules["vllm.v1.engine.llm_engine"].LLMEngine = Counting
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(capabilities, "missing_package", lambda end, value: None)
-    monkeypatch.setattr(capabilities, "installed_version", lambda: "0.1")
+    monkeypatch.setattr("verl.utils.packages.is_installed", lambda module: True)
+    monkeypatch.setattr(engine_copy.importlib.metadata, "version", lambda name: "0.1")
     monkeypatch.setattr(capabilities, "set_environment", lambda: None)
     with pytest.raises(ValueError, match=r"vLLM 0\.1 lacks LLM\.wake_up, .*tested versions: vllm 0\.24\.0") as error:
         capabilities.probe()

@@ -1,28 +1,28 @@
-"""Values through a socket and shared memory, between the two ends of a socket pair in one process."""
+"""Values through a channel and shared memory, between its two ends in one process."""
 
 import os
-import socket
 import threading
 
 import numpy as np
 import pytest
 import torch
 
+from verl.processes.channel import Channel
 from verl.protocol import DataProto
 from verl.single_controller.local import transport
-from verl.single_controller.local.transport import Kind, MemoryFile, Parcel, receive, send
+from verl.single_controller.local.transport import Kind, MemoryFile, Parcel, receive
 from verl.single_controller.remote_batch import dumps
 
 
 @pytest.fixture
 def ends():
-    a, b = socket.socketpair()
+    a, b = Channel.pair()
     with a, b:
         yield a, b
 
 
 def through(ends, value):
-    send(ends[0], Kind.CALL, 7, value)
+    Parcel(value).send(ends[0], Kind.CALL, 7)
     message = receive(ends[1])
     assert (message.kind, message.call_id) == (Kind.CALL, 7)
     return message.load()
@@ -85,7 +85,7 @@ def test_receivers_do_not_see_each_other_write(ends):
 
 def test_sending_never_waits_for_the_receiver(ends):
     """A hundred large messages fit in the socket, since they hold no data: none is read until all are sent."""
-    sender = threading.Thread(target=lambda: [send(ends[0], Kind.CALL, i, ["x" * 100_000]) for i in range(100)])
+    sender = threading.Thread(target=lambda: [Parcel(["x" * 100_000]).send(ends[0], Kind.CALL, i) for i in range(100)])
     sender.start()
     sender.join(10)
     assert not sender.is_alive()
@@ -107,8 +107,8 @@ def test_a_closed_connection_is_an_end_of_file(ends):
 
 def test_large_messages_are_in_memory_and_elsewhere_in_an_unnamed_file(monkeypatch):
     def kind_of_file():
-        file, _, size = MemoryFile.of([memoryview(b"abc")])
-        assert (size, file.map()[:]) == (3, b"abc")
+        file, _ = MemoryFile.write([memoryview(b"abc")])
+        assert file.map()[:3] == b"abc"
         return os.readlink(f"/proc/self/fd/{file.descriptor}")
 
     assert kind_of_file() == "/memfd:verl-message (deleted)"

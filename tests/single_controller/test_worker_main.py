@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from verl.processes.channel import Channel
 from verl.single_controller import WorkerError, WorkerSpec
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel
-from verl.single_controller.local.transport import Kind, receive, send
+from verl.single_controller.local.transport import Kind, Parcel, receive
 from verl.single_controller.local.worker_main import WorkerHost
 from verl.single_controller.worker import RankEnv
 
@@ -20,13 +21,13 @@ WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 def ask(monkeypatch):
     """A function that sends one message and returns the kind and content of the reply."""
     monkeypatch.setenv("RANK", "3")
-    ours, theirs = socket.socketpair()
+    ours, theirs = Channel.pair()
     loop = threading.Thread(target=WorkerHost().serve, args=(theirs,))
     loop.start()
 
     def ask(kind: Kind, content) -> tuple:
         if kind is Kind.START:
-            send(ours, kind, 5, content)
+            Parcel(content).send(ours, kind, 5)
         else:
             role, method, *args = content
             call_parcel(role, method, Call(tuple(args))).send(ours, kind, 5)

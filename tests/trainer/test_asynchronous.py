@@ -16,6 +16,7 @@ from verl.dataflow import DataFlow, Operator
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import Future, WorkerDied, WorkerGroup
 from verl.trainer.base import StepReport
+from verl.trainer.ppo.flow import PPORunner
 from verl.trainer.ppo_trainer import PPOTrainer
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -111,7 +112,7 @@ def test_generation_overlaps_training_within_the_bound(k, settings, monkeypatch)
 
         def _overlap(self, batch) -> None:
             """Wait for a token, unless there is no sample to generate or those in flight wait for a push."""
-            buffer, engine = self.asynchronous.buffer, self.roles["rollout"].worker.rollout.engine
+            buffer, engine = self.runner.buffer, self.roles["rollout"].worker.rollout.engine
             before = len(engine.times)
             while len(engine.times) == before and (buffer.room() or (buffer.in_flight and not engine.all_held)):
                 time.sleep(0.001)
@@ -150,7 +151,7 @@ def test_no_response_is_interrupted_without_partial_rollout(settings):
 def test_with_max_staleness_0_the_flow_is_the_synchronous_one(settings):
     zero = PPOTrainer(overrides=[*settings, *GRPO, "trainer.async.max_staleness=0"])
     plain = PPOTrainer(overrides=[*settings, *GRPO])
-    assert zero.asynchronous is None and zero.config == plain.config
+    assert type(zero.runner) is PPORunner and zero.config == plain.config
     for a, b in zip(zero.pipeline.operators, plain.pipeline.operators, strict=True):
         assert (a.name, a.reads, a.writes, a.on, type(a.func)) == (b.name, b.reads, b.writes, b.on, type(b.func))
     assert zero.pipeline._stage == zero.pipeline.operators

@@ -103,7 +103,7 @@ def test_rewards_without_a_difference_end_the_run(equal, caplog):
 
 def test_a_signal_ends_a_run_whose_rewards_do_not_differ(equal, tmp_path, capsys):
     trainer, reports = make(equal, "algorithm.filter_groups.max_empty_gen_batches=0")
-    filtering, groups = trainer.asynchronous._filter.sampling, []
+    filtering, groups = trainer.runner._filter.sampling, []
 
     def count(batch):
         groups.append(len(batch) // 2)
@@ -138,12 +138,12 @@ def test_the_limit_of_generations_is_that_of_each_training_batch():
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 PHASES = {
-    "the rollout generates and training waits": lambda run: call_once(run.asynchronous.buffer, "_choose", terminate),
-    "a group arrives": lambda run: call_once(run.asynchronous.buffer, "settle", terminate),
-    "prompts are sent": lambda run: call_once(run.asynchronous.generation, "send", terminate, before=True),
-    "the policy is updated": lambda run: call_once(run.asynchronous.buffer, "take", terminate),
+    "the rollout generates and training waits": lambda run: call_once(run.runner.buffer, "_choose", terminate),
+    "a group arrives": lambda run: call_once(run.runner.buffer, "settle", terminate),
+    "prompts are sent": lambda run: call_once(run.runner.generation, "send", terminate, before=True),
+    "the policy is updated": lambda run: call_once(run.runner.buffer, "take", terminate),
     "weights are pushed": lambda run: call_once(run.rollout_weights, "push", terminate, before=True),
-    "the push has ended": lambda run: call_once(run.asynchronous.buffer, "set_version", terminate),
+    "the push has ended": lambda run: call_once(run.runner.buffer, "set_version", terminate),
     "a validation generates": lambda run: call_once(run, "_validate_now", terminate, before=True),
     "a checkpoint is written": lambda run: call_once(run.checkpointer, "save", terminate, before=True),
 }
@@ -215,7 +215,7 @@ def test_training_continues_after_a_validation_that_failed(settings, monkeypatch
     """In a custom loop: the responses that the validation interrupted are continued."""
     monkeypatch.setattr(VersionEngine, "hold", 60.0)
     trainer, _ = make(settings, kind=PPOTrainer)
-    buffer = trainer.asynchronous.buffer
+    buffer = trainer.runner.buffer
 
     def fail() -> None:
         raise KeyError("no such field")
@@ -265,7 +265,7 @@ class InStep(PPOTrainer):
         return super().build_flow().insert_before("update_actor", Operator("wait", self._wait))
 
     def _wait(self, batch: DataProto) -> None:
-        buffer = self.asynchronous.buffer
+        buffer = self.runner.buffer
         wait_until(lambda: not WeightEngine.open.is_set() or not (buffer.room() or buffer.in_flight))
 
 
@@ -299,7 +299,7 @@ def test_rewind_gives_the_steps_of_a_fresh_resume(k, settings, tmp_path):
     trainer, _ = make(settings, *more, k=k, steps=8, kind=InStep)
     steps_of(trainer, 2)
     trainer.save()
-    undone, buffer = steps_of(trainer, 1), trainer.asynchronous.buffer
+    undone, buffer = steps_of(trainer, 1), trainer.runner.buffer
     wait_until(lambda: not (buffer.room() or buffer.in_flight))
     WeightEngine.open.clear()
     undone += steps_of(trainer, 1)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.test_resume import metrics_of
-from verl.config import load_config
-from verl.config.no_effect import settings_without_effect
+from verl.config import load_config, settings_without_effect
 from verl.data.sequences import build_sequences
 from verl.dataflow import HOLD, DataFlow, Operator
 from verl.protocol import DataProto

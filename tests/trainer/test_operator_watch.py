@@ -7,7 +7,7 @@ import pytest
 
 from verl.dataflow import Operator
 from verl.trainer.guards import operator_watch
-from verl.trainer.guards.operator_watch import OperatorTimeout
+from verl.trainer.guards.operator_watch import OperatorTimeout, OperatorWatch
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 SHORT = ["algorithm.name=grpo", "trainer.total_training_steps=4"]
@@ -23,9 +23,13 @@ class AllBut:
         return name != self.watched
 
 
+def watch_of(trainer: LocalPPOTrainer) -> OperatorWatch:
+    return next(guard for guard in trainer.guards if isinstance(guard, OperatorWatch))
+
+
 def wait_until_measured(trainer: LocalPPOTrainer, *operators: str) -> None:
     """The watch looks at intervals, and an operator that it has not seen has no limit."""
-    durations, end = trainer._operator_watch._durations, time.monotonic() + 60
+    durations, end = watch_of(trainer)._durations, time.monotonic() + 60
     while any(durations.limit(name).reason == "trainer.worker_timeout" for name in operators):
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -106,13 +110,13 @@ def test_an_operator_that_goes_on_after_its_limit_does_not_end_the_watch(setting
     def catch_everything(name: str, seconds: float, batch) -> None:
         if name == "gen" and trainer.global_step == 3:
             try:
-                trainer.unwatched = AllBut("gen")
+                trainer.view.unwatched = AllBut("gen")
                 trainer.pipeline.running_since["gen"] = started = time.perf_counter() - 1000
                 time.sleep(300.0)
             except BaseException:
                 slow.append(started)
                 trainer.pipeline.running_since.pop("gen", None)
-                trainer.unwatched = AllBut("check")
+                trainer.view.unwatched = AllBut("check")
 
     trainer.pipeline.observer = catch_everything
     with pytest.raises(OperatorTimeout, match="operator 'check' has not ended after 2 s"):
@@ -145,7 +149,7 @@ def test_a_slow_reward_that_its_timeout_allows_does_not_end_the_run(settings, tm
     more += [f"reward.timeout={timeout}", "reward.on_error=count", "reward.max_failure_rate=0.5"]
     metrics = []
     trainer = LocalPPOTrainer(overrides=[*settings, *SHORT, *more])
-    trainer.unwatched = AllBut("reward")
+    trainer.view.unwatched = AllBut("reward")
     trainer.on_step.append(lambda report: metrics.append(report.metrics))
     trainer.on_step.append(lambda report: wait_until_measured(trainer, "reward"))
     trainer.fit()

@@ -12,8 +12,9 @@ from examples.quickstart.tiny_model import tiny_model
 from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError, schema
 from verl.config.public.upstream import upstream_engines
-from verl.config.supported import BUILT_IN
+from verl.engines.traits import built_in_strategies
 from verl.recipe.dapo.main_dapo import DAPOTrainer
+from verl.rollout.traits import built_in_engines
 from verl.single_controller.cluster import make_cluster
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
 from verl.trainer import main_ppo, sft_trainer
@@ -276,8 +277,11 @@ def test_the_names_known_before_the_registries_are_loaded_are_the_registered_one
     from verl.engines.base import ENGINES
     from verl.rollout.base import ROLLOUT_ENGINES
 
-    for key, registry in (("rollout.name", ROLLOUT_ENGINES), ("strategy", ENGINES)):
-        assert set(BUILT_IN[key]) <= set(registry)
+    for key, names, registry in (
+        ("rollout.name", built_in_engines(), ROLLOUT_ENGINES),
+        ("strategy", built_in_strategies(), ENGINES),
+    ):
+        assert set(names) <= set(registry)
         assert not set(upstream_engines(key)) & set(registry)
 
 

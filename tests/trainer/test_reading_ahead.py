@@ -194,7 +194,7 @@ def test_a_read_that_hangs_ends_asynchronous_training(settings_of_text, short_wa
     dataset.end.set()
     monkeypatch.setattr(prefetch, "_JOIN_SECONDS", 10.0)
     trainer.source.close()
-    trainer.asynchronous.producer.stop()  # ends with its read
+    trainer.runner.producer.stop()  # ends with its read
 
 
 def test_asynchronous_training_loses_and_repeats_no_prompt(settings_of_text, tmp_path):

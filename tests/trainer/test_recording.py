@@ -16,7 +16,7 @@ from verl.tracking.report import report_data, write_report
 from verl.tracking.run_record import RunRecord, collected
 from verl.tracking.runs import open_run, run_folders
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.output.recording import MAX_TOKENS, distribution, step_record
+from verl.trainer.output.samples import MAX_TOKENS, distribution, step_record
 
 logger = logging.getLogger("verl.test")
 

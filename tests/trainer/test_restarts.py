@@ -10,6 +10,7 @@ import pytest
 
 from tests.trainer.conftest import run_settings
 from verl.single_controller import WorkerDied
+from verl.trainer.guards.restarts import settings_for_devices_left
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 PROCESSES = ["algorithm.name=grpo", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=4"]
@@ -87,7 +88,7 @@ def test_the_same_error_in_the_same_step_ends_the_run(settings, tmp_path):
     strike_at(trainer, 3, signal.SIGKILL, times=5)
     with pytest.raises(WorkerDied) as error:
         trainer.fit()
-    assert trainer.restarts.count == 1
+    assert trainer.view.restarts == 1
     assert "no restart: the same error has ended step 3 before" in error.value.__notes__
 
 
@@ -126,7 +127,7 @@ def test_a_run_that_was_asked_to_end_does_not_restart(settings, tmp_path):
     with pytest.raises(WorkerDied) as error:
         trainer.fit()
     assert "no restart: SIGTERM was received" in error.value.__notes__
-    assert trainer.global_step == 1 and trainer.restarts.count == 0
+    assert trainer.global_step == 1 and trainer.view.restarts == 0
     assert trainer.fit()["training/global_step"] == 4  # the signal was one to the first `fit`
 
 
@@ -204,7 +205,7 @@ def test_an_error_may_end_a_step_once(settings, tmp_path):
     trainer.pipeline.observer = lose
     with pytest.raises(WorkerDied, match="process 345") as error:
         trainer.fit()
-    assert trainer.restarts.count == 2
+    assert trainer.view.restarts == 2
     assert "no restart: the same error has ended step 1 before" in error.value.__notes__
 
 
@@ -212,14 +213,13 @@ def test_the_devices_that_are_left_are_used_if_the_settings_allow_it(settings, m
     trainer = LocalPPOTrainer(overrides=[*settings, "trainer.n_gpus_per_node=4", "trainer.allow_smaller=true"])
     left, error = [(1, 3), (1, 2), (1, 1)], WorkerDied("killed", role="actor", method="update_actor", rank=3)
     monkeypatch.setattr(trainer.cluster, "sizes_left", lambda *now: left)
-    trainer.restarts._fit_size(error)
-    for config in (trainer.config, trainer.run.config, trainer.checkpointer.config):
-        assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (1, 2)
-    assert trainer.world_size == 2 and "the run continues with 1 x 2 instead of 1 x 4 devices" in caplog.text
+    config = settings_for_devices_left(trainer.view, error).trainer
+    assert (config.nnodes, config.n_gpus_per_node) == (1, 2)
+    assert "the run continues with 1 x 2 instead of 1 x 4 devices" in caplog.text
     assert "1 nodes with 3 processes are not possible" in error.__notes__[0]
     left.clear()
     with pytest.raises(WorkerDied) as raised:
-        trainer.restarts._fit_size(error)
+        settings_for_devices_left(trainer.view, error)
     assert "no restart: the devices that are left are not sufficient" in raised.value.__notes__
 
 

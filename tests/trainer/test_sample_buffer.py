@@ -128,7 +128,7 @@ def test_the_batches_of_the_start_are_not_sorted_by_length(start):
     """The later a prompt was admitted, the earlier its responses end: the order of admission decides, B per step."""
     run = Run(max_staleness=2)
     run.step = start
-    run.buffer.start_at(start, 1000)
+    run.buffer.reset_to(start, 1000)
     assert run.admit() == 3 * B
     run.finish(str(i) for i in reversed(range(1, 3 * B)))
     assert not run.ready(), "the first step trains on the first prompts, and one of them is not finished"
@@ -233,7 +233,7 @@ def test_a_checkpoint_has_every_prompt_that_is_not_trained_in_its_order():
     resumed = Run(max_staleness=2)
     resumed.queue.load_state_dict(state)
     resumed.step = run.step
-    resumed.buffer.start_at(run.step, 4)
+    resumed.buffer.reset_to(run.step, 4)
     assert resumed.buffer.room() == 3 * B  # of the steps 2 to 4
     for _ in range(3):
         resumed.admit()

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,13 +110,18 @@ def test_a_signal_between_two_steps_saves_too(chosen, tmp_path):
 
 def test_the_same_sigint_sent_twice_is_one_request(caplog):
     """`timeout` sends it to its child and to the process group."""
-    with Interruption(lambda: "step 1 of 4") as interruption:
+    view = SimpleNamespace(step=1, total_steps=4, interrupted=None)
+    interruption = Interruption(SimpleNamespace(trainer=TrainerConfig(save_at_end=False)))
+    interruption.before_step(view)
+    try:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-        assert interruption.requested == signal.SIGINT
+        assert view.interrupted == signal.SIGINT
         interruption._received -= 0.6
         with pytest.raises(Stopped) as stop:
             os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        interruption.at_end(view)
     assert stop.value.second and not stop.value.finished
     assert caplog.messages == ["SIGINT: finishing step 1 of 4; a second Ctrl-C stops at once"]
 
@@ -250,9 +256,13 @@ def test_a_metric_that_the_first_validation_does_not_have_loses_no_step(chosen, 
     assert json.loads((tmp_path / "run" / "best_checkpoint.json").read_text())["step"] == 4
 
 
+def watch_with(settings: TrainerConfig) -> ValidationWatch:
+    return ValidationWatch(SimpleNamespace(trainer=settings))
+
+
 @pytest.mark.parametrize("given", [METRIC, True])
 def test_a_validation_without_the_metric_is_no_improvement(given, caplog):
-    watch = ValidationWatch(TrainerConfig(save_best=given))
+    watch = watch_with(TrainerConfig(save_best=given))
     values = [{METRIC: math.nan}, {METRIC: 0.5}, {"val-core/task/reward/mean@1": 9.0}, {}, {METRIC: 0.6}]
     improved = []
     for step, metrics in enumerate(values, 1):
@@ -287,12 +297,12 @@ def test_without_validations_there_is_no_best(key, chosen, capsys):
 def test_patience_counted_by_hand(given, values, last):
     """Also when the state is saved and restored after every validation."""
     config = TrainerConfig(early_stopping=given, save_best=False)
-    watch, ended = ValidationWatch(config), None
+    watch, ended = watch_with(config), None
     for step, value in enumerate(values, 1):
         watch.observe(step, {METRIC: value})
         if watch.reason and not ended:
             ended = step
-        state, watch = watch.state_dict(), ValidationWatch(config)
+        state, watch = watch.state_dict(), watch_with(config)
         watch.load_state_dict(json.loads(json.dumps(state)))
     assert ended == last
 
@@ -309,7 +319,7 @@ def test_early_stopping_is_a_normal_end_and_survives_an_interruption(chosen, tmp
     trainer.fit()
     assert trainer.global_step == 3 and steps_in(tmp_path / "run") == [2, 3]
     reason = f"{METRIC} has not improved in 1 validations (best: 0.5 at step 2; trainer.early_stopping.patience=1)"
-    assert trainer.end_reason == reason and f"early stopping at step 3 of 7: {reason}" in caplog.text
+    assert trainer.view.end_reason == reason and f"early stopping at step 3 of 7: {reason}" in caplog.text
     again = scripted(LocalPPOTrainer(overrides=plain), series)
     again.fit()
     assert again.global_step == 3 and "nothing to train" in caplog.text
@@ -329,14 +339,14 @@ def test_early_stopping_is_a_normal_end_and_survives_an_interruption(chosen, tmp
     ],
 )
 def test_the_main_metric(metrics, name, value, mode):
-    watch = ValidationWatch(TrainerConfig(save_best=True))
+    watch = watch_with(TrainerConfig(save_best=True))
     watch.observe(5, metrics)
     assert watch.best == Best(name, value, 5, mode)
 
 
 def test_another_metric_does_not_take_over_the_best_value(caplog):
-    watch = ValidationWatch(TrainerConfig(save_best="val/a"))
+    watch = watch_with(TrainerConfig(save_best="val/a"))
     watch.observe(1, {"val/a": 0.9})
-    other = ValidationWatch(TrainerConfig(save_best="val/b"))
+    other = watch_with(TrainerConfig(save_best="val/b"))
     other.load_state_dict(watch.state_dict())
     assert other.best is None and "the best value of val/a in the checkpoint is not used" in caplog.text

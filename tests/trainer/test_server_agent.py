@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.rollout.asynchronous_runs import turns_agent
-from verl.config import check_supported, load_config
+from verl.config import load_config, settings_without_effect
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.workers.rollout.role import Rollout
 
@@ -190,11 +190,13 @@ def test_settings_that_do_not_fit_are_named_before_the_run(chat_model, tmp_path)
     assert "expected a function of" in problem(f"{rollout}.server.agent.path={tmp_path / 'other.py'}")
 
 
-def test_sync_and_settings_without_effect_are_logged(caplog):
+def test_sync_and_settings_without_effect_are_named(caplog):
     rollout = "actor_rollout_ref.rollout"
-    check_supported(load_config(None, [f"{rollout}.mode=sync", f"{rollout}.server.agent.path=agent.py"]))
+    config = load_config(None, [f"{rollout}.mode=sync", f"{rollout}.server.agent.path=agent.py"])
     assert f"{rollout}.mode: sync is the same as async" in caplog.text
-    assert f"server.agent.path: agent.py has no effect with {rollout}.mode=sync" in caplog.text
+    assert settings_without_effect(config) == [
+        f"{rollout}.server.agent.path: agent.py has no effect with {rollout}.mode=sync"
+    ]
 
 
 LETTERS = '''

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from verl.data.order import ResumableSampler
-from verl.trainer.guards.bad_steps import StepGuard
+from verl.trainer.guards.bad_steps import BadSteps
+from verl.trainer.guards.base import SKIP
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state.checkpointing import BadStepsError
 
@@ -206,11 +207,11 @@ def test_the_limit_counts_bad_steps_in_a_row(limit, last):
     """The steps 1, 3, 4, 5 and 6 are bad."""
     settings = SimpleNamespace(max_skipped_steps=limit, max_step_dumps=0)
     checkpointer = SimpleNamespace(wait=lambda: None, newest=lambda: "resume from step 0")
-    guard = StepGuard(SimpleNamespace(config=SimpleNamespace(trainer=settings), checkpointer=checkpointer))
+    guard, view = BadSteps(SimpleNamespace(trainer=settings)), SimpleNamespace(checkpointer=checkpointer)
 
     def check(step: int) -> None:
-        guard.check(SimpleNamespace(step=step, metrics={"actor/grad_skipped": float(step != 2), "actor/lr": 1.0}))
-        assert guard.is_bad == (step != 2 and limit > 0)
+        report = SimpleNamespace(step=step, metrics={"actor/grad_skipped": float(step != 2), "actor/lr": 1.0})
+        assert guard.after_step(view, report) == (SKIP if step != 2 and limit > 0 else None)
 
     for step in range(1, last or 7):
         check(step)

@@ -22,7 +22,7 @@ from verl.data.files import read_rows
 from verl.evaluation.generate import GenerationRun
 from verl.evaluation.prompts import write_output
 from verl.tracking.report.report import write_report
-from verl.trainer.output.recording import step_record
+from verl.trainer.output.samples import step_record
 from verl.trainer.state.replay import replay
 
 COLORS = {"a": (220, 30, 30), "b": (30, 30, 220)}

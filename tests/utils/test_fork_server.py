@@ -49,17 +49,17 @@ def server():
     return server_for(ENV)
 
 
-@pytest.mark.parametrize("stacks", [False, True])
-def test_a_fork_has_what_a_fresh_interpreter_has(server, stacks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_fork_has_what_a_fresh_interpreter_has(server, reports, tmp_path, monkeypatch):
     """Environment, folder, arguments, descriptors and so on; folder and limit have changed since the server started."""
     monkeypatch.chdir(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
     assert server_for(ENV) is server
     env = {**ENV, "RANK": "1", "OMP_NUM_THREADS": "3"}
-    with evaluator(PythonProcess, env=env, stacks=stacks) as (connection, _):
+    with evaluator(PythonProcess, env=env, reports=reports) as (connection, _):
         fresh = ask(connection, "facts()")
-    with evaluator(server.start, env=env, stacks=stacks) as (connection, process):
+    with evaluator(server.start, env=env, reports=reports) as (connection, process):
         forked = ask(connection, "facts()")
         assert ask(connection, "os.getpid()") == process.pid and ask(connection, "os.getppid()") == server.pid
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

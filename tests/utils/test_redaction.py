@@ -107,7 +107,7 @@ def test_a_saved_configuration_has_no_credentials_and_says_so_when_it_is_used(tm
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(str(tmp_path / "config.yaml"))
-    assert [p.key for p in caught.value.problems if "was not saved" in p.what] == [
+    assert [p.key for p in caught.value.problems if "was not saved" in p.message] == [
         "data.train_files",
         "ray_kwargs.ray_init._redis_password",
     ]

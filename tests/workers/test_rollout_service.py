@@ -1,6 +1,7 @@
 """Generation in the background: interrupted responses continue with the new weights, and errors reach the caller."""
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from verl.agents import Prompt, SingleTurn, Trajectory
+from verl.rollout import engine_thread
 from verl.rollout.base import RolloutEngine
 from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.stop_strings import StopStrings
@@ -217,7 +219,7 @@ def test_an_error_of_the_engine_is_raised_by_every_call(error):
             call()
         assert caught.value is error
     service.close()
-    assert not [t for t in threading.enumerate() if t is service._thread]
+    assert not service._thread.is_alive()
 
 
 def test_a_trajectory_that_is_cancelled_ends_the_run():
@@ -289,7 +291,7 @@ def test_a_pause_that_does_not_end_names_its_requests(partial, monkeypatch, capl
     service.submit("a", prompts(7))
     started(engine, 7)
     trajectories = "" if partial else ", 7 trajectories that have started"
-    message = rf"within 0\.5 s, still waits for 7 requests .* \(sample ids 0, .* 4 and 2 more\){trajectories}, which"
+    message = rf"within 0\.5 s, still waits for 7 requests .* \(sample ids 0, .* 4 and 2 more\){trajectories} \("
     with caplog.at_level("WARNING"), pytest.raises(TimeoutError, match=message):
         service.pause(partial)
     assert len(caplog.messages) == 2 and all("still waits for 7 requests" in text for text in caplog.messages)
@@ -299,7 +301,7 @@ def test_a_pause_that_does_not_end_names_its_requests(partial, monkeypatch, capl
 
 
 def test_a_pause_whose_event_loop_is_blocked_names_the_function(monkeypatch):
-    monkeypatch.setattr(service_module, "_JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(engine_thread, "_GRACE_SECONDS", 0.1)
     engine = Endless()
     engine.abort = engine.follow  # blocks
     service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"), pause_limit=0.3)
@@ -354,7 +356,7 @@ def test_an_error_of_following_is_raised_by_close_unless_a_call_has():
     for calls in (False, True):
         service = FollowingService(engine, torch.device("cpu"))
         service.resume()
-        service._thread.join(20)
+        concurrent.futures.wait([service._following], 20)
         with pytest.raises(OSError, match="the other ranks are gone"):
             service.collect(0.0) if calls else service.close()
         service.close()

@@ -178,7 +178,7 @@ class MultiTurnLoop:
     ) -> list[dict[str, Any]]:
         limit = self.config.max_parallel_calls
         observations = await asyncio.gather(*(self._run_tool(state, call) for call in calls[:limit]))
-        rejected = failure(f"at most {limit} tool calls per turn are run, so this one was not")
+        rejected = failure(f"at most {limit} tool calls per turn are run, and this is one more")
         observations += [rejected] * len(calls[limit:])
         for observation in observations:
             trajectory.count("tool_calls")

@@ -204,6 +204,7 @@ def remax(
 
 
 @register_adv_est("grpo", min_group_size=2)
+@register_adv_est("grpo_vectorized", min_group_size=2)  # in public verl; here every estimator is vectorized
 @torch.no_grad()
 def grpo(
     token_level_rewards: torch.Tensor,
@@ -306,6 +307,7 @@ def analytic_passk(
 
 
 @register_adv_est("rloo", min_group_size=2)
+@register_adv_est("rloo_vectorized", min_group_size=2)
 @torch.no_grad()
 def rloo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, uid: Sequence
@@ -440,8 +442,3 @@ def whiten_comparable(advantages: torch.Tensor, grouped: GroupedRewards) -> torc
     if not mask.any():
         return torch.zeros_like(advantages)
     return torch.where(mask, masked_whiten(advantages, mask), 0)
-
-
-# names of the vectorized variants of public verl; here every estimator is vectorized
-ADV_ESTIMATOR_REGISTRY.register("grpo_vectorized", grpo)
-ADV_ESTIMATOR_REGISTRY.register("rloo_vectorized", rloo)

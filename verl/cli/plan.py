@@ -5,7 +5,9 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from verl.engines.traits import built_in_strategies, strategy_traits
 from verl.processes.streams import command_output
+from verl.rollout.traits import built_in_engines
 from verl.utils.redaction import console_text
 
 if TYPE_CHECKING:
@@ -54,9 +56,9 @@ def _wrong_first_form(arguments: list[str]) -> str | None:
     if any(argument.partition("=")[0] == "--calibrate" for argument in arguments):
         return f"--calibrate measures this host and takes no other arguments, found {' '.join(arguments)}"
     options = {name for action in _parser()._actions for name in action.option_strings}
-    given = next((argument for argument in arguments if argument.partition("=")[0] in options), None)
-    if given is not None:
-        return f"{given.partition('=')[0]} is an option of a simulation, which needs the number of GPUs: add --gpus N"
+    option = next((argument for argument in arguments if argument.partition("=")[0] in options), None)
+    if option is not None:
+        return f"{option.partition('=')[0]} is an option of a simulation, which needs the number of GPUs: add --gpus N"
     for argument in arguments:
         name = argument.partition("=")[0].lower().lstrip("-")
         meant = [option for option in sorted(options) if len(name) > 1 and option.startswith(f"--{name}")]
@@ -103,8 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--critic", default="", help="model of the critic; empty: none")
     parser.add_argument("--reward", default="", help="reward model; empty: none")
     parser.add_argument("--ref", action="store_true", help="with a reference policy")
-    parser.add_argument("--strategy", choices=("fsdp2", "megatron"), default="fsdp2")
-    parser.add_argument("--engine", choices=("native", "vllm", "sglang", "hf"), default="vllm", help="rollout engine")
+    parser.add_argument("--strategy", choices=tuple(built_in_strategies()), default="fsdp2")
+    parser.add_argument("--engine", choices=tuple(built_in_engines()), default="vllm", help="rollout engine")
     parser.add_argument("--prompts", type=positive, default=1024, help="prompts per step")
     parser.add_argument("--samples", type=positive, default=1, help="responses per prompt")
     parser.add_argument("--prompt-tokens", type=positive, default=1024)
@@ -128,13 +130,13 @@ def _simulate(arguments: list[str]) -> int:
     except ValueError as error:
         print(console_text(f"error: {error}"), file=sys.stderr)
         return _WRONG
-    sizes = MEGATRON_SIZES if job.kind == "megatron" else None
+    sizes = MEGATRON_SIZES if job.model_parallel else None
     space = Space(separate_rollout=False, rollout_sizes=ROLLOUT_SIZES, model_sizes=sizes)
     print(console_text("\n".join([*_model_lines(job), *_workload_lines(args, device.name)])))
 
     def plans_of(job: Job, gpus: int, count: int) -> list[Plan]:
         """The plans with the largest share of the memory for the rollout with which there are any."""
-        for share in MEMORY_SHARES if args.engine in ("vllm", "sglang") else (job.memory_share,):
+        for share in MEMORY_SHARES if job.traits.own_memory_share else (job.memory_share,):
             if plans := Search(replace(job, memory_share=share), device, space).plans(gpus, count):
                 return plans
         return []
@@ -144,20 +146,23 @@ def _simulate(arguments: list[str]) -> int:
     if plans:
         best = preferred(plans)
         print("\n".join([*report.memory_lines(best), *report.time_lines(best)]))
-        if args.engine in ("vllm", "sglang"):
+        if job.traits.own_memory_share:
             print(f"with rollout.gpu_memory_utilization={best.job.memory_share}")
         return 0
 
     def plan_of(change: Change) -> Plan | None:
-        found = plans_of(change.apply(job), args.gpus * change.factor, 1)
-        return found[0] if found else None
+        plans = plans_of(change.apply(job), args.gpus * change.factor, 1)
+        return plans[0] if plans else None
 
-    found = first_that_fits(job, device, plan_of)
-    if found is None:
+    fix = first_that_fits(job, device, plan_of)
+    if fix is None:
         print("no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits")
     else:
-        words = f"{describe(*found)}: {report.placement_words(found[1])}"
-        print(f"smallest change that fits ({report.gib(found[1].peak)} GiB): {words}")
+        change, plan = fix
+        print(
+            f"smallest change that fits ({report.gib(plan.peak)} GiB): {describe(change, plan)}: "
+            f"{report.format_placement(plan)}"
+        )
     return 1
 
 
@@ -170,13 +175,15 @@ def _job(args: argparse.Namespace) -> "Job":
             f"--updates {args.updates}: every update needs a prompt, and a step has {args.prompts}: use at most "
             f"{args.prompts} updates, or more --prompts"
         )
-    if args.lora_rank and args.strategy == "megatron":
+    model_parallel = bool(strategy_traits(args.strategy).model_parallel)
+    if args.lora_rank and model_parallel:
         raise ValueError(
-            f"--lora-rank {args.lora_rank}: --strategy megatron does not support LoRA adapters: use --strategy fsdp2"
+            f"--lora-rank {args.lora_rank}: --strategy {args.strategy} does not support LoRA adapters: use --strategy "
+            "fsdp2"
         )
 
     # Megatron stores 16-bit weights; its optimizer has the float32 ones
-    common = {"weight_bytes": 2 if args.strategy == "megatron" else 4}
+    common = {"weight_bytes": 2 if model_parallel else 4}
     policy = _shape(args.model)
     roles = [Role("actor", policy, trains=True, updates=args.updates, lora_rank=args.lora_rank, **common)]
     roles += [Role("ref", policy, **common)] if args.ref else []
@@ -193,21 +200,20 @@ def _job(args: argparse.Namespace) -> "Job":
         old_log_probs=args.updates > 1,
         engine=args.engine,
         memory_share=MEMORY_SHARES[0],
-        kind="megatron" if args.strategy == "megatron" else "torch",
+        model_parallel=model_parallel,
         strict=False,
     )
 
 
 def _model_lines(job: "Job") -> list[str]:
     """The number of parameters of each model."""
-    found: dict[str, list[str]] = {}
+    roles_of: dict[str, list[str]] = {}
     for role in job.roles:
         shape = role.shape
         active = f", {shape.active_parameters / 1e9:.3g} billion active" if shape.experts else ""
-        found.setdefault(f"{shape.name}: {shape.parameters() / 1e9:.3g} billion parameters{active}", []).append(
-            role.name
-        )
-    return [f"{words} ({', '.join(names)})" for words, names in found.items()]
+        size = f"{shape.name}: {shape.parameters() / 1e9:.3g} billion parameters{active}"
+        roles_of.setdefault(size, []).append(role.name)
+    return [f"{size} ({', '.join(names)})" for size, names in roles_of.items()]
 
 
 def _workload_lines(args: argparse.Namespace, gpu: str) -> list[str]:

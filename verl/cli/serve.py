@@ -122,8 +122,8 @@ def _run(
 ) -> None:
     """Serve until a signal. limits: bytes of the largest body, and seconds for running calls."""
     from verl.server.app import make_app
-    from verl.server.engine_loop import EngineLoop
     from verl.server.http import serve_until_signal
+    from verl.server.service import EngineLoop
 
     key, generator = api_key or secrets.token_urlsafe(24), EngineLoop(engine)
     host, port = sock.getsockname()[:2]

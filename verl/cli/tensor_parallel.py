@@ -17,6 +17,7 @@ import torch
 from verl.config import schema
 from verl.engines.parallel import init_process_group
 from verl.rollout.base import RolloutEngine, RolloutEnv, make_rollout_engine
+from verl.rollout.traits import engine_traits
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.local.group import LocalWorkerGroup, make_pool
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
@@ -27,7 +28,6 @@ from verl.utils.threads import warn_if_oversubscribed
 
 _RANK_0_SECONDS = 10  # for the error of rank 0, if another rank has failed while they make the engine
 _CPU_RANKS = 8  # processes on a CPU with fewer cores
-_OWN_PROCESSES = ("sglang",)  # rank 0 of these engines starts the processes of the other ranks itself
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ServedEngine:
     def make(self, rank: int) -> RolloutEngine:
         """The engine of one rank. Collective over the ranks."""
         size, on = self.size, resolve_device(self.device, rank)
-        if size > 1 and self.config.name not in _OWN_PROCESSES:
+        if size > 1 and not engine_traits(self.config.name).own_process:
             os.environ.update(RankEnv(rank, size, rank, size, master_port=self.port).env)
             init_process_group(on)
         env = RolloutEnv(rank, size, rank, on, self.pad_token_id, tp_rank=rank, tp_size=size)
@@ -100,7 +100,7 @@ def served_engine(
         _check_devices(device, served.size)
     if resolve_device(device).type == "cpu":
         warn_if_oversubscribed()
-    if served.size == 1 or config.name in _OWN_PROCESSES:
+    if served.size == 1 or engine_traits(config.name).own_process:
         yield served.make(0)
         return
     followers = _Followers(served, imports)
@@ -121,8 +121,8 @@ def _check_devices(device: str, size: int) -> None:
     """Raise ValueError unless there is a device for each rank."""
     on = resolve_device(device)
     if on.type == "cuda" and (torch.cuda.device_count() < size or ":" in device):
-        found = f"--device {device}" if ":" in device else f"{torch.cuda.device_count()}"
-        raise ValueError(f"--tensor-parallel-size {size}: expected {size} GPUs, found {found}")
+        gpus = f"--device {device}" if ":" in device else f"{torch.cuda.device_count()}"
+        raise ValueError(f"--tensor-parallel-size {size}: expected {size} GPUs, found {gpus}")
     if on.type == "cpu" and size > (most := max(_CPU_RANKS, os.cpu_count() or 1)):
         raise ValueError(f"--tensor-parallel-size {size}: expected at most {most} processes on this CPU")
 

@@ -135,7 +135,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "AlgoConfig": _SCHEMA + "AlgorithmConfig",
         "KLControlConfig": _SCHEMA + "KLControlConfig",
         "FilterGroupsConfig": _SCHEMA + "FilterGroupsConfig",
-        "PFPPOConfig": _SCHEMA + "PFPPOConfig",
+        "PFPPOConfig": "resampling of the batch by reward (PF-PPO) is not supported",
         "RolloutCorrectionConfig": _SCHEMA + "RolloutCorrectionConfig",
         "CheckpointConfig": _SCHEMA + "CheckpointConfig",
         ANY: _CONFIG,

@@ -11,20 +11,20 @@ class Problem:
 
     Attributes:
         key: the dotted key.
-        what: what was found, what is expected, and how to fix it.
+        message: what was found, what is expected, and how to fix it.
         where: the file and line, or the override, that set the key.
         spelled: the name under which it was set, if that is an alias.
     """
 
     key: str
-    what: str
+    message: str
     where: str = ""
     spelled: str = ""
 
     def __str__(self) -> str:
         name = self.spelled or self.key
         origin = ", ".join(filter(None, (self.where, f"alias of {self.key}" if name != self.key else "")))
-        return f"{name}{f' ({origin})' if origin else ''}: {self.what}"
+        return f"{name}{f' ({origin})' if origin else ''}: {self.message}"
 
 
 class ConfigError(ValueError):
@@ -55,32 +55,37 @@ def format_value(value: object) -> str:
             return str(value)
 
 
-def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
-    """The known key that `wanted` is most likely a typo of, or None if no key is close.
+def format_plain(value: object) -> str:
+    """Format a value as in `key=value`."""
+    return value if isinstance(value, str) else format_value(value)
+
+
+def nearest_key(key: str, known: Iterable[str]) -> str | None:
+    """The known key that `key` is most likely a typo of, or None if no key is close.
 
     A key with the same ending is preferred, then the most similar one. If several keys have the same ending
     (train_batch_size, val_batch_size for batch_size), the first one in `known` is returned.
     """
     known = list(known)
-    section, _, last = wanted.rpartition(".")
-    ending = next((key for key in known if key.endswith("." + wanted)), None)
+    section, _, last = key.rpartition(".")
+    ending = next((name for name in known if name.endswith("." + key)), None)
     if ending:
         return ending
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     longer = [name for name in siblings if name.endswith("_" + last)]
     near = longer or difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)
     if near:
         return siblings[near[0]]
     above = section.rpartition(".")[2]
-    inside = [key for key in known if key.rpartition(".")[2] == last and above in key.split(".")]
+    inside = [name for name in known if name.rpartition(".")[2] == last and above in name.split(".")]
     if inside:
-        return max(inside, key=lambda key: _similarity(wanted, key))
+        return max(inside, key=lambda name: _similarity(key, name))
     # leading sections are often omitted, so the ends of the known keys are compared as well
-    depth = wanted.count(".") + 1
-    tails = {key: key for key in known} | {".".join(key.split(".")[-depth:]): key for key in reversed(known)}
+    depth = key.count(".") + 1
+    tails = {name: name for name in known} | {".".join(name.split(".")[-depth:]): name for name in reversed(known)}
     near = [
         tail
-        for tail in difflib.get_close_matches(wanted, tails, n=5, cutoff=0.7)
+        for tail in difflib.get_close_matches(key, tails, n=5, cutoff=0.7)
         if _similarity(last, tail.split(".")[-1]) >= 0.7
         and (not above or (_similarity(above, tail.split(".")[-2]) >= 0.6 if "." in tail else tail == last))
     ]

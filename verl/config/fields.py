@@ -5,35 +5,92 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import pydantic
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from verl.config.errors import format_plain
+
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
-def field(default: Any, help: str, *, default_from: str | None = None, **limits: Any) -> Any:
+Condition = tuple[Any, ...]
+"""(key, value): a setting has an effect if the key has this value, or, for a predicate, a value that satisfies it.
+
+The key is in the section of the setting, or in the nearest section above it that has such a key. A third element is
+appended to the message; it names an exception.
+"""
+
+ActiveWhen = Condition | tuple[Condition, ...] | list[Any] | None
+"""When a setting has an effect: a condition, a tuple of which one must hold, a list of such of which all must hold."""
+
+ALWAYS: list[Any] = []
+"""`active_when` of a field that has an effect even if its section has none."""
+
+
+def field(
+    default: Any, help: str, *, default_from: str | None = None, active_when: ActiveWhen = None, **limits: Any
+) -> Any:
     """Declare one field of a section.
 
     Args:
         default: the default value. With `default_from`: the default of a section that is built separately.
         help: one line of help, shown by `python -m verl.cli.config`.
         default_from: an interpolation such as "${data.seed}", used if the field is not set or null.
+        active_when: when the field has an effect. Setting it without effect is logged (`settings_without_effect`).
         limits: `gt`, `ge`, `lt`, `le`.
     """
-    extra = {"default_from": default_from} if default_from else None
+    extra = {"default_from": default_from, "active_when": active_when}
     return pydantic.Field(default=default, description=help, json_schema_extra=extra, **limits)
 
 
-def section(kind: "type[Section]", help: str) -> Any:
-    """Declare a nested section."""
-    return pydantic.Field(default_factory=kind, description=help)
+def section(
+    kind: "type[Section]", help: str, *, active_when: ActiveWhen = None, below: Mapping[str, ActiveWhen] | None = None
+) -> Any:
+    """Declare a nested section.
+
+    Args:
+        kind: the class of the section.
+        help: one line of help.
+        active_when: when the fields of the section have an effect. Keys are those of the section around it.
+        below: the same for some fields, by dotted name in the section.
+    """
+    extra = {"active_when": active_when, "below": below or {}}
+    return pydantic.Field(default_factory=kind, description=help, json_schema_extra=extra)
+
+
+def like(declared: "type[Section]", name: str, default_from: str | None = None) -> Any:
+    """Declare a field like one of another section. default_from: as in `field`; None: as declared there."""
+    info = declared.model_fields[name]
+    limits = {limit: getattr(item, limit) for item in info.metadata for limit in _SIGNS if hasattr(item, limit)}
+    extra = info.json_schema_extra | ({"default_from": default_from} if default_from else {})
+    return pydantic.Field(default=info.default, description=info.description, json_schema_extra=extra, **limits)
+
+
+def is_set(value: Any) -> bool:
+    """A condition of `active_when`: the value is not null."""
+    return value is not None
+
+
+def is_positive(value: float) -> bool:
+    """A condition of `active_when`."""
+    return value > 0
+
+
+def other_than(value: Any) -> Callable[[Any], bool]:
+    """A condition of `active_when`."""
+    return lambda actual: actual != value
+
+
+def never(value: Any) -> bool:
+    """A condition of `active_when` that no value satisfies."""
+    return False
 
 
 def _as_list(value: Any) -> Any:
@@ -60,11 +117,7 @@ class Section(pydantic.BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        coerce_numbers_to_str=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
+        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False, protected_namespaces=()
     )
 
     @field_validator("*", mode="before")
@@ -164,8 +217,7 @@ class Schema(Section):
         def value_of(key: str) -> Any:
             if key in flat:
                 return flat[key]
-            found = known[key]
-            return fill(found.default_from) if found.default_from else found.default
+            return fill(known[key].default_from) if known[key].default_from else known[key].default
 
         def fill(reference: str) -> Any:
             single = _REFERENCE.fullmatch(reference)
@@ -173,29 +225,6 @@ class Schema(Section):
 
         filled = {key: fill(reference) for key, reference in derived.items() if key not in flat}
         return unflatten(flat | filled)
-
-    @model_validator(mode="after")
-    def _fill_names(self) -> "Schema":
-        """Replace the names of `default_names` in the strings of `trainer`."""
-        trainer = vars(self).get("trainer")
-        wanted = {k: v for k, v in vars(trainer).items() if isinstance(v, str) and "{" in v} if trainer else {}
-        if wanted:
-            names = self.default_names(to_flat_dict(self), _plain_defaults(type(self)))
-            # in place, as the section is frozen; `_fill_defaults` has made it of plain values, so it is not shared
-            for name, value in names.items():
-                wanted = {key: text.replace(f"{{{name}}}", value) for key, text in wanted.items()}
-            vars(trainer).update(wanted)
-        return self
-
-    @classmethod
-    def default_names(cls, flat: Mapping[str, Any], plain: Mapping[str, Any]) -> Mapping[str, str]:
-        """Override to replace {name} in the strings of `trainer`.
-
-        Args:
-            flat: dotted key -> value of every field.
-            plain: the same of the defaults.
-        """
-        return {}
 
     def with_overrides(self, overrides: Any) -> Self:
         """A copy with other values; this configuration is unchanged.
@@ -211,18 +240,26 @@ class Schema(Section):
         return importlib.import_module("verl.config.load").with_overrides(self, overrides)
 
     @classmethod
-    def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Override to compute defaults from several fields. Returns `given` (by dotted key) with additions."""
-        return given
+    def derive(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Override to compute defaults from several fields. Returns the settings (by dotted key) with additions."""
+        return settings
 
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field of a schema: its type, its default and its help."""
+    """One field of a schema: its type, its default and its help.
+
+    Attributes:
+        annotation: its type.
+        info: its declaration.
+        default_from: the interpolation of its default.
+        active_when: (dotted section, when the field has an effect) of its own declaration and of the sections around.
+    """
 
     annotation: Any
     info: FieldInfo
     default_from: str | None
+    active_when: tuple[tuple[str, ActiveWhen], ...] = ()
 
     @property
     def default(self) -> Any:
@@ -250,8 +287,8 @@ class ConfigField:
         """The type as shown to users: "int >= 1", "one of hf, native"."""
         members = [member for member in get_args(self.annotation) if get_origin(member) is Annotated]
         inner = [limit for member in members for limit in get_args(member)[1:]]
-        inner = [one for limit in inner for one in (limit.metadata if isinstance(limit, FieldInfo) else [limit])]
-        limits = _limits([*self.info.metadata, *inner])
+        inner = [item for limit in inner for item in (limit.metadata if isinstance(limit, FieldInfo) else [limit])]
+        limits = _describe_limits([*self.info.metadata, *inner])
         first, *others = (_type_name(kind) for kind in _members(self.annotation))
         return " or ".join([f"{first} {' and '.join(limits)}".strip(), *others])
 
@@ -265,7 +302,7 @@ def fields_of(schema: type[Section]) -> dict[str, ConfigField]:
 @functools.cache
 def derived_fields(schema: type[Section]) -> dict[str, str]:
     """The fields that take their default from another field: dotted key -> interpolation."""
-    return {key: found.default_from for key, found in fields_of(schema).items() if found.default_from}
+    return {key: field.default_from for key, field in fields_of(schema).items() if field.default_from}
 
 
 @functools.cache
@@ -276,19 +313,73 @@ def sections_of(schema: type[Section]) -> set[str]:
 
 
 @functools.cache
-def _plain_defaults(schema: type[Section]) -> Mapping[str, Any]:
+def plain_defaults(schema: type[Section]) -> Mapping[str, Any]:
     """The default of every field by its dotted key, without those that are computed from other fields."""
-    return {key: found.default for key, found in fields_of(schema).items()}
+    return {key: field.default for key, field in fields_of(schema).items()}
 
 
 def _walk(schema: type[Section], prefix: str) -> Iterator[tuple[str, ConfigField]]:
     for name, info in schema.model_fields.items():
-        kind = info.annotation
+        kind, extra, key = info.annotation, info.json_schema_extra or {}, prefix + name
+        own = ((prefix, extra["active_when"]),) if extra.get("active_when") is not None else ()
         if isinstance(kind, type) and issubclass(kind, Section):
-            yield from _walk(kind, f"{prefix}{name}.")
+            below = {f"{key}.{inner}": ((prefix, when),) for inner, when in extra.get("below", {}).items()}
+            for inner, field in _walk(kind, f"{key}."):
+                if all(when != ALWAYS for _, when in field.active_when):
+                    field = replace(field, active_when=own + below.get(inner, ()) + field.active_when)
+                yield inner, field
         else:
-            extra = info.json_schema_extra or {}
-            yield prefix + name, ConfigField(kind, info, extra.get("default_from"))
+            yield key, ConfigField(kind, info, extra.get("default_from"), own)
+
+
+@functools.cache
+def requirements_of(schema: type[Section]) -> dict[str, list[list[Condition]]]:
+    """Dotted key -> what must hold so that the field has an effect: of each list, one condition with dotted keys."""
+    known = fields_of(schema)
+
+    def full_key(section: str, name: str) -> str:
+        """The nearest key of this name in a section or above it."""
+        if section + name in known:
+            return section + name
+        assert section, f"active_when: there is no key {name}"
+        return full_key(section[: section.rstrip(".").rfind(".") + 1], name)
+
+    def alternatives(section: str, conditions: tuple[Any, ...]) -> list[Condition]:
+        conditions = (conditions,) if isinstance(conditions[0], str) else conditions
+        return [(full_key(section, name), *value) for name, *value in conditions]
+
+    requirements: dict[str, list[list[Condition]]] = {}
+    for key, field in known.items():
+        declared = [
+            (section, item)
+            for section, when in field.active_when
+            for item in (when if isinstance(when, list) else [when])
+        ]
+        required = [alternatives(section, item) for section, item in declared]
+        # the key of a condition in a section is not subject to it
+        requirements[key] = [items for items in required if key not in (item[0] for item in items)]
+    return {key: required for key, required in requirements.items() if required}
+
+
+def settings_without_effect(config: Schema) -> list[str]:
+    """Fields that were changed from their default and have no effect, each as "key: value has no effect with ...".
+
+    The fields that the selected estimator and loss do not read follow from their signatures (`unused_settings`).
+    """
+    flat, required = flatten(config.model_dump(), type(config)), requirements_of(type(config))
+
+    def holds(condition: Condition) -> bool:
+        key, value, *_ = condition
+        return bool(value(flat[key])) if callable(value) else flat[key] == value
+
+    notes = []
+    for key in differences(config):
+        unmet = next((items for items in required.get(key, ()) if not any(map(holds, items))), None)
+        if unmet is not None:
+            reason = " and ".join(f"{other}={format_plain(flat[other])}" for other, *_ in unmet)
+            exceptions = "".join(text for _, _, *texts in unmet for text in texts)
+            notes.append(f"{key}: {format_plain(flat[key])} has no effect with {reason}{exceptions}")
+    return notes
 
 
 def flatten(data: Mapping[Any, Any], schema: type[Section] | None = None, prefix: str = "") -> dict[str, Any]:
@@ -330,18 +421,18 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *path, last = key.split(".")
-        here = nested
+        section = nested
         for name in path:
-            if here.get(name) is None:
-                here[name] = {}
-            here = here[name]
-            if not isinstance(here, dict):
-                raise ValueError(f"{key}: a key above it already has a value ({here!r})")
+            if section.get(name) is None:
+                section[name] = {}
+            section = section[name]
+            if not isinstance(section, dict):
+                raise ValueError(f"{key}: a key above it already has a value ({section!r})")
         if isinstance(value, Mapping):
-            below = here.get(last)
-            here[last] = {**below, **value} if isinstance(below, dict) else dict(value)
+            below = section.get(last)
+            section[last] = {**below, **value} if isinstance(below, dict) else dict(value)
         else:
-            here[last] = value
+            section[last] = value
     return nested
 
 
@@ -360,13 +451,13 @@ def differences(config: Schema) -> dict[str, Any]:
     """Dotted key -> value of the fields that differ from their defaults, derived defaults included."""
     schema = type(config)
     flat, plain, derived = to_flat_dict(config), _flat_defaults(schema), derived_fields(schema)
-    chosen = {key: value for key, value in flat.items() if key not in derived and value != plain[key]}
-    implied = to_flat_dict(schema.model_validate(unflatten(chosen)))
+    changed = {key: value for key, value in flat.items() if key not in derived and value != plain[key]}
+    implied = to_flat_dict(schema.model_validate(unflatten(changed)))
     for key in derived:
         if implied[key] != flat[key]:
-            chosen[key] = flat[key]
-            implied = to_flat_dict(schema.model_validate(unflatten(chosen)))
-    return {key: chosen[key] for key in flat if key in chosen}
+            changed[key] = flat[key]
+            implied = to_flat_dict(schema.model_validate(unflatten(changed)))
+    return {key: changed[key] for key in flat if key in changed}
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -404,17 +495,6 @@ def _type_name(kind: Any) -> str:
     raise TypeError(f"a configuration field cannot have the type {kind!r}")
 
 
-def _limits(metadata: list[Any]) -> list[str]:
+def _describe_limits(metadata: list[Any]) -> list[str]:
     """The limits of a field as text; pydantic keeps one object of annotated_types for each."""
-    found = []
-    for limit in metadata:
-        match limit:
-            case Gt():
-                found.append(f"> {limit.gt}")
-            case Ge():
-                found.append(f">= {limit.ge}")
-            case Lt():
-                found.append(f"< {limit.lt}")
-            case Le():
-                found.append(f"<= {limit.le}")
-    return found
+    return [f"{_SIGNS[name]} {getattr(item, name)}" for item in metadata for name in _SIGNS if hasattr(item, name)]

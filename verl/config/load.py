@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from verl.config.checks.settings import check_combinations, notes_of
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, fields_of, to_flat_dict, unflatten
-from verl.config.presets import PRESETS
+from verl.config.presets import OTHER_COMMANDS, PRESETS
 from verl.config.public.hydra import read_file, select_groups
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
@@ -34,12 +34,6 @@ Presets = Mapping[str, Mapping[str, Any]]
 
 #: keys of a preset that define its algorithm
 _IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
-#: algorithms that are not presets -> their command
-_OTHER_COMMANDS = {
-    "dpo": "python -m verl.recipe.dpo.main_dpo",
-    "sppo": "python -m verl.trainer.main_ppo --config verl/recipe/sppo/sppo.yaml",
-    "sft": "python -m verl.trainer.sft_trainer",
-}
 _ABSENT = Setting("", None, "")
 
 log = logging.getLogger("verl.config")
@@ -118,12 +112,12 @@ def read_config(
     selected, last, refused = select_groups(last, path)
     problems += refused
     reader = Reader(schema, [*layers, *selected, last])
-    given = reader.read()
+    settings = reader.read()
     problems += reader.problems
     notes = reader.notes
-    if isinstance(given.get("algorithm.name", _ABSENT).value, str):
-        given = agree_with_preset(given, reader.source_of, presets, problems, notes)
-    values = {key: setting.value for key, setting in given.items()}
+    if isinstance(settings.get("algorithm.name", _ABSENT).value, str):
+        settings = agree_with_preset(settings, reader.source_of, presets, problems, notes)
+    values = {key: setting.value for key, setting in settings.items()}
     if isinstance(values.get("algorithm.name"), str):
         try:
             values = apply_preset(values, presets, schema)
@@ -133,9 +127,9 @@ def read_config(
     if config is not None:
         problems += [problem for check in checks for problem in check(config)]
     if problems:
-        raise ConfigError(_located(problem, given) for problem in problems)
+        raise ConfigError(_located(problem, settings) for problem in problems)
     infos = [(logging.INFO, note) for note in repeated]  # no warning: scripts call other scripts with more overrides
-    return Reading(config, [*infos, *((logging.WARNING, note) for note in (*notes, *notes_of(config)))], given)
+    return Reading(config, [*infos, *((logging.WARNING, note) for note in (*notes, *notes_of(config)))], settings)
 
 
 def with_overrides(config: T, overrides: Overrides) -> T:
@@ -156,16 +150,16 @@ def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Co
     """
     layer = read_mapping({name: {key: value for key, value in values.items() if value is not None}}, "")
     reader = Reader(schema, [layer])
-    given = {key: setting.value for key, setting in reader.read().items()}
+    settings = {key: setting.value for key, setting in reader.read().items()}
     problems = reader.problems
-    config = _validated(schema, given, problems)
+    config = _validated(schema, settings, problems)
     if problems:
         raise ConfigError(problems)
     return dict(config)[name]
 
 
 def agree_with_preset(
-    given: Layer, source_of: Mapping[str, int], presets: Presets, problems: list[Problem], notes: list[str]
+    settings: Layer, source_of: Mapping[str, int], presets: Presets, problems: list[Problem], notes: list[str]
 ) -> Layer:
     """Resolve settings that disagree with the preset of `algorithm.name`.
 
@@ -174,33 +168,33 @@ def agree_with_preset(
     source are named in a note.
 
     Args:
-        given: dotted key -> setting.
+        settings: dotted key -> setting.
         source_of: dotted key -> index of its source; later sources win.
         presets: as in `load_config`.
         problems, notes: extended.
 
     Returns:
-        `given` without the settings that the preset replaces.
+        `settings` without the settings that the preset replaces.
     """
-    name, kept, result = given["algorithm.name"], [], dict(given)
-    chosen = f"algorithm.name: {name.value} ({name.where})"
-    for key, wanted in presets.get(name.value, {}).items():
-        if key not in given or given[key].value == wanted:
+    name, kept, result = settings["algorithm.name"], [], dict(settings)
+    preset = f"algorithm.name: {name.value} ({name.where})"
+    for key, expected in presets.get(name.value, {}).items():
+        if key not in settings or settings[key].value == expected:
             continue
-        found = f"{given[key].key}: {given[key].value} ({given[key].where})"
+        setting = f"{settings[key].key}: {settings[key].value} ({settings[key].where})"
         age = source_of[key] - source_of["algorithm.name"]
         if key not in _IDENTITY:
-            kept += [f"{found}, preset: {wanted}"] if age < 0 else []
+            kept += [f"{setting}, preset: {expected}"] if age < 0 else []
         elif age < 0:
-            notes.append(f"{chosen} replaces {found} by {wanted}")
+            notes.append(f"{preset} replaces {setting} by {expected}")
             del result[key]
-        elif age > 0 or not _is_preset_value(key, given[key].value, presets):
-            notes.append(f"{found} replaces {wanted}, which {chosen} sets")
+        elif age > 0 or not _is_preset_value(key, settings[key].value, presets):
+            notes.append(f"{setting} replaces {expected}, which {preset} sets")
         else:
-            what = f"{given[key].value!r} disagrees with {chosen}, which sets {wanted!r}: remove one of them"
-            problems.append(Problem(key, what, given[key].where))
+            message = f"{settings[key].value!r} disagrees with {preset}, which sets {expected!r}: remove one of them"
+            problems.append(Problem(key, message, settings[key].where))
     if kept:
-        notes.append(f"{chosen} does not change settings that you gave: {'; '.join(kept)}")
+        notes.append(f"{preset} does not change settings that you gave: {'; '.join(kept)}")
     return result
 
 
@@ -209,22 +203,22 @@ def _is_preset_value(key: str, value: Any, presets: Presets) -> bool:
     return key == "algorithm.adv_estimator" and any(preset.get(key) == value for preset in presets.values())
 
 
-def apply_preset(given: Mapping[str, Any], presets: Presets, schema: type[Schema] = Config) -> dict[str, Any]:
+def apply_preset(settings: Mapping[str, Any], presets: Presets, schema: type[Schema] = Config) -> dict[str, Any]:
     """Merge the preset of `algorithm.name` with the given dotted keys, which take precedence.
 
     A key of the preset that takes its default from a given key (clip_ratio_low from clip_ratio) is dropped as well.
     Raises ValueError if there is no such preset.
     """
-    name = given.get("algorithm.name")
+    name = settings.get("algorithm.name")
     if name is None:
-        return dict(given)
-    if name not in presets and name in _OTHER_COMMANDS:
-        raise ValueError(f"{name!r} is not an algorithm of this command: run {_OTHER_COMMANDS[name]}")
+        return dict(settings)
+    if name not in presets and name in OTHER_COMMANDS:
+        raise ValueError(f"{name!r} is not an algorithm of this command: run {OTHER_COMMANDS[name]}")
     if name not in presets:
         raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(str(name), presets)}")
     derived = derived_fields(schema)
-    dropped = {key for key in derived if any(f"${{{other}}}" in derived[key] for other in given)}
-    return {key: value for key, value in presets[name].items() if key not in dropped} | dict(given)
+    dropped = {key for key in derived if any(f"${{{other}}}" in derived[key] for other in settings)}
+    return {key: value for key, value in presets[name].items() if key not in dropped} | dict(settings)
 
 
 def dump_config(config: Schema, *, everything: bool = False, redact: bool = False) -> str:
@@ -235,9 +229,9 @@ def dump_config(config: Schema, *, everything: bool = False, redact: bool = Fals
         everything: all fields, not only those that differ from their defaults.
         redact: omit the values of environment variables, which may be secrets.
     """
-    chosen = to_flat_dict(config) if everything else differences(config)
-    chosen = redacted(chosen) if redact else chosen
-    return yaml.safe_dump(unflatten(chosen), sort_keys=False, allow_unicode=True)
+    settings = to_flat_dict(config) if everything else differences(config)
+    settings = redacted(settings) if redact else settings
+    return yaml.safe_dump(unflatten(settings), sort_keys=False, allow_unicode=True)
 
 
 def _validated(schema: type[T], values: Mapping[str, Any], problems: list[Problem]) -> T | None:
@@ -249,10 +243,10 @@ def _validated(schema: type[T], values: Mapping[str, Any], problems: list[Proble
         for detail in error.errors():
             key = _key_of(detail["loc"], known)
             wrong[key] = values.get(key, detail["input"])
-        given = {key: found for key, found in wrong.items() if key in values or key not in derived_fields(schema)}
-        for key, found in (given or wrong).items():
-            hint = _nearest_choice(found, key, schema)
-            problems.append(Problem(key, f"found {format_value(found)}, expected {known[key].expected()}{hint}"))
+        own_values = {key: value for key, value in wrong.items() if key in values or key not in derived_fields(schema)}
+        for key, value in (own_values or wrong).items():
+            hint = _nearest_choice(value, key, schema)
+            problems.append(Problem(key, f"found {format_value(value)}, expected {known[key].expected()}{hint}"))
         return None
 
 
@@ -263,18 +257,18 @@ def _key_of(location: tuple[Any, ...], known: Mapping[str, Any]) -> str:
     return next((key for key in dotted if key in known), dotted[0])
 
 
-def _nearest_choice(found: Any, key: str, schema: type[Schema]) -> str:
+def _nearest_choice(value: Any, key: str, schema: type[Schema]) -> str:
     """A hint at the choice that a wrong value (of a list: the first wrong item) is probably a typo of."""
     choices = fields_of(schema)[key].choices()
-    given = found if isinstance(found, list) else [found]
-    wrong = next((item for item in given if isinstance(item, str) and item not in choices), "")
+    items = value if isinstance(value, list) else [value]
+    wrong = next((item for item in items if isinstance(item, str) and item not in choices), "")
     near = difflib.get_close_matches(wrong, choices, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _located(problem: Problem, given: Layer) -> Problem:
+def _located(problem: Problem, settings: Layer) -> Problem:
     """Return the problem with the location and the spelling of its key."""
-    found = given.get(problem.key)
-    if found is None or problem.where:
+    setting = settings.get(problem.key)
+    if setting is None or problem.where:
         return problem
-    return Problem(problem.key, problem.what, found.where, found.key)
+    return Problem(problem.key, problem.message, setting.where, setting.key)

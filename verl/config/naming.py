@@ -15,9 +15,16 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from verl.config.fields import Schema, plain_defaults, to_flat_dict
+from verl.config.presets import PRESETS
 
 PROJECT, EXPERIMENT = "{data}", "{algorithm}-{model}-{digest}"
+_NAME = re.compile(r"\{(data|algorithm|model|digest)\}")
+_ESTIMATOR = "algorithm.adv_estimator"
 
 #: settings of these sections do not define an experiment ...
 _OUTSIDE = ("placement", "ray_kwargs", "checkpoint", "engine", "trainer")
@@ -25,7 +32,7 @@ _OUTSIDE = ("placement", "ray_kwargs", "checkpoint", "engine", "trainer")
 _DEFINING = ("trainer.seed", "trainer.critic_warmup", "trainer.async.max_staleness")
 #: elsewhere: speed, memory, placement, validation, and limits of time
 _NOT_DEFINING = (
-    *("data.val_*", "data.validation_shuffle", "data.gen_batch_size"),
+    *("data.val_*", "data.gen_batch_size"),
     *("*.checkpoint.*", "*.fsdp_config.*", "*.fsdp.*", "*.strategy", "*nccl_timeout", "*.hybrid_engine"),
     *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len*", "*gradient_checkpointing", "*use_remove_padding"),
     *("*.use_liger", "*.trust_remote_code", "*.tokenizer_path"),
@@ -34,7 +41,7 @@ _NOT_DEFINING = (
     *("*.rollout.engine_kwargs.*", "*.rollout.nnodes", "*.rollout.n_gpus_per_node", "*.rollout.weight_sync*"),
     *("*.rollout.lora_sync", "*.rollout.check_every", "*.rollout.checkpoint_engine.*", "*.rollout.val_kwargs.*"),
     *("*.rollout.server.model_name", "*.rollout.server.max_concurrency", "*.tool_processes", "*.tool_isolation"),
-    *("*.optim.total_training_steps", "reward.isolation", "reward.memory_limit_mb", "reward.sandbox_fusion.*"),
+    *("*.optim.total_training_steps", "reward.isolation", "reward.memory_limit_mb"),
     *("reward.retries", "reward.max_failure_rate", "reward.on_error"),
 )
 #: names of folders and files that do not identify their contents
@@ -45,7 +52,22 @@ _GENERIC = re.compile(
 )
 
 
-def default_names(flat: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
+class RunSchema(Schema):
+    """The root of the configuration of a run, whose strings of `trainer` may contain the names above."""
+
+    @model_validator(mode="after")
+    def _fill_run_names(self) -> Self:
+        """Replace {data}, {algorithm}, {model} and {digest} in the strings of `trainer`."""
+        templates = {key: text for key, text in self.trainer if isinstance(text, str) and "{" in text}
+        if templates:
+            names = _run_names(to_flat_dict(self), plain_defaults(type(self)))
+            filled = {key: _NAME.sub(lambda match: names[match[1]], text) for key, text in templates.items()}
+            # the root is frozen for its users, not for its own validator
+            object.__setattr__(self, "trainer", self.trainer.model_copy(update=filled))
+        return self
+
+
+def _run_names(flat: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of {data}, {algorithm}, {model} and {digest}.
 
     Args:
@@ -54,15 +76,19 @@ def default_names(flat: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str
     """
     files = flat.get("data.train_files") or []
     model = flat.get("actor_rollout_ref.model.path", flat.get("model.path"))
-    algorithm = flat.get("algorithm.name") or flat.get("algorithm.adv_estimator") or "sft"
-    algorithm = "ppo" if algorithm == "gae" else algorithm
     data = list(dict.fromkeys(_specific_part(str(path)) or "data" for path in files))
     return {
         "data": "+".join(data[:3]) + ("" if len(data) <= 3 else f"+{len(data) - 3}") if data else "data",
-        "algorithm": _clean(str(algorithm)) or "rl",
+        "algorithm": _clean(str(flat.get("algorithm.name") or _algorithm_of(flat.get(_ESTIMATOR)))) or "rl",
         "model": _specific_part(str(model or "")) or "model",
         "digest": _digest({k: v for k, v in flat.items() if v != plain.get(k) and is_defining(k)}),
     }
+
+
+def _algorithm_of(estimator: str | None) -> str:
+    """The name of an algorithm that is set by its estimator: the first preset that has it; None: without one."""
+    presets = (name for name, preset in PRESETS.items() if preset.get(_ESTIMATOR) == estimator)
+    return "sft" if estimator is None else next(presets, estimator)
 
 
 @functools.cache

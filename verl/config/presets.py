@@ -9,6 +9,13 @@ A preset lists every setting that matters to the algorithm, defaults included, s
 PRESETS: dict[str, dict[str, object]] = {}
 PRESET_NOTES: dict[str, str] = {}
 
+#: algorithms that are not presets -> their command
+OTHER_COMMANDS = {
+    "dpo": "python -m verl.recipe.dpo.main_dpo",
+    "sppo": "python -m verl.trainer.main_ppo --config verl/recipe/sppo/sppo.yaml",
+    "sft": "python -m verl.trainer.sft_trainer",
+}
+
 _ACTOR = "actor_rollout_ref.actor."
 _N = "actor_rollout_ref.rollout.n"
 

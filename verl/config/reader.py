@@ -52,61 +52,62 @@ class Reader:
         """Key of the schema -> resolved value with its origin."""
         layers = [self._known(self._renamed(layer)) for layer in self.layers]
         resolved = self._resolver(layers)
-        found = [[(key, value) for key, given in layer if (value := resolved(given))] for layer in layers]
-        agreed = [self._agreed((key, given) for key, given in layer if not self._unset(key, given)) for layer in found]
+        interpolated = [[(key, value) for key, setting in layer if (value := resolved(setting))] for layer in layers]
+        layers = [[item for item in layer if not self._unset(*item)] for layer in interpolated]
+        agreed = [self._agreed(layer) for layer in layers]
         merged = self._merged(agreed)
         computed = [self._computed(layer, merged) for layer in agreed]
         merged = self._merged(computed)
         self.source_of = {key: index for index, layer in enumerate(computed) for key in layer}
         self._report_ignored(resolved)
-        return {key: self._as_string(key, given) for key, given in merged.items() if self._in_schema(key, given)}
+        return {key: self._as_string(key, setting) for key, setting in merged.items() if self._in_schema(key, setting)}
 
-    def _unset(self, key: str, given: Setting) -> bool:
+    def _unset(self, key: str, setting: Setting) -> bool:
         """Whether null means the default: for older names, and for keys that are null in a release of public verl."""
-        return given.value is None and (self.schema.aliases.is_deprecated(given.key) or key in NULL_IS_DEFAULT)
+        return setting.value is None and (self.schema.aliases.is_deprecated(setting.key) or key in NULL_IS_DEFAULT)
 
     def _merged(self, layers: list[Layer]) -> Layer:
         """Later layers win. A free mapping that is set to null or {}, and `~key`, drop the earlier keys below them."""
         merged: Layer = {}
         for layer in layers:
-            for key, given in layer.items():
-                found = fields_of(self.schema).get(key)
-                if given.value == REMOVED or (found and found.is_mapping):
+            for key, setting in layer.items():
+                field = fields_of(self.schema).get(key)
+                if setting.value == REMOVED or (field and field.is_mapping):
                     merged = {name: value for name, value in merged.items() if not name.startswith(key + ".")}
-                merged[key] = given
-        return {key: given for key, given in merged.items() if given.value != REMOVED}
+                merged[key] = setting
+        return {key: setting for key, setting in merged.items() if setting.value != REMOVED}
 
     def _known(self, named: Named) -> Named:
         """Drop unknown keys (one problem each) and keys without effect (listed in a note)."""
         known = []
-        for key, given in named:
-            removed_section = given.value == REMOVED and key in sections_of(self.schema)
+        for key, setting in named:
+            removed_section = setting.value == REMOVED and key in sections_of(self.schema)
             if ignored_key(key, self.schema.upstream, has_field=self._field_of(key) is not None):
-                self._ignored[key] = given
+                self._ignored[key] = setting
             elif removed_section or self._field_of(key) or key in self.schema.aliases.computed or self._upstream(key):
-                known.append((key, given))
-            elif given.added and (own := self._free_setting(key)) and not self._name_of_another(key):
-                known.append((own, given))
+                known.append((key, setting))
+            elif setting.added and (free_key := self._free_setting(key)) and not self._name_of_another(key):
+                known.append((free_key, setting))
             else:
-                self.problems.append(Problem(given.key, self._unknown(key, given), given.where))
+                self.problems.append(Problem(setting.key, self._unknown(key, setting), setting.where))
         return known
 
     def _report_ignored(self, resolved: Callable[[Setting], Setting | None]) -> None:
         """Add notes on the ignored keys, and a problem for each that is true without the key that it needs."""
         plain = dict(self._ignored)
-        for key, given in self._ignored.items():
-            found = ignored_key(key, self.schema.upstream, has_field=False)
-            if not found or not found.needs or given.value == REMOVED:
+        for key, setting in self._ignored.items():
+            entry = ignored_key(key, self.schema.upstream, has_field=False)
+            if not entry or not entry.needs or setting.value == REMOVED:
                 continue
-            value, needed_key = resolved(given), f"{key.rpartition('.')[0]}.{found.needs}"
+            value, needed_key = resolved(setting), f"{key.rpartition('.')[0]}.{entry.needs}"
             needed = self._ignored.get(needed_key)
             if value is None or value.value is not True:
                 continue
             if needed is None or (needed.value in (None, REMOVED) or not str(needed.value).strip()):
-                what = f"true, but {found.needs} is not set: remove this key ({found.instead})"
-                self.problems.append(Problem(given.key, what, given.where))
+                message = f"true, but {entry.needs} is not set: remove this key ({entry.instead})"
+                self.problems.append(Problem(setting.key, message, setting.where))
             else:
-                self.notes.append(f"{given.key}: true and {found.needs} have no effect: {found.instead}")
+                self.notes.append(f"{setting.key}: true and {entry.needs} have no effect: {entry.instead}")
                 del plain[key]
                 plain.pop(needed_key, None)
         self.notes += ignored_notes(plain, self.schema.upstream)
@@ -131,60 +132,60 @@ class Reader:
         empty = sections_of(self.schema) | {name.rpartition(".")[0] for name in self.schema.aliases.names()}
         empty -= fields_of(self.schema).keys()  # a free mapping
         return {
-            key: given
-            for key, given in layer.items()
-            if given.value != "???" and not (key in empty and (given.value is None or given.value == {}))
+            key: setting
+            for key, setting in layer.items()
+            if setting.value != "???" and not (key in empty and (setting.value is None or setting.value == {}))
         }
 
     # ------------------------------------------------------------------------------------------------------- aliases
 
     def _renamed(self, layer: Layer) -> Named:
         """Resolve short and deprecated names. A deprecated name that is null is dropped."""
-        aliases, found = self.schema.aliases, []
-        for spelled, given in layer.items():
+        aliases, renamed = self.schema.aliases, []
+        for spelled, setting in layer.items():
             key = aliases.resolve(spelled)
-            if aliases.is_deprecated(spelled) and given.value != REMOVED:
-                if given.value is None:
+            if aliases.is_deprecated(spelled) and setting.value != REMOVED:
+                if setting.value is None:
                     continue
-                self.notes.append(f"{spelled} ({given.where}) is deprecated: rename it to {key}")
-            found.append((key, given))
-        return found
+                self.notes.append(f"{spelled} ({setting.where}) is deprecated: rename it to {key}")
+            renamed.append((key, setting))
+        return renamed
 
     def _agreed(self, named: Iterable[tuple[str, Setting]]) -> Layer:
         """One value per key: two names of one key in one layer must have the same value."""
         layer: Layer = {}
-        for key, given in named:
+        for key, setting in named:
             other = layer.get(key)
-            if other and _as_list(other.value) != _as_list(given.value):
-                names = [f"{one.key}: {one.value} ({one.where})" for one in (other, given)]
+            if other and _as_list(other.value) != _as_list(setting.value):
+                names = [f"{item.key}: {item.value} ({item.where})" for item in (other, setting)]
                 self.problems.append(
                     Problem(key, f"set twice with different values, {names[0]} and {names[1]}; keep one")
                 )
-            layer[key] = given
+            layer[key] = setting
         return layer
 
     def _computed(self, layer: Layer, merged: Layer) -> Layer:
         """Replace the aliases whose value is computed from other keys."""
-        computed, found = self.schema.aliases.computed, []
+        computed, settings = self.schema.aliases.computed, []
 
         def lookup(key: str) -> Any:
             known = fields_of(self.schema)
             return merged[key].value if key in merged else known[key].default if key in known else None
 
-        for key, given in layer.items():
-            if key not in computed or given.value == REMOVED:
-                found.append((key, given))
-            elif given.value is not None:
+        for key, setting in layer.items():
+            if key not in computed or setting.value == REMOVED:
+                settings.append((key, setting))
+            elif setting.value is not None:
                 try:
-                    values = computed[key](given.value, lookup)
+                    values = computed[key](setting.value, lookup)
                 except ValueError as error:
-                    self.problems.append(Problem(key, str(error), given.where))
+                    self.problems.append(Problem(key, str(error), setting.where))
                     continue
                 for meant, value in values.items():
                     if meant != key and not meant.startswith(f"{key}."):  # placement=auto needs no translation
-                        self.notes.append(f"{key}: {given.value} ({given.where}) sets {meant}: {value}")
-                    found.append((meant, given.with_value(value)))
-        return self._agreed(found)
+                        self.notes.append(f"{key}: {setting.value} ({setting.where}) sets {meant}: {value}")
+                    settings.append((meant, setting.with_value(value)))
+        return self._agreed(settings)
 
     # ------------------------------------------------------------------------------------------------ interpolations
 
@@ -194,51 +195,54 @@ class Reader:
         It returns None, and adds a problem, if a reference cannot be resolved.
         """
         ignored = list(self._ignored.items())
-        if not any(has_interpolation(given.value) for layer in [ignored, *layers] for _, given in layer):
-            return lambda given: given
-        nulls = [key for layer in self.layers for key, given in layer.items() if given.value is None]
-        values = dict.fromkeys(nulls) | {key: _plain(found) for key, found in fields_of(self.schema).items()}
+        if not any(has_interpolation(setting.value) for layer in [ignored, *layers] for _, setting in layer):
+            return lambda setting: setting
+        nulls = [key for layer in self.layers for key, setting in layer.items() if setting.value is None]
+        values = dict.fromkeys(nulls) | {key: _plain(field) for key, field in fields_of(self.schema).items()}
         for layer in [ignored, *layers]:
-            layer = [(key, given) for key, given in layer if given.value != REMOVED]
-            values |= {key: given.value for key, given in layer}
-            values |= {given.key: given.value for _, given in layer if given.key not in sections_of(self.schema)}
+            layer = [(key, setting) for key, setting in layer if setting.value != REMOVED]
+            values |= {key: setting.value for key, setting in layer}
+            values |= {
+                setting.key: setting.value for _, setting in layer if setting.key not in sections_of(self.schema)
+            }
         config = OmegaConf.create(unflatten(values))
 
-        def resolve(given: Setting) -> Setting | None:
-            if not has_interpolation(given.value):
-                return given
+        def resolve(setting: Setting) -> Setting | None:
+            if not has_interpolation(setting.value):
+                return setting
             try:
-                value = OmegaConf.select(config, given.key)
+                value = OmegaConf.select(config, setting.key)
             except OmegaConfBaseException as error:
-                what = f"{given.value} cannot be resolved: {str(error).splitlines()[0]}{self._nearest_reference(given)}"
-                self.problems.append(Problem(given.key, what, given.where))
+                reason = f"{str(error).splitlines()[0]}{self._nearest_reference(setting)}"
+                message = f"{setting.value} cannot be resolved: {reason}"
+                self.problems.append(Problem(setting.key, message, setting.where))
                 return None
-            return given.with_value(
+            return setting.with_value(
                 OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             )
 
         return resolve
 
-    def _nearest_reference(self, given: Setting) -> str:
+    def _nearest_reference(self, setting: Setting) -> str:
         """The key that an unresolvable reference was probably meant for."""
-        wanted = re.findall(r"\$\{([\w.]+)\}", str(given.value))
+        references = re.findall(r"\$\{([\w.]+)\}", str(setting.value))
         known = fields_of(self.schema)
-        near = [nearest_key(key, known) for key in wanted if key not in known]
+        near = [nearest_key(key, known) for key in references if key not in known]
         return f"; did you mean {near[0]}?" if near and near[0] else ""
 
     # ----------------------------------------------------------------------------------------- keys without a field
 
-    def _in_schema(self, key: str, given: Setting) -> bool:
+    def _in_schema(self, key: str, setting: Setting) -> bool:
         """Whether the schema has this key. Otherwise it is a key of public verl, whose value is checked."""
         if self._field_of(key):
             return True
-        values = flatten({key: given.value}) if isinstance(given.value, Mapping) else {key: given.value}
+        values = flatten({key: setting.value}) if isinstance(setting.value, Mapping) else {key: setting.value}
         for name, value in values.items():
             known = self._upstream(name)
             if not known.accepts(value):
                 accepted = ", ".join(map(format_value, known.accepted))
-                what = f"{format_value(value)} is not supported: {known.instead} (accepted: {accepted})"
-                self.problems.append(Problem(given.key if name == key else name, what, given.where))
+                message = f"{format_value(value)} is not supported: {known.instead} (accepted: {accepted})"
+                self.problems.append(Problem(setting.key if name == key else name, message, setting.where))
         return False
 
     def _field_of(self, key: str) -> ConfigField | None:
@@ -248,9 +252,9 @@ class Reader:
             return known[key]
         names = key.split(".")
         above = (known.get(".".join(names[:depth])) for depth in range(1, len(names)))
-        return next((found for found in above if found and found.is_mapping), None)
+        return next((field for field in above if field and field.is_mapping), None)
 
-    def _unknown(self, key: str, given: Setting) -> str:
+    def _unknown(self, key: str, setting: Setting) -> str:
         known, aliases = fields_of(self.schema), self.schema.aliases
         names = key.split(".")
         for depth in range(1, len(names)):
@@ -258,16 +262,18 @@ class Reader:
             if value_key in known:
                 return f"unknown key: {value_key} is a value ({known[value_key].expected()}), not a section"
         if key in sections_of(self.schema):
-            return f"found {format_value(given.value)}, expected a section with the keys {self._keys_below(key)}"
-        own = self._free_setting(key)
+            return f"found {format_value(setting.value)}, expected a section with the keys {self._keys_below(key)}"
+        free_key = self._free_setting(key)
         if meant := self._name_of_another(key):
-            custom = f" (a parameter of a custom function of this name: {own})" if given.added and own else ""
+            custom = (
+                f" (a parameter of a custom function of this name: {free_key})" if setting.added and free_key else ""
+            )
             return f"unknown key; did you mean {meant}?{custom}"
-        near = nearest_key(given.key, [*known, *aliases.names()]) if key == given.key else nearest_key(key, known)
+        near = nearest_key(setting.key, [*known, *aliases.names()]) if key == setting.key else nearest_key(key, known)
         if near:
             return f"unknown key; did you mean {near}?"
-        if own:
-            return f"unknown key; set a parameter of a custom function or class as {own}=... or +{key}=..."
+        if free_key:
+            return f"unknown key; set a parameter of a custom function or class as {free_key}=... or +{key}=..."
         sections = dict.fromkeys(section for name in known for section in _sections_above(name))  # in schema order
         # leading sections are often omitted: optim.name for actor_rollout_ref.actor.optim.name
         full = [name for above in _sections_above(key) for name in sections if f".{name}".endswith(f".{above}")]
@@ -280,11 +286,11 @@ class Reader:
         below = {key[len(start) :].split(".")[0]: None for key in fields_of(self.schema) if key.startswith(start)}
         return ", ".join(below)
 
-    def _as_string(self, key: str, given: Setting) -> Setting:
+    def _as_string(self, key: str, setting: Setting) -> Setting:
         """A string field takes the value as written, not as YAML reads it (012 is not a number there)."""
-        found = fields_of(self.schema).get(key)
-        converted = isinstance(given.value, bool | int | float) and given.text is not None
-        return given.with_value(given.text) if found and found.is_string and converted else given
+        field = fields_of(self.schema).get(key)
+        converted = isinstance(setting.value, bool | int | float) and setting.text is not None
+        return setting.with_value(setting.text) if field and field.is_string and converted else setting
 
 
 def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
@@ -293,11 +299,11 @@ def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
     More than three keys of one section are listed as the section and their number, and so are all `_target_` keys.
     """
     names: dict[str, list[str]] = {}
-    for key, given in ignored.items():
-        found = ignored_key(key, schema, has_field=False)
-        if given.value != REMOVED and not (found and found.is_default(given.value)):
+    for key, setting in ignored.items():
+        entry = ignored_key(key, schema, has_field=False)
+        if setting.value != REMOVED and not (entry and entry.is_default(setting.value)):
             annotation = key.rpartition(".")[2] == "_target_"
-            names.setdefault("_target_" if annotation else key.rpartition(".")[0], []).append(given.key)
+            names.setdefault("_target_" if annotation else key.rpartition(".")[0], []).append(setting.key)
     listed: list[str] = []
     for section, keys in names.items():
         several = section == "_target_" or (section and len(keys) > 3)
@@ -307,8 +313,8 @@ def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
     return [f"ignored: {count} key{'s' * (count > 1)} without effect here: {', '.join(listed)}"] if count else []
 
 
-def _plain(found: ConfigField) -> Any:
-    return found.default_from or (list(found.default) if isinstance(found.default, tuple) else found.default)
+def _plain(field: ConfigField) -> Any:
+    return field.default_from or (list(field.default) if isinstance(field.default, tuple) else field.default)
 
 
 def _sections_above(key: str) -> list[str]:

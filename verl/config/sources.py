@@ -144,15 +144,15 @@ def read_yaml(path: str | Path) -> Layer:
 
 def _written(node: yaml.Node | None, prefix: str) -> dict[str, tuple[int, str | None]]:
     """Dotted key -> (line, text of an unquoted scalar) of every key of a YAML mapping."""
-    found: dict[str, tuple[int, str | None]] = {}
+    origins: dict[str, tuple[int, str | None]] = {}
     if not isinstance(node, yaml.MappingNode):
-        return found
+        return origins
     for key, value in node.value:
         dotted = f"{prefix}{key.value}"
         plain = isinstance(value, yaml.ScalarNode) and value.style is None
-        found[dotted] = (key.start_mark.line + 1, value.value if plain else None)
-        found |= _written(value, f"{dotted}.")
-    return found
+        origins[dotted] = (key.start_mark.line + 1, value.value if plain else None)
+        origins |= _written(value, f"{dotted}.")
+    return origins
 
 
 def read_mapping(values: Mapping[str, Any], where: str) -> Layer:
@@ -197,15 +197,15 @@ def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem], list[s
         if name.startswith("~") and len(name) > 1:
             layer[name[1:]] = Setting(name[1:], REMOVED, where)
         elif not equals or not name:
-            what = "expected key=value, such as data.train_batch_size=64"
-            problems.append(Problem(override, what, where))
+            message = "expected key=value, such as data.train_batch_size=64"
+            problems.append(Problem(override, message, where))
         else:
             try:
                 value = _read(text)
             except (yaml.YAMLError, OmegaConfBaseException) as error:
                 reason = str(error).splitlines()[0]
-                what = f"the value is not valid YAML ({reason}); quote special characters: {name}='\"...\"'"
-                problems.append(Problem(override, what))
+                message = f"the value is not valid YAML ({reason}); quote special characters: {name}='\"...\"'"
+                problems.append(Problem(override, message))
                 continue
             values = flatten({name: value}) if isinstance(value, Mapping) else {name: value}
             for key, item in values.items():
@@ -216,12 +216,14 @@ def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem], list[s
 
 
 def _repeated(values_of: Mapping[str, Sequence[Any]]) -> list[str]:
-    found = [
+    repeated = [
         f"{key} ({', then '.join(map(format_value, values))})"
         for key, values in values_of.items()
         if len(values) > 2 and any(value != values[-1] for value in values[1:])
     ]
-    return [f"overrides that are given several times; the last value is used: {'; '.join(found)}"] if found else []
+    return (
+        [f"overrides that are given several times; the last value is used: {'; '.join(repeated)}"] if repeated else []
+    )
 
 
 def has_interpolation(value: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.data.mixture import Mixture
+from verl.dataflow import Stateful
 from verl.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any], positi
             )
 
 
-class PromptSource:
+class PromptSource(Stateful):
     """A source of batches for a flow: each call returns the next `DataProto` of `batch_size` prompts, endlessly.
 
     Each sample gets the `uid` "<epoch>:<row>", which is unique in the run and the same in every run. With weights, the

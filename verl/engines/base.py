@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from verl.config import schema
+from verl.engines.traits import TrainTraits, built_in_strategies, strategy_traits
 from verl.protocol import DataProto
 from verl.registry import Registry, load_object
 from verl.utils.shards import Shard
@@ -291,25 +292,20 @@ def register_train_engine(name: str) -> Callable[[EngineFactory], EngineFactory]
     return ENGINES.register(name)
 
 
-@register_train_engine("fsdp")
-@register_train_engine("fsdp2")
-def _torch_engine(spec: EngineSpec) -> TrainEngine:
-    """The built-in engine: the whole model in one process, or sharded with FSDP2 over several."""
-    return load_object("verl.engines.torch_engine", "make_torch_engine")(spec)  # at use: imports transformers and FSDP
+def _register_built_in(traits: TrainTraits) -> None:
+    @register_train_engine(traits.name)
+    def make(spec: EngineSpec) -> TrainEngine:  # at use: imports the engine
+        return load_object(*traits.factory.split(":"))(spec)
 
 
-@register_train_engine("megatron")
-def _megatron_engine(spec: EngineSpec) -> TrainEngine:
-    """megatron-core: tensor, pipeline, context and sequence parallelism."""
-    load_object("verl.engines.megatron.runtime", "check_installed")()
-    return load_object("verl.engines.megatron.engine", "MegatronEngine")(spec)
+for _traits in built_in_strategies().values():
+    _register_built_in(_traits)
 
 
 def check_device(strategy: str, device: torch.device) -> None:
     """Raise ValueError if a built-in engine is not installed or does not run on the device."""
-    if strategy == "megatron":
-        load_object("verl.engines.megatron.runtime", "check_installed")()
-        load_object("verl.engines.megatron.runtime", "check_device")(device)
+    if check := strategy_traits(strategy).check_device:
+        load_object(*check.split(":"))(device)
 
 
 def make_engine(strategy: str, spec: EngineSpec) -> TrainEngine:

@@ -8,26 +8,27 @@ package may still fail to load; this process imports nothing heavy.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from verl.engines.traits import built_in_strategies
 from verl.env_check import machine, packages
 from verl.env_check.report import FAULT, OK, Check, EnvReport
+from verl.rollout.traits import built_in_engines
 
 __all__ = ["Check", "EnvReport", "check_env", "inspect_env"]
 
-_PACKAGE = Path(__file__).parents[1]
-
-#: mode -> (file that implements it, checks that it needs)
-_MODES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "local trainer, one process": ("trainer/local_trainer.py", ()),
-    "several processes on this host": ("single_controller/local/process_pool.py", ("FSDP2",)),
-    "Ray, one or many hosts": ("single_controller/ray/group.py", ("Ray", "FSDP2")),
-    "rollout.name=hf": ("rollout/hf.py", ()),
-    "rollout.name=native": ("rollout/native/engine.py", ()),
-    "rollout.name=vllm": ("rollout/vllm/engine.py", ("vLLM",)),
-    "rollout.name=sglang": ("rollout/sglang/engine.py", ("SGLang",)),
-    "strategy=fsdp2": ("engines/sharding.py", ("FSDP2",)),
-    "strategy=megatron": ("engines/megatron/engine.py", ("Megatron", "GPU")),
+#: mode -> checks that it needs
+_MODES: dict[str, tuple[str, ...]] = {
+    "local trainer, one process": (),
+    "several processes on this host": ("FSDP2",),
+    "Ray, one or many hosts": ("Ray", "FSDP2"),
+    **{
+        f"rollout.name={name}": () if traits.package is None else (traits.package.title,)
+        for name, traits in built_in_engines().items()
+    },
+    **{
+        f"strategy={name}": ("FSDP2",) if traits.package is None else (traits.package.title, "GPU")
+        for name, traits in built_in_strategies().items()
+    },
 }
 
 
@@ -66,32 +67,24 @@ def inspect_env() -> EnvReport:
         *gpus,
         packages.check_fsdp2(probes),
         packages.check_attention(probes, gpu=gpus[0].state == OK),
-        *packages.check_optional(probes, unused=needed_by(supported=False) - needed_by(supported=True)),
+        *packages.check_optional(probes),
         machine.check_disk(),
         machine.check_shared_memory(),
         machine.check_open_files(),
         *machine.check_variables(),
     ]
-    found = tuple(check for check in checks if check is not None)
-    return EnvReport(found, possible_modes(found))
-
-
-def needed_by(supported: bool) -> set[str]:
-    """Checks that supported modes need, or (supported=False) modes that this version does not support."""
-    return {name for file, needs in _MODES.values() if (_PACKAGE / file).is_file() == supported for name in needs}
+    present = tuple(check for check in checks if check is not None)
+    return EnvReport(present, possible_modes(present))
 
 
 def possible_modes(checks: Sequence[Check]) -> dict[str, str | None]:
     """Return mode -> None if it can run, otherwise the reason why not."""
-    found = {check.name: check for check in checks}
+    states = {check.name: check.state for check in checks}
     broken = [check.name for check in checks if check.required and check.state == FAULT]
     modes: dict[str, str | None] = {}
-    for mode, (file, needs) in _MODES.items():
-        if not (_PACKAGE / file).is_file():
-            modes[mode] = "not supported in this version"
-        elif broken:
+    for mode, needs in _MODES.items():
+        missing = [name for name in needs if states[name] != OK]
+        modes[mode] = f"needs {' and '.join(missing)}" if missing else None
+        if broken:
             modes[mode] = f"fix {', '.join(broken)} first"
-        else:
-            missing = [name for name in needs if found[name].state != OK]
-            modes[mode] = f"needs {' and '.join(missing)}" if missing else None
     return modes

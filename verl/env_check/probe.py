@@ -1,7 +1,6 @@
 """Import probes in a subprocess, so that a package that hangs or crashes does not affect this process."""
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -62,7 +61,7 @@ def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, 
         process.kill()
         output, _ = process.communicate()
         ending = f"timed out after {timeout:g} s"
-    found: dict[str, Probe] = {}
+    probes: dict[str, Probe] = {}
     started = None
     for line in output.splitlines():
         record = _record(line)
@@ -70,11 +69,11 @@ def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, 
             continue
         started = record["name"]
         if "error" in record or "info" in record:
-            found[started] = Probe(record.get("error"), record.get("info"))
+            probes[started] = Probe(record.get("error"), record.get("info"))
     for name in codes:
-        if name not in found:
-            found[name] = Probe(ending if name == started else f"not tried: {started} failed before it ({ending})")
-    return found
+        if name not in probes:
+            probes[name] = Probe(ending if name == started else f"not tried: {started} failed before it ({ending})")
+    return probes
 
 
 def _record(line: str) -> dict[str, Any] | None:
@@ -92,15 +91,6 @@ def _ending(returncode: int) -> str:
     return f"the process exited with status {returncode}"
 
 
-def is_installed(module: str) -> bool:
-    """Whether `import module` finds code. An empty folder of that name (in the working directory) does not count."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
-    return spec is not None and spec.origin is not None
-
-
 def version_of(*distributions: str) -> str | None:
     """Return the version of the first of these distributions that is installed; None if none is."""
     for name in distributions:
@@ -115,7 +105,7 @@ def at_least(version: str, minimum: str) -> bool:
     """Compare dotted version numbers, ignoring suffixes (+cpu, rc1, .dev0)."""
 
     def numbers(text: str) -> list[int]:
-        found = [int(n) for n in re.match(r"\d+(?:\.\d+)*", text).group().split(".")]
-        return found + [0] * (4 - len(found))
+        parts = [int(n) for n in re.match(r"\d+(?:\.\d+)*", text).group().split(".")]
+        return parts + [0] * (4 - len(parts))
 
     return numbers(version) >= numbers(minimum)

@@ -12,19 +12,19 @@ class Check:
     Attributes:
         name: the component.
         state: ✓ works, ✗ broken or missing, ! works, with a remark.
-        found: what was found.
+        detail: its version, or what is wrong.
         fix: the command that fixes it.
         required: nothing can run without this component.
     """
 
     name: str
     state: str
-    found: str
+    detail: str
     fix: str | None = None
     required: bool = False
 
     def __str__(self) -> str:
-        line = f"[{self.state}] {self.name}: {self.found}"
+        line = f"[{self.state}] {self.name}: {self.detail}"
         return line if self.fix is None else f"{line}\n      -> {self.fix}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from verl.checkpoints.manifest import MANIFEST
+from verl.engines.traits import strategy_traits
 from verl.model_merger.fsdp import RankFiles, is_rank_file
 from verl.model_merger.lora import AdaptersOverBase, MergedAdapters, find_settings, has_adapters, recorded_base
 from verl.model_merger.megatron import FOLDER as DIST_CKPT
@@ -87,7 +88,7 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
     adapters = source is None and has_adapters(folder / "lora_adapter")
     if source is None and not adapters:
         raise ValueError(_describe_folder(folder))
-    if backend == "megatron" and has_rank_files:
+    if strategy_traits(backend).model_parallel and has_rank_files:
         raise ValueError(f"{folder} contains rank files of FSDP: use --backend fsdp")
     if not config.is_file():
         raise ValueError(

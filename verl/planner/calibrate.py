@@ -46,26 +46,26 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 for size in (2, 2**22):
     x = torch.ones(size)
     out = [torch.empty(size), torch.empty(size)]
-    found = []
+    seconds = []
     for _ in range(15):
         start = time.process_time()
         dist.all_gather(out, x)
-        found.append(time.process_time() - start)
+        seconds.append(time.process_time() - start)
     if rank == 0:
-        print(min(found))
+        print(min(seconds))
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def calibrate(device: torch.device, say: Callable[[str], None] = lambda line: None) -> Device:
+def calibrate(device: torch.device, log: Callable[[str], None] = lambda line: None) -> Device:
     """Measure the profile of this host.
 
     Args:
         device: the device to measure.
-        say: receives a line per measurement.
+        log: receives a line per measurement.
     """
-    found = base_profile(device)
+    profile = base_profile(device)
     size = 8192 if device.type == "cuda" else 512
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(size, size, device=device, dtype=dtype)
@@ -73,14 +73,14 @@ def calibrate(device: torch.device, say: Callable[[str], None] = lambda line: No
     block = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
     other = torch.empty_like(block)
     bandwidth = 2 * block.nbytes / _median(lambda: other.copy_(block), device)
-    found = replace(found, matmul=matmul, bandwidth=bandwidth, source="calibrated on this host")
-    say(f"matmul {matmul / 1e9:.0f} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s")
+    profile = replace(profile, matmul=matmul, bandwidth=bandwidth, source="calibrated on this host")
+    log(f"matmul {matmul / 1e9:.0f} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s")
     if device.type == "cpu":
-        found = replace(found, attention=matmul / 2, **_collective_rates())
-        say(f"collectives {found.link / 1e9:.2f} GB/s, {found.latency * 1e6:.0f} us")
-    found = with_engine_rates(found, device)
-    say(f"factors: forward {found.forward:.2f}, backward {found.backward:.2f}, decode {found.decode:.2f}")
-    return found
+        profile = replace(profile, attention=matmul / 2, **_collective_rates())
+        log(f"collectives {profile.link / 1e9:.2f} GB/s, {profile.latency * 1e6:.0f} us")
+    profile = with_engine_rates(profile, device)
+    log(f"factors: forward {profile.forward:.2f}, backward {profile.backward:.2f}, decode {profile.decode:.2f}")
+    return profile
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -91,14 +91,14 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 def _median(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Median seconds of a call, after one that is not counted."""
-    found, clock = [], clock_of(device)
+    seconds, clock = [], clock_of(device)
     for _ in range(repeats + 1):
         start = clock()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(clock() - start)
-    return statistics.median(found[1:])
+        seconds.append(clock() - start)
+    return statistics.median(seconds[1:])
 
 
 def _collective_rates() -> dict[str, float]:

@@ -151,10 +151,10 @@ BUILT_IN = {
 
 def built_in(name: str) -> Device:
     """The built-in profile of this name. Raises ValueError if there is none."""
-    found = next((device for key, device in BUILT_IN.items() if key.lower() == name.lower()), known_gpu(name))
-    if found is None:
+    profile = next((device for key, device in BUILT_IN.items() if key.lower() == name.lower()), known_gpu(name))
+    if profile is None:
         raise ValueError(f"there is no profile of the GPU {name!r}: {did_you_mean(name, BUILT_IN)}")
-    return found
+    return profile
 
 
 def known_gpu(name: str) -> Device | None:
@@ -204,8 +204,8 @@ def _profiles(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return dict(found["profiles"]) if found["format"] == FORMAT else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return dict(content["profiles"]) if content["format"] == FORMAT else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error
 
@@ -233,6 +233,6 @@ def calibrated(host: Mapping[str, str], name: str) -> tuple[Device | None, str]:
         raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error
     if then != host:
         changed = [key for key in sorted({*then, *host}) if then.get(key) != host.get(key)]
-        words = ", ".join(f"{key} {then.get(key)} -> {host.get(key)}" for key in changed)
-        return None, f"the calibration of {date[:10]} is stale: {words}"
+        changes = ", ".join(f"{key} {then.get(key)} -> {host.get(key)}" for key in changed)
+        return None, f"the calibration of {date[:10]} is stale: {changes}"
     return device, ""

@@ -119,7 +119,7 @@ def _changes(job: Job, device: Device) -> Iterator[Change]:
             yield _micro_tokens(job, tokens)
     if least > 2048:
         yield _micro_tokens(job, least)
-    if job.engine in ("vllm", "sglang"):
+    if job.traits.own_memory_share:
         for share in (0.5, 0.4, 0.3, 0.2, 0.1):
             if share < job.memory_share:
                 yield Change(
@@ -127,7 +127,7 @@ def _changes(job: Job, device: Device) -> Iterator[Change]:
                 )
     if any(job.role(name).checkpointing is not True for name in trained):
         yield _of_roles(job, trained, {"checkpointing": True}, _MODEL, "enable_gradient_checkpointing")
-    if job.kind == "megatron":
+    if job.model_parallel:
         yield from _megatron_sizes(job)
     elif device.kind == "cuda":
         frozen = [role.name for role in job.roles if not role.trains and role.name in _SECTION]
@@ -192,8 +192,8 @@ def _micro_tokens(job: Job, tokens: int) -> Change:
     return Change(tuple(dict.fromkeys(settings)), apply)
 
 
-def _is_more(found: int | None, tokens: int) -> bool:
-    return found is None or found > tokens
+def _is_more(current: int | None, tokens: int) -> bool:
+    return current is None or current > tokens
 
 
 def _more_devices(factor: int) -> Change:
@@ -203,7 +203,7 @@ def _more_devices(factor: int) -> Change:
 def _lora(job: Job) -> list[Change]:
     """Train adapters instead of all weights, if no role is tensor-parallel."""
     trained = [role for role in job.roles if role.trains]
-    if any(role.lora_rank or role.layout.tensor > 1 for role in trained) or job.kind != "torch":
+    if any(role.lora_rank or role.layout.tensor > 1 for role in trained) or job.model_parallel:
         return []
 
     def apply(job: Job) -> Job:
@@ -216,9 +216,9 @@ def _lora(job: Job) -> list[Change]:
 
 def describe(change: Change, plan: Plan) -> str:
     """Such as "set a=1 b=2" or "use 4 devices"."""
-    words = []
+    steps = []
     if change.settings:
-        words.append("set " + " ".join(change.settings))
+        steps.append("set " + " ".join(change.settings))
     if change.factor > 1:
-        words.append(f"use {plan.devices} devices")
-    return " and ".join(words)
+        steps.append(f"use {plan.devices} devices")
+    return " and ".join(steps)

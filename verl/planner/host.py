@@ -23,11 +23,11 @@ def host_name(device: torch.device) -> str:
 
 def host_fingerprint(device: torch.device) -> dict[str, str]:
     """What a calibration depends on: hardware, threads and packages."""
-    found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    found |= {"cpu": _cpu_model(), "cores": str(os.cpu_count())}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    versions |= {"cpu": _cpu_model(), "cores": str(os.cpu_count())}
     if device.type == "cuda":
-        return found | {"gpus": str(torch.cuda.device_count()), "cuda": str(torch.version.cuda)}
-    return found | {"memory": f"{host_memory() / GIB:.0f} GiB"}
+        return versions | {"gpus": str(torch.cuda.device_count()), "cuda": str(torch.version.cuda)}
+    return versions | {"memory": f"{host_memory() / GIB:.0f} GiB"}
 
 
 def _cpu_model() -> str:
@@ -54,13 +54,13 @@ def _limit_files(groups: Path, root: Path) -> Iterator[Path]:
         groups: the file that lists its cgroups, such as "0::/a/b" (version 2) or "4:memory:/a/b" (version 1).
         root: where cgroups are mounted. In a container the cgroup of the container may be the root.
     """
-    found = {"": "/", "memory": "/"}
+    paths = {"": "/", "memory": "/"}
     for line in groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
-            found["memory" if controllers else ""] = path
+            paths["memory" if controllers else ""] = path
     for kind, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
-        folder = Path(found[kind].strip("/"))
+        folder = Path(paths[kind].strip("/"))
         for each in (folder, *folder.parents):
             yield root / kind / each / name
 
@@ -109,10 +109,10 @@ def host_profile(name: str = "auto") -> Device:
     """The profile of the device of this host: calibrated, built in, or nominal. name: as `trainer.device`."""
     device = resolve_device(name)
     try:
-        found, why = calibrated(host_fingerprint(device), host_name(device))
+        profile, why = calibrated(host_fingerprint(device), host_name(device))
     except ValueError as error:  # a damaged file, which must not keep a run from starting
-        found, why = None, str(error)
+        profile, why = None, str(error)
     base = base_profile(device)
-    if found is not None:
-        return replace(found, memory=base.memory, process_limit=base.process_limit)
+    if profile is not None:
+        return replace(profile, memory=base.memory, process_limit=base.process_limit)
     return replace(base, source=f"{base.source} ({why}; `verl plan --calibrate` measures it)")

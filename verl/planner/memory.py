@@ -90,7 +90,7 @@ def tower_bytes(role: Role) -> ActivationBytes:
 def weights(job: Job, role: Role) -> float:
     """Bytes of the stored weights of a role on one device."""
     layout = role.layout
-    if job.kind == "megatron":
+    if job.model_parallel:
         return role.compute_bytes * role.megatron_share
     return role.parameters * role.weight_bytes / layout.shards
 
@@ -98,7 +98,7 @@ def weights(job: Job, role: Role) -> float:
 def optimizer_bytes(job: Job, role: Role) -> float:
     """Bytes of Adam's moments on one device; with Megatron, also of the float32 copy of 16-bit weights."""
     layout = role.layout
-    if job.kind == "megatron":
+    if job.model_parallel:
         size = 8 if role.compute_bytes == 4 else 12
         return size * (role.trained / layout.devices if role.sharded_optimizer else role.trains * role.megatron_share)
     return 2 * role.weight_bytes * role.trained / layout.shards
@@ -107,7 +107,7 @@ def optimizer_bytes(job: Job, role: Role) -> float:
 def gradients(job: Job, role: Role) -> float:
     """Bytes of the gradients on one device."""
     layout = role.layout
-    if job.kind == "megatron":
+    if job.model_parallel:
         return 4 * role.megatron_share if role.trains else 0.0
     return role.weight_bytes * role.trained / layout.shards
 
@@ -120,7 +120,7 @@ def gathered(job: Job, role: Role, training: bool) -> float:
     activations are freed.
     """
     shape, c, layout = role.shape, role.compute_bytes, role.layout
-    if job.kind == "megatron":
+    if job.model_parallel:
         return 0.0
     narrow = c != role.weight_bytes
     if layout.devices == 1:
@@ -136,13 +136,13 @@ def gathered(job: Job, role: Role, training: bool) -> float:
 
 def _logit_tokens(job: Job, role: Role, tokens: float, on_gpu: bool) -> float:
     """Response tokens of a micro-batch of `tokens` tokens."""
-    found = tokens_of(job, role, rows_per_rank(job, role.layout.data), on_gpu)
-    return tokens * found.response / found.total
+    rank_tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data), on_gpu)
+    return tokens * rank_tokens.response / rank_tokens.total
 
 
 def _own_vocabulary(job: Job, role: Role) -> int:
     """Entries of the vocabulary whose logits a rank computes."""
-    return role.shape.vocabulary // (role.layout.tensor if job.kind == "megatron" else 1)
+    return role.shape.vocabulary // (role.layout.tensor if job.model_parallel else 1)
 
 
 def logits(job: Job, role: Role, tokens: float, device: Device, training: bool) -> float:
@@ -175,7 +175,7 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     free -= min(MAX_AUTO_TOKENS * vocabulary * role.compute_bytes, KEPT_SHARE * device.memory) + 3 * min(
         CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * vocabulary
     ) * role.compute_bytes * (not role.value_head)
-    if job.kind == "megatron":  # which decides for its largest micro-batch (`engines/megatron/memory.py`)
+    if job.model_parallel:  # which decides for its largest micro-batch (`engines/megatron/memory.py`)
         size = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, on_gpu=True).total
         tokens = max(longest, role.update_tokens or MAX_AUTO_TOKENS)
         kept = used.plain * min(pipeline, max(1, size / tokens)) + layer
@@ -187,13 +187,13 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
 
 
 def _activation_bytes(job: Job, role: Role) -> ActivationBytes:
-    return activation_bytes(role, job.kind == "megatron" and role.sequence_parallel)
+    return activation_bytes(role, job.model_parallel and role.sequence_parallel)
 
 
 def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     """Bytes that an update needs beside weights and optimizer state. taken: bytes of everything else on the device."""
     items = {"gathered weights": gathered(job, role, training=True)}
-    if job.kind != "megatron":
+    if not job.model_parallel:
         items["gradients"] = gradients(job, role)
     tokens, checkpoints = update_choice(job, role, device, taken + sum(items.values()))
     largest = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, device.kind == "cuda").total
@@ -207,15 +207,15 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     items["activations"] += images * (tower.checkpointed if checkpoints else tower.plain)
     # the gradients of one layer's activations come after those of the logits are freed
     items["logits, working memory"] = max(logits(job, role, tokens, device, training=True), tokens * layer)
-    if job.kind != "megatron" and largest <= tokens:  # Megatron has gradient buffers all the time
+    if not job.model_parallel and largest <= tokens:  # Megatron has gradient buffers all the time
         return _one_backward_pass(role, items, tokens * layer)
     return items
 
 
 def _prompt_share(job: Job, role: Role, device: Device) -> float:
     """Prompt tokens of a micro-batch, as a share of its tokens."""
-    found = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda")
-    return found.prompt / found.total
+    tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda")
+    return tokens.prompt / tokens.total
 
 
 def _head_states(role: Role) -> float:
@@ -253,9 +253,9 @@ def infer_items(job: Job, role: Role, device: Device) -> Items:
 
 def rollout_weights(job: Job, role: Role) -> float:
     """Bytes of the engine's copy of the weights on one device; 0 if it uses those of the trainer."""
-    alone = role.name == "actor" and role.layout.devices == 1 and job.kind == "torch"
-    shared = alone and job.engine in ("native", "hf") and not role.lora_rank
-    if shared and (job.engine == "hf" or role.compute_bytes == role.weight_bytes):
+    alone = role.name == "actor" and role.layout.devices == 1 and not job.model_parallel
+    shared = alone and job.traits.shares_weights and not role.lora_rank
+    if shared and (not job.traits.own_dtype or role.compute_bytes == role.weight_bytes):
         return 0.0
     return role.parameters * role.compute_bytes / job.rollout_tensor
 
@@ -282,7 +282,7 @@ def generation_items(job: Job, role: Role, device: Device, taken: float) -> Item
     needed, least = kv_cache_bytes(job, role, rows), kv_cache_bytes(job, role, 1)
     if device.kind == "cpu":  # what an engine reserves beyond that is never written, so it takes no memory
         cache = needed
-    elif job.engine in ("vllm", "sglang"):
+    elif job.traits.own_memory_share:
         cache = max(least, job.memory_share * device.memory - own - working)
     else:
         free = device.memory - device.reserved - taken - own - working
@@ -292,7 +292,7 @@ def generation_items(job: Job, role: Role, device: Device, taken: float) -> Item
 
 def push_items(job: Job, role: Role) -> Items:
     """Memory of a weight push on one device: buckets, and the largest parameter gathered."""
-    if role.layout.devices == 1 and role.name == job.generator and job.engine in ("native", "hf"):
+    if role.layout.devices == 1 and role.name == job.generator and job.traits.shares_weights:
         return {"rollout weights": rollout_weights(job, role)}
     size = min(job.bucket_bytes, role.parameters * role.compute_bytes)
     copy = rollout_weights(job, role) if job.generator == "actor" else 0.0
@@ -312,7 +312,7 @@ def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, I
         Phase -> what -> bytes.
     """
     by_name = {role.name: role for role in roles}
-    found: dict[str, Items] = {}
+    phases: dict[str, Items] = {}
     for phase in PHASES:
         role = by_name.get(job.generator if phase == "generation" else PHASES[phase])
         if role is None or (phase == "old log-probs" and not job.old_log_probs):
@@ -328,10 +328,10 @@ def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, I
             more = push_items(job, role)
         else:
             more = infer_items(job, role, device)
-        found[phase] = items | more
+        phases[phase] = items | more
         if device.reserved:
-            found[phase]["process"] = device.reserved
-    return found
+            phases[phase]["process"] = device.reserved
+    return phases
 
 
 def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) -> Items:
@@ -339,13 +339,13 @@ def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) ->
 
     Megatron's buffers of gradients are with the weights.
     """
-    items = {"weights": 0.0, "optimizer": 0.0} | ({"gradients": 0.0} if job.kind == "megatron" else {})
+    items = {"weights": 0.0, "optimizer": 0.0} | ({"gradients": 0.0} if job.model_parallel else {})
     for role in roles:
         if role.name == "rollout":  # its weights are those of the engine
             continue
         if role is active or not role.param_offload:
             items["weights"] += weights(job, role)
-            if job.kind == "megatron":
+            if job.model_parallel:
                 items["gradients"] += gradients(job, role)
         if (role is active and updates) or not role.optimizer_offload:
             items["optimizer"] += optimizer_bytes(job, role)

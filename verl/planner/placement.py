@@ -140,26 +140,26 @@ def cost_group(job: Job, device: Device, roles: Sequence[Role], generator: Role)
 
 def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Role) -> dict[str, tuple[str, float]]:
     """Operator -> (stage, seconds)."""
-    found: dict[str, tuple[str, float]] = {}
+    operators: dict[str, tuple[str, float]] = {}
     taken = sum(weights(job, role) + optimizer_bytes(job, role) for role in roles if role.name != "rollout")
     for role in roles:
         if role.name == job.generator:
-            found["gen"] = ("generation", step_time.generation_seconds(job, role, device, taken))
+            operators["gen"] = ("generation", step_time.generation_seconds(job, role, device, taken))
         if role.name == "actor":
             if role.shape.vision is not None and not job.reads_ahead:
-                found["prompts"] = ("generation", step_time.image_seconds(job, role))
+                operators["prompts"] = ("generation", step_time.image_seconds(job, role))
             if job.old_log_probs:
-                found["old_log_prob"] = ("preparation", step_time.infer_seconds(job, role, device))
-            found["update_actor"] = ("training", step_time.update_seconds(job, role, device, taken))
+                operators["old_log_prob"] = ("preparation", step_time.infer_seconds(job, role, device))
+            operators["update_actor"] = ("training", step_time.update_seconds(job, role, device, taken))
             stage = "push" if job.overlaps else "training"
-            found["sync_weights"] = (stage, step_time.push_seconds(job, role, device, generator))
+            operators["sync_weights"] = (stage, step_time.push_seconds(job, role, device, generator))
         elif role.name == "critic":
-            found["values"] = ("preparation", step_time.infer_seconds(job, role, device))
-            found["update_critic"] = ("training", step_time.update_seconds(job, role, device, taken))
+            operators["values"] = ("preparation", step_time.infer_seconds(job, role, device))
+            operators["update_critic"] = ("training", step_time.update_seconds(job, role, device, taken))
         elif role.name in _SCORES:
             name = _SCORES[role.name]
-            found[name] = ("preparation", step_time.infer_seconds(job, role, device))
-    return found
+            operators[name] = ("preparation", step_time.infer_seconds(job, role, device))
+    return operators
 
 
 def is_possible(job: Job, role: Role) -> bool:

@@ -68,11 +68,11 @@ def time_lines(plan: Plan) -> list[str]:
     """Seconds of a step by operator."""
     operators = [(name, seconds) for group in plan.groups for name, (_, seconds) in group.seconds.items()]
     operators += [("waiting for images", plan.waiting)] if plan.waiting else []
-    words = ", ".join(f"{name} {seconds:.3g}" for name, seconds in operators)
+    durations = ", ".join(f"{name} {seconds:.3g}" for name, seconds in operators)
     tokens = plan.job.responses * plan.job.response_tokens / plan.seconds
     return [
         f"step about {plan.seconds:.3g} s with responses of full length, {tokens:,.0f} response tokens/s",
-        *_wrapped(f"seconds: {words}"),
+        *_wrapped(f"seconds: {durations}"),
         *_wrapped(f"rates: {plan.device.source}"),
     ]
 
@@ -151,21 +151,21 @@ def _rank_lines(plans: Sequence[Plan], configured: Configured | None, own: Plan 
     if configured is None or own is None:
         return []
     ways = f"{len(plans)} way{'s' * (len(plans) > 1)} to group the roles"
-    found = _wrapped(f"* is the configured placement; ranks are among the fastest one of {ways} that fit, and *")
+    lines = _wrapped(f"* is the configured placement; ranks are among the fastest one of {ways} that fit, and *")
     if not own.fits:
-        found.append("* does not fit into memory, so it has no rank")
+        lines.append("* does not fit into memory, so it has no rank")
     if not own.concurrent and own.overlaps_roles:
-        found += _wrapped("in *, devices wait for one another; trainer.overlap=true lets them work at the same time")
-    return found
+        lines += _wrapped("in *, devices wait for one another; trainer.overlap=true lets them work at the same time")
+    return lines
 
 
 def consecutive(plan: Plan) -> list[range]:
     """The devices of each group of a plan, from 0."""
-    found, first = [], 0
+    ranges, first = [], 0
     for group in plan.groups:
-        found.append(range(first, first + group.devices))
+        ranges.append(range(first, first + group.devices))
         first += group.devices
-    return found
+    return ranges
 
 
 def _where(plan: Plan, group: Group, numbers: Sequence[int]) -> str:
@@ -173,38 +173,38 @@ def _where(plan: Plan, group: Group, numbers: Sequence[int]) -> str:
     names = list(group.names)
     if plan.job.generator == "actor" and "actor" in names:
         names.insert(1, "rollout")
-    return f"{', '.join(names)} on {format_devices(numbers)}{_size_words(plan, group)}"
+    return f"{', '.join(names)} on {format_devices(numbers)}{_format_sizes(plan, group)}"
 
 
-def placement_words(plan: Plan) -> str:
+def format_placement(plan: Plan) -> str:
     """The groups with their sizes, and the sizes of model parallelism that are not 1."""
-    return "; ".join(_group_words(plan, group) for group in plan.groups)
+    return "; ".join(_format_group(plan, group) for group in plan.groups)
 
 
-def _group_words(plan: Plan, group: Group) -> str:
-    return f"{', '.join(group.names)} on {group.devices}{_size_words(plan, group)}"
+def _format_group(plan: Plan, group: Group) -> str:
+    return f"{', '.join(group.names)} on {group.devices}{_format_sizes(plan, group)}"
 
 
-def _size_words(plan: Plan, group: Group) -> str:
+def _format_sizes(plan: Plan, group: Group) -> str:
     """Sizes of model parallelism that are not 1, such as " (TP 2, rollout TP 4)"."""
-    found = dict.fromkeys(role.layout for role in group.roles if role.name != "rollout")
-    sizes = [(("TP", x.tensor), ("PP", x.pipeline), ("CP", x.sequence), ("EP", x.expert)) for x in found]
-    words = list(dict.fromkeys(" ".join(f"{name} {size}" for name, size in one if size > 1) for one in sizes))
-    words = [word for word in words if word]
+    layouts = dict.fromkeys(role.layout for role in group.roles if role.name != "rollout")
+    sizes = [(("TP", x.tensor), ("PP", x.pipeline), ("CP", x.sequence), ("EP", x.expert)) for x in layouts]
+    parts = list(dict.fromkeys(" ".join(f"{name} {size}" for name, size in sizes_of if size > 1) for sizes_of in sizes))
+    parts = [word for word in parts if word]
     if plan.job.generator in group.names and plan.job.rollout_tensor > 1:
-        words.append(f"rollout TP {plan.job.rollout_tensor}")
-    return f" ({', '.join(words)})" if words else ""
+        parts.append(f"rollout TP {plan.job.rollout_tensor}")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def reason(plans: Sequence[Plan]) -> str:
     """Why the best plan is better than the runner-up, or which plan to prefer if others are as fast."""
     best, other, simplest = plans[0], plans[1], preferred(plans)
     longer = other.seconds / best.seconds - 1
-    words = f"the runner-up takes {longer:.1%} longer: {_difference(best, other)}"
+    comparison = f"the runner-up takes {longer:.1%} longer: {_difference(best, other)}"
     if simplest is not best:
-        name = "the runner-up" if simplest is other else placement_words(simplest)
-        return f"{words}; within 5 % of the best: prefer {name}, the simpler one"
-    return words + ("; within 5 % of the best, which is the simpler one" if longer <= NEAR - 1 else "")
+        name = "the runner-up" if simplest is other else format_placement(simplest)
+        return f"{comparison}; within 5 % of the best: prefer {name}, the simpler one"
+    return comparison + ("; within 5 % of the best, which is the simpler one" if longer <= NEAR - 1 else "")
 
 
 def _difference(best: Plan, other: Plan) -> str:
@@ -212,5 +212,5 @@ def _difference(best: Plan, other: Plan) -> str:
     gains = {stage: theirs - ours for stage, ours, theirs in zip(STAGES, best.stages, other.stages)}
     faster = max(gains, key=lambda stage: gains[stage])
     slower = min(gains, key=lambda stage: gains[stage])
-    words = f"{faster} {gains[faster]:+.3g} s"
-    return words + (f", although {slower} {gains[slower]:+.3g} s" if gains[slower] < -0.005 * best.seconds else "")
+    difference = f"{faster} {gains[faster]:+.3g} s"
+    return difference + (f", although {slower} {gains[slower]:+.3g} s" if gains[slower] < -0.005 * best.seconds else "")

@@ -90,12 +90,12 @@ class Search:
         In asynchronous training it is alone.
         """
         splits = self.space.separate_rollout or self.job.overlaps
-        found = list(partitions([*self.job.names, "rollout"] if splits else self.job.names))
+        groupings = list(partitions([*self.job.names, "rollout"] if splits else self.job.names))
         if self.job.overlaps:
-            return [partition for partition in found if self.is_split(partition)]
+            return [partition for partition in groupings if self.is_split(partition)]
         return [
             partition
-            for partition in found
+            for partition in groupings
             if all("rollout" not in names or "actor" in names or len(names) == 1 for names in partition)
         ]
 
@@ -113,11 +113,11 @@ class Search:
 
     def _best_group(self, key: tuple[tuple[str, ...], bool, int]) -> Group | None:
         names, split, devices = key
-        found: list[tuple[float, int, Job, list[Role]]] = []
+        layouts: list[tuple[float, int, Job, list[Role]]] = []
         for job, roles in self._layouts(names, split, devices):
             seconds = role_seconds(job, self.device, roles, self._generator(job, roles, split))
-            found.append((sum(s for _, s in seconds.values()), len(found), job, roles))
-        for *_, job, roles in sorted(found, key=lambda entry: entry[:2]):
+            layouts.append((sum(s for _, s in seconds.values()), len(layouts), job, roles))
+        for *_, job, roles in sorted(layouts, key=lambda entry: entry[:2]):
             group = cost_group(job, self.device, roles, self._generator(job, roles, split))
             if group.peak[1] <= self.device.available(devices):
                 self._jobs[key] = job
@@ -135,8 +135,7 @@ class Search:
         base = self.split_job if split else self.job
         tensors = (base.rollout_tensor,)
         if base.generator in names:
-            # hf has the whole model on every device
-            tensors = (1,) if base.engine == "hf" else self.space.rollout_sizes
+            tensors = self.space.rollout_sizes if base.traits.tensor_parallel else (1,)
         roles = [base.role(name) for name in names]
         shapes = list(dict.fromkeys(role.shape for role in roles))
         if self.space.same_sizes:
@@ -195,12 +194,12 @@ class Search:
         fastest = [tuple(map(min, zip(*(group.stages for group in groups)))) for groups in options]
         best: list[tuple[float, list[Group]]] = [(limit, [])]
 
-        def extend(chosen: list[Group], left: int, stages: tuple[float, ...]) -> None:
-            depth = len(chosen)
+        def extend(groups: list[Group], left: int, stages: tuple[float, ...]) -> None:
+            depth = len(groups)
             if depth == len(options):
                 seconds = step_seconds(stages, self.job, self.device)
                 if seconds < best[0][0]:
-                    best[0] = (seconds, list(chosen))
+                    best[0] = (seconds, list(groups))
                 return
             reserved = sum(fewest[depth + 1 :])
             rest = [fastest[i] for i in range(depth + 1, len(options))]
@@ -210,7 +209,7 @@ class Search:
                 now = tuple(map(max, stages, group.stages))
                 bound = tuple(max(column) for column in zip(now, *rest))
                 if step_seconds(bound, self.job, self.device) < best[0][0]:
-                    extend([*chosen, group], left - group.devices, now)
+                    extend([*groups, group], left - group.devices, now)
 
         extend([], devices, (0.0,) * len(STAGES))
         return self._plan(best[0][1], split) if best[0][1] else None
@@ -222,16 +221,16 @@ class Search:
 
     def plans(self, devices: int, count: int = 2) -> list[Plan]:
         """The fastest plan of each partition, the best first: the best `count`, and all within 5 % of the best."""
-        found: list[Plan] = []
+        plans: list[Plan] = []
         limit = float("inf")
         for partition in self.partitions():
             plan = self.best_of(partition, devices, limit)
             if plan is not None:
-                found = sorted([*found, plan], key=lambda plan: plan.seconds)
-                near = sum(plan.seconds <= NEAR * found[0].seconds for plan in found)
-                found = found[: max(count, near)]
-                limit = max(found[count - 1].seconds, NEAR * found[0].seconds) if len(found) >= count else limit
-        return found
+                plans = sorted([*plans, plan], key=lambda plan: plan.seconds)
+                near = sum(plan.seconds <= NEAR * plans[0].seconds for plan in plans)
+                plans = plans[: max(count, near)]
+                limit = max(plans[count - 1].seconds, NEAR * plans[0].seconds) if len(plans) >= count else limit
+        return plans
 
 
 def preferred(plans: Sequence[Plan]) -> Plan:

@@ -4,15 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.binding import required_columns
 from verl.config import schema
 from verl.engines.token_budget import MAX_AUTO_TOKENS
+from verl.engines.traits import built_in_strategies, strategy_traits
 from verl.planner.fixes import MEGATRON_SECTION
 from verl.planner.placement import Plan
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Layout, Role
+from verl.rollout.traits import engine_traits
 
-#: engines whose memory is modelled
-STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _BYTES = {"fp64": 8, "float64": 8, "fp32": 4, "float32": 4}
 
 
@@ -33,12 +35,13 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
         ValueError: a training engine is a custom one, or only some roles use megatron.
     """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    used = {name: _engine_of(config, name)[0] for name in names if name != "rollout"}
-    if unknown := [strategy for strategy in used.values() if strategy not in STRATEGIES]:
-        raise ValueError(f"the planner does not model the engine {unknown[0]!r}, only {', '.join(STRATEGIES)}")
-    if len({strategy == "megatron" for strategy in used.values()}) > 1:
-        found = ", ".join(f"{name}: {strategy}" for name, strategy in used.items())
-        raise ValueError(f"the planner does not model megatron for some roles only ({found})")
+    strategies = {name: _engine_of(config, name)[0] for name in names if name != "rollout"}
+    if unknown := [strategy for strategy in strategies.values() if strategy not in built_in_strategies()]:
+        known = ", ".join(built_in_strategies())
+        raise ValueError(f"the planner does not model the engine {unknown[0]!r}, only {known}")
+    if len({strategy_traits(strategy).model_parallel for strategy in strategies.values()}) > 1:
+        used = ", ".join(f"{name}: {strategy}" for name, strategy in strategies.items())
+        raise ValueError(f"the planner does not model megatron for some roles only ({used})")
     correction = config.algorithm.rollout_correction
     updates = max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
     several = updates > 1 or actor.ppo_epochs > 1 or actor.old_log_prob_pass == "always"
@@ -47,6 +50,7 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
     threads = config.data.dataloader_num_workers
     if threads is None and config.data.custom_cls.path:
         threads = 0  # as in `reading_threads`
+    read = required_columns(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm.settings)
     return Job(
         tuple(_role(config, name, shapes[name], on_gpu) for name in names),
         prompts=config.data.train_batch_size,
@@ -58,12 +62,12 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
         rollout_tensor=rollout.tensor_model_parallel_size,
         memory_share=rollout.gpu_memory_utilization,
         max_rows=rollout.max_num_seqs,
-        eager=rollout.enforce_eager or rollout.name == "hf",
+        eager=rollout.enforce_eager or engine_traits(rollout.name).cuda_graphs is False,
         sleeps=rollout.free_cache_engine,
         bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
         replays=actor.router_replay.mode != "disabled",
-        kind="megatron" if actor.strategy == "megatron" else "torch",
-        generations=2 if config.algorithm.adv_estimator == "remax" else 1,
+        model_parallel=isinstance(actor.engine, schema.MegatronConfig),
+        generations=2 if "reward_baselines" in read else 1,  # of greedy responses
         reads_ahead=threads != 0,
         overlaps=config.trainer.max_staleness > 0,
     )
@@ -123,7 +127,7 @@ def _sharded(section: schema.EngineConfig, liger: bool, on_gpu: bool) -> dict[st
 def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> Role:
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward.reward_model
     length = policy.rollout.prompt_length + policy.rollout.response_length
-    strategy, engine = _engine_of(config, name)
+    engine = _engine_of(config, name)[1]
     if name == "critic":
         model, update = critic.model, critic
         infer = (critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu)
@@ -140,7 +144,7 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
         )
     role = Role(name, shape, value_head=name in ("critic", "reward"), infer_tokens=_tokens(*infer, length))
     checkpointing = model.enable_gradient_checkpointing if update is not None else "auto"
-    if strategy == "megatron":
+    if isinstance(engine, schema.MegatronConfig):
         role = replace(role, **_megatron(engine, checkpointing, on_gpu))
     else:
         liger = model is not None and model.use_liger
@@ -150,7 +154,7 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
     tokens = _tokens(
         update.ppo_micro_batch_size_per_gpu, update.use_dynamic_bsz, update.ppo_max_token_len_per_gpu, length
     )
-    if tokens is None and strategy == "megatron":
+    if tokens is None and isinstance(engine, schema.MegatronConfig):
         tokens = max(MAX_AUTO_TOKENS, length)
     return replace(
         role,
@@ -173,25 +177,25 @@ def groups_of(
 ) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
     """[(roles, their devices)] of the `placement` section; a role without devices is with the actor."""
     shared = placement.get("actor_devices") or range(devices)
-    found: dict[frozenset[int], list[str]] = {}
+    groups: dict[frozenset[int], list[str]] = {}
     for name in names:
-        found.setdefault(frozenset(placement.get(f"{name}_devices") or shared), []).append(name)
-    return [(tuple(members), tuple(sorted(numbers))) for numbers, members in found.items()]
+        groups.setdefault(frozenset(placement.get(f"{name}_devices") or shared), []).append(name)
+    return [(tuple(members), tuple(sorted(numbers))) for numbers, members in groups.items()]
 
 
 def overrides_of(plan: Plan, devices: int) -> dict[str, Any]:
     """The settings that select a plan: keys that a user would set. devices: of the run, not all of which it may use."""
-    found: dict[str, Any] = {"placement.auto": False}
+    settings: dict[str, Any] = {"placement.auto": False}
     first = 0
     for group in plan.groups if len(plan.groups) > 1 or plan.devices < devices else ():
         numbers = list(range(first, first + group.devices))
         first += group.devices
-        found |= {f"placement.{name}_devices": numbers for name in group.names}
+        settings |= {f"placement.{name}_devices": numbers for name in group.names}
     if plan.overlaps_roles:
-        found["trainer.overlap"] = True
-    found["actor_rollout_ref.rollout.tensor_model_parallel_size"] = plan.job.rollout_tensor
+        settings["trainer.overlap"] = True
+    settings["actor_rollout_ref.rollout.tensor_model_parallel_size"] = plan.job.rollout_tensor
     for role in (role for group in plan.groups for role in group.roles):
-        if plan.job.kind == "megatron" and role.name in MEGATRON_SECTION:
-            found[f"{MEGATRON_SECTION[role.name]}.tensor_model_parallel_size"] = role.layout.tensor
-            found[f"{MEGATRON_SECTION[role.name]}.pipeline_model_parallel_size"] = role.layout.pipeline
-    return found
+        if plan.job.model_parallel and role.name in MEGATRON_SECTION:
+            settings[f"{MEGATRON_SECTION[role.name]}.tensor_model_parallel_size"] = role.layout.tensor
+            settings[f"{MEGATRON_SECTION[role.name]}.pipeline_model_parallel_size"] = role.layout.pipeline
+    return settings

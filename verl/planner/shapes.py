@@ -130,11 +130,11 @@ class ModelShape:
     def parameters(self, value_head: bool = False) -> int:
         """Parameters of the model. value_head: with one output instead of logits."""
         head = self.hidden if value_head else 0 if self.tied else self.embedding
-        found = self.layers * self.layer_parameters + self.embedding + self.hidden + head
+        count = self.layers * self.layer_parameters + self.embedding + self.hidden + head
         if self.experts and self.dense_layers:
             dense = replace(self, experts=0)
-            found -= self.dense_layers * (self.layer_parameters - dense.layer_parameters)
-        return found + (self.vision.parameters if self.vision is not None else 0)
+            count -= self.dense_layers * (self.layer_parameters - dense.layer_parameters)
+        return count + (self.vision.parameters if self.vision is not None else 0)
 
     @property
     def active_parameters(self) -> int:
@@ -290,7 +290,7 @@ def built_in(name: str) -> ModelShape:
     Raises:
         ValueError: there is none.
     """
-    found = next((shape for key, shape in BUILT_IN.items() if key.lower() == name.lower()), None)
-    if found is None:
+    match = next((shape for key, shape in BUILT_IN.items() if key.lower() == name.lower()), None)
+    if match is None:
         raise ValueError(f"there is no built-in model {name!r}: {did_you_mean(name, BUILT_IN)}")
-    return found
+    return match

@@ -155,15 +155,15 @@ def activations_exchange(role: Role, tokens: float, device: Device) -> float:
     s, c, layout = role.shape, role.compute_bytes, role.layout
     size = tokens * s.hidden * c
     layers = s.layers / layout.pipeline
-    found = 0.0
+    seconds = 0.0
     if layout.tensor > 1:  # two all-reduces per layer
-        found += layers * 4 * collective_seconds(size, layout.tensor, device)
+        seconds += layers * 4 * collective_seconds(size, layout.tensor, device)
     if layout.expert > 1:  # two all-to-alls per layer with experts, of the tokens of each expert and of its outputs
         count = 2 * s.sparse_layers / layout.pipeline
-        found += count * collective_seconds(size * s.active_experts, layout.expert, device)
+        seconds += count * collective_seconds(size * s.active_experts, layout.expert, device)
     if layout.sequence > 1:  # two all-to-alls per layer, of queries, keys, values and outputs
-        found += layers * 4 * collective_seconds(size / layout.sequence, layout.sequence, device)
-    return found
+        seconds += layers * 4 * collective_seconds(size / layout.sequence, layout.sequence, device)
+    return seconds
 
 
 def _overlapped(compute: float, exchange: float, device: Device) -> float:
@@ -176,14 +176,14 @@ def _bubble(role: Role, micro_batches: float) -> float:
 
 
 def _is_fsdp(job: Job, role: Role) -> bool:
-    return job.kind == "torch" and role.layout.devices > 1
+    return not job.model_parallel and role.layout.devices > 1
 
 
 def _engine_factor(job: Job, role: Role, device: Device) -> float:
     """What FSDP2 over several devices, layers with adapters and experts multiply the computation with."""
     factor = device.sharded if _is_fsdp(job, role) else 1.0
     if role.shape.experts and device.kind == "cuda":
-        fused = MEGATRON_EXPERTS_FACTOR if job.kind == "megatron" else EXPERTS_FACTOR
+        fused = MEGATRON_EXPERTS_FACTOR if job.model_parallel else EXPERTS_FACTOR
         factor *= fused if role.fuses_experts else PLAIN_EXPERTS_FACTOR
     return factor * (ADAPTER_FACTOR if role.lora_rank else 1.0)
 
@@ -207,7 +207,7 @@ def infer_seconds(job: Job, role: Role, device: Device) -> float:
 def _gather_seconds(job: Job, role: Role, device: Device) -> float:
     """Seconds to gather all weights once with FSDP2."""
     layout = role.layout
-    if job.kind == "megatron" or layout.devices == 1:
+    if job.model_parallel or layout.devices == 1:
         return 0.0
     size = role.parameters * role.compute_bytes / layout.tensor
     return collective_seconds(size, layout.shards // layout.tensor, device) + role.shape.layers * device.latency
@@ -225,10 +225,10 @@ def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> 
     compute = compute * _engine_factor(job, role, device) + _hook_seconds(job, role, device, count * passes)
     gather = _gather_seconds(job, role, device)
     reduce = _reduce_seconds(job, role, device)
-    exchange = count * (2 * gather + reduce) if job.kind == "torch" else 0.0
+    exchange = count * (2 * gather + reduce) if not job.model_parallel else 0.0
     busy = _overlapped(compute * _bubble(role, count), exchange, device)
     busy += passes * activations_exchange(role, tokens.total, device)
-    once = reduce if job.kind == "megatron" else 0.0
+    once = reduce if job.model_parallel else 0.0
     once += role.trained / role.layout.shards * ADAM_BYTES / device.bandwidth
     if role.optimizer_offload or role.param_offload:
         once += 2 * role.weight_bytes * 3 * role.parameters / role.layout.shards / HOST_LINK
@@ -241,7 +241,7 @@ def _reduce_seconds(job: Job, role: Role, device: Device) -> float:
     layout = role.layout
     if layout.devices == 1:
         return 0.0
-    if job.kind == "torch":
+    if not job.model_parallel:
         return collective_seconds(4 * role.trained / layout.tensor, layout.shards // layout.tensor, device)
     if layout.data == 1:
         return 0.0
@@ -277,7 +277,7 @@ def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0)
     if tensor > 1:
         step += 2 * s.layers * all_reduce_seconds(alive * s.hidden * c, tensor, device)
     wake = 0.0
-    if job.engine in ("vllm", "sglang"):
+    if job.traits.is_external:
         # the next step is scheduled while one runs, unless several ranks must take the same steps
         host = alive * SERVER_ROW_SECONDS
         step = max(step, host) if tensor == 1 else step + host
@@ -294,7 +294,7 @@ def _as_engine(role: Role, tensor: int) -> Role:
 def _concurrent_rows(job: Job, role: Role, device: Device, taken: float) -> int:
     """Sequences whose KV cache fits."""
     own = rollout_weights(job, role)
-    if job.engine in ("vllm", "sglang"):
+    if job.traits.own_memory_share:
         free = job.memory_share * device.memory - own
     elif device.kind == "cpu":
         return job.max_rows
@@ -307,7 +307,7 @@ def push_seconds(job: Job, role: Role, device: Device, generator: Role) -> float
     """Seconds of a weight push from the actor to the devices that generate."""
     size = role.parameters * role.compute_bytes
     seconds = _sent_seconds(job, role, device, generator, size)
-    if job.engine in ("vllm", "sglang") and device.kind == "cuda":
+    if job.traits.is_external and device.kind == "cuda":
         seconds += role.parameters * SUMMED_BYTES / device.bandwidth
     return seconds
 
@@ -317,9 +317,9 @@ def _sent_seconds(job: Job, role: Role, device: Device, generator: Role, size: f
     if generator is not role:
         joined = role.layout.devices + generator.layout.devices
         return device.push_seconds + size / device.link_of(joined)
-    if role.layout.devices == 1 and job.engine in ("native", "hf"):
+    if role.layout.devices == 1 and job.traits.shares_weights:
         return size * 3 / device.bandwidth if rollout_weights(job, role) else 0.0
-    if job.kind == "megatron":
+    if job.model_parallel:
         # all-gather inside a micro data-parallel group (HybridFlow, table 2)
         t, p, tg = role.layout.tensor, role.layout.pipeline, job.rollout_tensor
         share = max(0.0, (t * p - tg) / (tg * t * p))

@@ -5,6 +5,7 @@ from typing import Literal
 
 from verl.modeling.model_types import MIXTURES
 from verl.planner.shapes import ModelShape
+from verl.rollout.traits import EngineTraits, engine_traits
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,15 @@ class Job:
         prompts, samples: of a step; samples are per prompt.
         prompt_tokens, response_tokens: lengths, the same for every sample.
         old_log_probs: whether the step has a pass for old log-probs.
-        engine: rollout engine: native, vllm, sglang, hf.
+        engine: name of the rollout engine.
         rollout_tensor: tensor-parallel size of the rollout.
         memory_share: share of the device memory that the rollout may use.
         max_rows: largest number of concurrent sequences of an engine.
         eager: the engine runs without CUDA graphs.
-        sleeps: vllm and sglang free their memory during training.
+        sleeps: engines with a memory share free it during training.
         bucket_bytes: bucket of the weight sync.
         replays: router replay, with which every sample's prompt is computed.
-        kind: training engine: "torch" (one process or FSDP2), or "megatron".
+        model_parallel: ranks compute with slices of the model; otherwise weights are gathered layer by layer (FSDP2).
         reads_ahead: threads process the images of the next batch during a step.
         overlaps: generation of the next batch runs during training, on separate devices.
         generations: responses that are generated per response that is trained on (2 for ReMax).
@@ -166,11 +167,16 @@ class Job:
     sleeps: bool = True
     bucket_bytes: int = 512 * 2**20
     replays: bool = False
-    kind: str = "torch"
+    model_parallel: bool = False
     reads_ahead: bool = False
     overlaps: bool = False
     generations: int = 1
     strict: bool = True
+
+    @property
+    def traits(self) -> EngineTraits:
+        """The traits of the rollout engine."""
+        return engine_traits(self.engine)
 
     @property
     def length(self) -> int:
@@ -226,8 +232,8 @@ def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
     # balancing the ranks spreads the samples of a prompt over them
     together = min(job.samples / role.layout.data, rows) if shares_prefix(job, role, on_gpu) else 1
     together = max(1.0, together)
-    found = Tokens(rows / together * job.prompt_tokens, rows * job.response_tokens, rows)
-    return found.share(1 / role.layout.sequence)
+    tokens = Tokens(rows / together * job.prompt_tokens, rows * job.response_tokens, rows)
+    return tokens.share(1 / role.layout.sequence)
 
 
 def rows_per_rank(job: Job, data: int) -> int:

@@ -1,22 +1,23 @@
-"""Python child processes for process pools.
+"""Python child processes: how they start, report to their parent and end.
 
     process = PythonProcess("verl.rewards.sandbox.worker", [theirs.fileno()], env=os.environ)
     status = process.poll()            # None while it runs
-    process.kill()                     # the process and everything that it started
-    describe_exit(process.wait())      # "was killed by SIGKILL ..."
+    process.end()                      # kills the process and everything that it started
+    describe_exit(status)              # "was killed by SIGKILL ..."
 
-Shared by the workers of `verl.single_controller.local` and the reward functions of `verl.rewards.sandbox`. Children are
-fresh interpreters, not forks of this process: the threads, locks and CUDA context of a trainer do not survive a fork.
-`verl.processes.fork_server` has a second kind of child, forked from a process that has none of these. The pools differ
-in what they send, in their deadlines and in which errors end the pool; that is in their own modules.
+Children are fresh interpreters, not forks of this process: the threads, locks and CUDA context of a trainer do not
+survive a fork. `verl.processes.fork_server` has a second kind of child, forked from a process that has none of these.
 """
 
 import faulthandler
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,27 +25,32 @@ from pathlib import Path
 
 import psutil
 
+from verl.processes.limits import HEARTBEAT_SECONDS
+
 _further: dict[str, str] = {}  # environment variables of helper processes
 _SIGNAL_NAMES = {s.value: s.name for s in signal.Signals}
-STACK_SIGNAL = signal.SIGUSR1  # blocked in a child until `dump_stacks_on_request`
+STACK_SIGNAL = signal.SIGUSR1  # blocked in a child until `start_reports`
+_HEARTBEAT = struct.Struct("d")  # `time.monotonic`, which all processes of a host share; 0: none yet
 
 
 class ChildProcess(ABC):
     """A Python process in a separate session and process group. Subclasses start it and report its exit status.
 
     Args:
-        stacks: Whether the child gets a file for its stacks (see `dump_stacks_on_request`).
+        reports: Whether the child gets a file for its heartbeat and its stacks (see `start_reports`).
     """
 
     pid: int
 
-    def __init__(self, stacks: bool):
-        self._stacks = tempfile.TemporaryFile() if stacks else None  # noqa: SIM115
+    def __init__(self, reports: bool):
+        self._reports = tempfile.TemporaryFile(buffering=0) if reports else None  # noqa: SIM115
+        if reports:
+            self._reports.write(_HEARTBEAT.pack(0.0))
 
     @property
-    def stack_descriptors(self) -> list[int]:
-        """The descriptor of the file for the stacks, if there is one."""
-        return [] if self._stacks is None else [self._stacks.fileno()]
+    def report_descriptors(self) -> list[int]:
+        """The descriptor of the file for reports, if there is one."""
+        return [] if self._reports is None else [self._reports.fileno()]
 
     def poll(self) -> int | None:
         """The exit status (negative: the signal that killed it); None while the process runs."""
@@ -64,6 +70,17 @@ class ChildProcess(ABC):
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    def end(self, seconds: float = 0.0) -> int:
+        """Wait up to `seconds` for the process to end, and kill what is left. Returns the exit status."""
+        self.wait(seconds)
+        self.kill()
+        return self.wait()
+
+    def silence(self) -> float | None:
+        """Seconds since the last heartbeat; None before the first one."""
+        (last,) = _HEARTBEAT.unpack(os.pread(self._reports.fileno(), _HEARTBEAT.size, 0))
+        return max(0.0, time.monotonic() - last) if last else None
+
     def request_stacks(self) -> None:
         """Ask the process to write the stacks of all its threads, which takes a moment."""
         if self.poll() is None:
@@ -72,18 +89,18 @@ class ChildProcess(ABC):
 
     def read_stacks(self) -> str:
         """The stacks written so far."""
-        self._stacks.seek(0)
-        return self._stacks.read().decode(errors="replace").strip() or "(no stacks: the process did not respond)"
+        self._reports.seek(_HEARTBEAT.size)
+        return self._reports.read().decode(errors="replace").strip() or "(no stacks: the process did not respond)"
 
     def close(self) -> None:
         """Wait for a killed process and release its resources."""
         self.wait()
-        self.close_stacks()
+        self.close_reports()
 
-    def close_stacks(self) -> None:
-        """Close the file for the stacks."""
-        if self._stacks is not None:
-            self._stacks.close()
+    def close_reports(self) -> None:
+        """Close the file for reports."""
+        if self._reports is not None:
+            self._reports.close()
 
 
 class PythonProcess(ChildProcess):
@@ -96,14 +113,14 @@ class PythonProcess(ChildProcess):
         module: Module to run.
         inherited: File descriptors that the child inherits. Their numbers are its command-line arguments.
         env: Environment variables of the child; PYTHONPATH is set here.
-        stacks: Pass a further descriptor, of a file for the stacks of the child (see `dump_stacks_on_request`).
+        reports: Pass a further descriptor, of a file for the reports of the child (see `start_reports`).
     """
 
-    def __init__(self, module: str, inherited: Sequence[int], env: Mapping[str, str], *, stacks: bool = False):
-        super().__init__(stacks)
-        descriptors = [*inherited, *self.stack_descriptors]
+    def __init__(self, module: str, inherited: Sequence[int], env: Mapping[str, str], *, reports: bool = False):
+        super().__init__(reports)
+        descriptors = [*inherited, *self.report_descriptors]
         # Inherited by the child: the signal would end it before it is ready to write its stacks.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL} if stacks else ())
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL} if reports else ())
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *map(str, descriptors)],
@@ -115,6 +132,9 @@ class PythonProcess(ChildProcess):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._popen.pid
+
+    def poll(self) -> int | None:
+        return self._popen.poll()
 
     def wait(self, timeout: float | None = None) -> int | None:
         with suppress(subprocess.TimeoutExpired):
@@ -148,18 +168,18 @@ def resident_memory(pid: int, shared_once: bool = False) -> int:
     Args:
         shared_once: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
     """
-    found, pids = 0, [pid]
+    total, pids = 0, [pid]
     while pids:
         folder = Path(f"/proc/{pids.pop()}")
         with suppress(OSError, IndexError, ValueError):
             if shared_once:
                 lines = (folder / "smaps_rollup").read_text(encoding="utf-8").splitlines()
-                found += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+                total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
             else:
-                found += int((folder / "statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                total += int((folder / "statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
             for thread in (folder / "task").iterdir():
                 pids += map(int, (thread / "children").read_text(encoding="utf-8").split())
-    return found
+    return total
 
 
 def import_path() -> str:
@@ -179,8 +199,15 @@ def describe_exit(status: int) -> str:
     return f"was killed by {name}{hint if status == -signal.SIGKILL else ''}"
 
 
-def dump_stacks_on_request(descriptor: int) -> None:
-    """In a child: let `PythonProcess.request_stacks` write to `descriptor`, also while the child runs C code."""
+def start_reports(descriptor: int) -> None:
+    """In a child: write a heartbeat every second, and the stacks when the parent asks, also while C code runs."""
+
+    def write_heartbeats() -> None:
+        while True:
+            os.pwrite(descriptor, _HEARTBEAT.pack(time.monotonic()), 0)
+            time.sleep(HEARTBEAT_SECONDS)
+
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACK_SIGNAL})
+    threading.Thread(target=write_heartbeats, name="heartbeat", daemon=True).start()

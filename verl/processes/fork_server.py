@@ -15,6 +15,10 @@ signals and unseeded random generators. At its end, threads are joined and atexi
 - The children of a server have the same hash seed.
 - The BLAS of numpy has one thread. A server with OPENBLAS_NUM_THREADS above 1 has several threads and cannot fork.
 
+`multiprocessing.forkserver` with preloaded modules starts processes as fast, and was tried in its place. It cannot give
+a server an environment without changing that of this process, hides why a module was not imported, forks a server that
+has threads, and leaves children behind when the parent is killed.
+
 Linux only.
 """
 
@@ -23,11 +27,8 @@ import importlib
 import os
 import pickle
 import resource
-import select
 import selectors
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -38,6 +39,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verl.processes.channel import Channel
 from verl.processes.child import STACK_SIGNAL, ChildProcess, PythonProcess, describe_exit, import_path
 
 START_SECONDS = 300.0  # for the server to import the libraries: a shared disk can be slow at first
@@ -48,10 +50,6 @@ _HANDED_OUT_SECONDS = 10.0  # between `server_for` and `start`, at most: the ser
 _LATE_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _LATE_VARIABLES |= {"OMP_NUM_THREADS", "PWD", "OLDPWD", "SHLVL", "_"}
 _LATE_PREFIXES = ("VERL_", "NCCL_", "GLOO_", "PYTEST_")
-
-_LENGTH = struct.Struct("<I")  # bytes of a pickled message
-_STATUS = struct.Struct("<i")
-_MAX_FDS = 16  # per message
 
 
 class ForkServerError(RuntimeError):
@@ -64,18 +62,17 @@ class ForkServerError(RuntimeError):
 class ForkedProcess(ChildProcess):
     """A process started by a `ForkServer`. `poll` and `wait` raise ChildProcessError if the server has ended."""
 
-    def __init__(self, server: "ForkServer", stacks: bool):
-        super().__init__(stacks)
-        self._server = server
+    def __init__(self, server: "ForkServer", channel: Channel, reports: bool):
+        super().__init__(reports)
+        self._server, self._channel = server, channel  # on which the server sends process id and exit status
         self._status: int | None = None
-        self._status_reader, self._status_writer = os.pipe()  # the server writes the exit status
 
     def wait(self, timeout: float | None = None) -> int | None:
-        if self._status is None and _is_readable(self._status_reader, timeout):
-            data = os.read(self._status_reader, _STATUS.size)
-            if not data:
-                raise ChildProcessError(f"process {self.pid} was lost: {self._server.exit_message()}")
-            (self._status,) = _STATUS.unpack(data)
+        if self._status is None and self._channel.has_message(timeout):
+            try:
+                self._status = pickle.loads(self._channel.receive()[0])
+            except EOFError:
+                raise ChildProcessError(f"process {self.pid} was lost: {self._server.exit_message()}") from None
         return self._status
 
     def exit_message(self) -> str | None:
@@ -87,16 +84,13 @@ class ForkedProcess(ChildProcess):
     def close(self) -> None:
         with suppress(ChildProcessError):
             self.wait()
+        self.release()
+
+    def release(self) -> None:
+        """Release the resources."""
         self._server.processes.discard(self)
-        os.close(self._status_reader)
-        self.close_stacks()
-
-
-def _is_readable(descriptor: int, timeout: float | None) -> bool:
-    """Whether data or the end of file arrives within `timeout` seconds."""
-    poll = select.poll()  # `select.select` does not take descriptors above 1023
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if timeout is None else timeout * 1000))
+        self._channel.close()
+        self.close_reports()
 
 
 class ForkServer:
@@ -107,12 +101,10 @@ class ForkServer:
     """
 
     def __init__(self, env: Mapping[str, str]):
-        self.processes: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()
+        self.processes: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()  # those that are starting included
         self.handed_out = time.monotonic()  # by `server_for`, last
-        self._requests: set[ForkedProcess] = set()  # in flight
         self._lock = threading.Lock()
-        self._refusal: str | None = None
-        self._socket, theirs = socket.socketpair()
+        self._channel, theirs = Channel.pair()
         with theirs:
             # With more threads, OpenBLAS starts them when numpy is imported.
             server_env = {**_without_late(env), "OMP_NUM_THREADS": "1"}
@@ -123,16 +115,14 @@ class ForkServer:
         return self._process.poll() is None
 
     def is_idle(self) -> bool:
-        """Whether the server has no process, is not starting one, and is not about to for who has just asked for it."""
-        # The order matters: a process is added before its request is removed.
-        recent = time.monotonic() - self.handed_out < _HANDED_OUT_SECONDS
-        return not (recent or self._requests or self.processes)
+        """Whether the server has no process, and is not about to start one for who has just asked for it."""
+        return not (time.monotonic() - self.handed_out < _HANDED_OUT_SECONDS or self.processes)
 
     def exit_message(self) -> str:
         """How the server ended, as a sentence."""
         status = self._process.wait(5.0)
-        how = "closed its socket" if status is None else describe_exit(status)
-        return f"the fork server (process {self.pid}) {how}"
+        end = "closed its channel" if status is None else describe_exit(status)
+        return f"the fork server (process {self.pid}) {end}"
 
     def start(
         self,
@@ -140,7 +130,7 @@ class ForkServer:
         inherited: Sequence[int],
         env: Mapping[str, str],
         *,
-        stacks: bool = False,
+        reports: bool = False,
         preload: Sequence[str] = (),
         cancelled: Callable[[], bool] = lambda: False,
     ) -> ForkedProcess:
@@ -150,7 +140,7 @@ class ForkServer:
             module: The module. The server imports it.
             inherited: File descriptors for the child. Their numbers in the child are its command-line arguments.
             env: Environment variables of the child; PYTHONPATH is set here.
-            stacks: Pass a further descriptor, of a file for the stacks of the child (see `dump_stacks_on_request`).
+            reports: Pass a further descriptor, of a file for the reports of the child (see `start_reports`).
             preload: Further modules for the server to import. Children then need not import them.
             cancelled: Called every 0.1 s while the server imports modules; True ends the wait.
 
@@ -158,67 +148,46 @@ class ForkServer:
             ForkServerError: The server has ended, could not import a module, or has several threads.
             InterruptedError: The wait was cancelled.
         """
-        process = ForkedProcess(self, stacks)
+        channel, theirs = Channel.pair()
+        process = ForkedProcess(self, channel, reports)
+        self.processes.add(process)
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
-        descriptors = [process._status_writer, folder, 1, 2, *inherited, *process.stack_descriptors]
-        modules = [*preload, module]
-        request = {"modules": modules, "env": {**env, "PYTHONPATH": import_path()}, "stacks": stacks}
+        request = {"modules": [*preload, module], "env": {**env, "PYTHONPATH": import_path()}, "reports": reports}
         request["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._requests.add(process)
+        descriptors = [theirs.fileno(), folder, 1, 2, *inherited, *process.report_descriptors]
         try:
-            process.pid = self._ask(request, descriptors, cancelled)
-            self.processes.add(process)
-        except BaseException:
-            os.close(process._status_reader)
-            process.close_stacks()
+            with theirs, self._lock:
+                self._channel.send(pickle.dumps(request), descriptors)
+            process.pid = self._read_pid(channel, cancelled)
+        except BaseException as error:
+            process.release()
+            if isinstance(error, InterruptedError) and not self.processes:
+                self.close()
+            if isinstance(error, EOFError | ConnectionError):
+                raise ForkServerError(self.exit_message()) from None
             raise
         finally:
-            self._requests.discard(process)
             os.close(folder)
-            os.close(process._status_writer)
         return process
 
-    def _ask(self, request: dict[str, Any], descriptors: Sequence[int], cancelled: Callable[[], bool]) -> int:
-        """The process id that the server replies with.
-
-        If the server cannot fork or has not replied, every later request is refused. If it could not import a module,
-        only this request is.
-        """
-        with self._lock:
-            if self._refusal is not None:
-                raise ForkServerError(self._refusal)
-            self._refusal = f"a request to the fork server (process {self.pid}) was interrupted"
-            fatal = True
-            try:
-                _send(self._socket, request, descriptors)
-                self._wait_for_reply(cancelled)
-                (pid, error, fatal), _ = _receive(self._socket)
-            except TimeoutError:
-                error = f"the fork server (process {self.pid}) did not reply within {START_SECONDS:g} s"
-            except InterruptedError:
-                if not self.processes:
-                    self.close()
-                raise
-            except (EOFError, ConnectionError):
-                error = self.exit_message()
-            self._refusal = error if fatal else None
-            if error is not None:
-                raise ForkServerError(error)
-            return pid
-
-    def _wait_for_reply(self, cancelled: Callable[[], bool]) -> None:
+    def _read_pid(self, channel: Channel, cancelled: Callable[[], bool]) -> int:
+        """The process id that the server sends."""
         deadline = time.monotonic() + START_SECONDS
-        while not _is_readable(self._socket.fileno(), 0.1):
+        while not channel.has_message(0.1):
             if cancelled():
                 raise InterruptedError("the start of a process was cancelled")
             if time.monotonic() > deadline:
-                raise TimeoutError
+                raise ForkServerError(f"no reply of the fork server (process {self.pid}) within {START_SECONDS:g} s")
+        reply = pickle.loads(channel.receive()[0])
+        if isinstance(reply, str):
+            raise ForkServerError(f"the fork server (process {self.pid}): {reply}")
+        return reply
 
     def close(self) -> None:
         """End the server. Its processes must have ended."""
         self._process.kill()
         self._process.close()
-        self._socket.close()
+        self._channel.close()
 
 
 _servers: dict[tuple, ForkServer] = {}  # least recently used first
@@ -268,47 +237,19 @@ def _inherited() -> tuple:
     return umask, tuple(sorted(os.sched_getaffinity(0))), os.getpriority(os.PRIO_PROCESS, 0), tuple(limits)
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------
-
-
-def _send(to: socket.socket, value: Any, descriptors: Sequence[int] = ()) -> None:
-    data = pickle.dumps(value)
-    socket.send_fds(to, [_LENGTH.pack(len(data))], descriptors)
-    to.sendall(data)
-
-
-def _receive(source: socket.socket) -> tuple[Any, list[int]]:
-    """The value and the file descriptors of the next message. Raises EOFError if the other process has ended."""
-    header, descriptors, _, _ = socket.recv_fds(source, _LENGTH.size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-    (size,) = _LENGTH.unpack(header + _read(source, _LENGTH.size - len(header)))
-    return pickle.loads(_read(source, size)), descriptors
-
-
-def _read(source: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = source.recv(size - len(data))
-        if not chunk:
-            raise EOFError("the other process has ended")
-        data += chunk
-    return bytes(data)
-
-
 # ---- in the server and its children ---------------------------------------------------------------------------------
 
 
 class _Server:
-    """Forks a child for each request, and reports the exit status of each.
+    """Forks a child for each request. Sends its process id, or an error as text, and later its exit status."""
 
-    The reply to a request is (process id or None, error or None, whether the error is that of every later request).
-    """
-
-    def __init__(self, control: socket.socket):
+    def __init__(self, control: Channel):
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
-        # process id -> (descriptor of the process, pipe for its exit status)
-        self._children: dict[int, tuple[int, int]] = {}
+        # process id -> (descriptor of the process, channel of its `ForkedProcess`)
+        self._children: dict[int, tuple[int, Channel]] = {}
+        self._refusal: str | None = None
 
     def serve(self) -> ModuleType:
         """Serve requests until the parent ends. Returns in the children only: the module to run."""
@@ -318,68 +259,76 @@ class _Server:
                     self._report_exit(key.data)
                     continue
                 try:
-                    request, descriptors = _receive(self._control)
-                    module = self._start(request, descriptors)
-                except (EOFError, ConnectionError):  # the parent has ended, perhaps while modules were imported
+                    data, (channel, *descriptors) = self._control.receive()
+                except EOFError:
                     for pid in self._children:
                         with suppress(ProcessLookupError):
                             os.killpg(pid, signal.SIGKILL)
                     os._exit(0)
+                module = self._start(pickle.loads(data), Channel(channel), descriptors)
                 if module is not None:
                     return module
 
-    def _start(self, request: dict[str, Any], descriptors: list[int]) -> ModuleType | None:
-        """Fork a child and reply with its process id, or with an error. Returns the module in the child."""
-        status_pipe, *for_child = descriptors
-        imported = False
+    def _start(self, request: dict[str, Any], channel: Channel, descriptors: list[int]) -> ModuleType | None:
+        """Fork a child and send its process id, or an error. Returns the module in the child."""
         try:
             module = _import(request["modules"])
-            imported = True
-            _require_one_thread(request["modules"])
+            self._require_one_thread(request["modules"])
             ready, child_ready = os.pipe()
             pid = os.fork()
         except BaseException as error:  # modules can raise anything, SystemExit included
-            for descriptor in descriptors:
-                os.close(descriptor)
-            message = f"the fork server (process {os.getpid()}): {type(error).__name__}: {error}"
-            _send(self._control, (None, message, imported))
-            return None
+            with channel, suppress(ConnectionError):
+                channel.send(pickle.dumps(f"{type(error).__name__}: {error}"))
+            pid = None
         if pid == 0:
             os.setsid()
             os.close(ready)
             os.close(child_ready)
-            os.close(status_pipe)
+            channel.close()
             self._close()
             resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
-            _become(module, for_child, request["env"], request["stacks"])
+            _become(module, descriptors, request["env"], request["reports"])
             return module
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if pid is None:
+            return None
         os.close(child_ready)
         os.read(ready, 1)  # a process group can be killed when it exists
         os.close(ready)
-        for descriptor in for_child:
-            os.close(descriptor)
         process = os.pidfd_open(pid)
-        self._children[pid] = process, status_pipe
+        self._children[pid] = process, channel
         self._selector.register(process, selectors.EVENT_READ, pid)
-        _send(self._control, (pid, None, False))
+        try:
+            channel.send(pickle.dumps(pid))
+        except ConnectionError:  # the start was cancelled, or the parent has ended
+            os.killpg(pid, signal.SIGKILL)
         return None
 
+    def _require_one_thread(self, modules: Sequence[str]) -> None:
+        """Raise RuntimeError if this process cannot be forked."""
+        os.close(os.pidfd_open(os.getpid()))  # OSError: an old system
+        num_threads = len(os.listdir("/proc/self/task"))
+        if num_threads > 1 and self._refusal is None:
+            self._refusal = f"expected one thread after the import of {', '.join(modules)}, found {num_threads}"
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
+
     def _report_exit(self, pid: int) -> None:
-        process, status_pipe = self._children.pop(pid)
+        process, channel = self._children.pop(pid)
         self._selector.unregister(process)
         _, status = os.waitpid(pid, 0)
-        with suppress(BrokenPipeError):  # the parent does not wait for it
-            os.write(status_pipe, _STATUS.pack(os.waitstatus_to_exitcode(status)))
         os.close(process)
-        os.close(status_pipe)
+        with channel, suppress(ConnectionError):  # the parent does not wait for it
+            channel.send(pickle.dumps(os.waitstatus_to_exitcode(status)))
 
     def _close(self) -> None:
         """In a child: close what belongs to the server."""
         self._control.close()
         self._selector.close()
-        for descriptors in self._children.values():
-            for descriptor in descriptors:
-                os.close(descriptor)
+        for process, channel in self._children.values():
+            os.close(process)
+            channel.close()
 
 
 def _import(modules: Sequence[str]) -> ModuleType:
@@ -393,15 +342,7 @@ def _import(modules: Sequence[str]) -> ModuleType:
     return sys.modules[modules[-1]]
 
 
-def _require_one_thread(modules: Sequence[str]) -> None:
-    """Raise RuntimeError if this process cannot be forked."""
-    os.close(os.pidfd_open(os.getpid()))  # OSError: an old system
-    num_threads = len(os.listdir("/proc/self/task"))
-    if num_threads > 1:
-        raise RuntimeError(f"expected one thread after the import of {', '.join(modules)}, found {num_threads}")
-
-
-def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, str], stacks: bool) -> None:
+def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, str], reports: bool) -> None:
     """In a child: set what a fresh interpreter that runs `module` would have."""
     folder, stdout, stderr, *inherited = descriptors
     os.fchdir(folder)
@@ -412,7 +353,7 @@ def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, st
     sys.stdout.reconfigure(line_buffering=os.isatty(1))
     os.environ.clear()
     os.environ.update(env)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {STACK_SIGNAL} if stacks else ())
+    signal.pthread_sigmask(signal.SIG_SETMASK, {STACK_SIGNAL} if reports else ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv[:] = [module.__file__, *map(str, inherited)]
@@ -435,7 +376,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})  # blocked until the child has a handler
     for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals every process of a job; the parent ends this one
         signal.signal(number, signal.SIG_IGN)
-    module = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    module = _Server(Channel(int(sys.argv[1]))).serve()
     module.main()
 
 

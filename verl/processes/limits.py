@@ -38,11 +38,6 @@ class Limits:
     minimum: float = 120.0
     own: Mapping[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, value: "float | Limits") -> "Limits":
-        """Limits as given; of a number, the limit of every operation."""
-        return value if isinstance(value, Limits) else cls(value)
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -58,17 +53,21 @@ class Limit:
 
 
 class Durations:
-    """Durations of finished operations, by name. Can be used from several threads."""
+    """Durations of finished operations, by name. Can be used from several threads.
 
-    def __init__(self, limits: Limits):
-        self.limits = limits
+    Args:
+        limits: Settings of waits; a number is the limit of every operation.
+    """
+
+    def __init__(self, limits: float | Limits):
+        self.limits = limits if isinstance(limits, Limits) else Limits(limits)
         self._lock = threading.Lock()
-        self._found: dict[Hashable, deque[float]] = {}
+        self._recorded: dict[Hashable, deque[float]] = {}
 
     def record(self, name: Hashable, seconds: float) -> None:
         """Add the duration of an operation that has finished."""
         with self._lock:
-            self._found.setdefault(name, deque(maxlen=_WINDOW)).append(seconds)
+            self._recorded.setdefault(name, deque(maxlen=_WINDOW)).append(seconds)
 
     @property
     def start_limit(self) -> Limit:
@@ -80,10 +79,10 @@ class Durations:
         """The limit of the next operation of this name; of None, `Limits.timeout`."""
         limits = self.limits
         with self._lock:
-            found = list(self._found.get(name, ()))
-        if limits.factor is None or name is None or not found:
+            recorded = list(self._recorded.get(name, ()))
+        if limits.factor is None or name is None or not recorded:
             return Limit(limits.timeout, "trainer.worker_timeout")
-        median = statistics.median(found)
+        median = statistics.median(recorded)
         own = limits.own.get(_operator(name), 0.0)
         seconds = max(limits.factor * median, limits.minimum) + own
         if seconds >= limits.timeout:

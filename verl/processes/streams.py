@@ -145,3 +145,56 @@ def print_printable(text: str) -> None:
         stop_writing(sys.stdout)
     except (OSError, ValueError, OutputError):
         drop_pending(sys.stdout)
+
+
+class BoundedText(io.TextIOBase):
+    """In a helper process, stdout and stderr of functions of the user: `keep` gets the first characters.
+
+    Handlers of `logging` keep the stream with which they were created, so it is the same for all calls. Subprocesses
+    that inherit it write to the stdout of the process.
+
+    Attributes:
+        remaining: Number of characters that are kept from here on.
+        dropped: Number of characters that were not kept.
+    """
+
+    encoding, errors = "utf-8", "replace"
+
+    def __init__(self, limit: int):
+        self.remaining, self.dropped = limit, 0
+        self.buffer = _TextBytes(self)
+
+    def keep(self, text: str) -> None:
+        """Keep a text."""
+        raise NotImplementedError
+
+    def write(self, text: str) -> int:
+        kept = text[: self.remaining]
+        self.remaining -= len(kept)
+        self.dropped += len(text) - len(kept)
+        if kept:
+            self.keep(kept)
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        """Do nothing: the next call writes to the same stream."""
+
+
+class _TextBytes(io.RawIOBase):
+    """The `buffer` of a text stream."""
+
+    def __init__(self, text: io.TextIOBase):
+        self._text = text
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:
+        self._text.write(bytes(data).decode(errors="replace"))
+        return len(data)

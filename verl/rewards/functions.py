@@ -293,5 +293,5 @@ def _wrong_signature(func: Callable, reason: str) -> ValueError:
     location = location_of(body).partition(" at ")[2] if inspect.isfunction(body) else ""
     return ValueError(
         f"reward function with a wrong signature: {reason}\n"
-        f"found:\n  {name}{inspect.signature(func)}{location and f' location {location}'}\naccepted:\n{ACCEPTED_FORMS}"
+        f"found:\n  {name}{inspect.signature(func)}{location and f' at {location}'}\naccepted:\n{ACCEPTED_FORMS}"
     )

@@ -4,6 +4,7 @@ from verl.utils.lazy import lazy_names
 
 _HOME = {
     "Completion": "verl.rollout.base",
+    "EngineTraits": "verl.rollout.traits",
     "Request": "verl.rollout.base",
     "RolloutEngine": "verl.rollout.base",
     "RolloutEnv": "verl.rollout.base",

@@ -9,8 +9,11 @@ A custom engine is a subclass of `RolloutEngine` and a registered factory:
 Load its file with `imports=[path/to/file.py]` and select it with `actor_rollout_ref.rollout.name=mine`.
 """
 
+import asyncio
+import threading
 from abc import ABC
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +34,7 @@ from verl.rollout.request import (  # noqa: F401 (the contract of an engine, imp
     stop_strings,
 )
 from verl.rollout.routed_experts import check_records
+from verl.rollout.traits import EngineTraits, built_in_engines, declare_traits
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
@@ -109,15 +113,15 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
 
     def _complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Call `generate`. Raises ValueError if it does not return one valid completion per request."""
-        found = self.generate(requests)
-        if not isinstance(found, Iterable):
-            if isinstance(found, Coroutine):
-                found.close()
+        result = self.generate(requests)
+        if not isinstance(result, Iterable):
+            if isinstance(result, Coroutine):
+                result.close()
             raise ValueError(
-                f"{type(self).__name__}.generate() returned a {type(found).__name__}: expected a list with one "
+                f"{type(self).__name__}.generate() returned a {type(result).__name__}: expected a list with one "
                 "Completion per request. It must not be `async`; define `async generate_one` for single requests"
             )
-        completions = list(found)
+        completions = list(result)
         check_completions(requests, completions)
         return completions
 
@@ -143,6 +147,88 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
     def receiver(self) -> "WeightReceiver | None":
         """The receiver of new weights; None for an engine that generates with the trainer's parameters."""
         return None
+
+
+# ---- the default of `generate_one` ----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request whose coroutine is waiting. aborted: its completion, once it has been aborted."""
+
+    request: Request
+    future: asyncio.Future[Completion]
+    aborted: Completion | None = None
+
+
+class GatheredRequests:
+    """Collects the concurrent requests of an event loop for one call of `complete`.
+
+    Event loops of several threads take turns.
+
+    Args:
+        complete: requests -> one completion per request. Its errors reach every request of the call.
+    """
+
+    def __init__(self, complete: Callable[[Sequence[Request]], list[Completion]]):
+        self._complete = complete
+        self._waiting: dict[asyncio.AbstractEventLoop, list[_Waiting]] = {}
+        self._turn = threading.Lock()
+
+    async def submit(self, request: Request) -> "Completion":
+        loop = asyncio.get_running_loop()
+        for closed in [other for other in list(self._waiting) if other.is_closed()]:
+            self._waiting.pop(closed, None)
+        waiting = self._waiting.setdefault(loop, [])
+        if not waiting:
+            loop.call_soon(self._flush, loop)  # after the coroutines that are ready now have submitted theirs
+        mine = _Waiting(request, loop.create_future())
+        waiting.append(mine)
+        return await mine.future
+
+    def abort(self, matches: Callable[[Request], bool], completion: Completion) -> None:
+        """Abort waiting requests with this completion. Thread-safe: their event loop resolves them."""
+        for waiting in list(self._waiting.values()):
+            for each in list(waiting):
+                if matches(each.request):
+                    each.aborted = completion
+
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._turn:
+            batch = []
+            for each in self._waiting.pop(loop):
+                if each.future.done():
+                    continue
+                if each.aborted is not None:
+                    each.future.set_result(each.aborted)
+                else:
+                    batch.append(each)
+            if not batch:
+                return
+            try:
+                completions = self._complete([each.request for each in batch])
+            except BaseException as error:
+                for each in batch:
+                    fail(each.future, error)
+                if not isinstance(error, Exception):
+                    raise
+                return
+        for each, completion in zip(batch, completions, strict=True):
+            each.future.set_result(completion)
+
+
+def fail(future: "asyncio.Future[Any] | Future[Any]", error: BaseException) -> None:
+    """Deliver an error to the coroutine that waits for `future`; one that is not an `Exception` cancels it."""
+    if future.done():
+        return
+    if isinstance(error, StopIteration):  # cannot be raised into a future
+        wrapped = RuntimeError("the rollout engine raised StopIteration")
+        wrapped.__cause__ = error
+        future.set_exception(wrapped)
+    elif isinstance(error, Exception):
+        future.set_exception(error)
+    else:
+        future.cancel()
 
 
 # ---- engines by name ----------------------------------------------------------------------------------------------
@@ -218,8 +304,17 @@ class RolloutFactory(Protocol):
 ROLLOUT_ENGINES: Registry[RolloutFactory] = Registry("rollout engine")
 
 
-def register_rollout_engine(name: str) -> Callable[[RolloutFactory], RolloutFactory]:
-    """Decorator: register a factory as `rollout.name=<name>`."""
+def register_rollout_engine(
+    name: str, traits: EngineTraits | None = None
+) -> Callable[[RolloutFactory], RolloutFactory]:
+    """Decorator: register a factory as `rollout.name=<name>`.
+
+    Args:
+        name: the name of the engine.
+        traits: what settings, checks and the planner may assume of the engine; None: nothing.
+    """
+    if traits is not None:
+        declare_traits(name, traits)
     return ROLLOUT_ENGINES.register(name)
 
 
@@ -252,12 +347,11 @@ def make_rollout_engine(
     return engine
 
 
-def _register_built_in(name: str, module: str, factory: str) -> None:
+def _register_built_in(name: str) -> None:
     @register_rollout_engine(name)
-    def make(*args: Any, **keys: Any) -> RolloutEngine:
-        return load_object(module, factory)(*args, **keys)
+    def make(*args: Any, **keys: Any) -> RolloutEngine:  # at use: imports the engine
+        return load_object(f"verl.rollout.{name}.factory", f"make_{name}")(*args, **keys)
 
 
-_BUILT_IN = {"native": "native.factory", "hf": "hf", "vllm": "vllm.factory", "sglang": "sglang.factory"}
-for _name, _module in _BUILT_IN.items():
-    _register_built_in(_name, f"verl.rollout.{_module}", f"make_{_name}")
+for _name in built_in_engines():
+    _register_built_in(_name)

@@ -1,12 +1,14 @@
-"""Checks of one request, shared by the engines in this package: an invalid request fails alone, before it joins a
-batch."""
+"""Checks that the engines of this package share: of a request, which fails alone before it joins a batch, and of models
+with images."""
 
 import math
 from collections.abc import Sequence
 from operator import index as as_int
 from typing import Any
 
+from verl.modeling.vision import BIDIRECTIONAL, is_vision_config
 from verl.rollout.request import Request
+from verl.rollout.traits import EngineTraits
 
 
 def check_request(
@@ -102,3 +104,22 @@ def _check_int64(field: str, value: Any) -> None:
         fits = False
     if not fits:
         raise ValueError(f"{field}: expected a 64-bit signed integer, found {value!r}")
+
+
+def check_images(traits: EngineTraits, hf_config: Any) -> None:
+    """Raise ValueError for a model with images that the engine does not compute as training does."""
+    kind = hf_config.model_type
+    if traits.images is None or kind in traits.images or not is_vision_config(hf_config):
+        return
+    if kind in BIDIRECTIONAL:
+        reason, others = (
+            f"the tokens of an image attend to each other in both directions, which {traits.name} computes with some "
+            "of its attention kernels only; with others the log-probs are not those of training",
+            "native or hf",
+        )
+    else:
+        reason, others = "its weights and positions have not been compared with those of training", "hf"
+    raise ValueError(
+        f"rollout.name={traits.name}: expected a vision-language model of {', '.join(traits.images)}, found {kind}: "
+        f"{reason}. Use rollout.name={others} (docs/vlm.md)"
+    )

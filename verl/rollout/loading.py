@@ -81,10 +81,10 @@ def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:
 
 
 def _build(model: schema.ModelConfig, attention: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     if attention is not None:
-        found["attn_implementation"] = attention
-    return found
+        options["attn_implementation"] = attention
+    return options
 
 
 def _merge_adapters(module: nn.Module, path: str) -> nn.Module:

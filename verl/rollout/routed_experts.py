@@ -37,42 +37,42 @@ def layers_with_experts(name: str, parameters: Iterable[str]) -> list[int]:
     Raises:
         ValueError: there are none.
     """
-    found = {int(match[1]) for each in parameters if (match := re.search(r"\.layers\.(\d+)\..*\.experts\.", each))}
-    if not found:
+    layers = {int(match[1]) for each in parameters if (match := re.search(r"\.layers\.(\d+)\..*\.experts\.", each))}
+    if not layers:
         raise ValueError(f"{RECORDING_KEY}: rollout.name={name}: the model is not a mixture of experts: use false")
-    return sorted(found)
+    return sorted(layers)
 
 
-def cut(found: np.ndarray, tokens: int) -> np.ndarray:
+def cut(choices: np.ndarray, tokens: int) -> np.ndarray:
     """The choices of the first tokens, as int16.
 
     Args:
-        found: (tokens, layers, k), possibly with those of tokens that were cut off.
+        choices: (tokens, layers, k), possibly with those of tokens that were cut off.
         tokens: of the sequence without the last one.
 
     Raises:
         ValueError: tokens without choices.
     """
-    if len(found) < tokens:
+    if len(choices) < tokens:
         raise ValueError(
-            f"{RECORDING_KEY}: expected the experts of {tokens} tokens, found those of {len(found)}: this version of "
+            f"{RECORDING_KEY}: expected the experts of {tokens} tokens, found those of {len(choices)}: this version of "
             "the rollout engine does not report all of them"
         )
-    return found[:tokens].astype(np.int16)
+    return choices[:tokens].astype(np.int16)
 
 
-def extended(known: np.ndarray | None, found: np.ndarray | None, length: int) -> np.ndarray | None:
+def extended(known: np.ndarray | None, choices: np.ndarray | None, length: int) -> np.ndarray | None:
     """The choices of a sequence after another request that continued it.
 
     Args:
         known: of the first tokens, as they were chosen when these tokens were computed first; kept.
-        found: of all tokens, with those that were computed again.
+        choices: of all tokens, with those that were computed again.
         length: tokens of the sequence before the request; choices for tokens that were cut off are dropped.
     """
-    if known is None or found is None:
-        return found
+    if known is None or choices is None:
+        return choices
     known = known[:length]
-    return np.concatenate([known, found[len(known) :]])
+    return np.concatenate([known, choices[len(known) :]])
 
 
 def routed_experts_column(
@@ -88,15 +88,15 @@ def routed_experts_column(
     Raises:
         ValueError: a sample without choices, or of another number of layers or experts.
     """
-    shapes = {None if found is None else found.shape[1:] for found in experts}
+    shapes = {None if choices is None else choices.shape[1:] for choices in experts}
     if None in shapes or len(shapes) > 1:
         raise ValueError(
             f"rollout.enable_rollout_routing_replay: expected the experts of every sample, found {shapes}: "
             "the rollout engine or the agent loop does not pass Completion.routed_experts on"
         )
     column = torch.full((len(experts), prompt_width + response_width, *shapes.pop()), NOT_RECORDED, dtype=torch.int16)
-    for row, found, length in zip(column, experts, prompt_lengths):
+    for row, choices, length in zip(column, experts, prompt_lengths):
         own = row[prompt_width - length :]
-        count = min(len(found), len(own))
-        own[:count] = torch.from_numpy(found[:count].astype(np.int16))
+        count = min(len(choices), len(own))
+        own[:count] = torch.from_numpy(choices[:count].astype(np.int16))
     return column

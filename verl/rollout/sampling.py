@@ -84,17 +84,17 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
         return torch.full_like(rows, float("-inf")).scatter_(1, top.indices, kept), outside[:, -1]
 
     size = _NUCLEUS if vocabulary > _LARGE else vocabulary
-    found, complete = nucleus(logits, total, size)
+    filtered, complete = nucleus(logits, total, size)
     if size < vocabulary and len(wide := (~complete).nonzero()[:, 0]):
-        found[wide] = nucleus(logits[wide], total[wide], vocabulary)[0]
-    return found
+        filtered[wide] = nucleus(logits[wide], total[wide], vocabulary)[0]
+    return filtered
 
 
 def _outside(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     """(B, K) probabilities in decreasing order -> True where the preceding tokens already reach top_p."""
-    found = probs.cumsum(-1) - probs >= top_p
-    found[:, 0] = False  # also for a top_p that float32 rounds to 0
-    return found
+    outside = probs.cumsum(-1) - probs >= top_p
+    outside[:, 0] = False  # also for a top_p that float32 rounds to 0
+    return outside
 
 
 def choose(
@@ -156,8 +156,8 @@ def draw(
 def check_finite(log_probs: torch.Tensor, rows, sample_ids) -> None:
     """Raise ValueError that names the first row with a non-finite log-prob (B,). rows, sample_ids: B integers."""
     if not bool(log_probs.isfinite().all()):
-        found = int((~log_probs.isfinite()).nonzero()[0])
+        index = int((~log_probs.isfinite()).nonzero()[0])
         raise ValueError(
-            f"row {rows[found]} (sample id {sample_ids[found]}) has logits that are not finite: training may have "
+            f"row {rows[index]} (sample id {sample_ids[index]}) has logits that are not finite: training may have "
             "diverged (check the learning rate and the last gradient norms)"
         )

@@ -6,7 +6,6 @@ responses     choices to response bodies and stream chunks
 text          responses as text, token by token
 tool_calls    tool calls in OpenAI's form
 app           routes, authentication, limits, disconnects
-engine_loop   the engine in its own thread
 http          the server in the foreground or in a thread
 agents        agents that are trained: functions and programs
 episodes      the calls of one agent, joined into a trajectory

@@ -11,13 +11,15 @@ from typing import Any, Protocol
 
 from verl.agents.chat import shows_tools
 from verl.agents.tools.parsers import TOOL_PARSERS
-from verl.rollout.request import Completion, Request, SamplingParams
+from verl.rollout.base import RolloutEngine
+from verl.rollout.engine_thread import EngineThread
+from verl.rollout.request import Completion, Request, SamplingParams, check_completions
 from verl.server.protocol import ApiError, Call
 from verl.server.text import ResponseText, text_of
 
 
 class Generator(Protocol):
-    """The engine as the server uses it. Called in the server's event loop (see `EngineLoop`)."""
+    """The engine as the server uses it. Called in the server's event loop."""
 
     @property
     def weight_version(self) -> int | None:
@@ -28,6 +30,40 @@ class Generator(Protocol):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests."""
+
+
+class EngineLoop:
+    """A `Generator` whose engine runs in its own thread.
+
+    A decode step does not delay the server, and HTTP does not delay a decode step.
+    """
+
+    def __init__(self, engine: RolloutEngine):
+        self.engine = engine
+        self.thread = EngineThread("rollout engine")
+
+    @property
+    def weight_version(self) -> int:
+        return self.engine.weight_version
+
+    async def generate(self, request: Request) -> Completion:
+        """See `Generator.generate`."""
+        return await asyncio.wrap_future(self.thread.submit(self._generate(request)))
+
+    async def _generate(self, request: Request) -> Completion:
+        completion = await self.engine.generate_one(request)
+        check_completions([request], [completion])
+        return completion
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Abort requests; None: all of them."""
+        self.thread.call(self.engine.abort, request_ids)
+
+    def close(self) -> None:
+        """Abort all requests, wait for their completions, and end the thread."""
+        if self.thread.is_alive():
+            self.abort()
+            self.thread.close(cancel=False)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from typing import Any
 from verl.compat.hook import published_names
 from verl.tracking.console import TrainingProgress
 from verl.tracking.trackers import TRACKER_REGISTRY, Rows, Run, Tracker
-from verl.utils import chaos
 from verl.utils.log import setup_logging
 
 __all__ = ["TRACKER_REGISTRY", "Tracking", "check_trackers", "setup_logging"]
@@ -135,7 +134,6 @@ class _Caller:
         _construct(make, started)
         while not started.exception() and (call := self._calls.get()) is not None:
             self._since = time.monotonic()
-            chaos.hang_tracker()
             self._make(call)
             self._since = None
 

@@ -2,16 +2,14 @@
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.config import batch_summary
 from verl.config.sources import Overrides
 from verl.data.processor import media_tokens
-from verl.dataflow import CONTROLLER, DataFlow, Pipeline
+from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rollout.request import MEDIA_COLUMNS
 from verl.single_controller import WorkerSpec
@@ -19,12 +17,12 @@ from verl.single_controller.cluster import Cluster
 from verl.single_controller.placement import ResourcePool
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
-from verl.trainer.asynchronous.generation import Asynchronous, use_sampled_log_probs
-from verl.trainer.base import StepReport, Trainer
+from verl.trainer.asynchronous.generation import AsyncRunner
+from verl.trainer.base import Trainer
 from verl.trainer.checks.agents import describe_agents
 from verl.trainer.checks.preflight import INPUTS, Settings, run_checks
+from verl.trainer.guards.faults import Faults
 from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
-from verl.trainer.output.recording import step_record
 from verl.trainer.output.samples import (
     check_sampling,
     choose_rows,
@@ -33,18 +31,18 @@ from verl.trainer.output.samples import (
     generations,
     prompt_items,
     response_texts,
+    step_record,
     write_jsonl,
 )
 from verl.trainer.ppo.canary import Canary
 from verl.trainer.ppo.dynamic_sampling import sample_dynamically
 from verl.trainer.ppo.flow import (
-    add_weight_sync,
+    PPORunner,
     build_ppo_flow,
     build_validation_flow,
     check_writers,
     needs_critic,
     should_free_cache,
-    skip_old_log_prob,
 )
 from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import correct_rollout
@@ -55,7 +53,6 @@ from verl.trainer.startup.launch import print_config_errors_plainly
 from verl.trainer.startup.recipe import Recipe, recipe_of
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
-from verl.utils.chaos import Chaos
 
 logger = logging.getLogger("verl.trainer")
 
@@ -113,7 +110,7 @@ class PPOTrainer(Trainer):
         setup_logging()
         print_config_errors_plainly()
         recipe = recipe_of(type(self))
-        given = read_arguments(
+        arguments = read_arguments(
             config,
             config_path,
             overrides,
@@ -125,11 +122,12 @@ class PPOTrainer(Trainer):
             tokenizer=tokenizer,
             settings={"use_critic": use_critic, "use_reference_policy": use_reference_policy, "use_rm": use_rm},
         )
-        run = prepare_run(given, recipe, cluster=cluster, backend=self.backend)
-        run.reward_given = given.reward is not None
-        inputs = run.inputs = load_inputs(run.config, given.train_dataset, given.val_dataset, given.reward, tokenizer)
+        run = prepare_run(arguments, recipe, cluster=cluster, backend=self.backend)
+        run.reward_given = arguments.reward is not None
+        rows = arguments.train_dataset, arguments.val_dataset
+        inputs = run.inputs = load_inputs(run.config, *rows, arguments.reward, tokenizer)
         run_checks(run, INPUTS)
-        run.own_reward = own_reward(given.reward, inputs.reward_manager, run.config.reward.reward_function)
+        run.own_reward = own_reward(arguments.reward, inputs.reward_manager, run.config.reward.reward_function)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         self.reward_manager = self.val_reward_manager = inputs.reward_manager
         if val_reward_fn is not None:
@@ -142,19 +140,18 @@ class PPOTrainer(Trainer):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Make the specs of the workers and the pipelines."""
-        self.chaos = Chaos(self.config.trainer.chaos, self.folder)
+        """Make the specs of the workers, the pipeline of the validation, and the guard that injects faults."""
         specs = self.worker_specs().items()
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
-        if self.asynchronous is not None:
-            self.asynchronous.begin_at_buffer(self.pipeline)
-            self.asynchronous.buffer.ends = lambda: self.interruption.requested is not None
         if self.config.trainer.overlap:
             self.pipeline.processes_of = self.processes_of
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
         self.validation.log_level, self.validation.label = self.operator_level, "validation: "
+        self.view.pipelines.append(self.validation)
+        if self.config.trainer.chaos:
+            self.guards.append(Faults(self.config))
 
     # ---- flow and workers -------------------------------------------------------------------------------------------
 
@@ -166,7 +163,7 @@ class PPOTrainer(Trainer):
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
         return correct_rollout(flow, self.config)
 
-    def finish_flow(self, flow: DataFlow) -> DataFlow:
+    def make_runner(self) -> PPORunner:
         rollout = self.config.actor_rollout_ref.rollout
         canary = Canary(
             self.roles,
@@ -177,18 +174,13 @@ class PPOTrainer(Trainer):
         )
         by_disk = rollout.weight_sync == "disk"
         self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary, by_disk)
+        runner = AsyncRunner if self.config.trainer.max_staleness > 0 else PPORunner
+        return runner(self.view, self.rollout_weights)
+
+    def finish_flow(self, flow: DataFlow) -> DataFlow:
         check_writers(flow)
         flow.configure(self.config.algorithm.operator_kwargs, "algorithm.operator_kwargs")
-        if self.asynchronous is not None:
-            use_sampled_log_probs(flow, self.config)
-        add_weight_sync(skip_old_log_prob(flow, self.config), self.config, self.rollout_weights)
-        return flow if self.asynchronous is None else self.asynchronous.edit(flow, self.total_steps)
-
-    @cached_property
-    def asynchronous(self) -> Asynchronous | None:
-        """The parts of asynchronous training; None with trainer.async.max_staleness=0."""
-        is_on = self.config.trainer.max_staleness > 0
-        return Asynchronous(self.config, self.roles, self.tokenizer.pad_token_id) if is_on else None
+        return self.runner.finish(flow)
 
     @property
     def pools(self) -> dict[str, list[tuple[str, ResourcePool]]]:
@@ -205,74 +197,13 @@ class PPOTrainer(Trainer):
         )
 
     def init_workers(self) -> None:
-        self.chaos.start()
-        self.rollout_weights.reset()
-        if self.asynchronous is not None:
-            self.asynchronous.reset()
+        self.runner.reset()
         self.roles.update(self.cluster.start(self.pools, self.specs))
         self.roles.update(dict.fromkeys(roles_hosted_by_actor(self.config), self.roles["actor"]))
-
-    def step(self) -> StepReport:
-        self.start()
-        self.chaos.inject(self.global_step + 1, self.roles["actor"], self.checkpoints.newest)
-        return super().step()
-
-    def load(self) -> None:
-        super().load()
-        if self.asynchronous is not None:
-            self.asynchronous.buffer.start_at(self.global_step, self.total_steps)
-
-    @property
-    def can_stay_loaded(self) -> bool:
-        return self.asynchronous is None and super().can_stay_loaded
-
-    def check_steps(self, steps: int | None) -> None:
-        super().check_steps(steps)
-        if steps is not None and self.asynchronous is not None:
-            raise ValueError(
-                f"fit(steps={steps}) is not supported with trainer.async.max_staleness > 0: set "
-                "trainer.total_training_steps"
-            )
-
-    def shutdown(self) -> None:
-        if self.asynchronous is None:
-            return super().shutdown()
-        self.asynchronous.producer.stop(seconds=1.0)  # at the end of a call, so that its worker can end by itself
-        try:
-            super().shutdown()
-        finally:
-            self.asynchronous.producer.stop()
 
     def before_first_step(self) -> None:
         if "sync_weights" in (op.name for op in self.pipeline.operators):
             self.sync_weights()
-
-    def after_restore(self) -> None:
-        if self.asynchronous is None:
-            self.rollout_weights.version = None
-            self.before_first_step()
-
-    def rewind(self) -> None:
-        if self.asynchronous is None:
-            return super().rewind()
-        self.checkpointer.check_can_rewind()
-        into_workers = self._started and self.checkpointer.saved_path is not None
-        if into_workers:
-            self.checkpointer.wait()
-        self.shutdown()  # the samples in flight are of the steps that are undone
-        super().rewind()
-        if into_workers:
-            self.start()
-
-    def flow_state(self) -> Any:
-        return None if self.asynchronous is not None else super().flow_state()
-
-    def restore_flow(self, state: Any) -> None:
-        if self.asynchronous is not None:
-            self.pipeline.pop_held_reports()
-            return self.asynchronous.buffer.undo_take()
-        self.rollout_weights.version = None  # the actor may have been updated
-        super().restore_flow(state)
 
     def sync_weights(self) -> None:
         """Push the current weights to the rollout unless it already has them. The version is the number of completed
@@ -300,13 +231,13 @@ class PPOTrainer(Trainer):
             "data": f"{self.source.describe()}; validation: {validation}",
             **describe_agents(config),
             **({"placement": placement_words(self.pools)} if self.world_size > 1 else {}),
-            **({"asynchronous": self.asynchronous.describe()} if self.asynchronous is not None else {}),
+            **self.runner.describe(),
             "flow": " -> ".join(op.name for op in self.pipeline.operators),
         }
 
     def announce(self) -> None:
-        for topic, words in self._summary().items():
-            logger.info("%s: %s", topic, words)
+        for topic, description in self._summary().items():
+            logger.info("%s: %s", topic, description)
         if self.config.trainer.overlap and len(self.pools) == 1:
             logger.warning(
                 "trainer.overlap=true: all roles share their processes, so at most the rewards overlap with other "
@@ -316,13 +247,13 @@ class PPOTrainer(Trainer):
     def plan(self) -> str:
         from verl.trainer.checks.planning import describe_estimate  # imports the planner
 
-        words, trainer = self._summary(), self.config.trainer
+        summary, trainer = self._summary(), self.config.trainer
         saving = describe_saving(trainer)
         prompt = "".join(f"{line}\n" for line in first_prompt(self.run.inputs.train_dataset))
-        further = "; ".join(f"{topic}: {words[topic]}" for topic in words if topic not in ("model", "algorithm"))
+        further = "; ".join(f"{topic}: {summary[topic]}" for topic in summary if topic not in ("model", "algorithm"))
         return (
             f"would train {self.total_steps} steps of {self.recipe.name or self.config.algorithm.adv_estimator} from "
-            f"{words['model']} with {self.world_size} process{'es' * (self.world_size > 1)} on the "
+            f"{summary['model']} with {self.world_size} process{'es' * (self.world_size > 1)} on the "
             f"{self.run.backend} backend; {further}; checkpoints: {saving}, in {trainer.default_local_dir}\n"
             f"{prompt}{describe_estimate(self.config, list(self.specs))}"
         )
@@ -354,12 +285,6 @@ class PPOTrainer(Trainer):
             )
         return metrics
 
-    def step_samples(self, batch: DataProto) -> Rows:
-        return self.draw_samples(batch, self.config.trainer.log_samples)
-
-    def pipelines(self) -> Sequence[Pipeline]:
-        return (self.pipeline, self.validation)
-
     def draw_samples(self, batch: DataProto, count: int) -> Rows:
         rows = choose_rows(len(batch), count, self.config.trainer.seed + self.global_step)
         return generations(batch, self.tokenizer, rows)
@@ -381,7 +306,7 @@ class PPOTrainer(Trainer):
             return {}
         self.start()
         logger.log(self.operator_level, "validating: %s prompts", f"{len(self.val_dataset):,}")
-        with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
+        with self.runner.paused():
             return self._validate_now()
 
     def generate(self, prompts: Sequence[Any], *, n: int = 1, **sampling: Any) -> list[Any]:
@@ -405,12 +330,12 @@ class PPOTrainer(Trainer):
         items = prompt_items(prompts, self.tokenizer, config.data, self.run.inputs.processor)
         batch = self.run.inputs.collate(items).replace(uid=[f"generate:{i}" for i in range(len(items))])
         self.start()
-        with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
+        with self.runner.paused():
             self.sync_weights()
-            found = generate(self.roles, sampling, uses_agent_loop(config))(repeat(n)(batch))
+            responses = generate(self.roles, sampling, uses_agent_loop(config))(repeat(n)(batch))
             if should_free_cache(config):
-                free_rollout_cache(self.roles)(found)
-        texts = response_texts(found, self.tokenizer)
+                free_rollout_cache(self.roles)(responses)
+        texts = response_texts(responses, self.tokenizer)
         return texts if n == 1 else [texts[i : i + n] for i in range(0, len(texts), n)]
 
     def _validate_now(self) -> dict[str, float]:
@@ -422,9 +347,9 @@ class PPOTrainer(Trainer):
             items = [self.val_dataset[i] for i in rows]
             prompts = self.run.inputs.collate(items).replace(uid=[f"val:{i}" for i in rows])
             prompts.meta_info["vocab_size"] = self.vocab_size
-            found = self.validation.run(prompts)
-            texts += generations(found, self.tokenizer)
-            scored.append(found.drop([name for name in MEDIA_COLUMNS if name in found]))  # decoded images are large
+            batch = self.validation.run(prompts)
+            texts += generations(batch, self.tokenizer)
+            scored.append(batch.drop([name for name in MEDIA_COLUMNS if name in batch]))  # decoded images are large
         variables = numeric_columns(scored)
         sources, uids = (joined(scored, name) for name in ("data_source", "uid"))
         folder = self.config.trainer.validation_data_dir

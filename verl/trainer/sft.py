@@ -1,7 +1,7 @@
 """Supervised fine-tuning (SFT) on the same loop: samples -> update."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from verl.config import schema
 from verl.config.sources import Overrides
 from verl.data.order import PromptSource
 from verl.data.sft_dataset import collate_sft
-from verl.dataflow import DataFlow, Operator, Stateful
+from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
@@ -25,22 +25,6 @@ from verl.trainer.state.checkpointing import describe_saving
 from verl.workers.sft import SFTWorker
 
 logger = logging.getLogger("verl.trainer")
-
-
-class _Samples(Stateful):
-    """The source of training samples."""
-
-    def __init__(self, source: PromptSource):
-        self.source = source
-
-    def __call__(self) -> DataProto:
-        return self.source()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.source.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.source.load_state_dict(state)
 
 
 class SFTTrainer(Trainer):
@@ -72,7 +56,7 @@ class SFTTrainer(Trainer):
         cluster: Cluster | None = None,
     ):
         setup_logging()
-        given = read_arguments(
+        arguments = read_arguments(
             config,
             config_path,
             overrides,
@@ -82,8 +66,8 @@ class SFTTrainer(Trainer):
             model=model,
             tokenizer=tokenizer,
         )
-        run = prepare_run(given, Recipe(schema=schema.SFTConfig), cluster=cluster, backend="local")
-        inputs = run.inputs = load_sft_inputs(run.config, given.train_dataset, given.val_dataset, tokenizer)
+        run = prepare_run(arguments, Recipe(schema=schema.SFTConfig), cluster=cluster, backend="local")
+        inputs = run.inputs = load_sft_inputs(run.config, arguments.train_dataset, arguments.val_dataset, tokenizer)
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         pad_token_id = inputs.tokenizer.pad_token_id
@@ -115,9 +99,7 @@ class SFTTrainer(Trainer):
             batch.meta_info["metrics"] = self.roles["actor"].update(batch)
 
         reads = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-        return DataFlow(
-            [Operator("rows", _Samples(self.source), writes=reads), Operator("update", update, reads=reads)]
-        )
+        return DataFlow([Operator("rows", self.source, writes=reads), Operator("update", update, reads=reads)])
 
     def announce(self) -> None:
         logger.info("model: %s", self.config.model.path)

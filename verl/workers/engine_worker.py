@@ -17,9 +17,9 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
+from verl.registry import load_object
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
-from verl.utils import chaos
 from verl.utils.device import resolve_device
 from verl.workers.utilization import Utilization
 
@@ -102,7 +102,6 @@ class EngineWorker(Worker):
         else:
             minis = batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
             update = UpdatePass(self.engine, minis, prefix, last_pass=batch.meta_info["last_pass"])
-        chaos.stop_last_rank(self.rank, self.world_size)
         bad = find_bad_values(batch.tensors)
         if any(self.engine.max_over_ranks([float(bool(bad))])):
             for column in bad:
@@ -111,7 +110,6 @@ class EngineWorker(Worker):
         start = time.perf_counter()
         with self.engine.on_device(optimizer=True):
             yield update
-            chaos.spoil_weight(self.engine)
             update.check_weights()
         if self._utilization is not None and update.mini_batches:
             torch.cuda.synchronize(resolve_device("cuda", self.local_rank))
@@ -120,7 +118,7 @@ class EngineWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def arm_fault(self, name: str) -> None:
         """Inject a fault of `trainer.chaos` in the next update."""
-        chaos.arm(name)
+        load_object("verl.trainer.guards.faults", "arm")(name)  # loaded only if there are faults
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

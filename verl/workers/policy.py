@@ -16,7 +16,6 @@ from verl.protocol import DataProto
 from verl.rollout.stop_strings import StopStrings
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
-from verl.utils import chaos
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.weight_sync.base import SyncReport, WeightSync
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
@@ -182,7 +181,6 @@ class ActorWorker(RolloutMethods, EngineWorker):
                 mask = mini.batch["response_mask"]
                 agg = aggregation(actor.loss_agg_mode or "token-mean", mask, self.engine, actor.loss_scale_factor)
                 objective = policy_objective(actor.policy_loss.loss_mode, settings, agg, old_is_current)
-                objective = chaos.spoil_gradient(objective)
                 update.add(self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature))
         metrics = update.finish()
         (peak,) = self.engine.max_over_ranks([peak_memory(self.device) / 2**30])

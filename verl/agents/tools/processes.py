@@ -11,6 +11,7 @@ only the call at fault fails. Instances of classes are lost with their process, 
 
 import asyncio
 import itertools
+import math
 import pickle
 import threading
 import time
@@ -19,37 +20,37 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from typing import Any, Literal
+from typing import Any
 
 from verl.agents.tools.function_tool import FunctionTool
 from verl.agents.tools.load import load_tools
 from verl.agents.tools.runner import ToolFailure, ToolSettings, describe, late
-from verl.processes.child import PythonProcess, describe_exit, helper_environment
+from verl.processes.child import describe_exit
+from verl.processes.pool import EXIT_SECONDS, START_SECONDS, HelperProcess
 
-START_SECONDS = 300.0  # for a worker to start and load the files of the tools
 _GRACE_SECONDS = 1.0  # for a worker to report a timeout itself
 _POLL_SECONDS = 0.25
 
 
-@dataclass
-class _Result:
-    """The result of a call. generation: of the process that ran it to its end."""
-
-    kind: Literal["value", "error", "late", "lost", "broken"]
-    content: Any = None
-    generation: int = -1
+class _Lost(ToolFailure):
+    """The process of a call has ended."""
 
 
 @dataclass
 class _Call:
-    """A call of a slot. deadline: when the process is killed; the time limit counts from the start of the call."""
+    """A call of a slot.
+
+    Attributes:
+        deadline: When the process is killed; the time limit counts from the start of the call.
+        generation: Of the process that ran the call to its end; None if the call was stopped.
+    """
 
     method: str
     arguments: dict[str, Any]
     seconds: float | None
-    future: "Future[_Result]" = field(default_factory=Future)
-    deadline: float = float("inf")
+    future: "Future[Any]" = field(default_factory=Future)
+    deadline: float = math.inf
+    generation: int | None = None
 
 
 class _Slot:
@@ -66,14 +67,12 @@ class _Slot:
         self._numbers = itertools.count()
         self._waiting: deque[_Call] = deque()
         self._running: dict[int, _Call] = {}
-        self._process: PythonProcess | None = None
+        self._process: HelperProcess | None = None
         self._is_ready = self._is_closed = False
-        #: number of processes that have ended
-        self.generation = 0
-        #: trajectories that use it
-        self.users = 0
+        self.generation = 0  # number of processes that have ended
+        self.users = 0  # trajectories that use it
 
-    def submit(self, call: _Call) -> "Future[_Result]":
+    def submit(self, call: _Call) -> "Future[Any]":
         with self._lock:
             self._waiting.append(call)
             if self._process is None:
@@ -88,14 +87,9 @@ class _Slot:
                 self._process.kill()
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
-            environment = helper_environment(OMP_NUM_THREADS="1")
-            self._process = PythonProcess("verl.agents.tools.worker", [theirs.fileno()], environment)
-        self._is_ready = False
-        self._connection.send_bytes(pickle.dumps(self._settings))
-        watched = self._process, self._connection
-        threading.Thread(target=self._watch, args=watched, name="tools", daemon=True).start()
+        self._process, self._is_ready = HelperProcess("verl.agents.tools.worker", OMP_NUM_THREADS="1"), False
+        self._process.send(pickle.dumps(self._settings))
+        threading.Thread(target=self._watch, args=(self._process,), name="tools", daemon=True).start()
 
     def _send_waiting(self) -> None:
         while self._is_ready and self._waiting and not (self._one_at_a_time and self._running):
@@ -103,44 +97,34 @@ class _Slot:
             try:
                 message = pickle.dumps((number, call.method, call.arguments, call.seconds))
             except Exception as error:  # pickling runs code of the values' classes
-                call.future.set_result(_Result("error", f"the arguments cannot be sent: {describe(error)}"))
+                call.future.set_exception(ToolFailure(f"the arguments cannot be sent: {describe(error)}"))
                 continue
             self._running[number] = call
             call.deadline = time.monotonic() + START_SECONDS
-            try:
-                self._connection.send_bytes(message)
-            except OSError:  # it has ended: the thread that watches it reports that
-                return
+            self._process.send(message)
 
-    def _watch(self, process: PythonProcess, connection: Any) -> None:
+    def _watch(self, process: HelperProcess) -> None:
         """In a thread: read the replies of a process until it ends, and kill it at a deadline."""
-        broken, unreadable, started = None, None, time.monotonic()
+        broken, lost, is_late, started = None, None, False, time.monotonic()
         try:
-            while broken is None:
-                has_ended = process.poll() is not None  # a child of it may hold its end of the connection
-                if connection.poll(0 if has_ended else _POLL_SECONDS):
-                    broken = self._read(*pickle.loads(connection.recv_bytes()))
-                elif has_ended:
-                    break
+            while broken is None and not is_late:
+                if (message := process.receive(_POLL_SECONDS)) is not None:
+                    broken = self._read(*message)
                 with self._lock:
-                    if any(call.deadline <= time.monotonic() for call in self._running.values()):
-                        break
+                    is_late = any(call.deadline <= time.monotonic() for call in self._running.values())
                     if not self._is_ready and time.monotonic() - started > START_SECONDS:
                         broken = f"not loaded within {START_SECONDS:g} s"
-        except (EOFError, OSError):
-            process.wait(5.0)
+        except EOFError:
+            pass
         except Exception as error:  # unpickling runs code of the values' classes
-            unreadable = f"sent a result that cannot be read: {describe(error)}"
-        status = process.poll()
-        process.kill()
-        exit_status = process.wait() if status is None else status
+            lost = f"sent a result that cannot be read: {describe(error)}"
+        status = process.end(0.0 if broken or lost or is_late else EXIT_SECONDS)
         if broken is None and not self._is_ready and not self._is_closed:
-            broken = f"the process {describe_exit(exit_status)} while it started"
-        self._end(unreadable or describe_exit(exit_status), status is not None, broken)
-        connection.close()
+            broken = f"the process {describe_exit(status)} while it started"
+        self._end(lost or describe_exit(status), is_late, broken)
 
     def _read(self, kind: str, *content: Any) -> str | None:
-        """Handle one message. Returns a message if the process cannot load its tools; raises EOFError to end it."""
+        """Handle one message. Returns why the process cannot load its tools, if it says so."""
         if kind == "ready":
             with self._lock:
                 self._is_ready = True
@@ -152,21 +136,27 @@ class _Slot:
         with self._lock:
             if kind == "started":
                 call = self._running[number]
-                call.deadline = float("inf") if call.seconds is None else _in(call.seconds + _GRACE_SECONDS)
+                call.deadline = math.inf if call.seconds is None else time.monotonic() + call.seconds + _GRACE_SECONDS
                 return None
             if kind == "late" and rest[0]:  # it still runs
                 self._running[number].deadline = 0.0
                 return None
             call = self._running.pop(number)
-            result = _Result(kind, rest[0], self.generation)
+            call.generation = None if kind == "late" else self.generation
             self._send_waiting()
-        call.future.set_result(result)
+        if kind == "value":
+            call.future.set_result(rest[0])
+        else:
+            call.future.set_exception(_late(call) if kind == "late" else ToolFailure(rest[0]))
         return None
 
-    def _end(self, reason: str, ended_itself: bool, broken: str | None) -> None:
+    def _end(self, reason: str, is_late: bool, broken: str | None) -> None:
         """Report the calls that the process has not finished, and start it again for those that wait.
 
-        reason: why they are lost, after "the process".
+        Args:
+            reason: Why they are lost, after "the process".
+            is_late: Whether the process was killed at the deadline of a call.
+            broken: Why no process can run the tools, if it is so.
         """
         now = time.monotonic()
         with self._lock:
@@ -181,16 +171,16 @@ class _Slot:
                 self._send_waiting()
         for call in calls:
             if broken is not None:
-                result = _Result("broken", broken)
-            elif not ended_itself and call.deadline <= now:
-                result = _Result("late")
+                error: Exception = ValueError(f"the tools cannot be loaded in a worker process: {broken}")
+            elif is_late and call.deadline <= now:
+                error = _late(call)
             else:
-                result = _Result("lost", reason)
-            call.future.set_result(result)
+                error = _Lost(f"the process {reason}")
+            call.future.set_exception(error)
 
 
-def _in(seconds: float) -> float:
-    return time.monotonic() + seconds
+def _late(call: _Call) -> ToolFailure:
+    return late(START_SECONDS if call.seconds is None else call.seconds)
 
 
 class ToolProcesses:
@@ -222,19 +212,16 @@ class ToolProcesses:
         if not is_function and self._state.get(trajectory, slot.generation) != slot.generation:
             del self._state[trajectory]
             raise ToolFailure("the process of the tool has ended, and the state of this trajectory is lost")
-        sent = {"trajectory": trajectory, **arguments}
-        result = await asyncio.wrap_future(slot.submit(_Call(method, sent, seconds)))
-        if result.kind == "lost" and is_function:
-            result = await asyncio.wrap_future(self._repeats.submit(_Call(method, sent, seconds)))
-        if not is_function and result.kind in ("value", "error"):
-            self._state[trajectory] = result.generation
-        if result.kind == "value":
-            return result.content
-        if result.kind == "broken":
-            raise ValueError(f"the tools cannot be loaded in a worker process: {result.content}")
-        if result.kind == "late":
-            raise late(seconds if seconds is not None else START_SECONDS)
-        raise ToolFailure(f"the process {result.content}" if result.kind == "lost" else result.content)
+        call = _Call(method, {"trajectory": trajectory, **arguments}, seconds)
+        try:
+            return await asyncio.wrap_future(slot.submit(call))
+        except _Lost:
+            if not is_function:
+                raise
+            return await asyncio.wrap_future(self._repeats.submit(_Call(method, call.arguments, seconds)))
+        finally:
+            if not is_function and call.generation is not None:
+                self._state[trajectory] = call.generation
 
     def forget(self, trajectory: str) -> None:
         """See `ToolRunner.forget`."""

@@ -1,15 +1,13 @@
-"""What strategy=megatron does not support."""
+"""Checks of the `megatron` sections: what model-parallel training does not support."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from verl.config.checks.critic import may_have_critic
+from verl.config.checks.algorithm import may_have_critic
 from verl.config.errors import Problem, format_value
-
-if TYPE_CHECKING:
-    from verl.config.schema.megatron import MegatronConfig
-    from verl.config.schema.ppo import Config
-    from verl.config.schema.sft import SFTConfig
+from verl.config.schema.megatron import MegatronConfig
+from verl.config.schema.ppo import Config
+from verl.config.schema.sft import SFTConfig
 
 #: modules that selective recomputation supports; others need Transformer Engine
 RECOMPUTED_MODULES = {"core_attn", "mlp", "moe"}
@@ -23,17 +21,17 @@ OPTIMIZER_PLACEMENT = {
 _DTYPES = ("fp16", "float16", "fp64", "float64")
 _FSDP = "use strategy=fsdp"
 
-Role = tuple[str, Any, str, "MegatronConfig", str, Any]
+Role = tuple[str, Any, str, MegatronConfig, str, Any]
 """Key of the model, its section, key of the engine, its section, key of the optimizer, its section or None."""
 
 
-def megatron(config: "Config | SFTConfig") -> Iterator[Problem]:
+def check_megatron_settings(config: Config | SFTConfig) -> Iterator[Problem]:
     """Settings of the roles with strategy=megatron that it does not support."""
     reported: set[str] = set()
     policy = getattr(config, "actor_rollout_ref", None)
-    if policy is not None and policy.actor.strategy == "megatron" and policy.rollout.deterministic:
-        what = f"true, but strategy=megatron does not support it: use false, or {_FSDP}"
-        yield Problem("actor_rollout_ref.rollout.deterministic", what)
+    if policy is not None and isinstance(policy.actor.engine, MegatronConfig) and policy.rollout.deterministic:
+        message = f"true, but strategy=megatron does not support it: use false, or {_FSDP}"
+        yield Problem("actor_rollout_ref.rollout.deterministic", message)
     for role in _roles(config):
         for problem in _unsupported(*role):
             if problem.key not in reported:
@@ -41,46 +39,46 @@ def megatron(config: "Config | SFTConfig") -> Iterator[Problem]:
                 yield problem
 
 
-def megatron_notes(config: "Config | SFTConfig") -> Iterator[str]:
+def megatron_notes(config: Config | SFTConfig) -> Iterator[str]:
     """Settings that have no effect with strategy=megatron."""
     for key, model, *_ in _roles(config):
         if not model.use_remove_padding:
             yield f"{key}.use_remove_padding: false has no effect with strategy=megatron, which packs sequences"
 
 
-def _roles(config: "Config | SFTConfig") -> Iterator[Role]:
+def _roles(config: Config | SFTConfig) -> Iterator[Role]:
     if not hasattr(config, "actor_rollout_ref"):
-        if config.engine.strategy == "megatron":
+        if isinstance(config.engine.selected, MegatronConfig):
             yield "model", config.model, "engine.megatron", config.engine.megatron, "optim", config.optim
         return
     policy, critic = config.actor_rollout_ref, config.critic
     for name, role in (("actor", policy.actor), ("ref", policy.ref)):
-        if role.strategy == "megatron":
+        if isinstance(role.engine, MegatronConfig):
             prefix, optim = f"actor_rollout_ref.{name}", getattr(role, "optim", None)
             yield "actor_rollout_ref.model", policy.model, f"{prefix}.megatron", role.megatron, f"{prefix}.optim", optim
-    if critic.strategy == "megatron" and may_have_critic(config):
+    if isinstance(critic.engine, MegatronConfig) and may_have_critic(config):
         yield "critic.model", critic.model, "critic.megatron", critic.megatron, "critic.optim", critic.optim
 
 
 def _unsupported(
-    model_key: str, model: Any, engine_key: str, engine: "MegatronConfig", optim_key: str, optim: Any
+    model_key: str, model: Any, engine_key: str, engine: MegatronConfig, optim_key: str, optim: Any
 ) -> Iterator[Problem]:
     if model.has_adapters:
         name = "lora_rank" if model.lora_rank else "lora_adapter_path"
-        what = f"{format_value(getattr(model, name))}, but strategy=megatron does not support LoRA adapters"
-        yield Problem(f"{model_key}.{name}", f"{what}: {_FSDP}")
+        message = f"{format_value(getattr(model, name))}, but strategy=megatron does not support LoRA adapters"
+        yield Problem(f"{model_key}.{name}", f"{message}: {_FSDP}")
     if model.use_liger:
-        what = f"true, but strategy=megatron does not support it: use false, or {_FSDP}"
-        yield Problem(f"{model_key}.use_liger", what)
+        message = f"true, but strategy=megatron does not support it: use false, or {_FSDP}"
+        yield Problem(f"{model_key}.use_liger", message)
     if engine.dtype in _DTYPES:
-        what = f"{format_value(engine.dtype)} is not supported by strategy=megatron: use bf16 or fp32, or {_FSDP}"
-        yield Problem(f"{engine_key}.dtype", what)
+        message = f"{format_value(engine.dtype)} is not supported by strategy=megatron: use bf16 or fp32, or {_FSDP}"
+        yield Problem(f"{engine_key}.dtype", message)
     transformer = engine.override_transformer_config
     unknown = sorted(set(transformer.recompute_modules) - RECOMPUTED_MODULES)
     if unknown and transformer.recompute_granularity == "selective":
-        what = f"{unknown} cannot be recomputed: use some of {sorted(RECOMPUTED_MODULES)}"
-        yield Problem(f"{engine_key}.override_transformer_config.recompute_modules", what)
-    given = sorted(set(optim.override_optimizer_config or ()) - OPTIMIZER_PLACEMENT) if optim is not None else []
-    if given:
-        what = f"{given} are not supported by strategy=megatron: remove them, or {_FSDP}"
-        yield Problem(f"{optim_key}.override_optimizer_config", what)
+        message = f"{unknown} cannot be recomputed: use some of {sorted(RECOMPUTED_MODULES)}"
+        yield Problem(f"{engine_key}.override_transformer_config.recompute_modules", message)
+    overrides = sorted(set(optim.override_optimizer_config or ()) - OPTIMIZER_PLACEMENT) if optim is not None else []
+    if overrides:
+        message = f"{overrides} are not supported by strategy=megatron: remove them, or {_FSDP}"
+        yield Problem(f"{optim_key}.override_optimizer_config", message)

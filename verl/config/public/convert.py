@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.config.checks.registered import check_built_in
 from verl.config.checks.settings import check_combinations
 from verl.config.errors import ConfigError
 from verl.config.fields import Schema, derived_fields, to_flat_dict
 from verl.config.load import Presets, read_config
-from verl.config.public.convert_trl import DEFAULTS, kind_of, rules_of, table_of
+from verl.config.public.trl import DEFAULTS, TABLES, kind_of, rules_of
 from verl.config.public.upstream import upstream_defaults, upstream_key
 from verl.config.reader import Reader
 from verl.config.schema import Config, SFTConfig
 from verl.config.sources import Layer, read_overrides, read_text, read_yaml
-from verl.config.supported import check_built_in, unsupported
 
 KINDS = ("verl", "trl-grpo", "trl-ppo", "trl-sft")
 _ALGORITHM = {"trl-grpo": "grpo", "trl-ppo": "ppo"}
@@ -42,10 +42,10 @@ class Conversion:
     def check(self, presets: Presets) -> None:
         """Add a remark for every value that is not accepted here."""
         try:
-            checks = [check_combinations, *((unsupported, check_built_in) if self.schema is Config else ())]
+            checks = [check_combinations, *((check_built_in,) if self.schema is Config else ())]
             read_config(base=self.values, presets=presets, schema=self.schema, checks=checks)
         except ConfigError as error:
-            self.remarks += [f"problem: {problem.key}: {problem.what}" for problem in error.problems]
+            self.remarks += [f"problem: {problem.key}: {problem.message}" for problem in error.problems]
 
 
 def read_source(path: Path) -> tuple[Layer, list[str]]:
@@ -111,22 +111,22 @@ def _from_trl(arguments: Mapping[str, Any], kind: str, gpus: int) -> Conversion:
     if kind in _ALGORITHM:
         result.values["algorithm.name"] = _ALGORITHM[kind]
     set_here = {name: value for name, value in arguments.items() if value is not None}
-    given = DEFAULTS[kind] | set_here
-    rules, table = rules_of(kind, gpus), table_of(kind)
-    for name, value in given.items():
+    effective = DEFAULTS[kind] | set_here
+    rules, table = rules_of(kind, gpus), TABLES[kind]
+    for name, value in effective.items():
         origin = "" if name in set_here else " (TRL's default)"
         rule = rules.get(name)
         if rule is None and name not in table:
             result.remarks.append(f"no counterpart: {name}: {value}")
             continue
         try:
-            found = {table[name]: value} if rule is None else rule(value, given)
+            values = {table[name]: value} if rule is None else rule(value, effective)
         except (TypeError, ValueError, ZeroDivisionError) as error:
-            found = str(error)
-        if isinstance(found, str):
-            result.remarks.append(f"not converted: {name}: {value}{origin}: {found}")
+            values = str(error)
+        if isinstance(values, str):
+            result.remarks.append(f"not converted: {name}: {value}{origin}: {values}")
         else:
-            result.values |= found
+            result.values |= values
     defaults = [f"{name}={DEFAULTS[kind][name]}" for name in DEFAULTS[kind] if name not in set_here]
     result.remarks += [f"TRL's defaults, not in the file: {', '.join(defaults)}"] if defaults else []
     empty = [name for name in arguments if name not in set_here]
@@ -140,21 +140,21 @@ def _from_trl(arguments: Mapping[str, Any], kind: str, gpus: int) -> Conversion:
 def _from_verl(layer: Layer, schema: type[Schema]) -> Conversion:
     result = Conversion(schema)
     reader = Reader(schema, [layer])
-    given = reader.read()
+    settings = reader.read()
     plain, derived = to_flat_dict(schema()), derived_fields(schema)
-    for key, setting in given.items():
+    for key, setting in settings.items():
         if key in derived or setting.value != plain.get(key, _Absent):
             result.values[key] = setting.value
-    same = len(given) - len(result.values)
-    refused = {problem.spelled or problem.key: problem.what for problem in reader.problems}
-    result.remarks += [f"not converted: {key}: {what}" for key, what in refused.items()]
-    used = {setting.key for setting in given.values()} | refused.keys()
+    same = len(settings) - len(result.values)
+    refused = {problem.spelled or problem.key: problem.message for problem in reader.problems}
+    result.remarks += [f"not converted: {key}: {message}" for key, message in refused.items()]
+    used = {setting.key for setting in settings.values()} | refused.keys()
     for spelled, setting in layer.items():
         if spelled not in used:
             result.remarks.append(f"{_why_unused(spelled, setting.value, schema)}: {spelled}: {setting.value}")
     result.remarks += [note for note in reader.notes if " sets " in note]
     result.remarks += [f"equal to the default here: {same} keys"] if same else []
-    result.remarks += _other_defaults(given, schema)
+    result.remarks += _other_defaults(settings, schema)
     return result
 
 
@@ -178,13 +178,13 @@ def _why_unused(spelled: str, value: Any, schema: type[Schema]) -> str:
     )
 
 
-def _other_defaults(given: Layer, schema: type[Schema]) -> list[str]:
+def _other_defaults(settings: Layer, schema: type[Schema]) -> list[str]:
     """A remark on numbers that the file does not set and that have another default in public verl."""
     ours = to_flat_dict(schema())
     theirs = upstream_defaults(schema.upstream) if schema.upstream else {}
     differ = [
         f"{key}={value} (here {ours[key]})"
         for key, value in theirs.items()
-        if key in ours and key not in given and isinstance(value, int | float) and value != ours[key] is not None
+        if key in ours and key not in settings and isinstance(value, int | float) and value != ours[key] is not None
     ]
     return [f"verl's defaults, not in the file: {', '.join(differ)}"] if differ else []

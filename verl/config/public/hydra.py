@@ -35,22 +35,22 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     Raises:
         ConfigError: there is no such configuration, or it selects an engine that is not supported.
     """
-    wanted = name or "ppo_trainer"
-    found = _find(wanted, [expanded(directory) for directory in directories])
+    config_name = name or "ppo_trainer"
+    path = _find(config_name, [expanded(directory) for directory in directories])
     known = (*upstream_configs(), *upstream_selections()[""])
     of_public_verl = all(Path(folder) == _BUILT_IN_FOLDER for folder in directories) and not _BUILT_IN_FOLDER.exists()
     built_in = name or of_public_verl
-    if found or (wanted.removesuffix(".yaml") in known and built_in):
-        return found
+    if path or (config_name.removesuffix(".yaml") in known and built_in):
+        return path
     if name is None:
-        what = "the folder has no ppo_trainer.yaml: set --config-name to the name of the file"
-    elif engine := _engine_of(wanted):
-        what = f"{wanted!r} selects the engine {engine}, which is not supported yet: use ppo_trainer"
+        message = "the folder has no ppo_trainer.yaml: set --config-name to the name of the file"
+    elif engine := _engine_of(config_name):
+        message = f"{config_name!r} selects the engine {engine}, which is not supported yet: use ppo_trainer"
     else:
         folders = " or ".join(str(resolved(directory)) for directory in directories)
-        file = wanted if wanted.endswith((".yaml", ".yml")) else f"{wanted}.yaml"
-        what = f"there is no {file} in {folders or 'any --config-path'} (built in: {_words([*known])})"
-    raise ConfigError([Problem("--config-name" if name else "--config-path", what)])
+        file = config_name if config_name.endswith((".yaml", ".yml")) else f"{config_name}.yaml"
+        message = f"there is no {file} in {folders or 'any --config-path'} (built in: {' or '.join(known)})"
+    raise ConfigError([Problem("--config-name" if name else "--config-path", message)])
 
 
 def read_file(path: str | Path, included_by: tuple[Path, ...] = ()) -> list[Layer]:
@@ -65,8 +65,8 @@ def read_file(path: str | Path, included_by: tuple[Path, ...] = ()) -> list[Laye
     """
     chain = (*included_by, resolved(path))
     if chain[-1] in included_by:
-        what = f"a file includes itself: {' -> '.join(map(str, chain[included_by.index(chain[-1]) :]))}"
-        raise ConfigError([Problem("defaults", what)])
+        message = f"a file includes itself: {' -> '.join(map(str, chain[included_by.index(chain[-1]) :]))}"
+        raise ConfigError([Problem("defaults", message)])
     layer = read_yaml(path)
     listed = layer.pop("defaults", None)
     if listed is None or not isinstance(listed.value, list):
@@ -98,18 +98,18 @@ def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer
     layers: list[Layer] = []
     rest: Layer = {}
     problems: list[Problem] = []
-    for key, given in overrides.items():
+    for key, setting in overrides.items():
         group, at, package = key.partition("@")
         known = group in upstream_groups() or any(os.path.isdir(folder / group) for folder in directories)
-        if isinstance(given.value, str) and given.value != REMOVED and (at or (known and "." not in key)):
+        if isinstance(setting.value, str) and setting.value != REMOVED and (at or (known and "." not in key)):
             if key == CONFIGURATION:
-                given = replace(given, where=f"--config-name={given.value}")
+                setting = replace(setting, where=f"--config-name={setting.value}")
             try:
-                layers += _selected(group, given.value, package, directories, given)
+                layers += _selected(group, setting.value, package, directories, setting)
             except ConfigError as error:
                 problems += error.problems
         else:
-            rest[key] = given
+            rest[key] = setting
     return layers, rest, problems
 
 
@@ -130,7 +130,7 @@ def _entries(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _selected(
-    group: str, option: str, package: str, directories: list[Path], given: Setting, chain: tuple[Path, ...] = ()
+    group: str, option: str, package: str, directories: list[Path], setting: Setting, chain: tuple[Path, ...] = ()
 ) -> list[Layer]:
     """The settings of an option of a group; none if its values are the defaults of this schema."""
     file = _find(f"{group}/{option}" if group else option, directories)
@@ -146,18 +146,18 @@ def _selected(
     if option in builtin:
         return []
     if selection := upstream_selections().get(group, {}).get(option):
-        return [{key: replace(given, key=key, value=value) for key, value in selection.items()}]
+        return [{key: replace(setting, key=key, value=value) for key, value in selection.items()}]
     name = f"{group}={option}" if group else option
     if engine := _engine_of(option):
-        what = f"{name} selects the engine {engine}, which is not supported yet"
+        message = f"{name} selects the engine {engine}, which is not supported yet"
     else:
-        what = f"{name} is not known" if builtin else f"there is no group {group!r}"
+        message = f"{name} is not known" if builtin else f"there is no group {group!r}"
     if builtin:
-        what += f": use {_words(builtin)}"
+        message += f": use {' or '.join(builtin)}"
     if directories:
-        folders = _words([str(folder) for folder in directories])
-        what += f" (no {group + '/' if group else ''}{option}.yaml in {folders})"
-    raise ConfigError([Problem(given.key, what, given.where)])
+        folders = " or ".join(map(str, directories))
+        message += f" (no {group + '/' if group else ''}{option}.yaml in {folders})"
+    raise ConfigError([Problem(setting.key, message, setting.where)])
 
 
 def _find(name: str, directories: list[Path]) -> Path | None:
@@ -169,7 +169,3 @@ def _engine_of(option: str) -> str | None:
     """The engine that an option such as `megatron_actor` or a name such as `ppo_megatron_trainer` selects."""
     words = re.split(r"[_.]", option)
     return next((engine for engine in upstream_engines("strategy") if engine in words), None)
-
-
-def _words(names: list[str]) -> str:
-    return " or ".join(names)

@@ -1,11 +1,17 @@
-"""Config keys for TRL's arguments and for common short names, suggested in errors about unknown keys.
+"""TRL's arguments: the config key of each, suggested in errors about unknown keys, and the rules of a conversion.
 
-docs/migrate_from_trl.md lists TRL's arguments with notes.
+A rule converts an argument whose value changes as well: batch sizes (TRL counts completions per device), steps (TRL
+counts optimizer updates), and names of losses and schedules. docs/migrate_from_trl.md lists the arguments with notes.
 """
 
-_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
 
-_RUN = {
+_ARR = "actor_rollout_ref."
+_ACTOR, _ROLLOUT, _MODEL = _ARR + "actor.", _ARR + "rollout.", _ARR + "model."
+
+_OF_RUN = {
     "num_train_epochs": "trainer.total_epochs",
     "max_steps": "trainer.total_training_steps",
     "output_dir": "trainer.default_local_dir",
@@ -21,7 +27,7 @@ _RUN = {
     "early_stopping_threshold": "trainer.early_stopping.min_delta",
 }
 
-RL = _RUN | {
+RL = _OF_RUN | {
     "learning_rate": _ACTOR + "optim.lr",
     "weight_decay": _ACTOR + "optim.weight_decay",
     "max_grad_norm": _ACTOR + "optim.clip_grad",
@@ -77,7 +83,7 @@ RL = _RUN | {
     "save_total_limit": "trainer.max_actor_ckpt_to_keep",
 }
 
-SFT = _RUN | {
+SFT = _OF_RUN | {
     "learning_rate": "optim.lr",
     "weight_decay": "optim.weight_decay",
     "max_grad_norm": "optim.clip_grad",
@@ -137,3 +143,213 @@ def key_of(name: str, schema: str | None) -> str | None:
         schema: as in `upstream_key`: "ppo", "sft" or another.
     """
     return {"ppo": RL, "sft": SFT}.get(schema or "", {}).get(_SHORT.get(name, name))
+
+
+# ---- conversion -----------------------------------------------------------------------------------------------------
+
+TABLES: dict[str, Mapping[str, str]] = {"trl-grpo": RL, "trl-ppo": PPO, "trl-sft": SFT}
+"""Kind -> argument -> key."""
+
+Values = dict[str, Any]
+Rule = Callable[[Any, Mapping[str, Any]], Values | str]
+"""(value, all arguments) -> values of this project's keys, or the reason why the argument is not converted."""
+
+_RUN = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3,
+    "weight_decay": 0.0,
+    "lr_scheduler_type": "linear",
+}
+
+#: kind -> defaults of TRL that differ from the defaults here
+DEFAULTS: dict[str, Values] = {
+    "trl-grpo": _RUN | {"num_generations": 8, "max_completion_length": 256, "beta": 0.0, "loss_type": "dapo"},
+    "trl-ppo": _RUN
+    | {"learning_rate": 3e-6, "num_ppo_epochs": 4, "kl_coef": 0.05, "cliprange_value": 0.2, "lam": 0.95}
+    | {"response_length": 53, "temperature": 0.7, "num_mini_batches": 1},
+    "trl-sft": _RUN | {"learning_rate": 2e-5},
+}
+
+_AGGREGATION = {
+    "grpo": "seq-mean-token-mean",
+    "dapo": "token-mean",
+    "bnpo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+
+
+def kind_of(arguments: Mapping[str, Any]) -> str | None:
+    """The class that has these arguments: trl-grpo, trl-ppo or trl-sft; None if they are not TRL's."""
+    for kind, names in (
+        ("trl-grpo", {"num_generations", "max_completion_length", "beta", "loss_type", "reward_funcs"}),
+        ("trl-ppo", {"num_ppo_epochs", "kl_coef", "cliprange", "response_length", "reward_model_path", "vf_coef"}),
+        ("trl-sft", {"max_length", "max_seq_length", "packing", "assistant_only_loss", "completion_only_loss"}),
+    ):
+        if names & set(arguments):
+            return kind
+    return "trl-sft" if {"learning_rate", "per_device_train_batch_size"} & set(arguments) else None
+
+
+def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
+    """Argument -> rule, for one kind. Arguments without a rule have the key of `TABLES` and the same value."""
+    sft = kind == "trl-sft"
+    optim = "optim." if sft else _ACTOR + "optim."
+    dtype = "engine.dtype" if sft else _ACTOR + "fsdp_config.dtype"
+
+    def steps(key: str) -> Rule:
+        return lambda value, arguments: _steps(key, value, arguments, kind)
+
+    def strategy(key: str) -> Rule:
+        known: dict[str, Values] = {"no": {key: -1}, "steps": {}}
+        return lambda value, arguments: known.get(value, f"use {key}")
+
+    rules: dict[str, Rule] = {
+        "lr_scheduler_type": _schedule(optim),
+        "adam_beta1": lambda value, arguments: {optim + "betas": [value, arguments.get("adam_beta2", 0.999)]},
+        "adam_beta2": lambda value, arguments: {optim + "betas": [arguments.get("adam_beta1", 0.9), value]},
+        "report_to": _trackers,
+        "num_train_epochs": lambda value, arguments: _integer("trainer.total_epochs", Fraction(value)),
+        "max_steps": lambda value, arguments: (
+            {} if value < 0 else steps("trainer.total_training_steps")(value, arguments)
+        ),
+        "save_steps": steps("trainer.save_freq"),
+        "eval_steps": steps("trainer.test_freq"),
+        "save_strategy": strategy("trainer.save_freq"),
+        "eval_strategy": strategy("trainer.test_freq"),
+        "seed": lambda value, arguments: {"trainer.seed": value},
+        "logging_steps": lambda value, arguments: {} if value == 1 else "every step is logged",
+        "resume_from_checkpoint": lambda value, arguments: (
+            {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": value}
+            if isinstance(value, str)
+            else {}  # a run resumes by default
+        ),
+        "load_best_model_at_end": lambda value, arguments: {"trainer.save_best": True} if value else {},
+        "metric_for_best_model": lambda value, arguments: (
+            f"set trainer.save_best to a validation metric{'' if sft else ', such as val-core/DATASET/acc/mean@1'}"
+        ),
+        "greater_is_better": lambda value, arguments: {"trainer.save_best_mode": "max" if value else "min"},
+        "bf16": lambda value, arguments: {dtype: "bf16"} if value else {},
+        "gradient_accumulation_steps": _part_of_another,
+    }
+    if sft:
+        return rules | {
+            "per_device_train_batch_size": lambda value, arguments: {
+                "data.train_batch_size": value * gpus * arguments["gradient_accumulation_steps"],
+                "data.micro_batch_size_per_gpu": value,
+                "data.use_dynamic_bsz": False,
+            }
+        }
+    rules["fp16"] = lambda value, arguments: {dtype: "fp16"} if value else {}
+    return rules | (_ppo(gpus) if kind == "trl-ppo" else _grpo(gpus))
+
+
+def _grpo(gpus: int) -> dict[str, Rule]:
+    def batch(value: int, arguments: Mapping[str, Any]) -> Values | str:
+        samples = Fraction(value * gpus, arguments["num_generations"])  # prompts per micro-batch of all GPUs
+        update = samples * arguments["gradient_accumulation_steps"]
+        total = update * _updates(arguments)
+        if "generation_batch_size" in arguments:
+            total = Fraction(arguments["generation_batch_size"], arguments["num_generations"])
+        sizes = _integer("data.train_batch_size", total), _integer(_ACTOR + "ppo_mini_batch_size", update)
+        wrong = next((size for size in sizes if isinstance(size, str)), None)
+        return wrong or sizes[0] | sizes[1] | {_ACTOR + "ppo_micro_batch_size_per_gpu": value}
+
+    def loss(value: str, arguments: Mapping[str, Any]) -> Values | str:
+        if value in ("cispo", "sapo"):
+            return {"algorithm.name": value}
+        return {_ACTOR + "loss_agg_mode": _AGGREGATION[value]} if value in _AGGREGATION else "no such loss"
+
+    def scale(value: Any, arguments: Mapping[str, Any]) -> Values | str:
+        by_std = {"none": False, "False": False, "group": True, "True": True}.get(str(value))
+        return "use none or group" if by_std is None else {"algorithm.norm_adv_by_std_in_grpo": by_std}
+
+    def kl(value: float, arguments: Mapping[str, Any]) -> Values:
+        return {_ACTOR + "use_kl_loss": value > 0} | ({_ACTOR + "kl_loss_coef": value} if value else {})
+
+    is_level = {"token": {}, "sequence": {_ACTOR + "policy_loss.loss_mode": "gspo"}}
+    return {
+        "per_device_train_batch_size": batch,
+        "steps_per_generation": _part_of_another,
+        "generation_batch_size": _part_of_another,
+        "beta": kl,
+        "loss_type": loss,
+        "scale_rewards": scale,
+        "importance_sampling_level": lambda value, arguments: is_level.get(value, "use token or sequence"),
+        "top_k": lambda value, arguments: {_ARR + "rollout.top_k": value or -1},
+        "reward_funcs": lambda value, arguments: "set reward.custom_reward_function.path to the file of the function",
+        "vllm_importance_sampling_correction": lambda value, arguments: (
+            {"algorithm.rollout_correction.rollout_is": "token"} if value else {}
+        ),
+        "use_vllm": lambda value, arguments: {_ARR + "rollout.name": "vllm"} if value else {},
+        "log_completions": lambda value, arguments: (
+            {"trainer.log_samples": arguments.get("num_completions_to_print") or 4} if value else {}
+        ),
+        "num_completions_to_print": _part_of_another,
+    }
+
+
+def _ppo(gpus: int) -> dict[str, Rule]:
+    def batch(value: int, arguments: Mapping[str, Any]) -> Values | str:
+        prompts = value * gpus * arguments["gradient_accumulation_steps"]
+        mini = _integer(_ACTOR + "ppo_mini_batch_size", Fraction(prompts, arguments["num_mini_batches"]))
+        if isinstance(mini, str):
+            return mini
+        return {"data.train_batch_size": prompts, _ACTOR + "ppo_micro_batch_size_per_gpu": value} | mini
+
+    def same(*keys: str) -> Rule:
+        return lambda value, arguments: dict.fromkeys(keys, value)
+
+    estimators = {"k1": "kl", "k3": "low_var_kl"}
+    return {
+        "per_device_train_batch_size": batch,
+        "num_mini_batches": _part_of_another,
+        "learning_rate": same(_ACTOR + "optim.lr", "critic.optim.lr"),
+        "num_ppo_epochs": same(_ACTOR + "ppo_epochs", "critic.ppo_epochs"),
+        "kl_coef": lambda value, arguments: {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": value},
+        "kl_estimator": lambda value, arguments: (
+            {"algorithm.kl_penalty": estimators[value]} if value in estimators else "use k1 or k3"
+        ),
+        "sft_model_path": same(_ARR + "model.path"),
+        "reward_model_path": lambda value, arguments: {
+            "reward.reward_model.enable": True,
+            "reward.reward_model.model_path": value,
+        },
+    }
+
+
+def _updates(arguments: Mapping[str, Any]) -> Fraction:
+    """Optimizer updates per generation and epoch."""
+    accumulation = arguments["gradient_accumulation_steps"]
+    return Fraction(arguments.get("steps_per_generation") or accumulation, accumulation)
+
+
+def _steps(key: str, value: float, arguments: Mapping[str, Any], kind: str) -> Values | str:
+    """TRL counts optimizer updates; a step here is a generation with its updates. PPOConfig counts as here."""
+    updates = _updates(arguments) * arguments.get("num_iterations", 1) if kind == "trl-grpo" else Fraction(1)
+    if isinstance(value, float) and 0 < value < 1:
+        return "found a fraction of the run, expected a number of steps"
+    return _integer(key, Fraction(value) / updates)
+
+
+def _integer(key: str, value: Fraction) -> Values | str:
+    return {key: int(value)} if value.denominator == 1 else f"{key} would be {float(value):g}, expected an integer"
+
+
+def _part_of_another(value: Any, arguments: Mapping[str, Any]) -> Values:
+    """The rule of another argument reads this one."""
+    return {}
+
+
+def _schedule(optim: str) -> Rule:
+    names = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
+    return lambda value, arguments: (
+        {optim + "lr_scheduler_type": names[value]} if value in names else "use constant or cosine"
+    )
+
+
+def _trackers(value: Any, arguments: Mapping[str, Any]) -> Values | str:
+    names = [value] if isinstance(value, str) else list(value)
+    if names == ["all"]:
+        return "name the trackers in trainer.logger"
+    return {"trainer.logger": ["console", "jsonl", *(name for name in names if name != "none")]}

@@ -70,9 +70,9 @@ def upstream_key(key: str, schema: str | None) -> UpstreamKey | None:
     if names[-1] == "_target_":
         return _TYPE_ANNOTATION
     for depth in range(len(names), 0, -1):
-        found = listed.get(".".join(names[:depth]))
-        if found:
-            return found
+        listed_entry = listed.get(".".join(names[:depth]))
+        if listed_entry:
+            return listed_entry
     for pattern, entry in _content()["patterns"].items():
         if fnmatchcase(key, pattern):
             return UpstreamKey(_OFF, entry) if isinstance(entry, str) else _read({"accept": _OFF} | entry)
@@ -90,8 +90,8 @@ def ignored_key(key: str, schema: str | None, *, has_field: bool) -> UpstreamKey
     """
     if has_field and (schema is None or key not in _unsupported(schema)):
         return None
-    found = upstream_key(key, schema)
-    return found if found and found.ignored else None
+    entry = upstream_key(key, schema)
+    return entry if entry and entry.ignored else None
 
 
 def upstream_defaults(schema: str = "ppo") -> dict[str, Any]:
@@ -129,16 +129,16 @@ def _content() -> dict[str, Any]:
 @functools.cache
 def _unsupported(schema: str) -> Mapping[str, UpstreamKey]:
     content = _content()
-    found: dict[str, UpstreamKey] = {}
+    entries: dict[str, UpstreamKey] = {}
     for name, entry in content[schema].items():
         if _is_unsupported(entry):
-            found[name] = _read(entry)
+            entries[name] = _read(entry)
             below = _defaults(name, entry).items() if isinstance(entry.get("default"), dict) else ()
-            found |= {key: _read(entry | {"default": value}) for key, value in below}
+            entries |= {key: _read(entry | {"default": value}) for key, value in below}
     for section, same in content["same_keys"].get(schema, {}).items():
-        ppo = found if schema == "ppo" else _unsupported("ppo")
-        found |= {section + key.removeprefix(same): known for key, known in ppo.items() if key.startswith(same + ".")}
-    return found
+        ppo = entries if schema == "ppo" else _unsupported("ppo")
+        entries |= {section + key.removeprefix(same): known for key, known in ppo.items() if key.startswith(same + ".")}
+    return entries
 
 
 def _is_unsupported(entry: Any) -> bool:

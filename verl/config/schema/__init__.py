@@ -1,124 +1,39 @@
 """The configuration schema: every section and field with its type, default and one line of help."""
 
-from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
-from verl.config.schema.algorithm import (
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    KLControlConfig,
-    PFPPOConfig,
-    RolloutCorrectionConfig,
-)
-from verl.config.schema.data import CustomClassConfig, DataConfig, MediaSection
-from verl.config.schema.megatron import MegatronConfig, MegatronTransformerConfig, RefMegatronConfig
-from verl.config.schema.model import (
-    ActorCheckpointConfig,
-    CheckpointConfig,
-    CriticCheckpointConfig,
-    CriticModelConfig,
-    CriticOptimConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-)
-from verl.config.schema.offline import (
-    EvalConfig,
-    EvalDataConfig,
-    EvalRewardConfig,
-    EvaluationConfig,
-    GenerationConfig,
-    GenerationDataConfig,
-    GenerationRolloutConfig,
-    OfflineTrainerConfig,
-)
-from verl.config.schema.ppo import ActorRolloutRefConfig, Config
-from verl.config.schema.reward import (
-    CustomRewardFunctionConfig,
-    ManagerModuleConfig,
-    RewardConfig,
-    RewardManagerConfig,
-    RewardModelConfig,
-    SandboxConfig,
-)
-from verl.config.schema.rollout import (
-    AgentConfig,
-    CheckpointEngineConfig,
-    EngineKwargs,
-    MultiTurnConfig,
-    RolloutConfig,
-    RolloutEngineConfig,
-    SamplingConfig,
-    ServerAgentConfig,
-    ServerConfig,
-    ValSamplingConfig,
-)
-from verl.config.schema.sft import (
-    SFTCheckpointConfig,
-    SFTConfig,
-    SFTDataConfig,
-    SFTEngineConfig,
-    SFTOptimConfig,
-    SFTTrainerConfig,
-)
-from verl.config.schema.trainer import PlacementConfig, RayConfig, RunConfig, TrainerConfig
+from verl.utils.lazy import lazy_names
 
-__all__ = [
-    "ActorCheckpointConfig",
-    "ActorConfig",
-    "ActorRolloutRefConfig",
-    "AgentConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "CheckpointEngineConfig",
-    "Config",
-    "CriticCheckpointConfig",
-    "CriticConfig",
-    "CriticModelConfig",
-    "CriticOptimConfig",
-    "CustomClassConfig",
-    "CustomRewardFunctionConfig",
-    "DataConfig",
-    "EngineConfig",
-    "EngineKwargs",
-    "EvalConfig",
-    "EvalDataConfig",
-    "EvalRewardConfig",
-    "EvaluationConfig",
-    "FilterGroupsConfig",
-    "GenerationConfig",
-    "GenerationDataConfig",
-    "GenerationRolloutConfig",
-    "KLControlConfig",
-    "ManagerModuleConfig",
-    "MediaSection",
-    "MegatronConfig",
-    "MegatronTransformerConfig",
-    "ModelConfig",
-    "MultiTurnConfig",
-    "OfflineTrainerConfig",
-    "OptimConfig",
-    "PFPPOConfig",
-    "PlacementConfig",
-    "PolicyLossConfig",
-    "RayConfig",
-    "RefConfig",
-    "RefMegatronConfig",
-    "RewardConfig",
-    "RewardManagerConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "RolloutEngineConfig",
-    "RunConfig",
-    "SFTCheckpointConfig",
-    "SFTConfig",
-    "SFTDataConfig",
-    "SFTEngineConfig",
-    "SFTOptimConfig",
-    "SFTTrainerConfig",
-    "SamplingConfig",
-    "SandboxConfig",
-    "ServerAgentConfig",
-    "ServerConfig",
-    "TrainerConfig",
-    "ValSamplingConfig",
-]
+_HOME = {
+    name: f"verl.config.schema.{module}"
+    for module, names in {
+        "actor": ("ActorConfig", "CriticConfig", "PolicyLossConfig", "RefConfig"),
+        "algorithm": ("AlgorithmConfig", "FilterGroupsConfig", "KLControlConfig", "RolloutCorrectionConfig"),
+        "data": ("CustomClassConfig", "DataConfig", "MediaSection"),
+        "megatron": ("MegatronConfig", "MegatronTransformerConfig", "RefMegatronConfig"),
+        "model": (
+            *("ActorCheckpointConfig", "CheckpointConfig", "CriticCheckpointConfig", "CriticModelConfig"),
+            *("CriticOptimConfig", "EngineConfig", "ModelConfig", "OptimConfig"),
+        ),
+        "offline": (
+            *("EvalConfig", "EvalDataConfig", "EvalRewardConfig", "EvaluationConfig", "GenerationConfig"),
+            *("GenerationDataConfig", "GenerationRolloutConfig", "OfflineTrainerConfig"),
+        ),
+        "ppo": ("ActorRolloutRefConfig", "Config"),
+        "reward": (
+            *("CustomRewardFunctionConfig", "ManagerModuleConfig", "RewardConfig", "RewardManagerConfig"),
+            "RewardModelConfig",
+        ),
+        "rollout": (
+            *("AgentConfig", "CheckpointEngineConfig", "EngineKwargs", "MultiTurnConfig", "RolloutConfig"),
+            *("RolloutEngineConfig", "SamplingConfig", "ServerAgentConfig", "ServerConfig", "ValSamplingConfig"),
+        ),
+        "sft": (
+            *("SFTCheckpointConfig", "SFTConfig", "SFTDataConfig", "SFTEngineConfig", "SFTOptimConfig"),
+            "SFTTrainerConfig",
+        ),
+        "trainer": ("PlacementConfig", "RayConfig", "RunConfig", "TrainerConfig"),
+    }.items()
+    for name in names
+}
+
+__all__ = [*_HOME]
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -2,23 +2,33 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import Section, field, section
+from verl.config.fields import Section, field, like, never, section
 from verl.config.schema.algorithm import KLEstimator
 from verl.config.schema.megatron import MegatronConfig, RefMegatronConfig
 from verl.config.schema.model import (
+    MODEL_PARALLEL,
+    SHARDED,
     ActorCheckpointConfig,
     CriticCheckpointConfig,
     CriticModelConfig,
     CriticOptimConfig,
     EngineConfig,
     OptimConfig,
+    is_model_parallel,
 )
+from verl.config.schema.rollout import RolloutConfig
 
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 
 _ACTOR = "${actor_rollout_ref.actor."
+_NORM = ("loss_agg_mode", "seq-mean-token-sum-norm")
+#: fields of a `megatron` section that only a trained model has
+_OF_TRAINING = (
+    *("use_distributed_optimizer", "grad_offload", "optimizer_offload"),
+    *("override_transformer_config.moe_aux_loss_coeff", "override_transformer_config.moe_z_loss_coeff"),
+)
 
 
 class PolicyLossConfig(Section):
@@ -48,18 +58,22 @@ class RouterReplayConfig(Section):
 class ActorConfig(Section):
     """`actor_rollout_ref.actor`: the policy update."""
 
-    strategy: str = field("fsdp", "registered name of the training engine: fsdp, fsdp2, or a custom one")
+    strategy: str = field("fsdp", "registered name of the training engine: fsdp, fsdp2, megatron, or a custom one")
     ppo_mini_batch_size: int = field(
         256, "PROMPTS per optimizer update over all ranks (times rollout.n = responses); at most the batch", ge=1
     )
     ppo_micro_batch_size_per_gpu: int | None = field(
-        None, "SEQUENCES per forward and backward pass of one rank; null: by ppo_max_token_len_per_gpu", ge=1
+        None,
+        "SEQUENCES per forward and backward pass of one rank; null: by ppo_max_token_len_per_gpu",
+        active_when=("use_dynamic_bsz", False),
+        ge=1,
     )
     use_dynamic_bsz: bool = field(False, "size micro-batches by tokens instead of sequences")
     ppo_max_token_len_per_gpu: int | None = field(
         None,
         "tokens per micro-batch of one rank, if no size is set or with use_dynamic_bsz; null: 16384, or what fits into "
         "the free memory of the GPU",
+        active_when=(("ppo_micro_batch_size_per_gpu", None), ("use_dynamic_bsz", True)),
         ge=1,
     )
     ppo_epochs: int = field(1, "optimization epochs per batch", ge=1)
@@ -67,7 +81,9 @@ class ActorConfig(Section):
         "auto", "compute old log-probs in a separate forward pass; auto: not if a step has a single update"
     )
     shuffle: bool = field(False, "shuffle the mini-batches")
-    data_loader_seed: int = field(42, "seed of that shuffle", default_from="${trainer.seed}", ge=0, le=2**62)
+    data_loader_seed: int = field(
+        42, "seed of that shuffle", default_from="${trainer.seed}", active_when=("shuffle", True), ge=0, le=2**62
+    )
     clip_ratio: float | None = field(
         None, "clip range of the probability ratio; null: the published value of the loss (PPO: 0.2)", ge=0
     )
@@ -85,25 +101,29 @@ class ActorConfig(Section):
         None, "how token losses are aggregated; null: the published mode of the policy loss (most: token-mean)"
     )
     loss_scale_factor: float | None = field(
-        None, "divisor of seq-mean-token-sum-norm; null: the maximum response length", gt=0
+        None, "divisor of seq-mean-token-sum-norm; null: the maximum response length", active_when=_NORM, gt=0
     )
     entropy_coeff: float = field(0.0, "coefficient of the entropy bonus")
     calculate_sum_pi_squared: bool = field(
         False, "compute the sum of squared probabilities over the vocabulary, for optimal_token_baseline"
     )
     use_kl_loss: bool = field(False, "add the KL to the reference to the loss")
-    kl_loss_coef: float = field(0.001, "coefficient of that KL", ge=0)
-    kl_loss_type: KLEstimator = field("low_var_kl", "estimator of that KL; '+': its value with the gradient of k2")
+    kl_loss_coef: float = field(0.001, "coefficient of that KL", active_when=("use_kl_loss", True), ge=0)
+    kl_loss_type: KLEstimator = field(
+        "low_var_kl", "estimator of that KL; '+': its value with the gradient of k2", active_when=("use_kl_loss", True)
+    )
     optim: OptimConfig = section(OptimConfig, "optimizer")
-    fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
-    megatron: MegatronConfig = section(MegatronConfig, "precision and parallelism of strategy=megatron")
+    fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading", active_when=SHARDED)
+    megatron: MegatronConfig = section(
+        MegatronConfig, "precision and parallelism of strategy=megatron", active_when=MODEL_PARALLEL
+    )
     router_replay: RouterReplayConfig = section(RouterReplayConfig, "router replay of a mixture of experts")
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "contents of a checkpoint")
 
     @property
     def engine(self) -> EngineConfig | MegatronConfig:
         """The section of the selected engine."""
-        return self.megatron if self.strategy == "megatron" else self.fsdp_config
+        return self.megatron if is_model_parallel(self.strategy) else self.fsdp_config
 
     @property
     def loss_settings(self) -> dict[str, Any]:
@@ -112,79 +132,74 @@ class ActorConfig(Section):
         return {**self.model_dump(), **of_loss, "policy_loss": of_loss}
 
 
+def _of_actor(name: str) -> Any:
+    """A field like that of the actor, whose value is the default."""
+    return like(ActorConfig, name, f"${{actor_rollout_ref.actor.{name}}}")
+
+
 class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference policy of the KL."""
 
     enable: bool | None = field(None, "load the reference model; null: if a KL needs it")
-    strategy: str = field("fsdp", "registered name of the engine", default_from=_ACTOR + "strategy}")
-    log_prob_micro_batch_size_per_gpu: int | None = field(
-        None, "sequences per forward pass of one rank", default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}", ge=1
+    strategy: str = _of_actor("strategy")
+    log_prob_micro_batch_size_per_gpu: int | None = like(RolloutConfig, "log_prob_micro_batch_size_per_gpu")
+    log_prob_use_dynamic_bsz: bool = like(RolloutConfig, "log_prob_use_dynamic_bsz")
+    log_prob_max_token_len_per_gpu: int | None = like(RolloutConfig, "log_prob_max_token_len_per_gpu")
+    fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading", active_when=SHARDED)
+    megatron: RefMegatronConfig = section(
+        RefMegatronConfig,
+        "precision and parallelism of strategy=megatron",
+        active_when=MODEL_PARALLEL,
+        below=dict.fromkeys(_OF_TRAINING, ("strategy", never)),
     )
-    log_prob_use_dynamic_bsz: bool = field(
-        False, "size micro-batches by tokens instead of sequences", default_from=_ACTOR + "use_dynamic_bsz}"
-    )
-    log_prob_max_token_len_per_gpu: int | None = field(
-        None, "tokens per micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
-    )
-    fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
-    megatron: RefMegatronConfig = section(RefMegatronConfig, "precision and parallelism of strategy=megatron")
 
     @property
     def engine(self) -> EngineConfig | MegatronConfig:
         """The section of the selected engine."""
-        return self.megatron if self.strategy == "megatron" else self.fsdp_config
+        return self.megatron if is_model_parallel(self.strategy) else self.fsdp_config
 
 
 class CriticConfig(Section):
     """`critic`: the value model and its update."""
 
     enable: bool | None = field(None, "train a critic; null: if the advantage estimator reads values")
-    strategy: str = field("fsdp", "registered name of the training engine", default_from=_ACTOR + "strategy}")
-    ppo_mini_batch_size: int = field(
-        256, "PROMPTS per optimizer update, as for the actor", default_from=_ACTOR + "ppo_mini_batch_size}", ge=1
-    )
-    ppo_micro_batch_size_per_gpu: int | None = field(
-        None,
-        "SEQUENCES per forward and backward pass of one rank",
-        default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
-        ge=1,
-    )
+    strategy: str = _of_actor("strategy")
+    ppo_mini_batch_size: int = _of_actor("ppo_mini_batch_size")
+    ppo_micro_batch_size_per_gpu: int | None = _of_actor("ppo_micro_batch_size_per_gpu")
     forward_micro_batch_size_per_gpu: int | None = field(
         None,
         "sequences per forward pass when values are computed",
         default_from="${critic.ppo_micro_batch_size_per_gpu}",
+        active_when=("use_dynamic_bsz", False),
         ge=1,
     )
-    use_dynamic_bsz: bool = field(
-        False, "size micro-batches by tokens instead of sequences", default_from=_ACTOR + "use_dynamic_bsz}"
-    )
-    ppo_max_token_len_per_gpu: int | None = field(
-        None, "tokens per micro-batch of one rank; null: as for the actor", ge=1
-    )
+    use_dynamic_bsz: bool = _of_actor("use_dynamic_bsz")
+    ppo_max_token_len_per_gpu: int | None = like(ActorConfig, "ppo_max_token_len_per_gpu")
     forward_max_token_len_per_gpu: int | None = field(
         None,
         "tokens per micro-batch when values are computed",
         default_from="${critic.ppo_max_token_len_per_gpu}",
+        active_when=(("forward_micro_batch_size_per_gpu", None), ("use_dynamic_bsz", True)),
         ge=1,
     )
-    ppo_epochs: int = field(1, "optimization epochs per batch", default_from=_ACTOR + "ppo_epochs}", ge=1)
-    shuffle: bool = field(False, "shuffle the mini-batches", default_from=_ACTOR + "shuffle}")
-    data_loader_seed: int = field(42, "seed of that shuffle", default_from="${trainer.seed}", ge=0, le=2**62)
+    ppo_epochs: int = _of_actor("ppo_epochs")
+    shuffle: bool = _of_actor("shuffle")
+    data_loader_seed: int = like(ActorConfig, "data_loader_seed")
     cliprange_value: float = field(0.5, "clip range of the value around the old value", gt=0)
     value_loss_coef: float = field(1.0, "coefficient of the value loss", gt=0)
     loss_agg_mode: LossAggregation | None = field(
         None, "how token losses are aggregated; null: token-mean", default_from=_ACTOR + "loss_agg_mode}"
     )
-    loss_scale_factor: float | None = field(
-        None, "divisor of seq-mean-token-sum-norm", default_from=_ACTOR + "loss_scale_factor}", gt=0
-    )
+    loss_scale_factor: float | None = _of_actor("loss_scale_factor")
     model: CriticModelConfig = section(CriticModelConfig, "model that the critic starts from")
     optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer")
-    fsdp: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
-    megatron: RefMegatronConfig = section(RefMegatronConfig, "precision and parallelism of strategy=megatron")
+    fsdp: EngineConfig = section(EngineConfig, "precision, sharding and offloading", active_when=SHARDED)
+    megatron: RefMegatronConfig = section(
+        RefMegatronConfig, "precision and parallelism of strategy=megatron", active_when=MODEL_PARALLEL
+    )
     checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig, "contents of a checkpoint")
 
     @property
     def engine(self) -> EngineConfig | MegatronConfig:
         """The section of the selected engine."""
-        return self.megatron if self.strategy == "megatron" else self.fsdp
+        return self.megatron if is_model_parallel(self.strategy) else self.fsdp

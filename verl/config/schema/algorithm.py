@@ -2,12 +2,14 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import Section, StrList, field, section
+from verl.config.fields import Section, StrList, field, is_positive, section
 
 KLEstimator = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
+
+_ADAPTIVE = ("type", "adaptive")
 
 
 class KLControlConfig(Section):
@@ -15,8 +17,10 @@ class KLControlConfig(Section):
 
     type: Literal["fixed", "adaptive"] = field("fixed", "fixed coefficient, or adapted towards target_kl")
     kl_coef: float = field(0.001, "coefficient (adaptive: initial value)", ge=0)
-    horizon: int = field(10000, "adaptive: number of sequences over which the coefficient adapts", gt=0)
-    target_kl: float = field(0.1, "adaptive: target KL", gt=0)
+    horizon: int = field(
+        10000, "adaptive: number of sequences over which the coefficient adapts", active_when=_ADAPTIVE, gt=0
+    )
+    target_kl: float = field(0.1, "adaptive: target KL", active_when=_ADAPTIVE, gt=0)
 
 
 class FilterGroupsConfig(Section):
@@ -32,10 +36,13 @@ class FilterGroupsConfig(Section):
     max_empty_gen_batches: int = field(
         20,
         "without that limit, stop the run after so many generations in a row in which no group is kept; 0: never",
+        active_when=("max_num_gen_batches", 0),
         ge=0,
     )
     at_limit: Literal["error", "fill"] = field(
-        "error", "at that limit: stop the run, or fill the batch with zero-variance groups (no gradient)"
+        "error",
+        "at that limit: stop the run, or fill the batch with zero-variance groups (no gradient)",
+        active_when=("max_num_gen_batches", is_positive),
     )
 
 
@@ -50,14 +57,9 @@ class RolloutCorrectionConfig(Section):
     rollout_rs_threshold: float | str | None = field(None, "bounds of rollout_rs: one, or one per mode")
     rollout_is_batch_normalize: bool = field(False, "normalize the weights of a batch to mean 1")
     bypass_mode: bool = field(False, "use the rollout log-probs as old log-probs")
-    loss_type: Literal["ppo_clip", "reinforce"] = field("ppo_clip", "loss in bypass mode")
-
-
-class PFPPOConfig(Section):
-    """`algorithm.pf_ppo`: resampling of the batch by reward."""
-
-    reweight_method: Literal["pow", "max_min", "max_random"] = field("pow", "how samples are weighted")
-    weight_pow: float = field(2.0, "exponent of pow")
+    loss_type: Literal["ppo_clip", "reinforce"] = field(
+        "ppo_clip", "loss in bypass mode", active_when=("bypass_mode", True)
+    )
 
 
 class AlgorithmConfig(Section):
@@ -69,9 +71,13 @@ class AlgorithmConfig(Section):
     lam: float = field(1.0, "lambda of GAE", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = field(True, "divide by the standard deviation of the group (Dr.GRPO: false)")
     use_kl_in_reward: bool = field(False, "subtract the KL to the reference from the reward")
-    kl_penalty: KLEstimator = field("kl", "estimator of that KL")
-    kl_ctrl: KLControlConfig = section(KLControlConfig, "coefficient of that KL")
-    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "dynamic sampling")
+    kl_penalty: KLEstimator = field("kl", "estimator of that KL", active_when=("use_kl_in_reward", True))
+    kl_ctrl: KLControlConfig = section(
+        KLControlConfig, "coefficient of that KL", active_when=("use_kl_in_reward", True)
+    )
+    filter_groups: FilterGroupsConfig = section(
+        FilterGroupsConfig, "dynamic sampling", active_when=("filter_groups.enable", True)
+    )
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "training-inference mismatch")
     passk_k: int | None = field(None, "k of the pass@k estimators; null: the published value", ge=1)
     passk_threshold: float | None = field(None, "analytic_passk: a higher score is a correct response; null: 0.5")
@@ -81,8 +87,6 @@ class AlgorithmConfig(Section):
     reward_dpo_coef: float | None = field(None, "prime: weight of the process rewards; null: 5", ge=0)
     reward_gt_coef: float | None = field(None, "prime: weight of the outcome reward; null: 5", ge=0)
     sppo_beta: float | None = field(None, "sppo: sharpness of the softmean over a prompt's rewards; null: 1", gt=0)
-    use_pf_ppo: bool = field(False, "resample the batch by reward")
-    pf_ppo: PFPPOConfig = section(PFPPOConfig, "how the batch is resampled")
     shuffle_rewards: bool = field(False, "negative control: permute the rewards of the batch")
     adv_kwargs: dict[str, Any] = field({}, "further settings of a custom estimator: its keyword-only parameters")
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from verl.config.fields import FilePath, FilePaths, Section, field, section
+from verl.config.fields import FilePath, FilePaths, Section, field, is_set, section
 
 PromptFormat = Literal["auto", "chat", "text"]
 
@@ -19,7 +19,9 @@ class CustomClassConfig(Section):
 class DatasetClassConfig(CustomClassConfig):
     """`data.custom_cls`: a custom dataset class."""
 
-    kwargs: dict[str, Any] = field({}, "further settings of the class: keys of its `config`")
+    kwargs: dict[str, Any] = field(
+        {}, "further settings of the class: keys of its `config`", active_when=("path", is_set)
+    )
 
 
 BAD_ROWS = "training rows that may be dropped because they cannot be used; they are listed in bad_rows.jsonl"
@@ -65,7 +67,6 @@ class DataConfig(MediaSection):
     shuffle: bool = field(True, "shuffle the training rows in every epoch")
     seed: int = field(42, "shuffle seed", default_from="${trainer.seed}", ge=0, le=2**62)
     dataloader_num_workers: int | None = field(None, NUM_WORKERS, ge=0)
-    validation_shuffle: bool = field(False, "shuffle the validation rows")
     custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces RLHFDataset")
     apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template, such as enable_thinking")
     tool_config_path: FilePath | None = field(

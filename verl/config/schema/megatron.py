@@ -1,10 +1,10 @@
 """The `megatron` sections: the engine of `strategy=megatron`."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from verl.config.fields import Precision, Section, StrList, field, section
+from verl.config.fields import Precision, Section, StrList, field, like, other_than, section
 
-_ACTOR = "${actor_rollout_ref.actor.megatron."
+_STAGES = ("pipeline_model_parallel_size", other_than(1))
 
 
 class MegatronTransformerConfig(Section):
@@ -13,9 +13,18 @@ class MegatronTransformerConfig(Section):
     recompute_granularity: Literal["full", "selective"] | None = field(
         None, "recompute whole layers or some modules in the backward pass; null: as enable_gradient_checkpointing says"
     )
-    recompute_modules: StrList = field(["core_attn"], "modules that selective recomputes")
-    recompute_method: Literal["uniform", "block"] | None = field(None, "which layers full recomputes; null: uniform")
-    recompute_num_layers: int | None = field(None, "layers per recomputed unit (uniform) or stage (block)", ge=1)
+    recompute_modules: StrList = field(
+        ["core_attn"], "modules that selective recomputes", active_when=("recompute_granularity", "selective")
+    )
+    recompute_method: Literal["uniform", "block"] | None = field(
+        None, "which layers full recomputes; null: uniform", active_when=("recompute_granularity", "full")
+    )
+    recompute_num_layers: int | None = field(
+        None,
+        "layers per recomputed unit (uniform) or stage (block)",
+        active_when=("recompute_granularity", "full"),
+        ge=1,
+    )
     moe_router_dtype: Literal["fp32", "fp64"] | None = field(None, "dtype of the router; null: that of the model")
     moe_aux_loss_coeff: float = field(0.0, "coefficient of the load-balancing loss of the experts; 0: none", ge=0)
     moe_z_loss_coeff: float | None = field(None, "coefficient of the router's z-loss (ST-MoE); null: none", ge=0)
@@ -25,8 +34,12 @@ class MegatronTransformerConfig(Section):
     num_layers_in_last_pipeline_stage: int | None = field(
         None, "layers of the last stage; null: as many as the others", ge=1
     )
-    account_for_embedding_in_pipeline_split: bool = field(False, "count the embedding as a layer of the first stage")
-    account_for_loss_in_pipeline_split: bool = field(False, "count the loss as a layer of the last stage")
+    account_for_embedding_in_pipeline_split: bool = field(
+        False, "count the embedding as a layer of the first stage", active_when=_STAGES
+    )
+    account_for_loss_in_pipeline_split: bool = field(
+        False, "count the loss as a layer of the last stage", active_when=_STAGES
+    )
 
 
 class MegatronConfig(Section):
@@ -59,38 +72,17 @@ class MegatronConfig(Section):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
+def _of_actor(name: str) -> Any:
+    return like(MegatronConfig, name, f"${{actor_rollout_ref.actor.megatron.{name}}}")
+
+
 class RefMegatronConfig(MegatronConfig):
     """`actor_rollout_ref.ref.megatron`: by default the parallel sizes of the actor."""
 
-    tensor_model_parallel_size: int = field(
-        1, "ranks that share every layer", default_from=_ACTOR + "tensor_model_parallel_size}", ge=1
-    )
-    pipeline_model_parallel_size: int = field(
-        1, "pipeline stages", default_from=_ACTOR + "pipeline_model_parallel_size}", ge=1
-    )
-    virtual_pipeline_model_parallel_size: int | None = field(
-        None,
-        "chunks of layers per pipeline stage (interleaved schedule); null: one",
-        default_from=_ACTOR + "virtual_pipeline_model_parallel_size}",
-        ge=2,
-    )
-    context_parallel_size: int = field(
-        1,
-        "ranks that share the tokens of the same sequences",
-        default_from=_ACTOR + "context_parallel_size}",
-        ge=1,
-    )
-    expert_model_parallel_size: int = field(
-        1, "ranks that share the experts of a layer", default_from=_ACTOR + "expert_model_parallel_size}", ge=1
-    )
-    expert_tensor_parallel_size: int | None = field(
-        None,
-        "ranks that share every expert; null: tensor_model_parallel_size",
-        default_from=_ACTOR + "expert_tensor_parallel_size}",
-        ge=1,
-    )
-    sequence_parallel: bool = field(
-        True,
-        "shard activations between layers over the tensor-parallel ranks",
-        default_from=_ACTOR + "sequence_parallel}",
-    )
+    tensor_model_parallel_size: int = _of_actor("tensor_model_parallel_size")
+    pipeline_model_parallel_size: int = _of_actor("pipeline_model_parallel_size")
+    virtual_pipeline_model_parallel_size: int | None = _of_actor("virtual_pipeline_model_parallel_size")
+    context_parallel_size: int = _of_actor("context_parallel_size")
+    expert_model_parallel_size: int = _of_actor("expert_model_parallel_size")
+    expert_tensor_parallel_size: int | None = _of_actor("expert_tensor_parallel_size")
+    sequence_parallel: bool = _of_actor("sequence_parallel")

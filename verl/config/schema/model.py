@@ -2,9 +2,24 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Precision, Section, StrList, field
+from verl.config.fields import FilePath, Precision, Section, StrList, field, is_positive, is_set, like
+from verl.engines.traits import strategy_traits, strategy_with
 
 CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
+
+MODEL_PARALLEL = ("strategy", strategy_with("model_parallel"))
+"""When a `megatron` section has an effect."""
+
+SHARDED = ("strategy", strategy_with("model_parallel", False))
+"""When an FSDP section has an effect."""
+
+_ADAPTERS = (("lora_rank", is_positive), ("lora_adapter_path", is_set))
+_COSINE = ("lr_scheduler_type", "cosine")
+
+
+def is_model_parallel(strategy: str) -> bool:
+    """Whether a training engine has the settings of a `megatron` section."""
+    return bool(strategy_traits(strategy).model_parallel)
 
 
 class ModelConfig(Section):
@@ -21,10 +36,17 @@ class ModelConfig(Section):
     use_remove_padding: bool = field(True, "pack sequences instead of padding them")
     use_liger: bool = field(False, "use Liger kernels for norms, MLP and rotary embedding (GPU only)")
     lora_rank: int = field(0, "rank of the LoRA adapters; 0: train all weights", ge=0)
-    lora_alpha: float = field(16, "LoRA scaling: adapters are multiplied by lora_alpha / lora_rank", ge=0)
-    target_modules: StrList = field(["all-linear"], "modules that get LoRA adapters")
+    lora_alpha: float = field(
+        16,
+        "LoRA scaling: adapters are multiplied by lora_alpha / lora_rank",
+        active_when=("lora_rank", is_positive),
+        ge=0,
+    )
+    target_modules: StrList = field(["all-linear"], "modules that get LoRA adapters", active_when=_ADAPTERS)
     exclude_modules: StrList | None = field(
-        None, "modules that do not get LoRA adapters; null: those outside the language model of a vision-language model"
+        None,
+        "modules that do not get LoRA adapters; null: those outside the language model of a vision-language model",
+        active_when=_ADAPTERS,
     )
     freeze_vision_tower: bool = field(False, "do not train the vision tower of a vision-language model")
     lora_adapter_path: FilePath | None = field(None, "LoRA adapter to start from")
@@ -38,17 +60,9 @@ class ModelConfig(Section):
 class CriticModelConfig(ModelConfig):
     """`critic.model`: by default the model of the policy, with a value head."""
 
-    path: FilePath | None = field(
-        None, "Hugging Face model that the critic starts from", default_from="${actor_rollout_ref.model.path}"
-    )
-    tokenizer_path: FilePath | None = field(
-        None, "folder or Hub id of the critic's tokenizer", default_from="${actor_rollout_ref.model.tokenizer_path}"
-    )
-    trust_remote_code: bool = field(
-        False,
-        "run the Python code that comes with the model",
-        default_from="${actor_rollout_ref.model.trust_remote_code}",
-    )
+    path: FilePath | None = like(ModelConfig, "path", "${actor_rollout_ref.model.path}")
+    tokenizer_path: FilePath | None = like(ModelConfig, "tokenizer_path", "${actor_rollout_ref.model.tokenizer_path}")
+    trust_remote_code: bool = like(ModelConfig, "trust_remote_code", "${actor_rollout_ref.model.trust_remote_code}")
 
 
 class OptimConfig(Section):
@@ -60,10 +74,22 @@ class OptimConfig(Section):
     clip_grad: float = field(1.0, "maximum gradient norm of a mini-batch", gt=0)
     lr_scheduler_type: Literal["constant", "cosine"] = field("constant", "learning-rate schedule after warmup")
     lr_warmup_steps: int = field(-1, "linear warmup steps; -1: use lr_warmup_steps_ratio", ge=-1)
-    lr_warmup_steps_ratio: float = field(0.0, "warmup as a fraction of all steps", ge=0, le=1)
-    min_lr_ratio: float = field(0.0, "final learning rate of the cosine schedule, as a fraction of lr", ge=0, le=1)
-    num_cycles: float = field(0.5, "number of cosine cycles; 0.5 decays once", gt=0)
-    total_training_steps: int = field(-1, "length of the schedule in steps; -1: that of the run", ge=-1)
+    lr_warmup_steps_ratio: float = field(
+        0.0, "warmup as a fraction of all steps", active_when=("lr_warmup_steps", lambda steps: steps <= 0), ge=0, le=1
+    )
+    min_lr_ratio: float = field(
+        0.0, "final learning rate of the cosine schedule, as a fraction of lr", active_when=_COSINE, ge=0, le=1
+    )
+    num_cycles: float = field(0.5, "number of cosine cycles; 0.5 decays once", active_when=_COSINE, gt=0)
+    total_training_steps: int = field(
+        -1,
+        "length of the schedule in steps; -1: that of the run",
+        active_when=[
+            (_COSINE, ("lr_warmup_steps_ratio", is_positive)),
+            (_COSINE, ("lr_warmup_steps", lambda steps: steps <= 0)),
+        ],
+        ge=-1,
+    )
     override_optimizer_config: dict[str, Any] | None = field(None, "extra arguments of the optimizer")
 
 
@@ -109,16 +135,12 @@ class CheckpointConfig(Section):
 class ActorCheckpointConfig(CheckpointConfig):
     """`actor_rollout_ref.actor.checkpoint`."""
 
-    load_contents: CheckpointContents = field(
-        ["model", "optimizer", "extra"],
-        "what to restore",
-        default_from="${actor_rollout_ref.actor.checkpoint.save_contents}",
+    load_contents: CheckpointContents = like(
+        CheckpointConfig, "load_contents", "${actor_rollout_ref.actor.checkpoint.save_contents}"
     )
 
 
 class CriticCheckpointConfig(CheckpointConfig):
     """`critic.checkpoint`."""
 
-    load_contents: CheckpointContents = field(
-        ["model", "optimizer", "extra"], "what to restore", default_from="${critic.checkpoint.save_contents}"
-    )
+    load_contents: CheckpointContents = like(CheckpointConfig, "load_contents", "${critic.checkpoint.save_contents}")

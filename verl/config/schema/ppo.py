@@ -4,11 +4,10 @@ Keys and defaults are those of the scripts of verl users. Defaults that differ w
 `native`, one process, the console as logger, `auto` for device and dtype.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from verl.config.fields import Schema, Section, StrList, field, fields_of, section
-from verl.config.naming import default_names
+from verl.config.fields import Section, StrList, field, fields_of, section
+from verl.config.naming import RunSchema
 from verl.config.public.aliases import RL
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.algorithm import AlgorithmConfig
@@ -32,7 +31,7 @@ class ActorRolloutRefConfig(Section):
     rollout: RolloutConfig = section(RolloutConfig, "generation")
 
 
-class Config(Schema):
+class Config(RunSchema):
     """The root of an RL configuration."""
 
     aliases: ClassVar = RL
@@ -46,11 +45,7 @@ class Config(Schema):
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     placement: PlacementConfig = section(PlacementConfig, "devices of the roles")
     imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
-    ray_kwargs: RayConfig = section(RayConfig, "how Ray is started")
-
-    @classmethod
-    def default_names(cls, flat: Mapping[str, Any], plain: Mapping[str, Any]) -> Mapping[str, str]:
-        return default_names(flat, plain)
+    ray_kwargs: RayConfig = section(RayConfig, "how Ray is started", active_when=("trainer.backend", "ray"))
 
     @property
     def rollout_is_separate(self) -> bool:
@@ -60,39 +55,43 @@ class Config(Schema):
         return rollout is not None and set(rollout) != set(everywhere if actor is None else actor)
 
     @classmethod
-    def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def derive(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """A batch smaller than the default mini-batch is one mini-batch; bypass_mode selects the loss of that name, and
         multi_turn.enable and mode=server the agent loops tool_agent and server_agent; rollout.nnodes adds devices."""
-        given = _with_rollout_hosts(given)
+        settings = _with_rollout_hosts(settings)
         rollout = "actor_rollout_ref.rollout."
         loop = rollout + "agent.default_agent_loop"
-        if loop not in given and given.get(rollout + "multi_turn.enable") in (True, "true", "True"):
-            given = given | {loop: "tool_agent"}
-        if loop not in given and given.get(rollout + "mode") == "server":
-            given = given | {loop: "server_agent"}
+        if loop not in settings and settings.get(rollout + "multi_turn.enable") in _TRUE:
+            settings = settings | {loop: "tool_agent"}
+        if loop not in settings and settings.get(rollout + "mode") == "server":
+            settings = settings | {loop: "server_agent"}
         loss, bypass = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
-        if loss not in given and given.get(bypass) in (True, "true", "True"):
-            given = given | {loss: "bypass_mode"}
-        batch = given.get("data.train_batch_size")
+        if loss not in settings and settings.get(bypass) in _TRUE:
+            settings = settings | {loss: "bypass_mode"}
+        batch = settings.get("data.train_batch_size")
         batch = int(batch) if isinstance(batch, str) and batch.isdigit() else batch
         mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
-        if mini in given or not isinstance(batch, int) or batch >= fields_of(cls)[mini].default:
-            return given
-        return given | {mini: batch}
+        if mini in settings or not isinstance(batch, int) or batch >= fields_of(cls)[mini].default:
+            return settings
+        return settings | {mini: batch}
 
 
-def _with_rollout_hosts(given: dict[str, Any]) -> dict[str, Any]:
-    """Set `placement` and the size of the run from `rollout.nnodes`, unless `placement.rollout_devices` is given.
+#: before validation
+_TRUE = (True, "true", "True")
+
+
+def _with_rollout_hosts(settings: dict[str, Any]) -> dict[str, Any]:
+    """Set `placement` and the size of the run from `rollout.nnodes`, unless `placement.rollout_devices` is set.
 
     With one host for training and one for the rollout, both run on the same host. With as many hosts for the rollout as
     for training and another number of processes, every host runs both.
     """
-    rollout = "actor_rollout_ref.rollout."
+    rollout, devices = "actor_rollout_ref.rollout.", "placement.rollout_devices"
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node", rollout + "nnodes", rollout + "n_gpus_per_node")
-    found = [str(given.get(key) or default) for key, default in zip(keys, (1, 1, 0, 0))]
-    if not all(map(str.isdigit, found)) or int(found[2]) == 0 or given.get("placement.rollout_devices") is not None:
-        return given
-    hosts, own, rollout_hosts, rollout_own = map(int, found)
+    sizes = [str(settings.get(key) or default) for key, default in zip(keys, (1, 1, 0, 0))]
+    if not all(map(str.isdigit, sizes)) or int(sizes[2]) == 0 or settings.get(devices) is not None:
+        return settings
+    hosts, own, rollout_hosts, rollout_own = map(int, sizes)
     rollout_own = rollout_own or own
     if hosts == rollout_hosts and (hosts == 1 or own != rollout_own):
         per_host = own + rollout_own
@@ -104,5 +103,5 @@ def _with_rollout_hosts(given: dict[str, Any]) -> dict[str, Any]:
         actor = list(range(hosts * own))
         generating = list(range(hosts * own, (hosts + rollout_hosts) * own))
     else:
-        return given  # rejected by the checks
-    return given | size | {"placement.actor_devices": actor, "placement.rollout_devices": generating}
+        return settings  # rejected by the checks
+    return settings | size | {"placement.actor_devices": actor, devices: generating}

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Section, field, section
+from verl.config.fields import FilePath, Section, field, other_than, section
 from verl.config.schema.model import EngineConfig
 
 
@@ -38,18 +38,17 @@ class RewardModelConfig(Section):
     custom_chat_template: str | None = field(None, "Jinja chat template that replaces its tokenizer's")
     trust_remote_code: bool = field(False, "run the Python code that comes with the model or its tokenizer")
     use_remove_padding: bool = field(True, "pack sequences instead of padding them")
-    micro_batch_size_per_gpu: int | None = field(None, "sequences per forward pass; null: by tokens", ge=1)
+    micro_batch_size_per_gpu: int | None = field(
+        None, "sequences per forward pass; null: by tokens", active_when=("use_dynamic_bsz", False), ge=1
+    )
     use_dynamic_bsz: bool = field(False, "size micro-batches by tokens instead of sequences")
-    forward_max_token_len_per_gpu: int = field(32768, "tokens per micro-batch of one rank", ge=1)
+    forward_max_token_len_per_gpu: int = field(
+        32768,
+        "tokens per micro-batch of one rank",
+        active_when=(("micro_batch_size_per_gpu", None), ("use_dynamic_bsz", True)),
+        ge=1,
+    )
     fsdp: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
-
-
-class SandboxConfig(Section):
-    """`reward.sandbox_fusion`: a service that runs generated code."""
-
-    url: str | None = field(None, "address of the service")
-    max_concurrent: int = field(64, "maximum number of concurrent requests", ge=1)
-    memory_limit_mb: int = field(1024, "memory limit of one run in MB", ge=1)
 
 
 REWARD_FUNCTION = "registered reward function for all samples; null: by data_source"
@@ -62,8 +61,9 @@ class RewardConfig(Section):
     reward_function: str | None = field(None, REWARD_FUNCTION)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "what computes the scores of a batch")
     reward_kwargs: dict[str, Any] = field({}, "extra arguments of the reward manager")
-    reward_model: RewardModelConfig = section(RewardModelConfig, "a model that scores responses")
-    sandbox_fusion: SandboxConfig = section(SandboxConfig, "a service that runs generated code")
+    reward_model: RewardModelConfig = section(
+        RewardModelConfig, "a model that scores responses", active_when=("reward_model.enable", True)
+    )
     timeout: float | None = field(300.0, "seconds to score one response; null: no limit", gt=0)
     isolation: Literal["process", "none"] = field(
         "process", "where custom reward functions run. process: a worker process that can be killed; none: the trainer"
@@ -76,11 +76,14 @@ class RewardConfig(Section):
         "when a response cannot be scored: stop the run; count it and use failure_score; or stop, and let the same "
         "command continue without this prompt (quarantine.jsonl)",
     )
-    failure_score: float = field(0.0, "score of a response that cannot be scored, with on_error=count")
+    failure_score: float = field(
+        0.0, "score of a response that cannot be scored, with on_error=count", active_when=("on_error", "count")
+    )
     max_failure_rate: float = field(
         0.1,
         "with on_error=count, stop if more than one response and this share of a step cannot be scored; with "
         "quarantine, do not drop more than one prompt and this share",
+        active_when=("on_error", other_than("raise")),
         ge=0,
         le=1,
     )

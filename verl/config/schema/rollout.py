@@ -6,9 +6,15 @@ applied in `verl.rollout.sampling` by the engines `native` and `hf`.
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Precision, Section, StrList, field, section
+import pydantic
+
+from verl.config.fields import ALWAYS, FilePath, Precision, Section, StrList, field, is_positive, other_than, section
+from verl.rollout.traits import built_in_engines, engine_with
 
 _ACTOR = "${actor_rollout_ref.actor."
+_SAMPLES = ("temperature", other_than(0))
+_SCHEDULES = ("name", engine_with("own_scheduler"))
+_TURNS = ("agent.default_agent_loop", other_than("single_turn_agent"), ", except for rows with the column agent_name")
 
 #: except for 0; logits divided by a lower temperature may exceed float32
 LOWEST_TEMPERATURE = 1e-5
@@ -18,9 +24,13 @@ class SamplingConfig(Section):
     """How a response is sampled. Engines receive these fields by name (`SamplingParams`)."""
 
     temperature: float = field(1.0, "sampling temperature", ge=0)
-    top_k: int = field(-1, "sample from the k most likely tokens; -1: all", ge=-1)
-    top_p: float = field(1.0, "nucleus sampling: cumulative probability of the tokens to sample from", gt=0, le=1)
-    min_p: float = field(0.0, "minimum probability of a token, relative to the most likely one", ge=0, le=1)
+    top_k: int = field(-1, "sample from the k most likely tokens; -1: all", active_when=_SAMPLES, ge=-1)
+    top_p: float = field(
+        1.0, "nucleus sampling: cumulative probability of the tokens to sample from", active_when=_SAMPLES, gt=0, le=1
+    )
+    min_p: float = field(
+        0.0, "minimum probability of a token, relative to the most likely one", active_when=_SAMPLES, ge=0, le=1
+    )
     response_length: int = field(512, "maximum response length in tokens", ge=1)
     stop: StrList = field([], "stop strings; the token that completes one ends the response")
     ignore_eos: bool = field(False, "continue generating after the end-of-sequence token")
@@ -33,16 +43,24 @@ class SamplingConfig(Section):
 
     def active_filters(self) -> str:
         """The filters that are on, as in "rollout.top_p=0.9"; empty if there are none, and for greedy decoding."""
-        found = {name: getattr(self, name) for name, off in self.filters().items() if getattr(self, name) != off}
-        return ", ".join(f"rollout.{name}={value}" for name, value in found.items()) if self.temperature else ""
+        active = {name: getattr(self, name) for name, off in self.filters().items() if getattr(self, name) != off}
+        return ", ".join(f"rollout.{name}={value}" for name, value in active.items()) if self.temperature else ""
 
 
-class EngineKwargs(Section):
-    """Arguments that are passed to an engine unchanged."""
+def _arguments_of(name: str, title: str) -> Any:
+    """A field of `engine_kwargs`, which has an effect with the engine of that name, or a custom one."""
+    selected = ("name", lambda engine: engine == name or engine not in built_in_engines())
+    return dict[str, Any], field({}, f"arguments of {title}", active_when=selected)
 
-    vllm: dict[str, Any] = field({}, "arguments of vLLM")
-    sglang: dict[str, Any] = field({}, "arguments of SGLang")
-    trtllm: dict[str, Any] = field({}, "arguments of TensorRT-LLM")
+
+_EXTERNAL = {traits.name: traits.package.title for traits in built_in_engines().values() if traits.is_external}
+
+EngineKwargs = pydantic.create_model(
+    "EngineKwargs",
+    __base__=Section,
+    __doc__="Arguments that are passed to an engine unchanged.",
+    **{name: _arguments_of(name, title) for name, title in (_EXTERNAL | {"trtllm": "TensorRT-LLM"}).items()},
+)
 
 
 class RolloutEngineConfig(SamplingConfig):
@@ -54,16 +72,28 @@ class RolloutEngineConfig(SamplingConfig):
         "generate() of transformers; or a custom one",
     )
     prompt_length: int = field(512, "maximum prompt length in tokens", ge=1)
-    dtype: Precision = field("auto", "dtype of the engine's weights; auto: dtype of the training computation")
+    dtype: Precision = field(
+        "auto",
+        "dtype of the engine's weights; auto: dtype of the training computation",
+        active_when=("name", engine_with("own_dtype")),
+    )
     tensor_model_parallel_size: int = field(1, "tensor-parallel size of the engine", ge=1)
-    gpu_memory_utilization: float = field(0.5, "fraction of the GPU memory for the engine", gt=0, le=1)
-    enforce_eager: bool = field(False, "do not use CUDA graphs")
-    free_cache_engine: bool = field(True, "free the KV cache during the update")
+    gpu_memory_utilization: float = field(
+        0.5, "fraction of the GPU memory for the engine", active_when=("name", engine_with("sleeps")), gt=0, le=1
+    )
+    enforce_eager: bool = field(False, "do not use CUDA graphs", active_when=("name", engine_with("cuda_graphs")))
+    free_cache_engine: bool = field(
+        True, "free the KV cache during the update", active_when=("name", engine_with("sleeps"))
+    )
     max_num_seqs: int = field(1024, "maximum number of sequences generated concurrently", ge=1)
-    max_num_batched_tokens: int = field(8192, "maximum number of tokens per forward pass of the engine", ge=1)
-    max_model_len: int | None = field(None, "maximum length of prompt and response; null: what the lengths need", ge=1)
-    enable_chunked_prefill: bool = field(True, "prefill long prompts in chunks")
-    enable_prefix_caching: bool = field(True, "reuse the KV cache of shared prefixes")
+    max_num_batched_tokens: int = field(
+        8192, "maximum number of tokens per forward pass of the engine", active_when=_SCHEDULES, ge=1
+    )
+    max_model_len: int | None = field(
+        None, "maximum length of prompt and response; null: what the lengths need", active_when=_SCHEDULES, ge=1
+    )
+    enable_chunked_prefill: bool = field(True, "prefill long prompts in chunks", active_when=_SCHEDULES)
+    enable_prefix_caching: bool = field(True, "reuse the KV cache of shared prefixes", active_when=_SCHEDULES)
     engine_kwargs: EngineKwargs = section(EngineKwargs, "arguments passed to the engine")
 
 
@@ -72,8 +102,14 @@ class ValSamplingConfig(Section):
 
     do_sample: bool = field(False, "sample; false: greedy decoding")
     temperature: float = field(0.0, "sampling temperature", ge=0)
-    top_k: int = field(-1, "sample from the k most likely tokens; -1: all", ge=-1)
-    top_p: float = field(1.0, "nucleus sampling: cumulative probability of the tokens to sample from", gt=0, le=1)
+    top_k: int = field(-1, "sample from the k most likely tokens; -1: all", active_when=("do_sample", True), ge=-1)
+    top_p: float = field(
+        1.0,
+        "nucleus sampling: cumulative probability of the tokens to sample from",
+        active_when=("do_sample", True),
+        gt=0,
+        le=1,
+    )
     n: int = field(1, "responses per prompt", ge=1)
 
 
@@ -99,11 +135,15 @@ class AgentConfig(Section):
 class MultiTurnConfig(Section):
     """`actor_rollout_ref.rollout.multi_turn`: tool calls and interactions of the agent loop tool_agent."""
 
-    enable: bool = field(False, "use the agent loop tool_agent")
+    enable: bool = field(False, "use the agent loop tool_agent", active_when=ALWAYS)
     max_assistant_turns: int | None = field(None, "maximum number of turns of the policy; null: no limit", ge=1)
     max_user_turns: int | None = field(None, "maximum number of turns of tools and users; null: no limit", ge=0)
-    tool_config_path: FilePath | None = field(None, "YAML file with tools, a list of class_name, config, tool_schema")
-    function_tool_path: FilePath | None = field(None, "Python file with functions decorated with @function_tool")
+    tool_config_path: FilePath | None = field(
+        None, "YAML file with tools, a list of class_name, config, tool_schema", active_when=ALWAYS
+    )
+    function_tool_path: FilePath | None = field(
+        None, "Python file with functions decorated with @function_tool", active_when=ALWAYS
+    )
     interaction_config_path: FilePath | None = field(None, "YAML file with interactions, a list of name, class_name")
     format: str = field("hermes", "registered name of the parser of tool calls: hermes, qwen, llama")
     max_parallel_calls: int = field(1, "maximum number of tool calls per turn; further calls get an error", ge=1)
@@ -115,9 +155,14 @@ class MultiTurnConfig(Section):
     tool_isolation: Literal["process", "none"] = field(
         "process", "process: tools run in worker processes; none: in the process of the rollout, where breakpoints work"
     )
-    tool_processes: int = field(2, "number of worker processes for tools, per rollout process", ge=1)
+    tool_processes: int = field(
+        2, "number of worker processes for tools, per rollout process", active_when=("tool_isolation", "process"), ge=1
+    )
     apply_chat_template_kwargs: dict[str, Any] = field(
-        {}, "arguments of the chat template between turns", default_from="${data.apply_chat_template_kwargs}"
+        {},
+        "arguments of the chat template between turns",
+        default_from="${data.apply_chat_template_kwargs}",
+        active_when=ALWAYS,
     )
 
 
@@ -156,7 +201,9 @@ class RolloutConfig(RolloutEngineConfig):
     nnodes: int = field(
         0, "hosts of a rollout with separate devices, in addition to trainer.nnodes; 0: see `placement`", ge=0
     )
-    n_gpus_per_node: int | None = field(None, "its processes per host; null: trainer.n_gpus_per_node", ge=1)
+    n_gpus_per_node: int | None = field(
+        None, "its processes per host; null: trainer.n_gpus_per_node", active_when=("nnodes", is_positive), ge=1
+    )
     seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0, le=2**62)
     enable_rollout_routing_replay: bool = field(
         False, "record the experts that a mixture of experts chooses, for actor.router_replay.mode=R3"
@@ -170,15 +217,20 @@ class RolloutConfig(RolloutEngineConfig):
     )
     log_prob_micro_batch_size_per_gpu: int | None = field(
         None,
-        "sequences per forward pass when old log-probs are computed",
+        "sequences per forward pass when log-probs are computed",
         default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
+        active_when=("log_prob_use_dynamic_bsz", False),
         ge=1,
     )
     log_prob_use_dynamic_bsz: bool = field(
         False, "size micro-batches by tokens instead of sequences", default_from=_ACTOR + "use_dynamic_bsz}"
     )
     log_prob_max_token_len_per_gpu: int | None = field(
-        None, "tokens per micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+        None,
+        "tokens per micro-batch of one rank",
+        default_from=_ACTOR + "ppo_max_token_len_per_gpu}",
+        active_when=(("log_prob_micro_batch_size_per_gpu", None), ("log_prob_use_dynamic_bsz", True)),
+        ge=1,
     )
     weight_sync: Literal["auto", "in_process", "replica", "reshard", "ipc", "collective", "disk"] = field(
         "auto", "how weights reach the rollout engine; auto: chosen by placement and engine"
@@ -198,5 +250,7 @@ class RolloutConfig(RolloutEngineConfig):
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "buckets of the weight sync")
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "sampling at validation")
     agent: AgentConfig = section(AgentConfig, "agent loop")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions")
-    server: ServerConfig = section(ServerConfig, "agents that call the policy over HTTP")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions", active_when=_TURNS)
+    server: ServerConfig = section(
+        ServerConfig, "agents that call the policy over HTTP", active_when=("mode", "server")
+    )

@@ -1,14 +1,22 @@
 """The configuration of SFT: `load_config(..., schema=SFTConfig)`."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from verl.config.fields import FilePaths, Precision, Schema, StrList, field, section
-from verl.config.naming import default_names
+from verl.config.fields import FilePaths, Precision, StrList, field, like, section
+from verl.config.naming import RunSchema
 from verl.config.public.aliases import SFT
 from verl.config.schema.data import BAD_ROWS, NUM_WORKERS, DatasetClassConfig, MediaSection, PromptFormat
 from verl.config.schema.megatron import MegatronConfig
-from verl.config.schema.model import CheckpointConfig, CheckpointContents, EngineConfig, ModelConfig, OptimConfig
+from verl.config.schema.model import (
+    MODEL_PARALLEL,
+    SHARDED,
+    CheckpointConfig,
+    CheckpointContents,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    is_model_parallel,
+)
 from verl.config.schema.trainer import RunConfig
 
 
@@ -21,10 +29,15 @@ class SFTDataConfig(MediaSection):
     val_max_samples: int = field(-1, "number of validation rows to use; -1: all", ge=-1)
     train_batch_size: int = field(256, "samples per optimizer update, over all ranks", ge=1)
     micro_batch_size_per_gpu: int | None = field(
-        4, "samples per forward and backward pass without use_dynamic_bsz", ge=1
+        4, "samples per forward and backward pass without use_dynamic_bsz", active_when=("use_dynamic_bsz", False), ge=1
     )
     use_dynamic_bsz: bool = field(True, "size micro-batches by tokens instead of samples")
-    max_token_len_per_gpu: int = field(8192, "tokens per micro-batch of one rank with use_dynamic_bsz", ge=1)
+    max_token_len_per_gpu: int = field(
+        8192,
+        "tokens per micro-batch of one rank with use_dynamic_bsz",
+        active_when=(("micro_batch_size_per_gpu", None), ("use_dynamic_bsz", True)),
+        ge=1,
+    )
     messages_key: str | None = field(None, "column of chat messages; null: detect")
     prompt_key: str | None = field(None, "column of the prompt, if there are no messages; null: detect")
     response_key: str | None = field(None, "column of the response; null: detect")
@@ -47,40 +60,36 @@ class SFTOptimConfig(OptimConfig):
     lr: float = field(1e-5, "peak learning rate", ge=0)
 
 
+#: keys of `engine` that `engine.megatron` inherits
+_INHERITED = ("dtype", "param_offload", "optimizer_offload")
+
+
 class SFTMegatronConfig(MegatronConfig):
     """`engine.megatron`."""
 
-    param_offload: bool = field(
-        False, "keep the weights in host memory between phases", default_from="${engine.param_offload}"
-    )
-    optimizer_offload: bool = field(
-        False, "keep the optimizer state in host memory between phases", default_from="${engine.optimizer_offload}"
-    )
-    dtype: Precision = field(
-        "auto",
-        "dtype of weights and computation; auto: fp32 on a CPU, bf16 on a GPU",
-        default_from="${engine.dtype}",
-    )
+    param_offload: bool = like(MegatronConfig, "param_offload", "${engine.param_offload}")
+    optimizer_offload: bool = like(MegatronConfig, "optimizer_offload", "${engine.optimizer_offload}")
+    dtype: Precision = like(MegatronConfig, "dtype", "${engine.dtype}")
 
 
 class SFTEngineConfig(EngineConfig):
     """`engine`: precision, sharding and offloading."""
 
     strategy: str = field("fsdp", "registered name of the training engine: fsdp, fsdp2, megatron, or a custom one")
-    megatron: SFTMegatronConfig = section(SFTMegatronConfig, "precision and parallelism of strategy=megatron")
+    megatron: SFTMegatronConfig = section(
+        SFTMegatronConfig, "precision and parallelism of strategy=megatron", active_when=MODEL_PARALLEL
+    )
 
     @property
     def selected(self) -> EngineConfig | MegatronConfig:
         """The section of the training engine."""
-        return self.megatron if self.strategy == "megatron" else self
+        return self.megatron if is_model_parallel(self.strategy) else self
 
 
 class SFTCheckpointConfig(CheckpointConfig):
     """`checkpoint`."""
 
-    load_contents: CheckpointContents = field(
-        ["model", "optimizer", "extra"], "what to restore", default_from="${checkpoint.save_contents}"
-    )
+    load_contents: CheckpointContents = like(CheckpointConfig, "load_contents", "${checkpoint.save_contents}")
 
 
 class SFTTrainerConfig(RunConfig):
@@ -91,7 +100,7 @@ class SFTTrainerConfig(RunConfig):
     max_ckpt_to_keep: int | None = field(None, "number of checkpoints to keep; null: all", ge=1)
 
 
-class SFTConfig(Schema):
+class SFTConfig(RunSchema):
     """The root of an SFT configuration."""
 
     aliases: ClassVar = SFT
@@ -100,11 +109,11 @@ class SFTConfig(Schema):
     data: SFTDataConfig = section(SFTDataConfig, "samples")
     model: ModelConfig = section(ModelConfig, "the model")
     optim: SFTOptimConfig = section(SFTOptimConfig, "optimizer")
-    engine: SFTEngineConfig = section(SFTEngineConfig, "precision, sharding and offloading")
+    engine: SFTEngineConfig = section(
+        SFTEngineConfig,
+        "precision, sharding and offloading",
+        below={name: ("engine.strategy", SHARDED[1]) for name in EngineConfig.model_fields if name not in _INHERITED},
+    )
     checkpoint: SFTCheckpointConfig = section(SFTCheckpointConfig, "contents of a checkpoint")
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "the run")
     imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
-
-    @classmethod
-    def default_names(cls, flat: Mapping[str, Any], plain: Mapping[str, Any]) -> Mapping[str, str]:
-        return default_names(flat, plain)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from annotated_types import Ge
 
-from verl.config.fields import FilePath, Section, StrList, field, section
+from verl.config.fields import FilePath, Section, StrList, field, is_positive, is_set, other_than, section
 from verl.config.naming import EXPERIMENT, PROJECT
 
 _Steps = Annotated[int, Ge(-1)]
@@ -68,9 +68,15 @@ class RunConfig(Section):
         "keep the checkpoint with the best value of this validation metric; true: the main one (docs/checkpoints.md)",
     )
     save_best_mode: BestMode = field(
-        "auto", "whether the best value is the largest; auto: min for names ending in loss"
+        "auto",
+        "whether the best value is the largest; auto: min for names ending in loss",
+        active_when=(("save_best", other_than(False)), ("early_stopping.patience", is_set)),
     )
-    early_stopping: EarlyStoppingConfig = section(EarlyStoppingConfig, "end the run when validation stops improving")
+    early_stopping: EarlyStoppingConfig = section(
+        EarlyStoppingConfig,
+        "end the run when validation stops improving",
+        active_when=("early_stopping.patience", is_set),
+    )
     max_skipped_steps: int = field(
         5, "bad steps in a row after which on_bad_steps applies (docs/trust.md); 0: never", ge=0
     )
@@ -85,8 +91,11 @@ class RunConfig(Section):
         [],
         "differences from the checkpoint that a resumed run accepts: model, data, reward, code, or settings such as "
         "algorithm.adv_estimator (docs/checkpoints.md)",
+        active_when=("resume_mode", other_than("disable")),
     )
-    resume_from_path: FilePath | None = field(None, "the global_step_N folder to resume from (resume_path)")
+    resume_from_path: FilePath | None = field(
+        None, "the global_step_N folder to resume from (resume_path)", active_when=("resume_mode", "resume_path")
+    )
     start_timeout: float = field(3600.0, "seconds for the workers to start and to load their models", gt=0)
     worker_timeout: float = field(
         3600.0, "maximum seconds of a wait, and the limit of an operator that has not run yet (docs/multinode.md)", gt=0
@@ -95,12 +104,17 @@ class RunConfig(Section):
         10.0, "a wait ends after this multiple of the operator's median duration; null: after worker_timeout", ge=1
     )
     wait_minimum: float = field(
-        120.0, "smallest of these limits in seconds, and how long a stopped process is waited for", gt=0
+        120.0,
+        "smallest of these limits in seconds, and how long a stopped process is waited for",
+        active_when=("wait_factor", is_set),
+        gt=0,
     )
     max_restarts: int = field(
         0, "how often the run restarts from its newest checkpoint after a worker or a node is lost, or hangs", ge=0
     )
-    allow_smaller: bool = field(False, "a restart may use fewer devices than before")
+    allow_smaller: bool = field(
+        False, "a restart may use fewer devices than before", active_when=("max_restarts", is_positive)
+    )
 
 
 class AsyncConfig(Section):
@@ -110,7 +124,9 @@ class AsyncConfig(Section):
         0, "maximum staleness of a sample, in updates; 0: generation and training alternate", ge=0, le=1000
     )
     partial_rollout: bool = field(
-        True, "continue interrupted responses with new weights; false: a weight push waits for the running ones"
+        True,
+        "continue interrupted responses with new weights; false: a weight push waits for the running ones",
+        active_when=("max_staleness", is_positive),
     )
 
 

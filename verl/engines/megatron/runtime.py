@@ -8,28 +8,36 @@ import torch
 import torch.distributed as dist
 
 from verl.config import schema
-from verl.config.supported import MEGATRON_INSTALL, MEGATRON_TESTED, missing_package
-from verl.engines.base import EngineSpec
+from verl.engines.base import EngineSpec, TrainEngine
 from verl.engines.megatron.checks import parallel_sizes
+from verl.engines.megatron.traits import PACKAGE, TESTED, TRAITS
 from verl.engines.parallel import init_process_group, timeout_of
+from verl.registry import load_object
 
 #: device types that megatron-core runs on; tests on a CPU add theirs after replacing what needs CUDA
 DEVICE_TYPES = {"cuda"}
 
 
+def make_megatron(spec: EngineSpec) -> TrainEngine:
+    """Factory of the strategy "megatron"."""
+    check_installed()
+    return load_object("verl.engines.megatron.engine", "MegatronEngine")(spec)  # at use: imports megatron-core
+
+
 def check_installed() -> None:
     """Raise ValueError if megatron-core is missing or of another minor release than the tested one."""
-    if (missing := missing_package("strategy", "megatron")) is not None:
+    if (missing := TRAITS.missing_package()) is not None:
         raise ValueError(missing)
     installed = importlib.metadata.version("megatron-core")
-    if installed.split(".")[:2] != MEGATRON_TESTED.split(".")[:2]:
+    if installed.split(".")[:2] != TESTED.split(".")[:2]:
         raise ValueError(
-            f"strategy=megatron: expected megatron-core {MEGATRON_TESTED}, found {installed}: {MEGATRON_INSTALL}"
+            f"strategy=megatron: expected megatron-core {TESTED}, found {installed}: {PACKAGE.how_to_install}"
         )
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError for a device that megatron-core does not run on."""
+    """Raise ValueError if megatron-core is not installed, or does not run on the device."""
+    check_installed()
     if device.type not in DEVICE_TYPES:
         raise ValueError(
             f"strategy=megatron needs a GPU, found {device}: use strategy=fsdp; to plan only, verl plan --gpus N"

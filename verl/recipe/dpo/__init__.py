@@ -5,4 +5,5 @@ from verl.utils.lazy import lazy_names
 _HOME = dict.fromkeys(("RECIPE", "DPOTrainer", "LocalDPOTrainer"), "verl.recipe.dpo.main_dpo")
 
 __all__ = list(_HOME)
+
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

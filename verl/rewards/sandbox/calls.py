@@ -38,7 +38,6 @@ from verl.rewards.sandbox.pool import (
     value_outcome,
 )
 from verl.rewards.sandbox.worker import find_function, pickled
-from verl.utils import chaos
 
 logger = logging.getLogger("verl.rewards")
 
@@ -189,7 +188,7 @@ def _call_in(
             "a reward function with a timeout that is called outside of the main thread runs in a separate process: "
             f"{error}. To disable the timeout: timeout=null"
         ) from error
-    return pool.map(chaos.replace_reward(calls), limits)
+    return pool.map(calls, limits)
 
 
 def remote_call(function: ScoreFunction, keywords: dict[str, Any]) -> Call:

@@ -5,8 +5,8 @@
     outcome = pool.run(call, Limits(wall_seconds=5))             # outcome.value, or outcome.failure
     for position, outcome in pool.map(calls, limits): ...        # in the order in which the calls finish
 
-`verl.rewards.sandbox.worker` is the program of the worker processes. A worker is a fresh interpreter (see
-`verl.processes.child`), so it finds a function by its address, and the return value must be picklable.
+`verl.rewards.sandbox.worker` is the program of the worker processes (see `verl.processes.pool`). A worker is a fresh
+interpreter, so it finds a function by its address, and the return value must be picklable.
 """
 
 import atexit
@@ -17,7 +17,6 @@ import math
 import os
 import pickle
 import queue
-import select
 import signal
 import sys
 import threading
@@ -25,19 +24,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
 
-from verl.processes.child import (
-    PythonProcess,
-    describe_exit,
-    helper_environment,
-    process_status,
-    resident_memory,
-)
+from verl.processes.channel import Channel
+from verl.processes.child import describe_exit, process_status, resident_memory
+from verl.processes.pool import EXIT_SECONDS, START_SECONDS, HelperProcess
 from verl.processes.streams import print_printable
 
 logger = logging.getLogger(__name__)
@@ -46,7 +40,6 @@ _CHECK_SECONDS = 0.5  # between checks of the memory and the exit of a worker
 _MESSAGE_SECONDS = 0.05  # of work that a worker receives in one message
 _MESSAGE_BYTES = 1 << 22  # of arguments in one message
 STOPPED_SECONDS = 10.0  # after which a worker that is stopped (SIGSTOP) is killed
-START_SECONDS = 300.0  # for a worker to start and import the file of the function: a shared disk can be slow at first
 
 
 class WorkerError(RuntimeError):
@@ -126,8 +119,8 @@ def address_of(func: Callable) -> tuple[str, str, str]:
         ValueError: The function has no address: a lambda, an inner function, a callable object, or a function of
             `__main__` (a worker that imports the main script would run it again).
     """
-    found = inspect.isfunction(func) or inspect.isclass(func)
-    module, name = (func.__module__, func.__qualname__) if found else ("__main__", "")
+    has_name = inspect.isfunction(func) or inspect.isclass(func)
+    module, name = (func.__module__, func.__qualname__) if has_name else ("__main__", "")
     if module == "__main__" or vars(sys.modules[module]).get(name) is not func:
         raise ValueError(
             f"{func!r} cannot be called in another process: expected a top-level function of a module or of a file "
@@ -146,11 +139,14 @@ def late(seconds: float, cause: BaseException | None = None) -> Outcome:
     return Outcome(failure=f"did not end within {seconds:g} s and was stopped", cause=cause, over_limit=True)
 
 
-class _WrongReply(Exception):
-    """A worker replied to another call than its current one."""
+class _ProcessOver(Exception):
+    """A process must be killed. outcome: of its running call; None: the call has not begun, and may be sent again."""
+
+    def __init__(self, outcome: Outcome | None):
+        self.outcome = outcome
 
 
-class _Worker:
+class _Worker(HelperProcess):
     """A worker process, idle or running calls one after the other.
 
     Attributes:
@@ -161,20 +157,15 @@ class _Worker:
     """
 
     def __init__(self, shares_cores: bool) -> None:
-        self.connection, theirs = Pipe()
         # Many workers share the cores: one thread each, unless the user sets another number.
-        environment = helper_environment(**({"OMP_NUM_THREADS": "1"} if shares_cores else {}))
-        with theirs:
-            self.process = PythonProcess("verl.rewards.sandbox.worker", [theirs.fileno()], environment)
+        super().__init__("verl.rewards.sandbox.worker", **({"OMP_NUM_THREADS": "1"} if shares_cores else {}))
         self.positions: deque[int] = deque()
         self.deadline = math.inf
         self.seconds = 0.0
-        self.checked = time.monotonic()  # when its exit and memory were checked last
+        self._checked = time.monotonic()  # when its exit and memory were checked last
         self._number = 0  # of the running call
         self._stopped = 0.0  # seconds for which the process was stopped, by the checks
         self._ready = False
-        self._readable = select.poll()
-        self._readable.register(self.connection, select.POLLIN)
 
     def start_calls(self, positions: Sequence[int], jobs: Sequence[tuple], limits: Limits) -> None:
         """Run calls. A worker that is still starting receives them when it is ready.
@@ -187,31 +178,22 @@ class _Worker:
         self.positions, self.calls, self._limits = deque(positions), len(positions), limits
         self._number += 1
         self._message = pickle.dumps((self._number, limits, jobs))
-        self._phase, self.seconds = "start", 0.0
+        self._is_called, self.seconds = False, 0.0
         self._start_clock()
         if self._ready:
-            self._send()
+            self.send(self._message)
 
-    def has_message(self) -> bool:
-        """Whether there is something to read: a message, or the end of the connection."""
-        return bool(self._readable.poll(0))
-
-    def read_message(self) -> Outcome | None:
-        """Read one message; the outcome of the running call if the message has it.
-
-        Raises:
-            EOFError, ConnectionResetError: The process ended.
-            _WrongReply: The message belongs to another call.
-        """
-        kind, number, *content = pickle.loads(self.connection.recv_bytes())
+    def read_outcome(self, kind: str, number: int, *content: Any) -> Outcome | None:
+        """The outcome of the running call, if a message has it. Raises _ProcessOver if it belongs to another call."""
         if kind == "ready":
             self._ready = True
-            self._send()
+            self.send(self._message)
             return None
         if number != self._number:
-            raise _WrongReply
+            failure = "shares its worker process with another call, which replied in its place"
+            raise _ProcessOver(Outcome(failure=f"{failure}: does a function fork this process?"))
         if kind == "called":
-            self._phase, self._begun = "call", time.monotonic()
+            self._is_called, self._begun = True, time.monotonic()
             self._start_clock()
             return None
         self._number += 1
@@ -223,65 +205,40 @@ class _Worker:
 
     def _start_clock(self) -> None:
         now = time.monotonic()
-        if self._phase == "start":
+        if not self._is_called:
             self.deadline = now + START_SECONDS
         else:
             self.seconds = now - self._begun
             self.deadline = math.inf if self._limits.wall_seconds is None else now + self._limits.wall_seconds
 
-    def deadline_outcome(self) -> Outcome:
-        """The outcome of a call that was stopped at its deadline."""
-        if self._phase == "start":
-            return Outcome(failure=f"could not be loaded in another process within {START_SECONDS:g} s")
-        return late(self._limits.wall_seconds)
-
-    def has_ended(self) -> bool:
-        """Whether the process has ended without a further message. A fork of it keeps the connection open."""
-        return self.process.poll() is not None and not self.has_message()
-
-    def is_stopped(self) -> bool:
-        """Whether the process is stopped for `STOPPED_SECONDS`."""
-        now = process_status(self.process.pid) == psutil.STATUS_STOPPED
-        self._stopped = self._stopped + _CHECK_SECONDS if now else 0.0
-        return self._stopped >= STOPPED_SECONDS
-
-    def stopped_outcome(self) -> Outcome | None:
-        """The outcome of a call whose worker is stopped; None if it has not begun, and may be sent again."""
-        logger.warning("process %d of a reward function is stopped (SIGSTOP): it is killed", self.process.pid)
-        failure = f"did not end: its process {self.process.pid} was stopped by SIGSTOP"
-        return Outcome(None, failure, over_limit=True) if self._phase == "call" else None
-
-    def memory_outcome(self) -> Outcome | None:
-        """The outcome of a call whose worker exceeds its memory limit; None if it does not."""
-        limit = self._limits.resident_bytes
-        if limit is None or sys.platform != "linux":
-            return None
-        if resident_memory(self.process.pid) <= limit or resident_memory(self.process.pid, shared_once=True) <= limit:
-            return None
-        return Outcome(failure=f"used more than {limit >> 20:,} MiB of memory and was stopped", over_limit=True)
+    def check(self) -> None:
+        """Raise _ProcessOver if the running call is over a limit, or if the process has ended or is stopped."""
+        now, limit = time.monotonic(), self._limits.resident_bytes
+        if self.deadline <= now:
+            load_failure = f"could not be loaded in another process within {START_SECONDS:g} s"
+            raise _ProcessOver(late(self._limits.wall_seconds) if self._is_called else Outcome(failure=load_failure))
+        if now - self._checked < _CHECK_SECONDS:
+            return
+        self._checked = now
+        if self.has_ended():
+            raise _ProcessOver(self.exit_outcome())
+        if limit is not None and all(resident_memory(self.pid, shared_once) > limit for shared_once in (False, True)):
+            failure = f"used more than {limit >> 20:,} MiB of memory and was stopped"
+            raise _ProcessOver(Outcome(failure=failure, over_limit=True))
+        is_stopped = process_status(self.pid) == psutil.STATUS_STOPPED
+        self._stopped = self._stopped + _CHECK_SECONDS if is_stopped else 0.0
+        if self._stopped >= STOPPED_SECONDS:
+            logger.warning("process %d of a reward function is stopped (SIGSTOP): it is killed", self.pid)
+            failure = f"did not end: its process {self.pid} was stopped by SIGSTOP"
+            raise _ProcessOver(Outcome(failure=failure, over_limit=True) if self._is_called else None)
 
     def exit_outcome(self) -> Outcome:
-        """The outcome of a call whose process ended."""
-        # The connection is closed before the process has ended: wait for its own exit status, not that of a kill.
-        self.process.wait(5.0)
-        status = self.kill()
+        """The outcome of a call whose process has ended."""
+        status = self.end(EXIT_SECONDS)
         if status == -signal.SIGXCPU:
             phrase = f"used more than {self._limits.cpu_seconds:g} s of processor time and was stopped"
             return Outcome(failure=phrase, over_limit=True)
-        failure = f"ended its process, which {describe_exit(status)}"
-        return Outcome(failure=failure, over_limit=self._phase == "call")
-
-    def kill(self) -> int:
-        """Kill the process and everything it started. Returns its exit status (negative: the signal)."""
-        status = self.process.poll()
-        self.process.kill()
-        self.connection.close()
-        return self.process.wait() if status is None else status
-
-    def _send(self) -> None:
-        # If the worker has just ended, reading its next message reports that.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send_bytes(self._message)
+        return Outcome(failure=f"ended its process, which {describe_exit(status)}", over_limit=self._is_called)
 
 
 def value_outcome(value: bytes) -> Outcome:
@@ -298,28 +255,6 @@ def _error_outcome(limits: Limits, description: str, trace: str) -> Outcome:
         phrase = f"used more than {limits.memory_bytes >> 20} MiB of memory"
         return Outcome(failure=phrase, cause=cause, over_limit=True)
     return Outcome(failure=f"raised {description}", cause=cause)
-
-
-class _Pace:
-    """Number of calls in a message: as many as a worker runs in `_MESSAGE_SECONDS`.
-
-    The first message has one call. The rest is shared between the workers in several messages each, so that a slow call
-    delays few others.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._shares = 1 if workers == 1 else 2 * workers
-        self._calls, self._seconds = 0, 0.0
-
-    def calls(self, pending: int) -> int:
-        """Calls of the next message when `pending` are left."""
-        fitting = _MESSAGE_SECONDS * self._calls / max(self._seconds, 1e-9)
-        return max(1, int(min(fitting, 8 * self._calls, pending / self._shares)))
-
-    def record(self, calls: int, seconds: float) -> None:
-        """Update the estimate with the measured time of a message."""
-        self._calls += calls
-        self._seconds += seconds
 
 
 class ProcessPool:
@@ -346,7 +281,7 @@ class ProcessPool:
                 slots.append(self._slots.get_nowait())
         for worker in slots:
             if worker is not None:
-                worker.kill()
+                worker.end()
             self._slots.put(None)
 
     def run(self, call: Call, limits: Limits) -> Outcome:
@@ -376,7 +311,7 @@ class ProcessPool:
             return None
         try:
             # A worker that was killed from outside while it was idle is replaced.
-            return slot if slot is not None and slot.process.poll() is None else _Worker(self.size > 1)
+            return slot if slot is not None and slot.poll() is None else _Worker(self.size > 1)
         except OSError:
             self._slots.put(None)
             raise
@@ -384,7 +319,7 @@ class ProcessPool:
     def release(self, worker: _Worker, alive: bool) -> None:
         """Return a worker to the pool. alive: whether it can be used again; otherwise it is killed."""
         if not alive:
-            worker.kill()
+            worker.end()
         self._slots.put(worker if alive else None)
 
 
@@ -393,15 +328,17 @@ class _Run:
 
     def __init__(self, pool: ProcessPool, calls: Sequence[Call], limits: Limits):
         self._pool, self._calls, self._limits = pool, calls, limits
-        self._pending, self._pace = deque(range(len(calls))), _Pace(pool.size)
-        self._busy: dict[Connection, _Worker] = {}
+        self._pending = deque(range(len(calls)))
+        self._shares = 1 if pool.size == 1 else 2 * pool.size  # of the calls, in one message each
+        self._finished, self._seconds = 0, 0.0  # calls, and the time that they took
+        self._busy: dict[Channel, _Worker] = {}
 
     def outcomes(self) -> Iterator[tuple[int, Outcome]]:
         """Run all calls; yield (position, outcome)."""
         try:
             while self._pending or self._busy:
                 while self._pending and (worker := self._pool.acquire(wait_for_one=not self._busy)):
-                    self._busy[worker.connection] = worker
+                    self._busy[worker.channel] = worker
                     yield from self._start(worker)
                 yield from self._poll()
         finally:
@@ -411,8 +348,11 @@ class _Run:
     def _start(self, worker: _Worker) -> Iterator[tuple[int, Outcome]]:
         """Start the next pending calls on a worker; yield those that cannot be sent."""
         positions, jobs, size = [], [], 0
-        wanted = self._pace.calls(len(self._pending))
-        while self._pending and len(jobs) < wanted and size < _MESSAGE_BYTES:
+        # As many as a worker runs in `_MESSAGE_SECONDS`; the first message has one call. The rest is shared between the
+        # workers in several messages each, so that a slow call delays few others.
+        in_time = _MESSAGE_SECONDS * self._finished / max(self._seconds, 1e-9)
+        count = max(1, int(min(in_time, 8 * self._finished, len(self._pending) / self._shares)))
+        while self._pending and len(jobs) < count and size < _MESSAGE_BYTES:
             position = self._pending.popleft()
             call = self._calls[position]
             try:
@@ -432,36 +372,30 @@ class _Run:
     def _poll(self) -> Iterator[tuple[int, Outcome]]:
         """Wait until a worker sends a message, ends or reaches its deadline; yield the calls that are finished."""
         nearest = min((w.deadline for w in self._busy.values()), default=0.0)
-        for connection in wait(list(self._busy), min(max(nearest - time.monotonic(), 0.0), _CHECK_SECONDS)):
-            yield from self._read(self._busy[connection])
-        now = time.monotonic()
-        for worker in [w for w in self._busy.values() if not w.has_message()]:
-            outcome = worker.deadline_outcome() if worker.deadline <= now else None
-            if outcome is None and now - worker.checked >= _CHECK_SECONDS:
-                worker.checked = now
-                outcome = worker.exit_outcome() if worker.has_ended() else worker.memory_outcome()
-                if outcome is None and worker.is_stopped():
-                    yield from self._stop(worker, worker.stopped_outcome())
-            if outcome is not None:
-                yield from self._stop(worker, outcome)
+        for channel in wait(list(self._busy), min(max(nearest - time.monotonic(), 0.0), _CHECK_SECONDS)):
+            yield from self._read(self._busy[channel])
+        for worker in [w for w in self._busy.values() if not w.channel.has_message()]:
+            try:
+                worker.check()
+            except _ProcessOver as over:
+                yield from self._stop(worker, over.outcome)
 
     def _read(self, worker: _Worker) -> Iterator[tuple[int, Outcome]]:
         """Read the messages of a worker; yield the calls that are finished."""
         try:
-            while worker.positions and worker.has_message():
-                outcome = worker.read_message()
-                if outcome is None:
+            while worker.positions and (message := worker.receive(0.0)) is not None:
+                if (outcome := worker.read_outcome(*message)) is None:
                     continue
                 position = worker.positions.popleft()
                 if not worker.positions:  # released before the yield: the caller may stop iterating
-                    self._pace.record(worker.calls, worker.seconds)
+                    self._finished += worker.calls
+                    self._seconds += worker.seconds
                     self._release(worker)
                 yield position, outcome
-        except (EOFError, ConnectionResetError):
+        except EOFError:
             yield from self._stop(worker, worker.exit_outcome())
-        except _WrongReply:
-            failure = "shares its worker process with another call, which replied in its place"
-            yield from self._stop(worker, Outcome(failure=f"{failure}: does a function fork this process?"))
+        except _ProcessOver as over:
+            yield from self._stop(worker, over.outcome)
 
     def _stop(self, worker: _Worker, outcome: Outcome | None) -> Iterator[tuple[int, Outcome]]:
         """End a worker with the outcome of its running call, if it has one. Its other calls are sent again."""
@@ -472,7 +406,7 @@ class _Run:
             yield position, outcome
 
     def _release(self, worker: _Worker, alive: bool = True) -> None:
-        del self._busy[worker.connection]
+        del self._busy[worker.channel]
         self._pool.release(worker, alive)
 
 

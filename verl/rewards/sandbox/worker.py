@@ -1,11 +1,9 @@
 """The worker process of `ProcessPool`: runs calls under limits until its parent ends.
 
-Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready", 0) and
-reads messages: pickled (number, limits, calls), where a call is (addresses, pickled arguments). The calls are numbered
-from `number` on and run in order: the functions at all addresses are loaded and the last one is called. The worker
-replies with ("called", number) when the first call starts, and with ("value", number, pickled value, output) or
-("error", number, description, traceback, output) at the end of each. A fork of the worker, made by a function, never
-replies.
+It sends ("ready", 0) and reads messages: (number, limits, calls), where a call is (addresses, pickled arguments). The
+calls are numbered from `number` on and run in order: the functions at all addresses are loaded and the last one is
+called. The worker replies with ("called", number) when the first call starts, and with ("value", number, pickled value,
+output) or ("error", number, description, traceback, output) at the end of each.
 """
 
 import asyncio
@@ -13,20 +11,17 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import io
-import os
 import pickle
 import resource
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 
+from verl.processes.pool import Parent
+from verl.processes.streams import BoundedText
 from verl.registry import import_module
 from verl.rewards.sandbox.pool import Limits, describe_error
 
@@ -36,8 +31,7 @@ def find_function(module: str, file: str, name: str) -> Callable:
     """Load the function at an address: from the module if that is the same file here, otherwise from the file."""
     spec = importlib.util.find_spec(module) if _parent_exists(module) else None
     same = spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
-    found = importlib.import_module(module) if same else import_module(file)
-    return vars(found)[name]
+    return vars(importlib.import_module(module) if same else import_module(file))[name]
 
 
 def _parent_exists(module: str) -> bool:
@@ -46,61 +40,27 @@ def _parent_exists(module: str) -> bool:
     return not parent or (_parent_exists(parent) and importlib.util.find_spec(parent) is not None)
 
 
-class BoundedOutput(io.TextIOBase):
-    """A text stream that keeps the first `limit` characters of each call and counts the others.
-
-    The stream is the same for all calls, since the handlers of `logging` keep the one with which they were created.
-    Subprocesses that inherit it write to the stdout of the worker.
-    """
-
-    encoding, errors = "utf-8", "replace"
+class _Output(BoundedText):
+    """The output of a call: the first characters, and the number of the others."""
 
     def __init__(self) -> None:
-        self.buffer = _TextBytes(self)
+        super().__init__(0)
         self.begin(0)
 
     def begin(self, limit: int) -> None:
         """Discard the text and keep up to `limit` characters from here on."""
         self._chunks: list[str] = []
-        self._remaining, self._dropped = limit, 0
+        self.remaining, self.dropped = limit, 0
 
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 1
-
-    def close(self) -> None:
-        """Do nothing: the next call writes to the same stream."""
-
-    def write(self, text: str) -> int:
-        kept = text[: self._remaining]
-        if kept:
-            self._chunks.append(kept)
-            self._remaining -= len(kept)
-        self._dropped += len(text) - len(kept)
-        return len(text)
+    def keep(self, text: str) -> None:
+        self._chunks.append(text)
 
     def text(self) -> str:
-        note = f"\n[{self._dropped} more characters of output were dropped]\n" if self._dropped else ""
+        note = f"\n[{self.dropped} more characters of output were dropped]\n" if self.dropped else ""
         return "".join(self._chunks) + note
 
 
-class _TextBytes(io.RawIOBase):
-    """The `buffer` of a text stream."""
-
-    def __init__(self, text: io.TextIOBase):
-        self._text = text
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:
-        self._text.write(bytes(data).decode(errors="replace"))
-        return len(data)
-
-
-_OUTPUT = BoundedOutput()
+_OUTPUT = _Output()
 
 
 @contextlib.contextmanager
@@ -189,13 +149,6 @@ def pickled(value: object) -> bytes:
         ) from error
 
 
-def exit_with_parent(parent: int) -> None:
-    """End this process when its parent ends, also while a function hangs."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
 def no_breakpoint(*args: object, **kwargs: object) -> None:
     """`breakpoint()` in a worker, which has no terminal."""
     raise RuntimeError(
@@ -206,22 +159,10 @@ def no_breakpoint(*args: object, **kwargs: object) -> None:
 
 def main() -> None:
     sys.breakpointhook = no_breakpoint
-    with contextlib.suppress(OSError):  # if the machine runs out of memory, this process ends, not the trainer
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
-    connection, worker = Connection(int(sys.argv[1])), os.getpid()
-
-    def reply(*message: object) -> None:
-        # A function that forks returns twice. The fork has the same connection, and its reply would be taken for the
-        # result of the next call.
-        if os.getpid() != worker:
-            os._exit(0)
-        connection.send_bytes(pickle.dumps(message))
-
-    threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    reply("ready", 0)
-    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        while True:
-            run_calls(reply, *pickle.loads(connection.recv_bytes()))
+    parent = Parent()
+    parent.send("ready", 0)
+    while True:
+        run_calls(parent.send, *parent.receive())
 
 
 if __name__ == "__main__":

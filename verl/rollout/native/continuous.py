@@ -1,45 +1,45 @@
-"""Continuous batching for `generate_one`: the requests of concurrent coroutines share one batch.
+"""Continuous batching: the requests of `generate` and of concurrent `generate_one` run in the same loop.
 
-A task of the event loop runs the scheduler. It yields to the loop between iterations, so that new requests are admitted
-to the running batch and a finished response resumes its coroutine immediately.
+The loop is a generator that yields between two steps. `generate` submits all its requests and runs it to the end. For
+`generate_one`, a task runs it and returns to the event loop at every yield, so that new requests are admitted to the
+running batch and a finished response resumes its coroutine immediately.
 """
 
 import asyncio
-import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from verl.rollout.base import RolloutStats
-from verl.rollout.gathering import fail
-from verl.rollout.native.requests import Row, admission_order
-from verl.rollout.request import Completion, Request, SamplingParams, matches_ids
+from verl.rollout.base import RolloutStats, fail
+from verl.rollout.native.scheduler import Row, SlotScheduler, admission_order
+from verl.rollout.request import Completion, Request, SamplingParams, batches_of, matches_ids
 from verl.rollout.stop_strings import SEARCH_INTERVAL
 
 if TYPE_CHECKING:
-    from verl.rollout.native.decoder import Decoder
     from verl.rollout.native.engine import NativeRollout
     from verl.rollout.native.paged_scheduler import PagedScheduler
-    from verl.rollout.native.scheduler import SlotScheduler
 
 
 @dataclass(eq=False)
 class _Pending:
-    """A request whose coroutine is waiting. row: set once the request has been checked."""
+    """A request whose caller is waiting. row: set once the request has been checked."""
 
     request: Request
     params: SamplingParams
-    future: asyncio.Future[Completion]
+    future: "Future[Completion] | asyncio.Future[Completion]"
     row: Row | None = None
     reported: int = 0  # tokens passed to request.on_tokens
+    is_aborted: bool = False
 
 
 class ContinuousBatch:
-    """The `generate_one` requests of one engine.
+    """The requests of one engine.
 
     A request whose sampling parameters (temperature, top_k, top_p, min_p, stop tokens) differ from those of the running
     batch, or whose sequence does not fit its cache, waits until the batch is done. Later requests wait behind it.
@@ -47,27 +47,55 @@ class ContinuousBatch:
 
     def __init__(self, engine: "NativeRollout"):
         self.engine = engine
-        self.queue: list[_Pending] = []  # in order of arrival
+        self.queue: deque[_Pending] = deque()  # in order of arrival
         self.running: dict[int, _Pending] = {}  # by Row.index
+        self._caller = ""  # the method that runs the loop: "generate()", "generate_one()", or none
         self._count = 0
-        self._is_closed = False  # whether new requests wait until the running batch is done
-        self._decoder: Decoder | None = None
+        self._is_full = False  # whether new requests wait until the running batch is done
+        self._has_aborted = False  # whether a request was aborted or cancelled since the last step
         self._scheduler: SlotScheduler | PagedScheduler | None = None
-        self._is_serving = False
         self._task: asyncio.Task | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0  # of the event loop
 
     def is_busy(self) -> bool:
         """Whether requests are waiting or running."""
         self._forget_dead_task()
-        return bool(self.queue) or self._is_serving  # in this order: serving starts before it takes from the queue
+        return bool(self.queue or self._caller)  # in this order: the caller is set before it takes from the queue
 
-    async def submit(self, request: Request) -> Completion:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """See `RolloutEngine.generate`. Only requests that agree in all but max_tokens, seed and stop share a batch."""
+        engine = self.engine
+        with engine.lock:
+            self._check_caller("generate()")
+            if self.is_busy():
+                raise ValueError("generate() was called while requests of generate_one() are running: wait for them")
+            self._caller = "generate()"
+        start, engine.stats = time.perf_counter(), RolloutStats()
+        try:
+            decoder = engine.read() if requests else None
+            rows = [Row.from_request(index, request, decoder) for index, request in enumerate(requests)]
+            pending = [_Pending(request, request.params, Future(), row) for request, row in zip(requests, rows)]
+            for params, members in batches_of(requests):
+                for index in members:
+                    pending[index].params = params
+                    self.queue.append(pending[index])
+            with torch.inference_mode():
+                for _ in self._steps(is_open=False):
+                    pass
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+        finally:
+            engine.stats.seconds = time.perf_counter() - start
+            self._scheduler, self._caller = None, ""
+        return [each.future.result() for each in pending]
+
+    async def generate_one(self, request: Request) -> Completion:
+        """See `RolloutEngine.generate_one`."""
         loop = asyncio.get_running_loop()
         pending = _Pending(request, request.params.shared, loop.create_future())
         with self.engine.lock:
-            self.engine.check_not_generating("generate_one()")
+            self._check_caller("generate_one()")
             self._forget_dead_task()
             if self._task is None:
                 self._loop, self._task = loop, loop.create_task(self._serve())
@@ -76,166 +104,175 @@ class ContinuousBatch:
                     "generate_one() was called in a second event loop while requests of the first are running: use one "
                     "event loop per engine, or wait for them"
                 )
-            self._thread = threading.get_ident()
             self.queue.append(pending)
         try:
             return await pending.future
         except asyncio.CancelledError:
-            self._drop([pending])
+            pending.is_aborted = self._has_aborted = True
             raise
 
-    def abort(self, request_ids: Sequence[str] | None) -> None:
-        """Thread-safe: requests are aborted in their event loop."""
-        with self.engine.lock:
-            self._forget_dead_task()
-            if self._task is None:
-                return
-            if threading.get_ident() != self._thread:
-                self._loop.call_soon_threadsafe(self._abort, request_ids)
-                return
-        self._abort(request_ids)
+    def _check_caller(self, caller: str) -> None:
+        """Raise ValueError while `generate` runs, and on a rank that does not lead."""
+        tp = self.engine.tp
+        if not tp.leads:
+            raise ValueError(f"{caller} was called on rank {tp.rank} of a tensor-parallel group: call follow()")
+        if self._caller == "generate()":
+            raise ValueError(f"{caller} was called while generate() is running in another thread: wait for it")
 
-    def _abort(self, request_ids: Sequence[str] | None) -> None:
-        requests = [*self.queue, *self.running.values()]
-        self._drop([pending for pending in requests if matches_ids(pending.request, request_ids)])
+    def abort(self, request_ids: Sequence[str] | None) -> None:
+        """Abort the requests that are waiting or running now. Thread-safe: they end before the next step."""
+        for pending in [*self.queue, *self.running.values()]:
+            pending.is_aborted |= matches_ids(pending.request, request_ids)
+        self._has_aborted = True
 
     def _forget_dead_task(self) -> None:
         """Reset if the task cannot continue: its event loop was closed, or it was cancelled before its first step."""
         if self._task is None or not (self._loop.is_closed() or self._task.done()):
             return
-        pending, self.queue, self.running = [*self.queue, *self.running.values()], [], {}
-        loop = self._loop
+        pending, loop = self._clear(), self._loop
         self._task.get_coro().close()  # leaves the session of the engine
         self.engine.free()
         if not loop.is_closed():
             for waiting in pending:
                 loop.call_soon_threadsafe(waiting.future.cancel)
-        self._task = self._loop = self._scheduler = self._decoder = None
-        self._is_serving = False
+        self._task = self._loop = self._scheduler = None
+        self._caller = ""
 
-    def _drop(self, chosen: list[_Pending]) -> None:
-        for pending in chosen:
-            if pending in self.queue:
-                self.queue.remove(pending)
-                self._resolve(pending, Completion([], [], "abort"))
-        indices = {pending.row.index for pending in chosen if pending.row is not None}
-        if self._scheduler is not None and indices & self.running.keys():
-            with torch.inference_mode():
-                self._scheduler.abort(lambda row: row.index in indices)
+    def _clear(self) -> list[_Pending]:
+        """Remove and return all requests."""
+        pending, self.queue, self.running = [*self.queue, *self.running.values()], deque(), {}
+        return pending
 
-    # ---- the task -----------------------------------------------------------------------------------------------
+    def _fail_all(self, error: BaseException) -> None:
+        """Deliver an error to every request."""
+        pending = self._clear()
+        if pending:
+            self.engine.free()  # NaN in the cache must not reach other rows
+        for each in pending:
+            fail(each.future, error)
 
     async def _serve(self) -> None:
-        """Run batches until no request is left."""
+        """Run the loop until no request is left."""
         start, self.engine.stats = time.perf_counter(), RolloutStats()
         try:
             await asyncio.sleep(0)  # the coroutines that are ready now submit their requests first
-            self._is_serving = bool(self.queue)
-            while self.queue:
-                await self._serve_batch()
+            self._caller = "generate_one()" if self.queue else ""
+            with closing(self._steps(is_open=True)) as steps:
+                advance = torch.inference_mode()(lambda: next(steps, False))
+                while advance():
+                    await asyncio.sleep(0)
         except BaseException as error:
-            pending, self.queue, self.running = [*self.queue, *self.running.values()], [], {}
-            if pending:
-                self.engine.free()  # NaN in the cache must not reach other rows
-            for waiting in pending:
-                fail(waiting.future, error)
+            self._fail_all(error)
             if not isinstance(error, Exception):
                 raise
         finally:
             self.engine.stats.seconds = time.perf_counter() - start
             with self.engine.lock:
-                self._task = self._loop = self._scheduler = self._decoder = None
-                self._is_serving = False
+                self._task = self._loop = self._scheduler = None
+                self._caller = ""
 
-    async def _serve_batch(self) -> None:
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def _steps(self, is_open: bool) -> Iterator[bool]:
+        """Run batches until no request is left. Yields True between two steps. Runs in inference mode.
+
+        Args:
+            is_open: whether requests may arrive meanwhile, and each is waited for by itself.
+        """
+        while self.queue:
+            if is_open:
+                with torch.inference_mode(False):  # the engine may share the tensors with training
+                    self.engine.read()
+            with self.engine.session():
+                yield from self._batch(self.queue[0].params, is_open)
+            # the engine frees its memory when it sleeps
+            self._scheduler = None
+            self.running.clear()  # requests that were cancelled
+
+    def _batch(self, params: SamplingParams, is_open: bool) -> Iterator[bool]:
         """Run one batch: the first request of the queue and all that can share its batch."""
-        engine, params = self.engine, self.queue[0].params
-        self._decoder = engine.read()
-        with ExitStack() as stack:
-            with torch.inference_mode():  # the session may copy into inference tensors created by generate()
-                stack.enter_context(engine.session())
-            rows = self._take_compatible(params)
-            if not rows:
-                return
-            with torch.inference_mode():
-                scheduler = self._scheduler = engine.start_continuous(params, rows)
-            steps, reported_at, self._is_closed = 0, 0, False
-            while (scheduler.is_busy or scheduler.has_results) and self._is_awaited():
-                with torch.inference_mode():
-                    finished = scheduler.take_finished()  # of an abort
-                    if scheduler.is_busy:
-                        scheduler.advance()
-                        finished += scheduler.take_finished()
-                engine.stats.steps += scheduler.steps - steps
-                steps = scheduler.steps
-                if steps - reported_at >= SEARCH_INTERVAL:
-                    reported_at = steps
-                    self._report(scheduler)
-                for row, completion in finished:
-                    engine.stats.tokens += len(completion.token_ids)
-                    self._resolve(self.running.pop(row.index), completion)
-                if not self.running and not self.queue:
-                    break  # before the coroutines resume: they may update the weights, or call generate() or sleep()
-                await asyncio.sleep(0)
+        pending, stats = self._take_compatible(params), self.engine.stats
+        if not pending:
+            return
+        scheduler = self._scheduler = self.engine.start(params, admission_order([p.row for p in pending]), is_open)
+        steps, reported_at, self._is_full = 0, 0, False
+        while (scheduler.is_busy or scheduler.has_results) and self._is_awaited():
+            finished = self._end_aborted() if self._has_aborted else []
+            if scheduler.is_busy:
+                scheduler.advance()
+            if is_open or not scheduler.is_busy:  # `generate` reads all at the end, since it waits for the device
+                finished += scheduler.take_finished()
+            stats.steps += scheduler.steps - steps
+            steps = scheduler.steps
+            if is_open and steps - reported_at >= SEARCH_INTERVAL:
+                reported_at = steps
+                self._report()
+            for row, completion in finished:
+                stats.tokens += len(completion.token_ids)
+                _resolve(self.running.pop(row.index), completion)
+            if not self.running and not self.queue:
+                break  # before the coroutines resume: they may update the weights, or call generate() or sleep()
+            yield True
+            if is_open:
                 self._extend(params)
-        self._scheduler = self._decoder = None  # the engine frees its memory when it sleeps
-        self.running.clear()  # requests that were cancelled
 
     def _is_awaited(self) -> bool:
         """Whether a request is not cancelled. The engine must be idle once all are: no caller waits for it, so weights
         may be pushed at any time."""
         return bool(self.queue) or any(not pending.future.done() for pending in self.running.values())
 
-    def _report(self, scheduler: "SlotScheduler | PagedScheduler") -> None:
+    def _end_aborted(self) -> list[tuple[Row, Completion]]:
+        """End the requests that were aborted or cancelled. Returns the rows that have ended."""
+        self._has_aborted = False
+        for pending in [pending for pending in self.queue if pending.is_aborted]:
+            self.queue.remove(pending)
+            _resolve(pending, Completion([], [], "abort"))
+        indices = {index for index, pending in self.running.items() if pending.is_aborted}
+        self._scheduler.abort(lambda row: row.index in indices)
+        return self._scheduler.take_finished()
+
+    def _report(self) -> None:
         """Pass new tokens to the requests that have `on_tokens`."""
         since = {i: p.reported for i, p in self.running.items() if p.request.on_tokens is not None}
-        if not since:
-            return
-        with torch.inference_mode():
-            found = scheduler.sampled(since)
-        for row, token_ids, log_probs in found:
+        for row, token_ids, log_probs in self._scheduler.sampled(since) if since else ():
             pending = self.running[row.index]
             pending.reported += len(token_ids)
             pending.request.on_tokens(token_ids, log_probs)
 
     def _extend(self, params: SamplingParams) -> None:
         """Add new requests to the running batch, up to the first one that must wait."""
-        if self._is_closed or not self.queue or self.queue[0].params != params:
+        if self._is_full or not self.queue or self.queue[0].params != params:
             return
-        before = list(self.queue)
-        rows = self._take_compatible(params)
-        if not rows:
-            return
-        with torch.inference_mode():
-            fits = self.engine.extend_continuous(self._scheduler, rows)
-        if not fits:  # back into the queue until the batch is done
-            self._is_closed = True
-            for row in rows:
-                self.running.pop(row.index)
-            taken = {row.index for row in rows}
-            self.queue = [p for p in before if p.row is not None and p.row.index in taken] + self.queue
+        pending = self._take_compatible(params)
+        if pending and not self.engine.extend(self._scheduler, admission_order([p.row for p in pending])):
+            self._is_full = True
+            self.queue.extendleft(reversed(pending))
+            for each in pending:
+                del self.running[each.row.index]
 
-    def _take_compatible(self, params: SamplingParams) -> list[Row]:
-        """Take the first requests of the queue that share `params`, as rows in admission order.
+    def _take_compatible(self, params: SamplingParams) -> list[_Pending]:
+        """Move the first requests of the queue that share `params` to `running`.
 
         An invalid request fails without affecting the others.
         """
-        rows = []
+        taken = []
         while self.queue and self.queue[0].params == params:
-            pending = self.queue.pop(0)
-            if pending.future.done():  # cancelled
-                continue
+            pending = self.queue[0]
             try:
-                pending.row = Row.of(self._count, pending.request, self._decoder)
+                if pending.row is None:
+                    pending.row = Row.from_request(self._count, pending.request, self.engine.decoder)
+                    self._count += 1
+                if pending.is_aborted or pending.future.done():  # cancelled
+                    _resolve(pending, Completion([], [], "abort"))
+                else:
+                    self.running[pending.row.index] = pending
+                    taken.append(pending)
             except ValueError as error:
                 fail(pending.future, error)
-                continue
-            self._count += 1
-            self.running[pending.row.index] = pending
-            rows.append(pending.row)
-        return admission_order(rows)
+            self.queue.popleft()  # not before, so that an abort from another thread finds it
+        return taken
 
-    @staticmethod
-    def _resolve(pending: _Pending, completion: Completion) -> None:
-        if not pending.future.done():
-            pending.future.set_result(completion)
+
+def _resolve(pending: _Pending, completion: Completion) -> None:
+    if not pending.future.done():
+        pending.future.set_result(completion)

@@ -132,7 +132,7 @@ class StaticBuffers:
         self.tables = [rope.table(size.positions, decoder.stream_dtype) for rope in decoder.ropes]
 
     def fits(self, size: Size) -> bool:
-        return all(have >= need for have, need in zip(astuple(self.size), astuple(size)))
+        return all(available >= required for available, required in zip(astuple(self.size), astuple(size)))
 
 
 class CudaDecoder(Layers):
@@ -162,11 +162,11 @@ class CudaDecoder(Layers):
         """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V) float32."""
         cache, where = self.buffers.kv_cache, {}
 
-        def store(layer: int, chosen: list[int], stored: torch.Tensor) -> None:
+        def store(layer: int, indices: list[int], stored: torch.Tensor) -> None:
             count, width, heads, size = stored.shape
             used = triton.cdiv(width, BLOCK_SIZE)
             if layer == 0:
-                flat = [(i * used + at, block) for i, c in enumerate(chosen) for at, block in enumerate(blocks[c])]
+                flat = [(i * used + at, block) for i, c in enumerate(indices) for at, block in enumerate(blocks[c])]
                 where["source"], where["target"] = self._upload([list(x) for x in zip(*flat)])
             whole = torch.nn.functional.pad(stored, (0, 0, 0, 0, 0, used * BLOCK_SIZE - width))
             whole = whole.reshape(count * used, BLOCK_SIZE, heads, size).transpose(1, 2)
@@ -177,9 +177,9 @@ class CudaDecoder(Layers):
     @on_every_rank
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Copy blocks of the KV cache."""
-        chosen, targets = self._upload([source, target])
+        sources, targets = self._upload([source, target])
         for layer in self.buffers.kv_cache:
-            layer.index_copy_(0, targets, layer[chosen])
+            layer.index_copy_(0, targets, layer[sources])
 
     def _upload(self, values: list) -> torch.Tensor:
         return upload(values, torch.int64, self.buffers.kv_cache.device)
@@ -386,18 +386,18 @@ def _capture_stream() -> torch.cuda.Stream:
 
 def addresses(decoder: Decoder) -> tuple[int, ...]:
     """Addresses of the weights, which captured graphs contain."""
-    found: list[int] = []
+    pointers: list[int] = []
 
     def visit(value) -> None:
         if isinstance(value, torch.Tensor):
-            found.append(value.data_ptr())
+            pointers.append(value.data_ptr())
         elif isinstance(value, Layer | Projection | Experts):
             for field in fields(value):
                 visit(vars(value)[field.name])
 
     for value in (decoder.embedding, decoder.head, decoder.norm, *decoder.layers):
         visit(value)
-    return tuple(found)
+    return tuple(pointers)
 
 
 def upload(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,14 +1,13 @@
 """The native rollout engine: generation on the training model's own parameters.
 
 Each distinct prompt is prefilled once for all its samples, waiting rows are admitted as soon as others finish, and
-random numbers are counter-based, so that a response depends on its request only. `generate` runs a whole batch;
-`generate_one` serves many coroutines from one batch (see `continuous`).
+random numbers are counter-based, so that a response depends on its request only. `continuous` runs the requests of
+`generate` and of `generate_one`.
 """
 
 import dataclasses
 import math
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -22,10 +21,9 @@ from verl.rollout.native.continuous import ContinuousBatch
 from verl.rollout.native.decoder import Decoder, Projection
 from verl.rollout.native.kv_cache import BatchInvariantCache, SlotCache
 from verl.rollout.native.model import check_supported, read_decoder
-from verl.rollout.native.requests import Row, admission_order
-from verl.rollout.native.scheduler import SlotScheduler
+from verl.rollout.native.scheduler import Row, SlotScheduler
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
-from verl.rollout.request import Completion, Request, SamplingParams, batches_of
+from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
@@ -104,11 +102,9 @@ class NativeRollout(RolloutEngine):
         self.stats = RolloutStats()
         #: guards the start of work: `generate` and `generate_one` share one cache, so only one of them runs at a time
         self.lock = threading.RLock()
-        self._is_generating = False
-        self._continuous = ContinuousBatch(self)
-        self._scheduler: SlotScheduler | PagedScheduler | None = None
-        self._requests: Sequence[Request] = ()
-        self._decoder: Decoder | None = None
+        self._batch = ContinuousBatch(self)
+        #: the module as it was last read
+        self.decoder: Decoder | None = None
         self._cache: SlotCache | BatchInvariantCache | None = None
         self._cuda_decoder: CudaDecoder | None = None
         self._torch_decoder: TorchDecoder | BatchInvariantDecoder | None = None
@@ -122,59 +118,15 @@ class NativeRollout(RolloutEngine):
             ValueError: an invalid request (see `check_request`), a cache too small for one row, non-finite logits (the
                 message names the row), weights that were not received, or other requests are running.
         """
-        with self.lock:
-            self.check_not_generating("generate()")
-            if self._continuous.is_busy():
-                raise ValueError("generate() was called while requests of generate_one() are running: wait for them")
-            self._is_generating = True
-        try:
-            return self._generate(requests)
-        finally:
-            self._is_generating = False
-
-    def check_not_generating(self, caller: str) -> None:
-        """Raise ValueError while a `generate` runs."""
-        if not self.tp.leads:
-            raise ValueError(f"{caller} was called on rank {self.tp.rank} of a tensor-parallel group: call follow()")
-        if self._is_generating:
-            raise ValueError(f"{caller} was called while generate() is running in another thread: wait for it")
-
-    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
-        start = time.perf_counter()
-        self.stats = RolloutStats()
-        completions: list[Completion | None] = [None] * len(requests)
-        if not requests:
-            return []
-        decoder = self.read()
-        rows = [Row.of(index, request, decoder) for index, request in enumerate(requests)]
-        self._requests = requests
-        with torch.inference_mode(), self.session():
-            try:
-                for params, members in batches_of(requests):
-                    scheduler = self._scheduler = self._start(params, admission_order([rows[i] for i in members]))
-                    for row, completion in scheduler.run():
-                        completions[row.index] = completion
-                    self.stats.steps += scheduler.steps
-            except ValueError:
-                self.free()  # NaN in the cache must not reach other rows
-                raise
-            finally:
-                self._scheduler, self._requests = None, ()
-        self.stats.tokens = sum(len(completion.token_ids) for completion in completions)
-        self.stats.seconds = time.perf_counter() - start
-        return completions
+        return self._batch.generate(requests)
 
     async def generate_one(self, request: Request) -> Completion:
         """See `RolloutEngine.generate_one`. Continuous batching: requests are admitted between decode steps."""
-        return await self._continuous.submit(request)
+        return await self._batch.generate_one(request)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`. Also ends a `generate` that runs in another thread."""
-        self._continuous.abort(request_ids)
-        scheduler = self._scheduler
-        if scheduler is not None:
-            chosen = {i for i, r in enumerate(self._requests) if request_ids is None or r.request_id in request_ids}
-            scheduler.abort_requests.append(lambda row: row.index in chosen)
+        self._batch.abort(request_ids)
 
     def session(self) -> AbstractContextManager[None]:
         """Context in which the weights do not change."""
@@ -186,14 +138,14 @@ class NativeRollout(RolloutEngine):
         if self.weights is not None:
             self.weights.check_filled()
         if self.forward is None:
-            self._decoder = read_decoder(self.module, self.dtype, reuse=self._decoder, tp=self.tp)
-            return self._decoder
+            self.decoder = read_decoder(self.module, self.dtype, reuse=self.decoder, tp=self.tp)
+            return self.decoder
         # the module itself computes; only the sizes and the dtype of the cache are needed
         decoder = read_decoder(self.module, transpose_limit=0)
         sizes = decoder.hidden_size, decoder.vocab_size
         head = Projection(torch.empty(sizes, dtype=self.forward.dtype, device="meta"))
-        self._decoder = dataclasses.replace(decoder, head=head)
-        return self._decoder
+        self.decoder = dataclasses.replace(decoder, head=head)
+        return self.decoder
 
     # ---- tensor parallelism: rank 0 runs everything above, and the others the operations of `on_every_rank` --------
 
@@ -222,42 +174,25 @@ class NativeRollout(RolloutEngine):
 
     # ---- one batch ----------------------------------------------------------------------------------------------
 
-    def _start(self, params: SamplingParams, rows: list[Row]) -> "SlotScheduler | PagedScheduler":
-        """A scheduler with all of `rows`."""
+    def start(self, params: SamplingParams, rows: list[Row], is_open: bool) -> "SlotScheduler | PagedScheduler":
+        """A scheduler with `rows`. is_open: more rows may be added (`extend`)."""
         if self.module.device.type == "cuda":
-            return self._start_paged(params, rows)
-        width, slots = max(row.limit for row in rows), min(self._slot_cache(rows).slots, len(rows))
-        scheduler = SlotScheduler(params, self._slot_decoder(_longest(rows)), slots, len(rows), width)
+            return self._start_paged(params, rows, is_open)
+        slots, width = self._slot_cache(rows).slots, max(row.limit for row in rows)
+        lines = slots if is_open else len(rows)
+        scheduler = SlotScheduler(params, self._slot_decoder(_longest(rows)), min(slots, lines), lines, width)
         scheduler.add(rows)
         return scheduler
 
-    def start_continuous(self, params: SamplingParams, rows: list[Row]) -> "SlotScheduler | PagedScheduler":
-        """A scheduler with `rows`, to which more rows can be added."""
-        if self.module.device.type == "cuda":
-            return self._start_paged(params, rows, continuous=True)
-        slots = self._slot_cache(rows).slots
-        decoder = self._slot_decoder(_longest(rows))
-        scheduler = SlotScheduler(params, decoder, slots, slots, max(row.limit for row in rows))
-        scheduler.add(rows)
-        return scheduler
-
-    def extend_continuous(self, scheduler: "SlotScheduler | PagedScheduler", rows: list[Row]) -> bool:
+    def extend(self, scheduler: "SlotScheduler | PagedScheduler", rows: list[Row]) -> bool:
         """Add rows to a running scheduler. Returns False if they do not fit before it is done."""
         if self.module.device.type == "cuda":
-            from verl.rollout.native import paged_scheduler
-
-            samples = paged_scheduler.group_rows(rows)
-            buffers, longest = self._cuda_decoder.buffers, _longest(rows)
-            limit = min(buffers.width, buffers.kv_cache.shape[1])
-            fits = paged_scheduler.blocks_for_one(samples) <= limit and longest <= buffers.size.positions
-            fits &= max(row.limit for row in rows) <= scheduler.line_width
-            if fits:
-                scheduler.add(samples)
-            return fits
-        decoder = self._larger_slot_decoder(scheduler, rows)
-        if decoder is None:
+            return scheduler.extend(rows)
+        if not self._extend_slot_cache(rows, scheduler.active + len(scheduler.waiting) + len(rows)):
             return False
-        width = max(row.limit for row in rows)
+        decoder, longest, width = scheduler.decoder, _longest(rows), max(row.limit for row in rows)
+        if decoder is not self._torch_decoder or longest > decoder.table_length:
+            decoder = self._slot_decoder(max(longest, decoder.table_length))
         if decoder is not scheduler.decoder or width > scheduler.width:
             scheduler.resize(decoder, self._cache.slots, width)
         scheduler.add(rows)
@@ -271,9 +206,9 @@ class NativeRollout(RolloutEngine):
         if self.forward is not None:
             from verl.rollout.native.batch_invariant import BatchInvariantDecoder
 
-            self._torch_decoder = BatchInvariantDecoder(self._decoder, self._cache, self.forward)
+            self._torch_decoder = BatchInvariantDecoder(self.decoder, self._cache, self.forward)
         else:
-            self._torch_decoder = TorchDecoder(self._decoder, self._cache, positions, self.records)
+            self._torch_decoder = TorchDecoder(self.decoder, self._cache, positions, self.records)
         return self._torch_decoder
 
     def _cache_budget(self) -> int:
@@ -284,13 +219,13 @@ class NativeRollout(RolloutEngine):
         """Allocate a cache. keep: with the rows of the old one; otherwise that is freed first."""
         old, self._cache = (self._cache, None) if keep else (None, None)
         self._torch_decoder = None  # it refers to the old cache
-        self._cache = (SlotCache if self.forward is None else BatchInvariantCache)(self._decoder, slots, length)
+        self._cache = (SlotCache if self.forward is None else BatchInvariantCache)(self.decoder, slots, length)
         if keep:
             self._cache.copy_from(old)
 
     def _slot_cache(self, rows: list[Row]) -> SlotCache | BatchInvariantCache:
         """A cache for as many concurrent rows as fit."""
-        decoder = self._decoder
+        decoder = self.decoder
         token, budget = decoder.cache_bytes_per_token(), self._cache_budget()
         least = max(row.length for row in rows)
         if budget < least * token:
@@ -298,7 +233,7 @@ class NativeRollout(RolloutEngine):
                 f"the KV cache has {budget:,} bytes, but one row of {least} tokens needs {least * token:,}: "
                 "increase the memory of the cache or decrease the sequence length"
             )
-        # enough columns for rows that start together; half as many more if others follow
+        # columns for rows that start together; 1.5 times as many if others follow
         length = max(len(row.prompt) for row in rows) + max(row.limit for row in rows) - 1
         slots = min(len(rows), self.max_rows)
         if slots < len(rows) or slots * length * token > budget:
@@ -313,44 +248,39 @@ class NativeRollout(RolloutEngine):
             self._new_cache(slots, length, False)
         return self._cache
 
-    def _larger_slot_decoder(
-        self, scheduler: SlotScheduler, rows: list[Row]
-    ) -> "TorchDecoder | BatchInvariantDecoder | None":
-        """The scheduler's decoder, with a larger cache and longer tables if `rows` need them; None if out of memory."""
-        cache, decoder = self._cache, scheduler.decoder
-        longest = _longest(rows)
-        wanted = min(self.max_rows, scheduler.active + len(scheduler.waiting) + len(rows))
+    def _extend_slot_cache(self, rows: list[Row], concurrent: int) -> bool:
+        """Enlarge the cache for `concurrent` rows, `rows` among them. Returns False if one of them does not fit."""
+        cache, longest, concurrent = self._cache, _longest(rows), min(self.max_rows, concurrent)
         length = cache.length if cache.length >= longest else max(longest, cache.length + cache.length // 2)
-        slots = cache.slots if cache.slots >= wanted else min(self.max_rows, max(wanted, 2 * cache.slots))
-        token, budget = self._decoder.cache_bytes_per_token(), self._cache_budget()
+        slots = cache.slots if cache.slots >= concurrent else min(self.max_rows, max(concurrent, 2 * cache.slots))
+        token, budget = self.decoder.cache_bytes_per_token(), self._cache_budget()
         slots = max(cache.slots, min(slots, budget // (length * token)))
         if length > cache.length and slots * length * token > budget:
-            return None
-        if (slots, length) == (cache.slots, cache.length) and longest <= decoder.table_length:
-            return decoder
+            return False
         if (slots, length) != (cache.slots, cache.length):
             self._new_cache(slots, length, True)
-        return self._slot_decoder(max(longest, decoder.table_length))
+        return True
 
     # ---- on a GPU: blocks ---------------------------------------------------------------------------------------
 
-    def _start_paged(self, params: SamplingParams, rows: list[Row], continuous: bool = False) -> "PagedScheduler":
+    def _start_paged(self, params: SamplingParams, rows: list[Row], is_open: bool) -> "PagedScheduler":
         """A scheduler with blocks for as many concurrent rows as fit. Cache and graphs are kept between calls."""
         from verl.rollout.native import cuda_decoder, paged_scheduler  # need Triton
 
-        decoder, samples = self._decoder, paged_scheduler.group_rows(rows)
-        max_rows = self.max_rows if continuous else min(len(rows), self.max_rows)
+        samples, longest, width = paged_scheduler.group_rows(rows), _longest(rows), max(row.limit for row in rows)
+        max_rows = self.max_rows if is_open else min(len(rows), self.max_rows)
         slots = cuda_decoder.bucket_of(min(max_rows, cuda_decoder.BUCKETS[-1]))
-        one = paged_scheduler.blocks_for_one(samples)
-        longest = _longest(rows)
-        wanted, responses, line = min(paged_scheduler.blocks_for(samples), one * slots), sum(r.limit for r in rows), 0
-        if continuous:
-            longest = max(longest, min(self.max_length, decoder.max_positions))
+        one, lines = paged_scheduler.blocks_for_one(samples), len(rows)
+        blocks = min(paged_scheduler.blocks_for(samples), one * slots)
+        if is_open:
+            longest = max(longest, min(self.max_length, self.decoder.max_positions))
+            width = max(width, self.max_response or longest // 2)
             one = max(one, paged_scheduler.blocks_for_length(longest))
-            line = max(max(row.limit for row in rows), self.max_response or longest // 2)
-            wanted, responses = one * slots, line * slots
-        self._prepare_paged(cuda_decoder.Size(slots, wanted, one, responses, longest))
-        scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), line)
+            blocks, lines = one * slots, slots
+        self._prepare_paged(cuda_decoder.Size(slots, blocks, one, lines * width, longest))
+        if is_open:
+            lines = len(self._cuda_decoder.buffers.tokens) // width
+        scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), lines, width)
         scheduler.add(samples)
         return scheduler
 
@@ -359,7 +289,7 @@ class NativeRollout(RolloutEngine):
         """Allocate buffers of this size unless there are such, and capture graphs again if the weights have moved."""
         from verl.rollout.native import cuda_decoder
 
-        decoder = self._decoder
+        decoder = self.decoder
         fits = self._cuda_decoder is not None and self._cuda_decoder.buffers.fits(size)
         if not self.tp.smallest(fits):
             one, longest, size = size.width, size.positions, size.with_headroom()
@@ -402,13 +332,13 @@ class NativeRollout(RolloutEngine):
     def sleep(self) -> None:
         """Free the KV cache, the graphs and all copies of weights. Raises ValueError while requests are running."""
         with self.lock:
-            if self._is_generating or self._continuous.is_busy():
+            if self._batch.is_busy():
                 raise ValueError("sleep() was called while requests are running: wait for them or abort them")
             self.free()
 
     def free(self) -> None:
         """`sleep`, also while requests are running; they cannot continue."""
-        self._cache = self._decoder = self._cuda_decoder = self._torch_decoder = None
+        self.decoder = self._cache = self._cuda_decoder = self._torch_decoder = None
         if self.forward is not None:
             self.forward.release()
 

@@ -1,5 +1,6 @@
 """`rollout.name=native`: on the trainer's module, or on a copy that receives its weights."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +66,24 @@ def make_native(
         forward = batch_invariant.BatchInvariantForward(_Replica(module, forward.model.autocast_to))
     narrow = None if dtype == replica_dtype else dtype
     return NativeRollout(module, dtype=narrow, forward=forward, weights=weight_sync.ModuleReceiver(module), **options)
+
+
+def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: int) -> None:
+    """Raise ValueError for a model that this engine does not support, or cannot split over `ranks`.
+
+    Args:
+        architectures: class names of the saved weights.
+        sizes: the model's config by key.
+        ranks: the tensor-parallel size.
+    """
+    for architecture in architectures:
+        # other heads are ignored when the model is loaded
+        if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+            family_of(architecture)
+    if ranks > 1:
+        from verl.rollout.native.slices import check_sizes
+
+        check_sizes(sizes, ranks)
 
 
 def _make_tensor_parallel(

@@ -2,7 +2,7 @@
 
 The host launches CHUNK steps at a time and reads their status while the next ones run, so the GPU never waits for the
 host. All blocks that a row may need are reserved when it is admitted, so generation cannot run out of blocks. Rows can
-be added at any time: the scheduler serves a whole batch (`run`) or requests that arrive over time.
+be added at any time (`extend`).
 """
 
 from collections import deque
@@ -14,11 +14,13 @@ import torch
 
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.cuda_decoder import CHUNK, CudaDecoder, bucket_of, upload
-from verl.rollout.native.requests import Row
+from verl.rollout.native.scheduler import Row
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.native.vision import PromptImages
 from verl.rollout.request import Completion, SamplingParams
 from verl.rollout.sampling import check_finite, uniform
+
+_LINES_READ = 2048  # output lines that are copied to the host at once
 
 
 @dataclass(eq=False)
@@ -48,7 +50,7 @@ class Sample:
     """A row with its blocks.
 
     Attributes:
-        out: where its response begins in the output buffers.
+        line: its line in the output buffers; -1 before it is admitted.
         own_blocks: blocks that it does not share.
         launched: upper bound of its tokens: those of all launched steps.
         text_end: length of its response in tokens if a stop string ended it.
@@ -57,7 +59,7 @@ class Sample:
 
     row: Row
     group: Group
-    out: int = -1
+    line: int = -1
     own_blocks: list[int] = field(default_factory=list)
     launched: int = 1
     ended: bool = False
@@ -95,13 +97,13 @@ def group_rows(rows: Sequence[Row]) -> list[Sample]:
 
 
 def blocks_for(samples: Sequence[Sample]) -> int:
-    """Blocks with which all samples can be active at once."""
+    """Blocks needed to run all samples concurrently."""
     groups = {id(sample.group): sample.group for sample in samples}.values()
     return sum(g.num_full_blocks + g.num_tail_blocks for g in groups) + sum(sample.num_own_blocks for sample in samples)
 
 
 def blocks_for_one(samples: Sequence[Sample]) -> int:
-    """Fewest blocks with which every sample can be active at some time."""
+    """Minimum number of blocks that guarantees progress."""
     return max(s.group.num_full_blocks + s.group.num_tail_blocks + s.num_own_blocks for s in samples)
 
 
@@ -117,21 +119,23 @@ class PagedScheduler:
         params: the sampling parameters that all rows share (SamplingParams.shared).
         decoder: computes prompts and steps over its static buffers.
         max_rows: max concurrent rows.
-        line_width: 0 for a whole batch, whose responses are stored one after another. Otherwise requests arrive over
-            time, and the output buffers are divided into lines of `line_width` tokens, which are reused after
-            `take_finished`.
+        lines: number of output lines. A line is reused after `take_finished`.
+        line_width: tokens per line.
     """
 
-    def __init__(self, params: SamplingParams, decoder: CudaDecoder, max_rows: int, line_width: int = 0):
+    def __init__(self, params: SamplingParams, decoder: CudaDecoder, max_rows: int, lines: int, line_width: int):
         self.params = params
         self.decoder = decoder
         self.buffers = decoder.buffers
         self.device = decoder.decoder.embedding.device
         self.max_rows = max_rows
         self.line_width = line_width
-        lines = len(self.buffers.tokens) // line_width if line_width else 0
-        self.free_outs = deque(line * line_width for line in range(lines))
-        self.next_out = 0
+        self.free_lines = deque(range(lines))
+        # (lines, width)
+        self.tokens, self.log_probs = (
+            values[: lines * line_width].view(lines, line_width)
+            for values in (self.buffers.tokens, self.buffers.log_probs)
+        )
         self.waiting: deque[Sample] = deque()
         self.free_blocks = list(range(self.buffers.kv_cache.shape[1]))
         self.slots: list[Sample | None] = []
@@ -143,7 +147,6 @@ class PagedScheduler:
             self.buffers.is_stop[upload(list(self.stops), torch.int64, self.device)] = 1
         self.buffers.state[triton_kernels.STATUS] = triton_kernels.DONE
         self.in_flight: Launched | None = None
-        self.abort_requests: list[Callable[[Row], bool]] = []  # from other threads, read by `run`
         self.steps = 0
 
     # ---- what the engine calls ----------------------------------------------------------------------------------
@@ -159,19 +162,17 @@ class PagedScheduler:
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Queue samples, in the order in which they are to be admitted."""
-        if not self.line_width:
-            for sample in samples:
-                sample.out, self.next_out = self.next_out, self.next_out + sample.row.limit
         self.waiting.extend(samples)
         self.has_stop_strings |= any(sample.row.stop is not None for sample in samples)
 
-    def run(self) -> list[tuple[Row, Completion]]:
-        """Generate until all rows have finished."""
-        while self.is_busy:
-            self.advance()
-            while self.abort_requests:
-                self.abort(self.abort_requests.pop())
-        return self._completions_of_all()
+    def extend(self, rows: Sequence[Row]) -> bool:
+        """Queue rows, unless one does not fit the buffers. Returns whether it has."""
+        samples, size, blocks = group_rows(rows), self.buffers.size, self.buffers.kv_cache.shape[1]
+        fits = blocks_for_one(samples) <= min(self.buffers.width, blocks)
+        fits &= all(row.reach <= size.positions and row.limit <= self.line_width for row in rows)
+        if fits:
+            self.add(samples)
+        return fits
 
     def advance(self) -> None:
         """Launch steps, read the status of the previous ones, and admit rows to freed slots."""
@@ -190,7 +191,7 @@ class PagedScheduler:
         dropped = [sample for sample in self.waiting if matches(sample.row)]
         self.waiting = deque(sample for sample in self.waiting if not matches(sample.row))
         for sample in dropped:
-            sample.aborted_at, sample.out = 0, -1
+            sample.aborted_at = 0
             sample.group.waiting -= 1
             self._release(sample.group)
         self.finished += dropped
@@ -203,31 +204,24 @@ class PagedScheduler:
     def take_finished(self) -> list[tuple[Row, Completion]]:
         """Return the rows that finished since the last call. Waits for the launched steps."""
         samples, self.finished = self.finished, []
-        found = [(sample.row, Completion([], [], "abort")) for sample in samples if sample.out < 0]
-        samples = [sample for sample in samples if sample.out >= 0]
-        if not samples:
-            return found
-        at = upload([sample.out for sample in samples], torch.int64, self.device)[:, None]
-        index = at + torch.arange(self.line_width, device=self.device)
-        tokens = self.buffers.tokens[index].cpu().numpy()
-        log_probs = self.buffers.log_probs[index].cpu().numpy()
-        is_stop = np.isin(tokens, list(self.stops))
-        for i, sample in enumerate(samples):
-            found.append((sample.row, self._completion(sample, tokens[i], log_probs[i], is_stop[i])))
-            self.free_outs.append(sample.out)
-        return found
+        completions = [(sample.row, Completion([], [], "abort")) for sample in samples if sample.line < 0]
+        samples = [sample for sample in samples if sample.line >= 0]
+        for first in range(0, len(samples), _LINES_READ):
+            completions += self._completions(samples[first : first + _LINES_READ])
+        self.free_lines += [sample.line for sample in samples]
+        return completions
 
     def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
         """See `SlotScheduler.sampled`. Waits for the launched steps."""
-        found, steps = [], self.buffers.state[triton_kernels.STEP, : len(self.slots)].tolist()
+        tokens, steps = [], self.buffers.state[triton_kernels.STEP, : len(self.slots)].tolist()
         for sample, step in zip(self.slots, steps):
             if sample is None or sample.ended:
                 continue
             first, end = since.get(sample.row.index, step), step if sample.row.stop is None else len(sample.tokens)
             if first < end:
-                new = slice(sample.out + first, sample.out + end)
-                found.append((sample.row, self.buffers.tokens[new].tolist(), self.buffers.log_probs[new].tolist()))
-        return found
+                new = sample.line, slice(first, end)
+                tokens.append((sample.row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
+        return tokens
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
@@ -298,9 +292,7 @@ class PagedScheduler:
                 self.finished.append(sample)
                 self.slots[slot] = None
         alive = sum(sample is not None for sample in self.slots)
-        room = self.max_rows - alive
-        if self.line_width:
-            room = min(room, len(self.free_outs))
+        room = min(self.max_rows - alive, len(self.free_lines))
         refill = bool(self.waiting) and room > 0
         refill &= alive == 0 or room >= min(len(self.waiting), max(1, self.max_rows // 16))
         if refill or alive == 0 or bucket_of(alive) < bucket_of(len(self.slots)):
@@ -342,14 +334,14 @@ class PagedScheduler:
 
     def _admit(self, room: int) -> None:
         """Allocate slots and blocks to waiting rows while both last, prefill their prompts, sample first tokens."""
-        chosen: list[Sample] = []
+        admitted: list[Sample] = []
         fresh: list[Group] = []
-        while self.waiting and len(chosen) < room:
+        while self.waiting and len(admitted) < room:
             sample = self.waiting[0]
             group = sample.group
             new = group.logits is None and group not in fresh
-            need = sample.num_own_blocks + (group.num_full_blocks + group.num_tail_blocks if new else 0)
-            if need > len(self.free_blocks):
+            required = sample.num_own_blocks + (group.num_full_blocks + group.num_tail_blocks if new else 0)
+            if required > len(self.free_blocks):
                 break
             self.waiting.popleft()
             if new:
@@ -357,13 +349,12 @@ class PagedScheduler:
                 group.shared_blocks = self._take(group.num_full_blocks)
                 group.tail_blocks = self._take(group.num_tail_blocks)
             sample.own_blocks = self._take(sample.num_own_blocks)
-            if self.line_width:
-                sample.out = self.free_outs.popleft()
+            sample.line = self.free_lines.popleft()
             group.waiting -= 1
             group.running += 1
-            chosen.append(sample)
-        assert chosen or self.slots, "blocks for one row were reserved"
-        if not chosen:
+            admitted.append(sample)
+        assert admitted or self.slots, "blocks for one row were reserved"
+        if not admitted:
             return
         if fresh:
             blocks = [g.shared_blocks + g.tail_blocks for g in fresh]
@@ -373,9 +364,9 @@ class PagedScheduler:
                 group.logits = row
             for group, routed_experts in zip(fresh, self.decoder.prompt_experts):
                 group.routed_experts = routed_experts
-        self._copy_tails(chosen)
-        self._fill_slots(chosen)
-        for group in {id(s.group): s.group for s in chosen}.values():
+        self._copy_tails(admitted)
+        self._fill_slots(admitted)
+        for group in {id(s.group): s.group for s in admitted}.values():
             self._release(group)
 
     def _take(self, count: int) -> list[int]:
@@ -384,47 +375,47 @@ class PagedScheduler:
         del self.free_blocks[at:]
         return taken
 
-    def _copy_tails(self, chosen: list[Sample]) -> None:
+    def _copy_tails(self, samples: list[Sample]) -> None:
         """Give each sample its own copy of the last block of its prompt."""
-        pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in chosen if s.group.tail_blocks]
+        pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in samples if s.group.tail_blocks]
         if pairs:
             self.decoder.copy_blocks(*map(list, zip(*pairs)))
 
-    def _fill_slots(self, chosen: list[Sample]) -> None:
+    def _fill_slots(self, samples: list[Sample]) -> None:
         """Initialize the slots of the chosen rows and sample their first tokens."""
         buffers, first = self.buffers, len(self.slots)
-        slots = slice(first, first + len(chosen))
+        slots = slice(first, first + len(samples))
         width = buffers.width
-        blocks = [s.group.shared_blocks + s.own_blocks for s in chosen]
+        blocks = [s.group.shared_blocks + s.own_blocks for s in samples]
         buffers.table[slots] = upload([p + [0] * (width - len(p)) for p in blocks], torch.int32, self.device)
         live = triton_kernels.LIVE
-        lines = [[0, len(s.row.prompt) - 1, 0, 0, s.row.limit, s.out, live, s.row.rope_offset] for s in chosen]
-        buffers.state[:, slots] = upload(lines, torch.int32, self.device).T
-        buffers.sample_ids[slots] = upload([s.row.sample_id for s in chosen], torch.int64, self.device)
-        buffers.seeds[slots] = upload([s.row.seed for s in chosen], torch.int64, self.device)
+        outs = [s.line * self.line_width for s in samples]
+        states = [
+            [0, len(s.row.prompt) - 1, 0, 0, s.row.limit, out, live, s.row.rope_offset] for s, out in zip(samples, outs)
+        ]
+        buffers.state[:, slots] = upload(states, torch.int32, self.device).T
+        buffers.sample_ids[slots] = upload([s.row.sample_id for s in samples], torch.int64, self.device)
+        buffers.seeds[slots] = upload([s.row.seed for s in samples], torch.int64, self.device)
         if not self.params.greedy:
             buffers.uniforms[0, slots] = uniform(buffers.seeds[slots], buffers.sample_ids[slots], 0)
-        groups = {id(s.group): s.group for s in chosen}
+        groups = {id(s.group): s.group for s in samples}
         order = {key: i for i, key in enumerate(groups)}
         logits = torch.stack([group.logits for group in groups.values()])
-        index = [order[id(s.group)] for s in chosen]
-        if len(groups) < len(chosen):
+        index = [order[id(s.group)] for s in samples]
+        if len(groups) < len(samples):
             logits = logits[upload(index, torch.int64, self.device)]
         self.decoder.sample(logits, first, self.params, capped=True)
-        self.slots += chosen
+        self.slots += samples
 
     # ---- completions --------------------------------------------------------------------------------------------
 
-    def _completions_of_all(self) -> list[tuple[Row, Completion]]:
-        """Completions of a whole batch, whose responses are stored one after another."""
-        tokens = self.buffers.tokens[: self.next_out].cpu().numpy()
-        log_probs = self.buffers.log_probs[: self.next_out].cpu().numpy()
-        is_stop, found = np.isin(tokens, list(self.stops)), []
-        for sample in sorted(self.finished, key=lambda sample: sample.out):
-            line = slice(sample.out, sample.out + sample.row.limit)
-            found.append((sample.row, self._completion(sample, tokens[line], log_probs[line], is_stop[line])))
-        self.finished = []
-        return found
+    def _completions(self, samples: list[Sample]) -> list[tuple[Row, Completion]]:
+        """Completions of samples that have finished."""
+        columns = max(sample.launched for sample in samples)
+        lines = upload([sample.line for sample in samples], torch.int64, self.device)
+        tokens, log_probs = (values[:, :columns][lines].cpu().numpy() for values in (self.tokens, self.log_probs))
+        outputs = zip(samples, tokens, log_probs, np.isin(tokens, list(self.stops)))
+        return [(sample.row, self._completion(sample, *output)) for sample, *output in outputs]
 
     def _completion(self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray, is_stop: np.ndarray) -> Completion:
         """Completion of a sample. tokens, log_probs, is_stop: its output, (limit,) or longer."""
@@ -441,6 +432,7 @@ class PagedScheduler:
         cut = "length" if end == row.limit else "abort"
         completion = Completion(tokens[:end].tolist(), log_probs[:end].tolist(), "stop" if stopped else cut)
         if self.decoder.records:
-            own = self.buffers.routed_experts[sample.out : sample.out + max(0, end - 1)]
+            out = sample.line * self.line_width
+            own = self.buffers.routed_experts[out : out + max(0, end - 1)]
             completion.routed_experts = torch.cat((sample.group.routed_experts, own)).cpu().numpy()
         return completion

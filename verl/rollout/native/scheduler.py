@@ -1,20 +1,22 @@
 """Scheduler of a batch in plain torch: assigns slots to rows.
 
-Rows can be added at any time and are admitted between decode steps: the scheduler serves a whole batch (`run`) or
-requests that arrive over time (`advance` and `take_finished`).
+Rows can be added at any time and are admitted between decode steps.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from verl.rollout.native.requests import Row
+from verl.rollout.checks import check_request
+from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.torch_decoder import TorchDecoder
-from verl.rollout.request import Completion, SamplingParams
+from verl.rollout.native.vision import PromptImages
+from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.sampling import check_finite, uniform
-from verl.rollout.stop_strings import SEARCH_INTERVAL
+from verl.rollout.stop_strings import SEARCH_INTERVAL, StopStrings
 
 #: steps for which random numbers are generated at once, and after which log-probs are checked
 _BLOCK_STEPS = 32
@@ -22,6 +24,66 @@ _BLOCK_STEPS = 32
 # rows of SlotScheduler.state; those of _COUNTERS increase by one per token
 _TOKEN, _POSITION, _STEP, _OUT, _LAST, _LINE, _SAMPLE, _SEED = range(8)
 _COUNTERS = slice(_POSITION, _OUT + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One request of a batch.
+
+    Args:
+        index: index of the request.
+        prompt: token ids.
+        sample_id, seed: determine its random numbers.
+        limit: max response tokens.
+        stop: stop strings.
+        images: those of the prompt.
+    """
+
+    index: int
+    prompt: list[int]
+    sample_id: int
+    limit: int
+    seed: int = 0
+    stop: StopStrings | None = None
+    images: PromptImages | None = None
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """Rows with equal keys are samples of one prompt."""
+        return tuple(self.prompt), id(self.images and self.images.inputs)
+
+    @property
+    def rope_offset(self) -> int:
+        """See `PromptImages.offset`."""
+        return 0 if self.images is None else self.images.offset
+
+    @property
+    def reach(self) -> int:
+        """Number of rotary positions up to the end of the response."""
+        return len(self.prompt) + self.limit + max(0, self.rope_offset)
+
+    @property
+    def length(self) -> int:
+        """Max tokens in the KV cache; the last token is never fed back."""
+        return len(self.prompt) + self.limit - 1
+
+    @classmethod
+    def from_request(cls, index: int, request: Request, decoder: Decoder) -> "Row":
+        """The row of a request. Raises ValueError that names the request by `index`."""
+        limits = decoder.vocab_size, decoder.max_positions, decoder.max_positions_reason
+        vision = decoder.vision
+        prompt = check_request(f"prompt {index}", request, "native", *limits, images=vision is not None)
+        images = None if vision is None else vision.images_of(prompt, request)
+        params = request.params
+        return cls(index, prompt, request.sample_id, params.max_tokens, params.seed, params.stop, images)
+
+
+def admission_order(rows: Sequence[Row]) -> list[Row]:
+    """Sort rows by length, longest first, with the samples of a prompt adjacent."""
+    longest: dict[tuple[tuple[int, ...], int], int] = {}
+    for row in rows:
+        longest[row.key] = max(row.length, longest.get(row.key, 0))
+    return sorted(rows, key=lambda row: (-longest[row.key], row.key, -row.limit))
 
 
 class SlotScheduler:
@@ -67,7 +129,6 @@ class SlotScheduler:
         self.dropped: list[Row] = []  # aborted before they were admitted
         self.active = 0
         self.due = 0  # steps until the first active row reaches its limit
-        self.abort_requests: list[Callable[[Row], bool]] = []  # from other threads, read by `run`
         self.steps = 0
         decoder.start_step_at(self.state[_POSITION, :0])
 
@@ -86,14 +147,6 @@ class SlotScheduler:
         """Queue rows, in the order in which they are to be admitted."""
         self.waiting.extend(rows)
         self.has_stop_strings |= any(row.stop is not None for row in rows)
-
-    def run(self) -> list[tuple[Row, Completion]]:
-        """Generate until all rows have finished."""
-        while self.is_busy:
-            self.advance()
-            while self.abort_requests:
-                self.abort(self.abort_requests.pop())
-        return self.take_finished()
 
     def advance(self) -> None:
         """Admit waiting rows, or decode one token for every active row."""
@@ -116,10 +169,10 @@ class SlotScheduler:
 
     def take_finished(self) -> list[tuple[Row, Completion]]:
         """Return the rows that finished since the last call. Raises ValueError for non-finite log-probs."""
-        found = [(row, Completion([], [], "abort")) for row in self.dropped]
+        completions = [(row, Completion([], [], "abort")) for row in self.dropped]
         self.dropped = []
         if not self.finished:
-            return found
+            return completions
         lines, self.finished = sorted(self.finished), []
         index = torch.tensor(lines, device=self.device)
         tokens, log_probs = self.tokens.view(-1, self.width)[index], self.log_probs.view(-1, self.width)[index]
@@ -129,9 +182,9 @@ class SlotScheduler:
             length = self.lengths[line]
             completion = Completion(ids[:length], lps[:length], self._reason(line, ids[length - 1]))
             completion.routed_experts = self._routes_of(line, length)
-            found.append((row, completion))
+            completions.append((row, completion))
             self._free_line(line)
-        return found
+        return completions
 
     def _routes_of(self, line: int, length: int) -> np.ndarray | None:
         """The choices for a prompt and all but the last of `length` response tokens."""
@@ -142,15 +195,15 @@ class SlotScheduler:
 
     def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
         """New tokens of active rows and their log-probs. since: Row.index -> tokens that the caller already has."""
-        found = []
+        tokens = []
         for line, step in self.state[[_LINE, _STEP], : self.active].T.tolist():
             row = self.rows[line]
             # text after a stop string must not be reported
             end = step + 1 if row.stop is None else self.searched[line]
             if since.get(row.index, end) < end:
                 new = slice(line * self.width + since[row.index], line * self.width + end)
-                found.append((row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
-        return found
+                tokens.append((row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
+        return tokens
 
     def resize(self, decoder: TorchDecoder, slots: int, width: int) -> None:
         """Continue with a larger cache: `slots` slots, and as many lines of at least `width` tokens."""
@@ -238,10 +291,10 @@ class SlotScheduler:
 
     def _search_stop_strings(self) -> bool:
         """Search the active rows for stop strings. Returns whether any row ended."""
-        found = False
+        has_ended = False
         for line, step in self.state[[_LINE, _STEP], : self.active].T.tolist():
-            found |= self._text_end(line, step + 1) is not None
-        return found
+            has_ended |= self._text_end(line, step + 1) is not None
+        return has_ended
 
     def _text_end(self, line: int, length: int) -> int | None:
         """Number of tokens up to the first stop string in the first `length` tokens of a row; None if there is none."""

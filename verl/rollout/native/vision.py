@@ -84,11 +84,11 @@ class NativeVision:
         if not inputs:
             return None
         key = (tuple(prompt), id(inputs), continued)
-        found = self._known.get(key)
-        if found is None:
+        images = self._known.get(key)
+        if images is None:
             positions = multimodal_positions(self.config, torch.tensor(prompt), inputs, continued)
-            found = self._known[key] = PromptImages(inputs, positions, continued)
-        return found
+            images = self._known[key] = PromptImages(inputs, positions, continued)
+        return images
 
     def prefill(
         self, embeds: torch.Tensor, prompts: Sequence[list[int]], images: Sequence[PromptImages | None]

@@ -1,7 +1,7 @@
 """LoRA adapters that SGLang applies: its arguments, and the receiver that sends them to its processes.
 
 SGLang knows one adapter, `NAME`, and every request names it. A push replaces its matrices in the scheduler
-(`adapter_loader`), so requests that are running continue with the new ones.
+(`loader.load_adapter`), so requests that are running continue with the new ones.
 """
 
 import inspect
@@ -83,7 +83,7 @@ def _number_of(layer: str) -> str | None:
 
 
 def _loads_adapters() -> bool:
-    """Whether SGLang has the LoRA manager that `adapter_loader` calls."""
+    """Whether SGLang has the LoRA manager that `loader` calls."""
     try:
         from sglang.srt.lora.lora_manager import LoRAManager
         from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry

@@ -1,36 +1,34 @@
 """What the adapter needs of the installed SGLang, found from signatures and attributes instead of version numbers."""
 
 import asyncio
-import importlib
-import importlib.metadata
-import inspect
 import os
 from dataclasses import dataclass
 
-from verl.config.supported import SGLANG_INSTALL, SGLANG_TESTED, missing_package
+from verl.rollout.engine_copy import installed_version, parameters_of, probe_package
+from verl.rollout.sglang.traits import PACKAGE, TRAITS
 
-_IO = "sglang.srt.managers.io_struct"
-#: (module, class or function) -> attributes that the adapter uses
+#: class -> attributes that the adapter uses
 _ATTRIBUTES = {
-    ("sglang.srt.entrypoints.engine", "Engine"): ("async_generate", "shutdown", "release_memory_occupation",
-                                                  "resume_memory_occupation"),
-    ("sglang.srt.managers.tokenizer_manager", "TokenizerManager"): ("abort_request", "update_weights_from_tensor"),
-    ("sglang.srt.sampling.custom_logit_processor", "CustomLogitProcessor"): ("to_str",),
-    ("sglang.srt.utils", "MultiprocessingSerializer"): ("serialize",),
-}  # fmt: skip
-#: (module, class) -> parameters that the adapter passes
+    "sglang.srt.entrypoints.engine:Engine": (
+        *("async_generate", "shutdown", "release_memory_occupation", "resume_memory_occupation"),
+    ),
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager": ("abort_request", "update_weights_from_tensor"),
+    "sglang.srt.sampling.custom_logit_processor:CustomLogitProcessor": ("to_str",),
+    "sglang.srt.utils:MultiprocessingSerializer": ("serialize",),
+}
+#: class -> parameters that the adapter passes
 _PARAMETERS = {
-    ("sglang.srt.server_args", "ServerArgs"): (
+    "sglang.srt.server_args:ServerArgs": (
         *("skip_tokenizer_init", "custom_weight_loader", "enable_custom_logit_processor", "stream_interval"),
         *("enable_memory_saver", "mem_fraction_static", "max_running_requests", "context_length", "load_format"),
         *("disable_radix_cache", "chunked_prefill_size", "base_gpu_id", "tp_size", "random_seed", "max_total_tokens"),
         *("custom_sigquit_handler", "json_model_override_args", "enable_deterministic_inference"),
         "enable_weights_cpu_backup",
     ),
-    (_IO, "UpdateWeightsFromTensorReqInput"): (
+    "sglang.srt.managers.io_struct:UpdateWeightsFromTensorReqInput": (
         *("serialized_named_tensors", "load_format", "flush_cache", "weight_version"),
     ),
-    ("sglang.srt.sampling.sampling_params", "SamplingParams"): ("sampling_seed", "stop_token_ids", "ignore_eos"),
+    "sglang.srt.sampling.sampling_params:SamplingParams": ("sampling_seed", "stop_token_ids", "ignore_eos"),
 }
 
 
@@ -62,46 +60,18 @@ def probe(on_gpu: bool) -> Capabilities:
         ImportError: SGLang is not installed or does not import.
         ValueError: it lacks something; the message lists what, with the tested versions.
     """
-    if (message := missing_package("rollout.name", "sglang")) is not None:
+    if (message := TRAITS.missing_package()) is not None:
         raise ImportError(f"rollout.name={message}")
-    version = importlib.metadata.version("sglang")
     if not on_gpu:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read at import
     policy = asyncio.get_event_loop_policy()
     try:
-        found = {key: _load(*key) for key in (*_ATTRIBUTES, *_PARAMETERS)}
-    except ImportError as error:
-        raise ImportError(
-            f"rollout.name=sglang: SGLang {version} does not import: {error} (tested: {_tested()}). To install: "
-            f"{SGLANG_INSTALL}"
-        ) from error
+        classes = probe_package(PACKAGE, _ATTRIBUTES, _PARAMETERS)
     finally:
         asyncio.set_event_loop_policy(policy)  # SGLang's import replaces it
-    lacking = [f"{key[1]}.{name}" for key, names in _ATTRIBUTES.items() for name in names
-               if name not in dir(found[key])]  # fmt: skip
-    lacking += [f"{key[1]}({name})" for key, names in _PARAMETERS.items() for name in names
-                if name not in inspect.signature(found[key]).parameters]  # fmt: skip
-    if lacking:
-        raise ValueError(
-            f"rollout.name=sglang: SGLang {version} lacks {', '.join(lacking)}; tested versions: {_tested()}. "
-            f"To install: {SGLANG_INSTALL}"
-        )
-    engine = found["sglang.srt.entrypoints.engine", "Engine"]
     return Capabilities(
-        version,
-        update_sessions="begin_weight_update" in dir(engine),
-        routed_experts="return_routed_experts" in inspect.signature(engine.async_generate).parameters,
-        arguments=frozenset(inspect.signature(found["sglang.srt.server_args", "ServerArgs"]).parameters),
+        installed_version(PACKAGE),
+        update_sessions="begin_weight_update" in dir(classes["Engine"]),
+        routed_experts="return_routed_experts" in parameters_of(classes["Engine"].async_generate),
+        arguments=parameters_of(classes["ServerArgs"]),
     )
-
-
-def _load(module: str, name: str):
-    loaded = importlib.import_module(module)
-    try:
-        return getattr(loaded, name)
-    except AttributeError:
-        raise ImportError(f"{module} has no {name}") from None
-
-
-def _tested() -> str:
-    return ", ".join(SGLANG_TESTED)

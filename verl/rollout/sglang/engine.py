@@ -1,24 +1,27 @@
 """The SGLang rollout engine, with the contract of `verl.rollout.base.RolloutEngine`."""
 
-import asyncio
 import base64
-import time
+import functools
+import json
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.rollout.base import RolloutEngine, RolloutStats
 from verl.rollout.checks import check_request
-from verl.rollout.request import Completion, Request, matches_ids
-from verl.rollout.sampling import SAMPLING_KEYS
-from verl.rollout.sglang.filters import filter_params, processor
+from verl.rollout.engine_copy import CopyRollout
+from verl.rollout.request import FILTERS, Completion, Request, SamplingParams, matches_ids
+from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang.images import MediaReader
 from verl.rollout.sglang.service import Job, Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangMemory, SglangReceiver
 from verl.utils.rng import fork_seed
 
 _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_response_length"
+_FILTER_KEYS = ("temperature", *FILTERS)
 
 
 def arguments_of(job: Job, records: bool = False, media: MediaReader | None = None) -> dict[str, Any]:
@@ -44,8 +47,8 @@ def arguments_of(job: Job, records: bool = False, media: MediaReader | None = No
         "stream": params.stop is not None,
     }
     if request.has_images:
-        given = media.read(request.prompt_ids, request.multi_modal_inputs, len(job.token_ids), request.continued)
-        arguments["image_data"] = [given]
+        images = media.read(request.prompt_ids, request.multi_modal_inputs, len(job.token_ids), request.continued)
+        arguments["image_data"] = [images]
     if records:
         arguments["return_routed_experts"] = True
     if params.filters:
@@ -65,7 +68,7 @@ def decode_experts(text: str, layers: list[int], shape: tuple[int, int]) -> np.n
     return np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, *shape)[:, layers]
 
 
-class SglangRollout(RolloutEngine):
+class SglangRollout(CopyRollout):
     """Generates with SGLang (Zheng et al. 2023, arXiv 2312.07104), on rank 0 of a tensor-parallel group.
 
     Log-probs are those of the distribution that was sampled from, in float32; of the unscaled distribution when greedy.
@@ -81,9 +84,6 @@ class SglangRollout(RolloutEngine):
         max_length: longest sequence, prompt plus response.
         media: makes the images of prompts; None for a text model.
     """
-
-    sampling_keys = SAMPLING_KEYS
-    supports_tensor_parallel = True
 
     def __init__(
         self,
@@ -103,32 +103,11 @@ class SglangRollout(RolloutEngine):
         self._receiver = receiver
         self.records_routing = service.experts is not None
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See `RolloutEngine.generate`. May run at the same time as requests of `generate_one`.
-
-        Raises:
-            ValueError: an invalid request (see `check_request`), non-finite logits, or weights that were not received.
-        """
-        for index, request in enumerate(requests):
-            self._check(f"prompt {index}", request)
-        start = time.perf_counter()
-        self._prepare()
-        futures = [self.service.submit(request) for request in requests]
-        try:
-            completions = [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        self.stats = RolloutStats(tokens, seconds=time.perf_counter() - start)
-        return completions
-
-    async def generate_one(self, request: Request) -> Completion:
-        """See `RolloutEngine.generate_one`. Continuous batching; event loops of several threads share the batch."""
-        self._check(f"the prompt of sample_id {request.sample_id!r}", request)
-        self._prepare()
-        return await asyncio.wrap_future(self.service.submit(request))
+    def submit(self, requests: Sequence[Request], is_batch: bool) -> "list[Future[Completion]]":
+        """See `CopyRollout.submit`."""
+        self._receiver.check_filled()
+        self.memory.allocate("kv_cache")
+        return [self.service.submit(request) for request in requests]
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`."""
@@ -137,15 +116,12 @@ class SglangRollout(RolloutEngine):
     def follow(self) -> None:
         """See `RolloutEngine.follow`."""
 
-    def _check(self, name: str, request: Request) -> None:
+    def check(self, name: str, request: Request) -> None:
+        """See `CopyRollout.check`."""
         images = self.media is not None
         check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH, images)
         if self.media is not None:
             self.media.check(name, request)
-
-    def _prepare(self) -> None:
-        self._receiver.check_filled()
-        self.memory.allocate("kv_cache")
 
     # ---- memory and weights -------------------------------------------------------------------------------------
 
@@ -157,9 +133,6 @@ class SglangRollout(RolloutEngine):
         """
         with self.service.exclusive("sleep()", idle=True):
             self.memory.free("kv_cache")
-
-    def wake(self) -> None:
-        """Does nothing: the KV cache is allocated when it is used."""
 
     def receiver(self) -> SglangReceiver:
         return self._receiver
@@ -183,3 +156,39 @@ class SglangFollower(RolloutEngine):
 
     def receiver(self) -> FollowerReceiver:
         return self._receiver
+
+
+# ---- filters ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def processor() -> str:
+    """`LogitFilter` in the form in which SGLang sends it to its scheduler."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    return CustomLogitProcessor.__dict__["to_str"].__func__(LogitFilter)
+
+
+def filter_params(params: SamplingParams) -> dict[str, Any]:
+    """The parameters of `LogitFilter` for one request."""
+    return {"filters": json.dumps({name: getattr(params, name) for name in _FILTER_KEYS})}
+
+
+class LogitFilter:
+    """A logit processor of SGLang's scheduler for top-k, top-p and min-p, as `verl.rollout.sampling` applies them.
+
+    SGLang applies its own filters to the probabilities that it samples from, but reports log-probs of the unfiltered
+    distribution. A logit processor changes the logits before both, so that they agree.
+    """
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]]) -> torch.Tensor:
+        """Filter logits (B, V), which are not divided by the temperature. One dict of `filter_params` per row."""
+        rows: dict[str, list[int]] = {}
+        for row, custom_params in enumerate(custom_param_list):
+            rows.setdefault(custom_params["filters"], []).append(row)
+        for text, indices in rows.items():
+            params = SamplingParams(1, (), **json.loads(text))
+            index = torch.tensor(indices, device=logits.device)
+            selected = logits[index]
+            logits[index] = selected.masked_fill(filter_logits(selected, params).isneginf(), float("-inf"))
+        return logits

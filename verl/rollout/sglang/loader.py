@@ -6,12 +6,14 @@ trainer reads (`read_outcomes`). After the last bucket it has the sums of what t
 those of all ranks with what it has sent (`find_stale`).
 """
 
+import gc
 import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ import torch
 from torch import nn
 
 from verl.rollout.expert_names import ExpertNames
-from verl.rollout.sglang.adapter_loader import load_adapter
 from verl.rollout.sglang.images import forget_features
 from verl.weight_sync.checksums import sum_of_bits, wrap
 
@@ -199,3 +200,55 @@ def wait_before_unmapping() -> None:
         pause(tag=tag)
 
     saver.pause = waiting
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def lora_manager(model: nn.Module) -> Any:
+    """SGLang's LoRA manager for a model, which the model does not refer to."""
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    return next(each for each in gc.get_objects() if type(each) is LoRAManager and each.base_model is model)
+
+
+def load_adapter(
+    model: nn.Module, adapter: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, int]]:
+    """Replace the adapter, and write it to the buffers that SGLang multiplies with.
+
+    Args:
+        model: SGLang's model.
+        adapter: its name, rank and modules.
+        tensors: its matrices by PEFT name. The factor of B A is 1.
+
+    Returns:
+        LAYER.MODULE.MATRIX, such as 0.qkv_proj.A -> elements of its buffer, and sum of their bits. A tensor-parallel
+        rank has a slice of some.
+    """
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    manager, name, rank = lora_manager(model), adapter["name"], adapter["rank"]
+    reference = LoRARef(lora_id=name, lora_name=name, lora_path=name, pinned=False)
+    if name in manager.loras:
+        _check(manager.unload_lora_adapter(reference))
+    config = {"r": rank, "lora_alpha": rank, "target_modules": adapter["modules"], "peft_type": "LORA"}
+    copies = {key: tensor.clone() for key, tensor in tensors.items()}  # the trainer uses the memory again
+    _check(manager.load_lora_adapter_from_tensors(reference, copies, config))
+    manager.fetch_new_loras({name})
+    pool = manager.memory_pool
+    slot = pool.get_buffer_id(name)
+    buffers = {
+        f"{number}.{module}.{matrix}": buffer[slot]
+        for matrix, modules in (("A", pool.A_buffer), ("B", pool.B_buffer))
+        for module, layers in modules.items()
+        for number, buffer in enumerate(layers)
+    }
+    return {key: (buffer.numel(), int(sum_of_bits(buffer))) for key, buffer in buffers.items()}
+
+
+def _check(result: Any) -> None:
+    """Raise ValueError if SGLang reports a failure."""
+    if not result.success:
+        raise ValueError(result.error_message)

@@ -1,26 +1,25 @@
-"""SGLang's engine and the thread on which its coroutines run, so that threads and event loops can share it."""
+"""SGLang's engine and its requests, which run in one thread, so that threads and event loops can share it."""
 
 import asyncio
 import logging
 import multiprocessing
 import os
-import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from verl.rollout.checks import check_finite
+from verl.rollout.engine_copy import EngineJob, running_error
+from verl.rollout.engine_thread import EngineThread
 from verl.rollout.request import Completion, FinishReason, Request
-from verl.rollout.routed_experts import cut, extended
+from verl.rollout.routed_experts import extended
 from verl.rollout.sglang.capabilities import Capabilities
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _ABORT_AGAIN = 0.05  # seconds until an abort is sent again
@@ -47,7 +46,7 @@ class FailureHandler:
     def __call__(self, signum: int, frame: Any) -> None:
         if self.service is None:
             raise ProcessFailed
-        self.service.fail()
+        self.service.thread.fail(ProcessFailed())
 
 
 def start_engine(args: dict[str, Any], on_failure: FailureHandler) -> Any:
@@ -85,33 +84,15 @@ def shares_of_cores(ranks: int) -> str:
 
 
 @dataclass(eq=False)
-class Job:
-    """A request, and its tokens so far.
+class Job(EngineJob):
+    """A request to SGLang.
 
     Attributes:
         rid: its id in SGLang; "" before it is submitted.
-        aborted: whether `abort` named it.
         spans: (first token, weight version) as SGLang reports them.
-        routed_experts: the experts that were chosen; None: not recorded.
     """
 
-    request: Request
     rid: str = ""
-    aborted: bool = False
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    routed_experts: np.ndarray | None = None
-
-    def finish(self, reason: FinishReason) -> Completion:
-        """The completion. Raises ValueError if a log-prob is not finite."""
-        check_finite(self.request, self.log_probs)
-        spans = self.spans if len({version for _, version in self.spans}) > 1 else []
-        found, tokens = self.routed_experts, len(self.request.prompt_ids) + len(self.token_ids) - 1
-        return Completion(self.token_ids, self.log_probs, reason, spans, None if found is None else cut(found, tokens))
-
-    def truncate(self, length: int) -> None:
-        del self.token_ids[length:], self.log_probs[length:]
 
 
 class Service:
@@ -134,10 +115,9 @@ class Service:
         self.engine = engine
         self.capabilities = capabilities
         self.experts = experts
+        self.thread = EngineThread("sglang")
         self._arguments = arguments
-        self._loop = asyncio.new_event_loop()
-        self._turn = threading.RLock()  # of exclusive calls
-        # of the thread of the loop:
+        # of the thread:
         self._jobs: set[Job] = set()
         self._is_open = asyncio.Event()
         self._is_open.set()
@@ -145,68 +125,40 @@ class Service:
         self._is_idle.set()
         self._in_engine = 0
         self._is_paused = False
-        self._failed = asyncio.Event()
         #: version that SGLang reports for its weights; None: those of the files
         self.version: str | None = None
-        engine.loop = self  # its blocking methods call run_until_complete
-        threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True).start()
+        engine.loop = self.thread  # its blocking methods call run_until_complete
 
     # ---- from any thread ----------------------------------------------------------------------------------------
-
-    def run_until_complete(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the thread of the loop, and wait for it. Raises ProcessFailed as soon as SGLang fails."""
-        return asyncio.run_coroutine_threadsafe(self._unless_failed(coroutine), self._loop).result()
 
     def submit(self, request: Request) -> "Future[Completion]":
         """Start a request. Cancelling the future aborts it. If SGLang fails, its result is ProcessFailed."""
         job = Job(request)
-        self._loop.call_soon_threadsafe(self._jobs.add, job)  # before the request starts: a later `abort` finds it
-        return asyncio.run_coroutine_threadsafe(self._unless_failed(self._complete(job)), self._loop)
-
-    def fail(self) -> None:
-        """End all running and later calls with ProcessFailed: SGLang does not answer any more."""
-        self._loop.call_soon_threadsafe(self._failed.set)
+        self.thread.call(self._jobs.add, job)  # before the request starts: a later `abort` finds it
+        return self.thread.submit(self._complete(job))
 
     def abort(self, matches: Callable[[Request], bool]) -> None:
         """Abort requests; each is finished with its tokens so far."""
-        self._loop.call_soon_threadsafe(self._abort, matches)
+        self.thread.call(self._abort, matches)
 
-    @contextmanager
-    def exclusive(self, what: str, idle: bool = False) -> Iterator[None]:
+    def exclusive(self, caller: str, idle: bool = False) -> AbstractContextManager[None]:
         """Context in which no request is computed. Running ones wait if SGLang can interrupt them; otherwise the
         context begins when they are finished.
 
         Args:
-            what: the caller, for the error.
+            caller: for the error.
             idle: no request may be running.
 
         Raises:
             ValueError: requests are running, and `idle` is set.
         """
-        with self._turn:
-            self.run_until_complete(self._close(what, idle))
-            try:
-                yield
-            finally:
-                self.run_until_complete(self._reopen())
+        return self.thread.exclusive(self._close(caller, idle), self._reopen)
 
-    # ---- on the thread of the loop ------------------------------------------------------------------------------
+    # ---- in the thread ------------------------------------------------------------------------------------------
 
-    async def _unless_failed(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, which is cancelled when SGLang fails."""
-        task, failed = asyncio.ensure_future(coroutine), asyncio.ensure_future(self._failed.wait())
-        try:
-            await asyncio.wait([task, failed], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ProcessFailed
-            return task.result()
-        finally:
-            task.cancel()
-            failed.cancel()
-
-    async def _close(self, what: str, idle: bool) -> None:
+    async def _close(self, caller: str, idle: bool) -> None:
         if idle and self._in_engine:
-            raise ValueError(f"{what} was called while requests are running: wait for them or abort them")
+            raise running_error(caller)
         self._is_open.clear()
         if self._in_engine and self.capabilities.update_sessions:
             from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -227,25 +179,25 @@ class Service:
 
     def _abort(self, matches: Callable[[Request], bool]) -> None:
         for job in self._jobs:
-            if not job.aborted and matches(job.request):
-                job.aborted = True
+            if not job.is_aborted and matches(job.request):
+                job.is_aborted = True
                 self._send_abort(job)
 
     def _send_abort(self, job: Job) -> None:
         """Abort a request until it ends: SGLang ignores ids that it does not know yet."""
         if job.rid and job in self._jobs:
             self.engine.tokenizer_manager.abort_request(rid=job.rid)
-            self._loop.call_later(_ABORT_AGAIN, self._send_abort, job)
+            self.thread.loop.call_later(_ABORT_AGAIN, self._send_abort, job)
 
     async def _complete(self, job: Job) -> Completion:
         try:
             while True:
                 await self._is_open.wait()
-                if job.aborted:
-                    return job.finish("abort")
+                if job.is_aborted:
+                    return job.completion("abort")
                 reason = await self._continue(job)
                 if reason is not None:
-                    return job.finish(reason)
+                    return job.completion(reason)
         finally:
             self._jobs.discard(job)
 
@@ -273,16 +225,16 @@ class Service:
             if not self._in_engine:
                 self._is_idle.set()
         if end is not None:
-            job.truncate(end)
+            del job.token_ids[end:], job.log_probs[end:]
             return "stop"
         return self._reason(job, output["meta_info"]["finish_reason"])
 
     async def _outputs(self, arguments: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        found = await self.engine.async_generate(**arguments)
+        result = await self.engine.async_generate(**arguments)
         if not arguments["stream"]:
-            yield found
+            yield result
             return
-        async for output in found:
+        async for output in result:
             yield output
 
     def _read(self, job: Job, output: dict[str, Any], before: int) -> None:
@@ -292,8 +244,8 @@ class Service:
         job.token_ids[before:] = [token for _, token, _ in pairs]
         job.log_probs[before:] = [log_prob for log_prob, _, _ in pairs]
         if self.experts is not None and meta.get("routed_experts"):
-            found, length = self.experts(meta["routed_experts"]), len(job.request.prompt_ids) + before
-            job.routed_experts = extended(job.routed_experts, found, length)
+            choices, length = self.experts(meta["routed_experts"]), len(job.request.prompt_ids) + before
+            job.routed_experts = extended(job.routed_experts, choices, length)
         if self.version is None:
             return
         if pairs and meta["weight_version"] != self.version:
@@ -304,11 +256,11 @@ class Service:
         spans = [(before + span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()]
         job.spans = [span for span in job.spans if span[0] < before] + spans
 
-    def _reason(self, job: Job, found: dict[str, Any]) -> FinishReason | None:
+    def _reason(self, job: Job, reason: dict[str, Any]) -> FinishReason | None:
         """The finish reason of SGLang as a `FinishReason`."""
         params, length = job.request.params, len(job.token_ids)
-        match found["type"]:
-            case "abort" if job.aborted:
+        match reason["type"]:
+            case "abort" if job.is_aborted:
                 return "abort"
             case "stop" if job.token_ids[-1] in params.active_stop_ids:
                 return "stop"
@@ -318,5 +270,5 @@ class Service:
                 return None  # an end token of the model that the request does not stop at: it is continued
         raise ValueError(
             f"sample id {job.request.sample_id}: SGLang ended the request after {length} of {params.max_tokens} "
-            f"tokens: {found}"
+            f"tokens: {reason}"
         )

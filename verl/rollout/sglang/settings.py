@@ -80,10 +80,10 @@ _SLACK = 8  # positions that SGLang keeps free
 _SEEDS = 2**31  # of random_seed
 
 
-def check_kwargs(given: dict[str, Any], known: Collection[str] = ()) -> None:
+def check_kwargs(kwargs: dict[str, Any], known: Collection[str] = ()) -> None:
     """Raise ValueError for arguments in `engine_kwargs.sglang` that contradict this adapter or another key, or that are
     not among the known ones, and for an environment variable that changes the log-probs."""
-    check_engine_kwargs("sglang", given, _OWNED, _NOT_SUPPORTED | _FIXED, known)
+    check_engine_kwargs("sglang", kwargs, _OWNED, _NOT_SUPPORTED | _FIXED, known)
     if os.environ.get(_ORIGINAL_LOG_PROBS, "0").lower() in ("1", "true"):
         raise ValueError(
             f"rollout.name=sglang: {_ORIGINAL_LOG_PROBS} is set: log-probs would be those before the temperature, but "
@@ -101,10 +101,10 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def _check_eager(given: dict[str, Any]) -> None:
+def _check_eager(kwargs: dict[str, Any]) -> None:
     """Raise ValueError for arguments with which SGLang captures graphs or compiles despite `disable_cuda_graph`."""
     for name in _NOT_EAGER:
-        if given.get(name) not in (None, False, "disabled"):
+        if kwargs.get(name) not in (None, False, "disabled"):
             raise ValueError(
                 f"rollout.engine_kwargs.sglang.{name} contradicts rollout.enforce_eager=true, which disables CUDA "
                 "graphs and torch.compile: remove one of them"
@@ -130,11 +130,11 @@ def engine_args(
             does not support on this device, or choices of experts that this SGLang does not report.
     """
     model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
-    given, length = dict(config.engine_kwargs.sglang), max_model_len(config)
-    check_kwargs(given, capabilities.arguments)
+    kwargs, length = dict(config.engine_kwargs.sglang), max_model_len(config)
+    check_kwargs(kwargs, capabilities.arguments)
     check_dtype(dtype, env.device)
     if config.enforce_eager:
-        _check_eager(given)
+        _check_eager(kwargs)
     if "quantization_config" in hf_config.to_dict():
         raise ValueError(f"rollout.name=sglang: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
     if is_vision_config(hf_config):
@@ -170,7 +170,7 @@ def engine_args(
         tokens = _host_cache_tokens(hf_config, dtype, length, config.max_num_seqs)
         args |= {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": tokens}
         args["mem_fraction_static"] = _FREE_SHARE  # SGLang would keep 12 GiB free; the cache has `max_total_tokens`
-    return args | given
+    return args | kwargs
 
 
 def _expert_args(

@@ -27,7 +27,7 @@ _MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's `max_lora_r
 
 
 def lora_request() -> Any:
-    """What every request says so that vLLM applies the adapter. The path is never read."""
+    """The LoRA request attached to every prompt. The path is never read."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", _ID, "/policy")
@@ -69,8 +69,8 @@ def _supports_adapters(copy: EngineCopy) -> bool:
     overrides = {"hf_overrides": dict(model.override_config)} if model.override_config else {}
     args = EngineArgs(model.path, trust_remote_code=model.trust_remote_code, skip_tokenizer_init=True, **overrides)
     config = args.create_model_config()
-    found, _ = ModelRegistry.resolve_model_cls(config.architectures, config)
-    return supports_lora(found)
+    model_class, _ = ModelRegistry.resolve_model_cls(config.architectures, config)
+    return supports_lora(model_class)
 
 
 class VllmAdapterReceiver(AppliedAdapters, VllmReceiver):

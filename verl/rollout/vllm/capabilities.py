@@ -1,30 +1,26 @@
-"""What the adapter needs of the installed vLLM, found from signatures and attributes instead of version numbers.
+"""What the adapter needs of the installed vLLM, found from signatures and attributes instead of version numbers."""
 
-`verl.config.supported.missing_package` reports a missing vLLM before a run starts.
-"""
-
-import importlib.metadata
-import inspect
 import os
 from dataclasses import dataclass
 
-from verl.config.supported import VLLM_INSTALL, VLLM_TESTED, missing_package
+from verl.rollout.engine_copy import installed_version, parameters_of, probe_package
+from verl.rollout.vllm.traits import PACKAGE, TRAITS
 
 #: class -> attributes that the adapter calls
 _ATTRIBUTES = {
-    "LLM": ("collective_rpc", "sleep", "wake_up", "reset_prefix_cache"),
-    "LLMEngine": ("add_request", "step", "abort_request", "has_unfinished_requests"),
+    "vllm:LLM": ("collective_rpc", "sleep", "wake_up", "reset_prefix_cache"),
+    "vllm.v1.engine.llm_engine:LLMEngine": ("add_request", "step", "abort_request", "has_unfinished_requests"),
 }
-#: method -> parameters that the adapter passes
+#: class or method -> parameters that the adapter passes
 _PARAMETERS = {
-    "SamplingParams": ("logprobs", "seed", "stop_token_ids", "ignore_eos", "detokenize", "output_kind", "min_p"),
-    "EngineArgs": (
+    "vllm:SamplingParams": ("logprobs", "seed", "stop_token_ids", "ignore_eos", "detokenize", "output_kind", "min_p"),
+    "vllm.engine.arg_utils:EngineArgs": (
         *("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "enable_sleep_mode"),
         *("gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill", "generation_config"),
     ),
-    "LLM.reset_prefix_cache": ("reset_running_requests",),
-    "LLM.sleep": ("level",),
-    "LLM.wake_up": ("tags",),
+    "vllm:LLM.reset_prefix_cache": ("reset_running_requests",),
+    "vllm:LLM.sleep": ("level",),
+    "vllm:LLM.wake_up": ("tags",),
 }
 
 
@@ -55,16 +51,6 @@ class Capabilities:
     arguments: frozenset[str] = frozenset()
 
 
-def installed_version() -> str:
-    """Version of the installed vLLM, for messages."""
-    for distribution in VLLM_TESTED:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "(an unversioned copy)"
-
-
 def set_environment() -> None:
     """Set the variables that vLLM reads, unless they are set: one process, only errors in the log, all-reduces by NCCL.
 
@@ -90,44 +76,23 @@ def probe() -> Capabilities:
         ImportError: vLLM is not installed or does not import.
         ValueError: it lacks something; the message lists what, with the tested versions.
     """
-    message = missing_package("rollout.name", "vllm")
-    if message is not None:
+    if (message := TRAITS.missing_package()) is not None:
         raise ImportError(f"rollout.name={message}")
     set_environment()
-    try:
-        from vllm import LLM, SamplingParams
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-    except ImportError as error:
-        raise ImportError(
-            f"rollout.name=vllm: vLLM {installed_version()} does not import: {error} (tested: {_tested()}). "
-            f"To install: {VLLM_INSTALL}"
-        ) from error
-    classes = {"LLM": LLM, "LLMEngine": LLMEngine, "SamplingParams": SamplingParams, "EngineArgs": EngineArgs}
-    lacking = [f"{name}.{method}" for name, methods in _ATTRIBUTES.items() for method in methods
-               if method not in dir(classes[name])]  # fmt: skip
-    for path, expected in _PARAMETERS.items():
-        name, _, method = path.partition(".")
-        if path not in lacking:
-            found = _parameters(inspect.getattr_static(classes[name], method) if method else classes[name])
-            lacking += [f"{path}({parameter})" for parameter in expected if parameter not in found]
-    if lacking:
-        raise ValueError(
-            f"rollout.name=vllm: vLLM {installed_version()} lacks {', '.join(lacking)}; tested versions: {_tested()}. "
-            f"To install: {VLLM_INSTALL}"
-        )
+    classes = probe_package(PACKAGE, _ATTRIBUTES, _PARAMETERS)
     from vllm.config import PassConfig
 
+    arguments = parameters_of(classes["EngineArgs"])
     return Capabilities(
-        installed_version(),
-        flat_logprobs="flat_logprobs" in _parameters(SamplingParams),
-        async_scheduling="async_scheduling" in _parameters(EngineArgs),
-        fused_all_reduce="fuse_allreduce_rms" in _parameters(PassConfig),
-        device_normalize="mm_device_do_normalize" in _parameters(EngineArgs),
-        reset_encoder_cache="reset_encoder_cache" in dir(LLMEngine),
-        routed_experts="enable_return_routed_experts" in _parameters(EngineArgs),
-        adapters="lora_target_modules" in _parameters(EngineArgs) and _loads_adapters(),
-        arguments=frozenset(_parameters(EngineArgs)),
+        installed_version(PACKAGE),
+        flat_logprobs="flat_logprobs" in parameters_of(classes["SamplingParams"]),
+        async_scheduling="async_scheduling" in arguments,
+        fused_all_reduce="fuse_allreduce_rms" in parameters_of(PassConfig),
+        device_normalize="mm_device_do_normalize" in arguments,
+        reset_encoder_cache="reset_encoder_cache" in dir(classes["LLMEngine"]),
+        routed_experts="enable_return_routed_experts" in arguments,
+        adapters="lora_target_modules" in arguments and _loads_adapters(),
+        arguments=arguments,
     )
 
 
@@ -140,13 +105,5 @@ def _loads_adapters() -> bool:
     except ImportError:  # another version has them elsewhere
         return False
     methods = {"add_adapter", "activate_adapter", "remove_adapter"} <= {*dir(LoRAModelManager)}
-    matrices = {"module_name", "rank", "lora_alpha", "lora_a", "lora_b"} <= _parameters(LoRALayerWeights)
-    return methods and matrices and {"lora_model_id", "rank", "loras"} <= _parameters(LoRAModel)
-
-
-def _parameters(function: object) -> set[str]:
-    return set(inspect.signature(function).parameters)
-
-
-def _tested() -> str:
-    return ", ".join(f"{name} {version}" for name, version in VLLM_TESTED.items())
+    matrices = {"module_name", "rank", "lora_alpha", "lora_a", "lora_b"} <= parameters_of(LoRALayerWeights)
+    return methods and matrices and {"lora_model_id", "rank", "loras"} <= parameters_of(LoRAModel)

@@ -1,19 +1,18 @@
 """The vLLM rollout engine: vLLM's engine in this process, with the contract of `verl.rollout.base.RolloutEngine`."""
 
-import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from verl.rollout.adapters import AdaptedLayers
-from verl.rollout.base import RolloutEngine, RolloutStats
+from verl.rollout.base import RolloutStats
 from verl.rollout.checks import check_request, unexpanded_prompt
+from verl.rollout.engine_copy import CopyRollout
 from verl.rollout.request import Completion, Request, matches_ids
-from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.slices import VllmSliceReceiver
@@ -28,7 +27,7 @@ MIN_TEMPERATURE = 0.01
 _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_response_length"
 
 
-class VllmRollout(RolloutEngine):
+class VllmRollout(CopyRollout):
     """Generates with vLLM (Kwon et al. 2023, arXiv 2309.06180). All ranks of a group take the same steps.
 
     Log-probs are those of the distribution that was sampled from (vLLM's `processed_logprobs`): after temperature,
@@ -52,9 +51,6 @@ class VllmRollout(RolloutEngine):
         recorded_layers: the layers with experts, if completions have `routed_experts`.
         adapted_layers: the layers whose LoRA adapters vLLM applies; None: weights are merged.
     """
-
-    sampling_keys = SAMPLING_KEYS
-    supports_tensor_parallel = True
 
     def __init__(
         self,
@@ -98,36 +94,15 @@ class VllmRollout(RolloutEngine):
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See `RolloutEngine.generate`. May run at the same time as requests of `generate_one`.
+    @property
+    def steps(self) -> int:
+        return self.stepper.steps
 
-        Raises:
-            ValueError: an invalid request (see `check_request`), non-finite logits, or weights that were not received.
-        """
-        for index, request in enumerate(requests):
-            self._check(f"prompt {index}", request)
-        start, steps = time.perf_counter(), self.stepper.steps
-        jobs = [Job(request, streams=request.params.stop is not None) for request in requests]
+    def submit(self, requests: Sequence[Request], is_batch: bool) -> "list[Future[Completion]]":
+        """See `CopyRollout.submit`."""
+        jobs = [Job(request, not is_batch or request.params.stop is not None) for request in requests]
         self.stepper.submit(jobs)
-        completions = self._wait(jobs)
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        self.stats = RolloutStats(tokens, self.stepper.steps - steps, time.perf_counter() - start)
-        return completions
-
-    def _wait(self, jobs: list[Job]) -> list[Completion]:
-        try:
-            return [job.future.result() for job in jobs]
-        except BaseException:
-            for job in jobs:
-                job.future.cancel()
-            raise
-
-    async def generate_one(self, request: Request) -> Completion:
-        """See `RolloutEngine.generate_one`. Continuous batching; event loops of several threads share the batch."""
-        self._check(f"the prompt of sample_id {request.sample_id!r}", request)
-        job = Job(request, streams=True)
-        self.stepper.submit([job])
-        return await asyncio.wrap_future(job.future)  # a cancelled coroutine cancels the job
+        return [job.future for job in jobs]
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`. Requests of a running `generate` end without tokens unless they have stop
@@ -142,7 +117,8 @@ class VllmRollout(RolloutEngine):
         """See `RolloutEngine.follow`."""
         self.stepper.follow()
 
-    def _check(self, name: str, request: Request) -> None:
+    def check(self, name: str, request: Request) -> None:
+        """See `CopyRollout.check`."""
         check_request(name, request, "vllm", self.vocab_size, self.max_length, _LENGTH, self.reads_images)
         if request.has_images:
             unexpanded_prompt(name, request)
@@ -191,9 +167,6 @@ class VllmRollout(RolloutEngine):
         """
         with self.stepper.between_steps("sleep()", idle=True):
             self.memory.sleep()
-
-    def wake(self) -> None:
-        """Does nothing: the weights and the KV cache are allocated when they are used, the weights first."""
 
     def receiver(self) -> VllmReceiver:
         return self._receiver

@@ -62,10 +62,10 @@ _PAGE = 128  # tokens; vLLM's block size on a CPU
 _FREE_SHARE = 0.9  # of the free GPU memory, for the engine
 
 
-def check_kwargs(given: dict[str, Any], known: Collection[str] = ()) -> None:
+def check_kwargs(kwargs: dict[str, Any], known: Collection[str] = ()) -> None:
     """Raise ValueError for arguments in `engine_kwargs.vllm` that contradict this adapter or another key, or that are
     not among the known ones."""
-    check_engine_kwargs("vllm", given, _OWNED, _NOT_SUPPORTED | _FIXED, known)
+    check_engine_kwargs("vllm", kwargs, _OWNED, _NOT_SUPPORTED | _FIXED, known)
 
 
 def engine_args(
@@ -87,8 +87,8 @@ def engine_args(
             that this vLLM does not report.
     """
     model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
-    given, length = dict(config.engine_kwargs.vllm), max_model_len(config)
-    check_kwargs(given, capabilities.arguments)
+    kwargs, length = dict(config.engine_kwargs.vllm), max_model_len(config)
+    check_kwargs(kwargs, capabilities.arguments)
     if "quantization_config" in hf_config.to_dict():
         raise ValueError(f"rollout.name=vllm: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
     on_gpu = env.device.type == "cuda"
@@ -125,8 +125,8 @@ def engine_args(
     else:
         args["kv_cache_memory_bytes"] = _host_cache_bytes(hf_config, dtype, length, config.max_num_seqs, env.tp_size)
     if env.tp_size > 1:
-        args |= _tensor_parallel_args(capabilities, given)
-    return args | given
+        args |= _tensor_parallel_args(capabilities, kwargs)
+    return args | kwargs
 
 
 def _expert_args(
@@ -165,22 +165,22 @@ def _vision_args(capabilities: Capabilities) -> dict[str, Any]:
     return {"skip_tokenizer_init": False} | normalize
 
 
-def _tensor_parallel_args(capabilities: Capabilities, given: dict[str, Any]) -> dict[str, Any]:
-    """given: `engine_kwargs.vllm`."""
+def _tensor_parallel_args(capabilities: Capabilities, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """kwargs: `engine_kwargs.vllm`."""
     args: dict[str, Any] = {"disable_custom_all_reduce": True}  # it shares memory, which sleep mode frees
     if capabilities.async_scheduling:
         args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
     if capabilities.fused_all_reduce:
-        args["compilation_config"] = _without_fused_all_reduce(given.pop("compilation_config", None))
+        args["compilation_config"] = _without_fused_all_reduce(kwargs.pop("compilation_config", None))
     return args
 
 
-def _without_fused_all_reduce(given: int | dict[str, Any] | None) -> dict[str, Any]:
+def _without_fused_all_reduce(value: int | dict[str, Any] | None) -> dict[str, Any]:
     """`compilation_config` with the pass off unless it sets it; see `capabilities.set_environment`.
 
     vLLM 0.24 has it on by default for tensor parallelism on Hopper and Blackwell.
     """
-    config = {"mode": given} if isinstance(given, int) else dict(given or {})
+    config = {"mode": value} if isinstance(value, int) else dict(value or {})
     return config | {"pass_config": {"fuse_allreduce_rms": False} | dict(config.get("pass_config") or {})}
 
 

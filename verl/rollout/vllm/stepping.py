@@ -1,49 +1,48 @@
 """The loop that steps vLLM's engine: one batch for `generate` and for concurrent calls of `generate_one`.
 
-One thread adds requests, steps and aborts; it ends when no request is left. Calls that change the weights or the memory
-of the engine run between two steps (`Stepper.between_steps`).
+A task of the engine's thread adds requests, steps and aborts; it ends when no request is left. Calls that change the
+weights or the memory of the engine run between two steps (`Stepper.between_steps`).
 
 With tensor parallelism every rank has an engine, and all must take the same steps with the same requests. Rank 0 of a
 group decides; before each step it sends new and aborted requests to the others, which run `Stepper.follow`.
 """
 
-import threading
-import time
+import asyncio
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from verl.rollout.checks import check_finite
-from verl.rollout.gathering import fail
+from verl.rollout.base import fail
+from verl.rollout.engine_copy import EngineJob, running_error
+from verl.rollout.engine_thread import EngineThread
 from verl.rollout.request import Completion, FinishReason, Request
 from verl.rollout.routed_experts import cut
 from verl.rollout.stop_strings import SEARCH_INTERVAL
 
 
 @dataclass(eq=False)
-class Job:
-    """A request in the engine.
+class Job(EngineJob):
+    """A request to vLLM.
 
     Args:
-        request: the request.
         streams: its tokens are read after every step. Otherwise all at once when it is finished, which is faster, but
             it cannot be aborted with its tokens so far.
     """
 
-    request: Request
     streams: bool
     future: "Future[Completion]" = field(default_factory=Future)
     key: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
     searched: int = 0  # tokens that were searched for stop strings
     reported: int = 0  # tokens passed to request.on_tokens
-    routed_experts: np.ndarray | None = None
+
+    @property
+    def must_end(self) -> bool:
+        return self.is_aborted or self.future.cancelled()
 
     def report(self) -> None:
         """Pass new tokens to `request.on_tokens`, with stop strings only those that were searched."""
@@ -54,15 +53,11 @@ class Job:
 
     def finish(self, reason: FinishReason) -> None:
         """Deliver the completion, or an error if a log-prob is not finite."""
-        if self.future.done():
-            return
-        try:
-            check_finite(self.request, self.log_probs)
-        except ValueError as error:
-            self.future.set_exception(error)
-            return
-        spans = self.versions if len(self.versions) > 1 else []
-        self.future.set_result(Completion(self.token_ids, self.log_probs, reason, spans, self.routed_experts))
+        if not self.future.done():
+            try:
+                self.future.set_result(self.completion(reason))
+            except ValueError as error:
+                self.future.set_exception(error)
 
 
 class Channel(Protocol):
@@ -105,15 +100,15 @@ class Stepper:
         self._version = version
         self._channel = channel
         self._recorded_layers = recorded_layers
-        self._exclusive = threading.Lock()  # one call of `between_steps` at a time
-        self._changed = threading.Condition()  # guards the fields below
+        self._thread = EngineThread("vllm")
+        weakref.finalize(self, self._thread.stop)
+        # of the thread:
         self._new: list[Job] = []
         self._running: dict[str, Job] = {}
-        self._aborted: list[Callable[[Request], bool]] = []
         self._stopped: list[str] = []  # ended by a stop string, but still in the engine
-        self._thread: threading.Thread | None = None
-        self._is_stepping = False
-        self._waiting = 0  # calls that wait for the end of the current step
+        self._task: asyncio.Task | None = None  # steps until no request is left
+        self._may_step = asyncio.Event()
+        self._may_step.set()
         self._count = 0
         #: steps since the engine was made
         self.steps = 0
@@ -122,106 +117,97 @@ class Stepper:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Add requests; all of one call are admitted in the same step."""
-        with self._changed:
-            self._new += jobs
-            if self._thread is None and jobs:
-                self._thread = threading.Thread(target=self._serve, name="vllm", daemon=True)
-                self._thread.start()
+        self._thread.call(self._add, jobs)
 
     def abort(self, matches: Callable[[Request], bool]) -> None:
         """Abort requests; each is finished with its tokens so far."""
-        with self._changed:
-            self._aborted.append(matches)
-            if self._thread is None:
-                self._aborted.clear()
+        self._thread.call(self._abort, matches)
 
     def is_busy(self) -> bool:
         """Whether requests are waiting or running."""
-        with self._changed:
-            return bool(self._new or self._running)
+        return self._task is not None
 
-    @contextmanager
-    def between_steps(self, what: str, idle: bool = False) -> Iterator[list[Job]]:
+    def between_steps(self, caller: str, idle: bool = False) -> AbstractContextManager[list[Job]]:
         """Context in which the engine does not step. Yields the running jobs.
 
         Args:
-            what: the caller, for the error.
+            caller: for the error.
             idle: no request may be running.
 
         Raises:
             ValueError: requests are running, and `idle` is set or they are those of `generate`.
         """
-        with self._exclusive:
-            with self._changed:
-                self._waiting += 1
-                self._changed.wait_for(lambda: not self._is_stepping)
-                running, is_new = list(self._running.values()), bool(self._new)
-            try:
-                if (idle and (running or is_new)) or not all(job.streams for job in running):
-                    raise ValueError(f"{what} was called while requests are running: wait for them or abort them")
-                yield running
-            finally:
-                with self._changed:
-                    self._waiting -= 1
-                    self._changed.notify_all()
+        return self._thread.exclusive(self._close(caller, idle), self._reopen)
 
-    # ---- the loop -----------------------------------------------------------------------------------------------
+    # ---- in the thread ------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _add(self, jobs: Sequence[Job]) -> None:
+        self._new += jobs
+        if self._task is None and jobs:
+            self._task = self._thread.loop.create_task(self._serve())
+
+    def _abort(self, matches: Callable[[Request], bool]) -> None:
+        for job in [*self._new, *self._running.values()]:
+            job.is_aborted |= matches(job.request)
+
+    async def _close(self, caller: str, idle: bool) -> list[Job]:
+        running = list(self._running.values())
+        if (idle and (running or self._new)) or not all(job.streams for job in running):
+            raise running_error(caller)
+        self._may_step.clear()
+        return running
+
+    async def _reopen(self) -> None:
+        self._may_step.set()
+
+    async def _end(self) -> None:
+        """Abort all requests, and wait until the engine has none."""
+        self._abort(lambda request: True)  # after an error; otherwise none is left
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _serve(self) -> None:
+        """Step until no request is left. Submissions, aborts and exclusive calls run between two steps."""
         try:
-            while self._iterate():
-                pass
+            while True:
+                await asyncio.sleep(0)
+                await self._may_step.wait()
+                if not self._iterate():
+                    return
         except BaseException as error:
-            with self._changed:
-                failed, self._new, self._running = [*self._new, *self._running.values()], [], {}
-                removed, self._stopped = [*self._stopped, *(job.key for job in failed if job.key)], []
-                self._thread = None
+            failed, self._new, self._running = [*self._new, *self._running.values()], [], {}
+            removed, self._stopped = [*self._stopped, *(job.key for job in failed if job.key)], []
             for job in failed:
                 fail(job.future, error)
             self._forget(removed)
+        finally:
+            self._task = None
 
     def _iterate(self) -> bool:
         """Admit, abort and step once. Returns False when no request is left."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting)
-            matches, self._aborted = self._aborted, []
-            ended = [job for job in [*self._running.values(), *self._new] if self._must_end(job, matches)]
-            new, self._new = [job for job in self._new if job not in ended], []
-            for job in new:
-                self._admit(job)
-            for job in ended:
-                self._running.pop(job.key, None)
-            removed, self._stopped = [*self._stopped, *(job.key for job in ended if job.key)], []
-            if not self._running and not removed:
-                self._thread = None
-            self._is_stepping = self._thread is not None
-        if not self._is_stepping:
-            for job in ended:
-                job.finish("abort")
-            return False
-        try:
+        ended = [job for job in [*self._running.values(), *self._new] if job.must_end]
+        new, self._new = [job for job in self._new if job not in ended], []
+        for job in new:
+            self._admit(job)
+        for job in ended:
+            self._running.pop(job.key, None)
+        removed, self._stopped = [*self._stopped, *(job.key for job in ended if job.key)], []
+        is_stepping = bool(self._running or removed)
+        if is_stepping:
             for job in ended:
                 self._record(job)
             if new:
                 self._prepare()
             self._read(self._step(new, removed))
-        finally:
-            with self._changed:
-                self._is_stepping = False
-                self._changed.notify_all()
         for job in ended:
             job.finish("abort")
-        return True
+        return is_stepping
 
     def _admit(self, job: Job) -> None:
         self._count += 1
         job.key = str(self._count)
-        job.versions.append((0, self._version()))
+        job.spans.append((0, self._version()))
         self._running[job.key] = job
-
-    @staticmethod
-    def _must_end(job: Job, matches: Sequence[Callable[[Request], bool]]) -> bool:
-        return job.future.cancelled() or any(match(job.request) for match in matches)
 
     def _step(self, new: list[Job], removed: list[str]) -> list[Any]:
         # stop strings are searched for on rank 0 only
@@ -251,11 +237,11 @@ class Stepper:
             job = self._running.get(output.request_id)
             if job is None:
                 continue
-            (found,) = output.outputs
+            (chunk,) = output.outputs
             if job.request.has_images and not job.token_ids:
                 check_expanded(job.request, output.prompt_token_ids)
-            job.token_ids += found.token_ids
-            job.log_probs += log_probs_of(found.token_ids, found.logprobs)
+            job.token_ids += chunk.token_ids
+            job.log_probs += log_probs_of(chunk.token_ids, chunk.logprobs)
             stop = job.request.params.stop
             end = None
             if stop is not None and (output.finished or len(job.token_ids) - job.searched >= SEARCH_INTERVAL):
@@ -268,10 +254,9 @@ class Stepper:
             if end is None and not output.finished:
                 job.report()
             else:
-                self._record(job, found if output.finished else None)
-                with self._changed:
-                    del self._running[job.key]
-                job.finish("stop" if end is not None or found.finish_reason == "stop" else "length")
+                self._record(job, chunk if output.finished else None)
+                del self._running[job.key]
+                job.finish("stop" if end is not None or chunk.finish_reason == "stop" else "length")
 
     def _record(self, job: Job, output: Any = None) -> None:
         """Set the experts that were chosen for the tokens of a job.
@@ -297,9 +282,7 @@ class Stepper:
         try:
             yield
         finally:
-            self.abort(lambda request: True)  # after an error; otherwise none is left
-            while self.is_busy() or self._thread is not None:
-                time.sleep(0.001)
+            self._thread.run_until_complete(self._end())
             if self._channel is not None:
                 self._channel.send(None)
 
@@ -319,18 +302,18 @@ def prompt_of(request: Request) -> dict[str, Any]:
     return {"prompt_token_ids": list(request.raw_prompt_ids), "multi_modal_data": data}
 
 
-def check_expanded(request: Request, found: Sequence[int]) -> None:
+def check_expanded(request: Request, prompt: Sequence[int]) -> None:
     """Raise ValueError if vLLM has expanded the placeholders of a prompt to other tokens than the processor."""
-    if list(found) != list(request.prompt_ids):
+    if list(prompt) != list(request.prompt_ids):
         raise ValueError(
-            f"sample id {request.sample_id}: rollout.name=vllm computed a prompt of {len(found)} tokens, expected the "
+            f"sample id {request.sample_id}: rollout.name=vllm computed a prompt of {len(prompt)} tokens, expected the "
             f"{len(request.prompt_ids)} of data preparation: pass the arguments of the processor to vLLM too "
             "(rollout.engine_kwargs.vllm.mm_processor_kwargs)"
         )
 
 
-def log_probs_of(token_ids: Sequence[int], found: Any) -> list[float]:
+def log_probs_of(token_ids: Sequence[int], log_probs: Any) -> list[float]:
     """The log-prob of each sampled token, from flat or per-token log-probs of vLLM."""
-    if isinstance(found, list):
-        return [position[token].logprob for token, position in zip(token_ids, found, strict=True)]
-    return list(found.logprobs[:: max(len(found.logprobs) // max(len(token_ids), 1), 1)])
+    if isinstance(log_probs, list):
+        return [position[token].logprob for token, position in zip(token_ids, log_probs, strict=True)]
+    return list(log_probs.logprobs[:: max(len(log_probs.logprobs) // max(len(token_ids), 1), 1)])

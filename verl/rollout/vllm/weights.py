@@ -73,7 +73,7 @@ class VllmReceiver(EngineReceiver):
                 if self._engine.reads_images:
                     self._engine.llm.llm_engine.reset_encoder_cache()
             for job in running:
-                job.versions.append((len(job.token_ids), version))
+                job.spans.append((len(job.token_ids), version))
             self.filled = is_last
 
     def release(self) -> None:

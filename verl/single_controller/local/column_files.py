@@ -51,7 +51,7 @@ def result_parcel(value: Any) -> Parcel:
     if not large:
         return Parcel(value)
     tensors = [t.detach().cpu().contiguous() for t in large.values()]
-    file, offsets, _ = MemoryFile.of([memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in tensors])
+    file, offsets = MemoryFile.write([memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in tensors])
     locations = [ColumnLocation(offset, tuple(t.shape), t.dtype) for offset, t in zip(offsets, tensors)]
     references = {id(t): (name, location) for (name, t), location in zip(large.items(), locations)}
     return Parcel(value, lambda x: references.get(id(x)) if isinstance(x, torch.Tensor) else None, [file])

@@ -26,16 +26,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
+from rich.text import Text
 
 from verl.dataflow.operator import running_operator
+from verl.processes.channel import Channel
 from verl.processes.child import ChildProcess, PythonProcess, process_status
 from verl.processes.fork_server import ForkServerError, server_for
 from verl.processes.limits import Durations, Limit, Limits
 from verl.single_controller.diagnosis import CallWatch, RankState, call_limit, format_no_reply
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel, load_result
-from verl.single_controller.local.heartbeat import Heartbeat
-from verl.single_controller.local.transport import Kind, Message, Parcel, receive, send
+from verl.single_controller.local.transport import Kind, Message, Parcel, receive
 from verl.single_controller.placement import visible_devices
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import (
@@ -47,7 +48,8 @@ from verl.single_controller.worker_group import (
     first_error,
     timeout_error,
 )
-from verl.utils import output
+from verl.utils import log
+from verl.utils.redaction import printable
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +62,11 @@ _SHUTDOWN_SECONDS = 5.0  # for a process to end by itself after STOP
 
 @dataclass
 class _Rank:
-    """The process of one rank, and the connection to it."""
+    """The process of one rank, and the channel to it."""
 
     rank: int
     process: ChildProcess
-    connection: socket.socket
-    heartbeat: Heartbeat
+    channel: Channel
     exit_reported: bool = False
 
 
@@ -95,7 +96,7 @@ class _PendingCall:
 
     @property
     def name(self) -> tuple | None:
-        """Under which its duration is recorded."""
+        """Key under which the duration is recorded."""
         return None if self.operator is None else (self.operator, self.role, self.method)
 
 
@@ -123,7 +124,7 @@ class ProcessPool:
         env: Mapping[str, str] | None = None,
     ):
         self.roles = set(specs)
-        self.durations = Durations(Limits.of(timeout))
+        self.durations = Durations(timeout)
         self._lock = threading.Lock()
         self._pending: dict[int, _PendingCall] = {}
         self._num_calls = 0
@@ -170,10 +171,6 @@ class ProcessPool:
     def _send_all(self, role: str, method: str, messages: Sequence[tuple[Kind, Parcel] | None]) -> Future[list]:
         """Send one message to each rank that has one."""
         outgoing = [(rank, *message) for rank, message in zip(self._ranks, messages) if message is not None]
-        pending = self._begin(role, method, outgoing)
-        return Future(lambda timeout: self._result(pending, len(messages), timeout))
-
-    def _begin(self, role: str, method: str, outgoing: list[tuple[_Rank, Kind, Parcel]]) -> _PendingCall:
         operator = running_operator()
         limit = call_limit(self.durations, role, method, operator)
         watch = CallWatch(self.durations.limits, limit, role, method, operator)
@@ -190,8 +187,8 @@ class ProcessPool:
             self._pending[self._num_calls] = pending
             for rank, kind, parcel in outgoing:
                 with suppress(ConnectionError):  # the process has ended; the monitor sees it and fails this call
-                    parcel.send(rank.connection, kind, self._num_calls)
-        return pending
+                    parcel.send(rank.channel, kind, self._num_calls)
+        return Future(lambda timeout: self._result(pending, len(messages), timeout))
 
     def _result(self, pending: _PendingCall, n: int, timeout: float | None) -> list:
         if not pending.done.wait(timeout):
@@ -207,14 +204,14 @@ class ProcessPool:
     ) -> None:
         """Start the processes, watch them, and end them when no role is left or one of them has failed."""
         try:
-            terminal = output.relay()
+            output = _relay_output()
             try:
                 for rank, env in enumerate(environments):
-                    self._ranks.append(self._start_rank(rank, env, preload, terminal))
-                    self._selector.register(self._ranks[-1].connection, selectors.EVENT_READ, self._ranks[-1])
+                    self._ranks.append(self._start_rank(rank, env, preload, output))
+                    self._selector.register(self._ranks[-1].channel, selectors.EVENT_READ, self._ranks[-1])
             finally:
-                if terminal is not None:
-                    os.close(terminal)
+                for descriptor in output:
+                    os.close(descriptor)
             started.set_result(None)
             while self.roles and self._fatal is None:
                 self._poll()
@@ -225,27 +222,19 @@ class ProcessPool:
         finally:
             self._close()
 
-    def _start_rank(self, rank: int, env: dict[str, str], preload: list[str] | None, terminal: int | None) -> _Rank:
-        """Start a process: forked from a server that has imported `preload`; None for a fresh interpreter.
-
-        `terminal`: where its output goes; None: to that of this process.
-        """
-        parent_end, child_end = socket.socketpair()
-        heartbeat = Heartbeat()
-        with child_end:
-            inherited = (child_end.fileno(), self._lifeline, heartbeat.fileno())
-            inherited += () if terminal is None else (terminal,)
-            process: ChildProcess | None = None
+    def _start_rank(self, rank: int, env: dict[str, str], preload: list[str] | None, output: list[int]) -> _Rank:
+        """Start a process: forked from a server that has imported `preload`; None for a fresh interpreter."""
+        channel, theirs = Channel.pair()
+        with theirs:
+            start = {"module": _WORKER_MODULE, "inherited": (theirs.fileno(), self._lifeline, *output), "env": env}
             if preload is not None:
                 try:
                     server = server_for(env)
-                    process = server.start(
-                        _WORKER_MODULE, inherited, env, stacks=True, preload=preload, cancelled=lambda: not self.roles
-                    )
+                    process = server.start(**start, reports=True, preload=preload, cancelled=lambda: not self.roles)
+                    return _Rank(rank, process, channel)
                 except ForkServerError as error:
                     logger.warning("each worker process imports its libraries itself, which takes seconds: %s", error)
-            process = process or PythonProcess(_WORKER_MODULE, inherited, env, stacks=True)
-            return _Rank(rank, process, parent_end, heartbeat)
+            return _Rank(rank, PythonProcess(**start, reports=True), channel)
 
     def _poll(self) -> None:
         for key, _ in self._selector.select(_POLL_SECONDS):
@@ -257,9 +246,9 @@ class ProcessPool:
 
     def _read_reply(self, rank: _Rank) -> None:
         try:
-            message = receive(rank.connection)
+            message = receive(rank.channel)
         except (EOFError, OSError):  # the process is ending; `_check_exits` reports how
-            self._selector.unregister(rank.connection)
+            self._selector.unregister(rank.channel)
             return
         if message.kind is Kind.FAILURE:
             self._add_failure(1, *message.load())
@@ -310,7 +299,7 @@ class ProcessPool:
 
     def _state(self, rank: _Rank, busy: bool = True) -> RankState:
         pid = rank.process.pid
-        return RankState(rank.rank, pid, socket.gethostname(), process_status(pid), rank.heartbeat.silence(), busy)
+        return RankState(rank.rank, pid, socket.gethostname(), process_status(pid), rank.process.silence(), busy)
 
     def _add_failure(self, order: int, when: float, error: WorkerError) -> None:
         """Record a failure. `_first_error` is determined after `_SETTLE_SECONDS`."""
@@ -330,9 +319,9 @@ class ProcessPool:
         if isinstance(error, WorkerTimeout):
             return self._diagnosed(states, error, error.message)
         if not isinstance(error, WorkerDied) and any(state.is_stopped for state in states):
-            found = self._diagnosed(states, error, f"rank {error.rank} raised {error.message.splitlines()[0]}")
-            found.__notes__ = getattr(error, "__notes__", [])
-            return found
+            diagnosed = self._diagnosed(states, error, f"rank {error.rank} raised {error.message.splitlines()[0]}")
+            diagnosed.__notes__ = getattr(error, "__notes__", [])
+            return diagnosed
         return error
 
     def _diagnosed(self, states: Sequence[RankState], error: WorkerError, waited: str) -> WorkerTimeout:
@@ -363,8 +352,7 @@ class ProcessPool:
             rank.process.kill()
         for rank in self._ranks:
             rank.process.close()
-            rank.connection.close()
-            rank.heartbeat.close()
+            rank.channel.close()
         self._selector.close()
         os.close(self._lifeline)
         os.close(self._lifeline_writer)
@@ -378,10 +366,28 @@ class ProcessPool:
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for rank in self._ranks:
             with suppress(OSError):  # the process has ended
-                send(rank.connection, Kind.STOP, 0, None)
+                Parcel(None).send(rank.channel, Kind.STOP, 0)
         for rank in self._ranks:
             with suppress(ChildProcessError):  # its fork server has ended
                 rank.process.wait(max(deadline - time.monotonic(), 0))
+
+
+def _relay_output() -> list[int]:
+    """The descriptor for the output of the workers, which the caller closes; none if they keep that of this process.
+
+    On a terminal with a live panel, their lines are printed above it instead of through it.
+    """
+    if not log.is_live(log.console()):
+        return []
+    reader, writer = os.pipe()
+    threading.Thread(target=_print_lines, args=(reader,), name="output of workers", daemon=True).start()
+    return [writer]
+
+
+def _print_lines(reader: int) -> None:
+    with open(reader, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            log.console().print(Text(printable(Text.from_ansi(line.rstrip("\n")).plain)), soft_wrap=True)
 
 
 def _raise_open_files_limit() -> None:

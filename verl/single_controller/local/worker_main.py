@@ -1,23 +1,22 @@
 """The process of one rank: constructs the workers and runs the calls that arrive through a socket.
 
-Started by `process_pool` as `python -m verl.single_controller.local.worker_main SOCKET LIFELINE HEARTBEAT STACKS`, or
+Started by `process_pool` as `python -m verl.single_controller.local.worker_main CHANNEL LIFELINE [OUTPUT] REPORTS`, or
 forked with these arguments: inherited file descriptors. LIFELINE is a pipe to which nothing is written: end of file
-means that the parent has ended. The time is written to HEARTBEAT every second. On SIGUSR1 the stacks of all threads are
-written to STACKS.
+means that the parent has ended. OUTPUT is where stdout and stderr go. For REPORTS see `start_reports`.
 """
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
-from verl.processes.child import dump_stacks_on_request
+from verl.processes.channel import Channel
+from verl.processes.child import start_reports
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import result_parcel, unpack_call
-from verl.single_controller.local.heartbeat import start_heartbeat
 from verl.single_controller.local.transport import Kind, Message, Parcel, receive
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
@@ -76,46 +75,35 @@ class WorkerHost:
         result = getattr(self.workers[role], method)(*args, **kwargs)
         return Call(args, kwargs, padding, collect=message.kind is Kind.CALL).finish(result)
 
-    def serve(self, connection: socket.socket) -> None:
-        """Handle messages until STOP."""
-        while True:
-            message = _receive(connection)
-            if message.kind is Kind.STOP:
-                return
-            self._reply(connection, message.call_id, *self.handle(message))
-            del message  # free the batch before waiting for the next call
+    def serve(self, channel: Channel) -> None:
+        """Handle messages until STOP, or until the parent ends."""
+        with suppress(EOFError):
+            while (message := receive(channel)).kind is not Kind.STOP:
+                self._reply(channel, message.call_id, *self.handle(message))
+                del message  # free the batch before waiting for the next call
 
-    def _reply(self, connection: socket.socket, call_id: int, kind: Kind, content: Any) -> None:
+    def _reply(self, channel: Channel, call_id: int, kind: Kind, content: Any) -> None:
         try:
             parcel = result_parcel(content) if kind is Kind.RESULT else Parcel(content)
         except Exception as error:  # the result cannot be pickled
             error.add_note("while the result was packed for the caller")
             failure = WorkerError.from_exception(error, *self._current_call, self.rank)
             kind, parcel = Kind.FAILURE, Parcel((time.monotonic(), failure))
-        parcel.send(connection, kind, call_id)
-
-
-def _receive(connection: socket.socket) -> Message:
-    """The next message; STOP if the parent has ended."""
-    try:
-        return receive(connection)
-    except EOFError:
-        return Message(Kind.STOP, 0, b"")
+        parcel.send(channel, kind, call_id)
 
 
 def main() -> None:
-    connection, lifeline, heartbeat, *terminal, stacks = map(int, sys.argv[1:])
-    for descriptor in terminal:
+    channel, lifeline, *output, reports = map(int, sys.argv[1:])
+    for descriptor in output:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
     ignore_interruptions()
     watchdog = start_parent_watchdog(lifeline)
-    dump_stacks_on_request(stacks)
-    start_heartbeat(heartbeat)
+    start_reports(reports)
     host = WorkerHost()
     setup_worker_logging(host.rank)
-    host.serve(socket.socket(fileno=connection))
+    host.serve(Channel(channel))
     watchdog.kill()
     watchdog.wait()
 

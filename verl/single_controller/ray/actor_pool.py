@@ -171,7 +171,7 @@ class RayPool:
         placement: PlacementGroup | None = None,
     ):
         self.roles = set(specs)
-        self.durations = Durations(Limits.of(timeout))
+        self.durations = Durations(timeout)
         self._lock = threading.Lock()
         self._fatal: WorkerError | None = None
         self._pending: list[_PendingCall] = []

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -24,14 +24,11 @@ from verl.protocol import DataProto
 from verl.single_controller.cluster import wait_limits
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, Gathered, group_rows
-from verl.trainer.ppo.operators import (
-    Prompts,
-    Roles,
-    check_vocabulary,
-    prompt_columns,
-    uses_agent_loop,
-)
+from verl.trainer.ppo.flow import PPORunner
+from verl.trainer.ppo.operators import Prompts, Roles, check_vocabulary, prompt_columns, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import sampled_log_probs
+from verl.trainer.ppo.weights import RolloutWeights
+from verl.trainer.view import RunView
 
 logger = logging.getLogger("verl.trainer")
 
@@ -84,8 +81,8 @@ class Generation:
         if not self._prompts:
             return []
         groups = []
-        for found in self.roles["rollout"].collect_finished(_COLLECT_SECONDS):
-            for group in found:
+        for finished in self.roles["rollout"].collect_finished(_COLLECT_SECONDS):
+            for group in finished:
                 prompts = self._prompts.pop(group.non_tensor_batch["uid"][0])
                 check_vocabulary(group.batch["responses"], prompts.meta_info.get("vocab_size"))
                 prompts.meta_info = {}
@@ -236,46 +233,48 @@ def _uids(batch: DataProto) -> list[str]:
     return list(dict.fromkeys(batch.non_tensor_batch["uid"]))
 
 
-# ---- the flow -------------------------------------------------------------------------------------------------------
-
-
-class Asynchronous:
+class AsyncRunner(PPORunner):
     """Turns the flow of synchronous training into that of asynchronous training, and owns its producer.
 
-    Args:
-        config: with trainer.async.max_staleness > 0.
-        roles: role -> worker group.
-        pad_token_id: for padding groups of different lengths.
-
     Attributes:
-        buffer: set by `edit`.
+        buffer: set by `finish`.
         producer: set by `reset`. It ends with its workers.
     """
 
+    keeps_workers = False
     buffer: SampleBuffer
     producer: Producer
 
-    def __init__(self, config: schema.Config, roles: Roles, pad_token_id: int):
-        self.config = config
-        self.pad_token_id = pad_token_id
-        self.generation = Generation(roles, uses_agent_loop(config), config.trainer["async"].partial_rollout)
+    def __init__(self, view: RunView, weights: RolloutWeights):
+        super().__init__(view, weights)
+        settings = view.config.trainer["async"]
+        self.generation = Generation(view.roles, uses_agent_loop(view.config), settings.partial_rollout)
         self._filter: FilterGroups | None = None
 
-    def describe(self) -> str:
-        """A line for the summary of the run."""
-        k = self.config.trainer.max_staleness
-        what = "are interrupted" if self.generation.partial else "end first"
-        return f"samples are at most {k} update{'s' * (k != 1)} old; at a push of weights, running responses {what}"
+    def describe(self) -> dict[str, str]:
+        k = self.view.config.trainer.max_staleness
+        interrupted = "are interrupted" if self.generation.partial else "end first"
+        age = f"samples are at most {k} update{'s' * (k != 1)} old"
+        return {"asynchronous": f"{age}; at a push of weights, running responses {interrupted}"}
 
-    def edit(self, flow: DataFlow, total_steps: int) -> DataFlow:
-        """Edit a finished flow: `buffer` follows `reward`, and `gen` and `sync_weights` work in the background."""
+    # ---- the flow ---------------------------------------------------------------------------------------------------
+
+    def finish(self, flow: DataFlow) -> DataFlow:
+        """Add `buffer` after `reward`; `gen` and `sync_weights` work in the background."""
+        view, config = self.view, self.view.config
+        flow = super().finish(use_sampled_log_probs(flow, config))
         check_flow(flow)
-        size = self.config.data.train_batch_size
-        prompts = flow["prompts"].func
-        queue = AsyncPrompts(prompts, size)
-        max_staleness = self.config.trainer.max_staleness
-        limits = wait_limits(self.config)
-        self.buffer = queue.buffer = SampleBuffer(queue, size, max_staleness, total_steps, self.pad_token_id, limits)
+        size = config.data.train_batch_size
+        queue = AsyncPrompts(flow["prompts"].func, size)
+        self.buffer = queue.buffer = SampleBuffer(
+            queue,
+            size,
+            config.trainer.max_staleness,
+            view.total_steps,
+            view.run.inputs.tokenizer.pad_token_id,
+            wait_limits(config),
+        )
+        self.buffer.ends = lambda: view.interrupted is not None
         flow.replace("prompts", replace(flow["prompts"], func=queue))
         flow.replace("gen", replace(flow["gen"], func=self.generation, on=None))
         last = "reward"
@@ -285,9 +284,9 @@ class Asynchronous:
             flow.replace(last, replace(flow[last], func=self._filter))
         flow.insert_after(last, Operator("buffer", self.buffer, reads=("uid", "responses", "weight_version")))
         push = flow["sync_weights"]
-        return flow.replace("sync_weights", replace(push, func=self._synced(push.func)))
+        return flow.replace("sync_weights", replace(push, func=self._paused_push(push.func)))
 
-    def _synced(self, push: Callable[[DataProto], None]) -> Callable[[DataProto], None]:
+    def _paused_push(self, push: Callable[[DataProto], None]) -> Callable[[DataProto], None]:
         def sync(batch: DataProto) -> None:
             with self.generation.paused():
                 push(batch)
@@ -295,19 +294,29 @@ class Asynchronous:
 
         return sync
 
-    def begin_at_buffer(self, pipeline: Pipeline) -> None:
-        """Let the pipeline run from the buffer on."""
-        names = [op.name for op in pipeline.operators]
-        prompting = pipeline.stage("prompts", "gen")
-        scoring = pipeline.stage(names[names.index("gen") + 1], "buffer")
-        for stage in (prompting, scoring):
+    def compile(self, flow: DataFlow) -> Pipeline:
+        """The pipeline of a step starts at the buffer; the producer runs the stages before it."""
+        pipeline = super().compile(flow)
+        after_gen = flow.names[flow.names.index("gen") + 1]
+        self._stages = pipeline.stage("prompts", "gen"), pipeline.stage(after_gen, "buffer")
+        for stage in self._stages:
             stage.log_level = logging.DEBUG  # they run many times per step
         pipeline.start_from("buffer")
-        self._stages = prompting, scoring
         self.reset()
+        return pipeline
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def position(self) -> None:
+        return None
+
+    def undo(self, position: None) -> None:
+        self.pipeline.pop_held_reports()
+        self.buffer.requeue()
 
     def reset(self) -> None:
         """Begin with new workers: nothing is in flight, and a new producer starts with the next step."""
+        super().reset()
         self.generation.reset()
         self.buffer.reset()
         if self._filter is not None:
@@ -316,6 +325,29 @@ class Asynchronous:
             stage.pop_held_reports()
         self.producer = Producer(*self._stages, self.generation, self.buffer)
         self.buffer.on_take = self.producer.start
+
+    def reset_to(self, step: int, total_steps: int) -> None:
+        super().reset_to(step, total_steps)
+        self.buffer.reset_to(step, total_steps)
+
+    def check_steps(self, steps: int | None) -> None:
+        super().check_steps(steps)
+        if steps is not None:
+            raise ValueError(
+                f"fit(steps={steps}) is not supported with trainer.async.max_staleness > 0: set "
+                "trainer.total_training_steps"
+            )
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self.producer.held()
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        self.producer.stop(seconds=1.0)  # at the end of a call, so that its worker can end by itself
+        try:
+            yield
+        finally:
+            self.producer.stop()
 
 
 def check_flow(flow: DataFlow) -> None:

@@ -132,7 +132,7 @@ class SampleBuffer:
             self._drops.clear()
             self._last_take = time.perf_counter()
 
-    def start_at(self, step: int, total_steps: int) -> None:
+    def reset_to(self, step: int, total_steps: int) -> None:
         """Begin after this many completed steps, with weights of that version."""
         with self.lock:
             self.version = self._first_version = self._steps_taken = step
@@ -229,17 +229,17 @@ class SampleBuffer:
         start, meta_info = time.perf_counter(), self.queue.meta_info()
         began = time.monotonic()
         with self.lock:
-            while (chosen := self._choose(meta_info["global_step"])) is None:
+            while (uids := self._choose(meta_info["global_step"])) is None:
                 if self._error is not None:
                     raise self._error
                 if self.ends() and not self.in_flight:
                     return HOLD
                 self.check_progress(began)
                 self.lock.wait(_LOOK)
-            groups = [self.groups.pop(uid) for uid in chosen]
-            for uid in chosen:
+            groups = [self.groups.pop(uid) for uid in uids]
+            for uid in uids:
                 del self._drops[uid]
-            self._finished = [uid for uid in self._finished if uid not in chosen]
+            self._finished = [uid for uid in self._finished if uid not in uids]
             self._steps_taken, self._taken = meta_info["global_step"], [group.prompt for group in groups]
             waited = time.perf_counter() - start
             metrics = self._metrics(groups, waited)
@@ -250,7 +250,7 @@ class SampleBuffer:
         batch.meta_info = meta_info | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
         return batch
 
-    def undo_take(self) -> None:
+    def requeue(self) -> None:
         """Return the prompts of the last `take` to the queue, since their step has failed."""
         with self.lock:
             if self._taken:
@@ -271,20 +271,20 @@ class SampleBuffer:
         """The uids of the groups of a step, in the order in which they finished; None if more must finish first."""
         self._drop_stale(step)
         at_start = [uid for uid, group in self.groups.items() if group.version == self._first_version]
-        chosen = set(at_start[: self.batch_size])
-        if not chosen <= set(self._finished):
+        selected = set(at_start[: self.batch_size])
+        if not selected <= set(self._finished):
             return None
         for version in range(step - 1 - self.max_staleness, step):
             admitted = sum(group.version <= version for group in self.groups.values())
             may_be_left = (version + self.max_staleness + 1 - step) * self.batch_size
-            missing = admitted - may_be_left - len(chosen)  # those chosen so far have this version or an older one
-            ready = [uid for uid in self._finished if uid not in chosen and self.groups[uid].version <= version]
+            missing = admitted - may_be_left - len(selected)  # those chosen so far have this version or an older one
+            ready = [uid for uid in self._finished if uid not in selected and self.groups[uid].version <= version]
             if missing > len(ready):
                 return None
-            chosen.update(ready[: max(0, missing)])
-        others = [uid for uid in self._finished if uid not in chosen]
-        chosen.update(others[: self.batch_size - len(chosen)])
-        return [uid for uid in self._finished if uid in chosen] if len(chosen) == self.batch_size else None
+            selected.update(ready[: max(0, missing)])
+        others = [uid for uid in self._finished if uid not in selected]
+        selected.update(others[: self.batch_size - len(selected)])
+        return [uid for uid in self._finished if uid in selected] if len(selected) == self.batch_size else None
 
     def _drop_stale(self, step: int) -> None:
         """Drop groups that are older than allowed, and return their prompts to the queue.

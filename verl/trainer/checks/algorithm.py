@@ -1,20 +1,27 @@
-"""Checks of the estimator and the loss."""
+"""Checks of the estimator and the loss, and the settings that they do not read."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 from verl.algorithms.binding import check_settings, parameter_names
-from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH, get_policy_loss_fn
-from verl.config import Problem, check_critic, schema
-from verl.registry import location_of
+from verl.algorithms.policy_losses import (
+    FIXED_AGG_MODE,
+    POLICY_LOSS_REGISTRY,
+    SELECTS_PER_MICRO_BATCH,
+    get_policy_loss_fn,
+)
+from verl.config import Problem, check_critic, differences, schema, settings_without_effect
+from verl.config.fields import Schema, derived_fields
+from verl.registry import Registry, location_of
 from verl.single_controller.local.cluster import ProcessCluster
 from verl.trainer.checks.preflight import Run
-from verl.trainer.ppo.flow import needs_critic
+from verl.trainer.ppo.flow import needs_critic, needs_reference
 
 logger = logging.getLogger("verl.trainer")
 
 _ACTOR = "actor_rollout_ref.actor"
+_CORRECTION = "algorithm.rollout_correction"
 
 
 def check_critic_settings(config: schema.Config) -> Iterator[Problem]:
@@ -79,3 +86,76 @@ def check_worker_code(run: Run) -> None:
             "trainer.n_gpus_per_node=1, it can stay. Estimators, rewards, operators and datasets can stay anyway: they "
             "run in this process)"
         )
+
+
+def warn_of_unused_settings(config: Schema) -> None:
+    """Warn once of each setting without effect."""
+    notes = settings_without_effect(config)
+    if isinstance(config, schema.Config):
+        notes += unused_settings(config)
+    for note in notes:
+        logger.warning(note)
+
+
+def unused_settings(config: schema.Config) -> list[str]:
+    """What was set, differs from its default, and is not read by the selected algorithm: key, value and reason.
+
+    A setting belongs to the estimators and losses whose signatures have it as a parameter. So what the selected ones do
+    not take, and others do, was meant for another algorithm: `algorithm.lam` with `grpo`, which has no lambda.
+    """
+    changed = differences(config)
+    return [f"{key}: {changed[key]} has no effect with {reason}" for key, reason in _unused(config, list(changed))]
+
+
+def _unused(config: schema.Config, changed: list[str]) -> Iterator[tuple[str, str]]:
+    loss, correction = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.algorithm.rollout_correction
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    others = _parameters_of_others(ADV_ESTIMATOR_REGISTRY, config.algorithm.adv_estimator)
+    yield from ((key, estimator) for key in _in_section(changed, "algorithm") if _name(key) in others)
+
+    others = _parameters_of_others(POLICY_LOSS_REGISTRY, loss)
+    for key in (*_in_section(changed, _ACTOR), *_in_section(changed, f"{_ACTOR}.policy_loss")):
+        if _name(key) in others:
+            yield key, f"actor.policy_loss.loss_mode={loss}"
+    mode = config.actor_rollout_ref.actor.loss_agg_mode
+    if loss in FIXED_AGG_MODE and mode not in (None, "seq-mean-token-mean"):
+        yield f"{_ACTOR}.loss_agg_mode", f"actor.policy_loss.loss_mode={loss}, which is always seq-mean-token-mean"
+    for kind in ("rollout_is", "rollout_rs"):
+        if correction.model_dump()[kind] is None:
+            for key in _in_section(changed, _CORRECTION):
+                if _name(key).startswith(kind + "_") and _name(key) in others:
+                    yield key, f"{_CORRECTION}.{kind}=null and actor.policy_loss.loss_mode={loss}"
+    if not needs_critic(config):
+        critic = ("critic.", "trainer.max_critic_ckpt_to_keep")
+        yield from ((key, f"{estimator}, which has no critic") for key in changed if key.startswith(critic))
+    if not needs_reference(config):
+        yield from ((key, "no KL to a reference") for key in changed if key.startswith("actor_rollout_ref.ref."))
+
+
+def _parameters_of_others(registry: Registry[Callable], name: str) -> set[str]:
+    """Parameters of other registered functions that the selected one does not have; empty if it takes all settings."""
+    own = parameter_names(registry[name])
+    if "config" in own:
+        return set()
+    # a function with the parameter clip_ratio_low is reached by clip_ratio, which is its default
+    defaults = {
+        _name(default.strip("${}")) for key, default in derived_fields(schema.Config).items() if _name(key) in own
+    }
+    return set().union(*(_parameters(registered) for _, registered in registry.items())) - own - defaults
+
+
+def _parameters(registered: Callable) -> set[str]:
+    """The parameter names; none of a function whose signature is invalid, which is an error only if it is selected."""
+    try:
+        return parameter_names(registered)
+    except (TypeError, ValueError):
+        return set()
+
+
+def _in_section(changed: list[str], section: str) -> list[str]:
+    """The keys of a section itself, without those of its subsections."""
+    return [key for key in changed if key.rpartition(".")[0] == section]
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]

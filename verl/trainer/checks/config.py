@@ -10,13 +10,12 @@ from verl.config.fields import Schema
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.engines.base import ENGINES
 from verl.rollout.base import ROLLOUT_ENGINES
-from verl.tracking.tracking import TRACKER_REGISTRY, check_trackers
+from verl.tracking.tracking import check_trackers
 from verl.trainer.checks.agents import agent_loop_names
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.inputs import dataset_class
 from verl.trainer.startup.roles import idle_warning
 from verl.trainer.startup.torchrun import check_launcher
-from verl.utils.chaos import read_faults
 
 logger = logging.getLogger("verl.trainer")
 
@@ -54,29 +53,6 @@ def check_output_folders(config: Schema) -> None:
     for key, path in folders.items():
         if path:
             check_folder(key, Path(path))
-
-
-def check_faults(config: schema.Config) -> None:
-    """The faults of `trainer.chaos` are known and have an effect with these settings."""
-    trainer, reward, policy = config.trainer, config.reward, config.actor_rollout_ref
-    in_processes = trainer.backend == "ray" or trainer.nnodes * trainer.n_gpus_per_node > 1
-    in_thread = any(TRACKER_REGISTRY[name].background for name in trainer.logger)
-    isolated = reward.isolation == "process"
-    conditions = {
-        "kill-reward": (isolated, "reward.isolation=process"),
-        "hang-reward": (isolated and reward.timeout, "reward.isolation=process and a reward.timeout"),
-        "nan-weight": (policy.actor.strategy != "megatron", "another actor.strategy than megatron"),
-        "stop-rank": (in_processes, "worker processes: trainer.n_gpus_per_node of at least 2, or trainer.backend=ray"),
-        "tracker-hang": (in_thread, "a tracker that runs in a thread in trainer.logger, such as wandb"),
-        "stale-weights": (
-            config.rollout_is_separate and policy.rollout.check_every,
-            "placement.rollout_devices and rollout.check_every",
-        ),
-    }
-    names = dict.fromkeys(fault.partition("@")[0] for fault in read_faults(trainer.chaos))
-    unmet = [f"{name} needs {need}" for name, (is_met, need) in conditions.items() if name in names and not is_met]
-    if unmet:
-        raise ValueError(f"trainer.chaos: {'; '.join(unmet)}")
 
 
 def check_reward_model(config: schema.Config) -> Iterator[Problem]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from verl.agents.loop import NO_TRAJECTORY_INFO
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.binding import parameter_names
 from verl.config import schema
 from verl.data.collate import check_dataset
 from verl.data.mixture import datasets_of
@@ -90,8 +92,8 @@ def check_reward_names(run: Run) -> None:
 
         if algorithm.filter_groups.metric not in SUMMED_REWARD:
             named["algorithm.filter_groups.metric"] = [algorithm.filter_groups.metric]
-    if algorithm.adv_estimator == "gdpo":
-        named["algorithm.gdpo_reward_keys"] = algorithm.gdpo_reward_keys
+    if "gdpo_reward_keys" in parameter_names(get_adv_estimator_fn(algorithm.adv_estimator)):
+        named["algorithm.gdpo_reward_keys"] = algorithm.gdpo_reward_keys or []
     known = {"reward", *run.reward_values}
     for key, names in named.items():
         for name in names:

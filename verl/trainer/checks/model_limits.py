@@ -8,9 +8,11 @@ from typing import Any
 
 from verl.config import schema
 from verl.data.tokenization import load_tokenizer
+from verl.engines.traits import strategy_traits
 from verl.modeling.huggingface import experts_of, model_source, read_config
-from verl.rollout.native.model import family_of
-from verl.rollout.vision_models import check_images
+from verl.registry import load_object
+from verl.rollout.checks import check_images
+from verl.rollout.traits import engine_traits
 
 logger = logging.getLogger("verl.trainer")
 
@@ -86,18 +88,12 @@ class ModelLimits:
 
     def check_engine(self, rollout: schema.RolloutEngineConfig) -> None:
         """Raise ValueError if the rollout engine does not support the architecture, or cannot split it over ranks."""
-        if rollout.name in ("vllm", "sglang") and self.hf_config is not None:
-            check_images(rollout.name, self.hf_config)
-        if rollout.name != "native":
-            return
-        for architecture in self.architectures:
-            # other heads are ignored when it is loaded
-            if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-                family_of(architecture)
-        if rollout.tensor_model_parallel_size > 1:
-            from verl.rollout.native.slices import check_sizes
-
-            check_sizes(self.sizes, rollout.tensor_model_parallel_size)
+        traits = engine_traits(rollout.name)
+        if self.hf_config is not None:
+            check_images(traits, self.hf_config)
+        if traits.check_model:
+            check_model = load_object(*traits.check_model.split(":"))
+            check_model(self.architectures, self.sizes, rollout.tensor_model_parallel_size)
 
 
 def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig, role: str, largest_id: int) -> None:
@@ -127,13 +123,15 @@ def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig
     if not different:
         return
     token, index = min(different, key=lambda item: item[1])
-    found = (
+    difference = (
         f"{len(different):,} of {len(ours):,} token ids differ: id {index} is {ours[index]!r} for {policy!r} and "
         f"{token!r} for {model.path!r}"
     )
     if len(different) > _DIFFERENT_SHARE * len(ours):
-        raise ValueError(f"the {role} has another tokenizer than the policy: {found}. {advice[0].upper()}{advice[1:]}")
-    logger.warning("the tokenizers of policy and %s differ: %s", role, found)
+        raise ValueError(
+            f"the {role} has another tokenizer than the policy: {difference}. {advice[0].upper()}{advice[1:]}"
+        )
+    logger.warning("the tokenizers of policy and %s differ: %s", role, difference)
 
 
 def check_moe(config: schema.Config) -> None:
@@ -144,25 +142,26 @@ def check_moe(config: schema.Config) -> None:
     """
     policy, devices = config.actor_rollout_ref, config.placement.actor_devices
     actor, records = policy.actor, policy.rollout.enable_rollout_routing_replay
-    size = actor.fsdp_config.expert_parallel_size if actor.strategy in ("fsdp", "fsdp2") else 1
+    is_sharded = strategy_traits(actor.strategy).model_parallel is False
+    size = actor.fsdp_config.expert_parallel_size if is_sharded else 1
     replays = actor.router_replay.mode != "disabled" or records
     if size == 1 and not replays:
         return
     from verl.engines.expert_parallel import check_experts
 
-    found = read_config(policy.model.path, policy.model.override_config, policy.model.trust_remote_code)
+    hf_config = read_config(policy.model.path, policy.model.override_config, policy.model.trust_remote_code)
     ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
-    check_experts(found, size, ranks)
-    if replays and not experts_of(found):
+    check_experts(hf_config, size, ranks)
+    if replays and not experts_of(hf_config):
         raise ValueError(
-            f"router replay needs a mixture of experts, and {found.model_type} models have no experts: set "
+            f"router replay needs a mixture of experts, and {hf_config.model_type} models have no experts: set "
             "actor.router_replay.mode=disabled and rollout.enable_rollout_routing_replay=false"
         )
 
 
 @dataclass(frozen=True)
 class MegatronRole:
-    """A model that is trained or computed with `strategy=megatron`.
+    """A model with model-parallel training.
 
     Attributes:
         model: its section.
@@ -178,7 +177,7 @@ class MegatronRole:
 
 
 def check_megatron(roles: Mapping[str, MegatronRole]) -> None:
-    """The models of `strategy=megatron` are supported, and its settings fit them.
+    """Models with model-parallel training are supported, and its settings fit them.
 
     Args:
         roles: name of the `megatron` section -> its role.
@@ -195,10 +194,10 @@ def check_megatron(roles: Mapping[str, MegatronRole]) -> None:
     of_pool: dict[str, tuple[str, dict[str, int]]] = {}
     for name, role in roles.items():
         model, section = role.model, role.section
-        found = read_config(model.path, model.override_config, model.trust_remote_code)
-        checks.check_architecture(found, model.path)
-        checks.check_sizes(found, section)
-        checks.check_keys(found, section, name)
+        hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
+        checks.check_architecture(hf_config, model.path)
+        checks.check_sizes(hf_config, section)
+        checks.check_keys(hf_config, section, name)
         dense, experts = checks.parallel_sizes(section, role.ranks)
         first, expected = of_pool.setdefault(role.pool, (name, dense | experts))
         for key, size in (dense | experts).items():

@@ -24,9 +24,9 @@ def check_models(run: Run) -> None:
     config = run.config
     if not isinstance(config, schema.Config):
         check_model(config.model, "causal_lm")
-        if isinstance(config, schema.SFTConfig) and config.engine.strategy == "megatron":
+        if isinstance(config, schema.SFTConfig) and isinstance(config.engine.selected, schema.MegatronConfig):
             ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-            role = MegatronRole(config.model, config.engine.megatron, "", ranks)
+            role = MegatronRole(config.model, config.engine.selected, "", ranks)
             check_megatron({"engine.megatron": role})
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
@@ -41,7 +41,7 @@ def check_models(run: Run) -> None:
 
 
 def _megatron_roles(config: schema.Config) -> dict[str, MegatronRole]:
-    """Name of the `megatron` section -> role, of a run with strategy=megatron."""
+    """Name of the `megatron` section -> role, of the roles that have one."""
     policy, critic, roles = config.actor_rollout_ref, config.critic, roles_of(config)
     sections = {
         "actor": ("actor_rollout_ref.actor", policy.model, policy.actor),
@@ -50,9 +50,9 @@ def _megatron_roles(config: schema.Config) -> dict[str, MegatronRole]:
     }
     pools = {role: pool for placed in pools_of(config, roles).values() for role, pool in placed}
     return {
-        f"{name}.megatron": MegatronRole(model, section.megatron, pools[role].name, pools[role].world_size)
+        f"{name}.megatron": MegatronRole(model, section.engine, pools[role].name, pools[role].world_size)
         for role, (name, model, section) in sections.items()
-        if section.strategy == "megatron" and role in roles
+        if isinstance(section.engine, schema.MegatronConfig) and role in roles
     }
 
 

@@ -84,7 +84,7 @@ def _vision_of(hf: Any) -> VisionShape:
 def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:
     """Role -> shape of its model."""
     policy, reward = config.actor_rollout_ref.model, config.reward.reward_model
-    of_policy = functools.cache(lambda: shape_of(policy.path, policy))  # of several roles
+    policy_shape = functools.cache(lambda: shape_of(policy.path, policy))  # of several roles
     shapes = {}
     for name in names:
         if name == "critic":
@@ -92,7 +92,7 @@ def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelSha
         elif name == "reward":
             shapes[name] = shape_of(reward.model_path, trust_remote_code=reward.trust_remote_code)
         else:
-            shapes[name] = of_policy()
+            shapes[name] = policy_shape()
     return shapes
 
 
@@ -119,26 +119,26 @@ def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
     from verl.planner import report
 
     try:
-        estimated = estimate(config, names)
+        result = estimate(config, names)
     except ValueError as error:
         return f"no estimate of memory and time: {error}"
-    lines = [*report.memory_lines(estimated.plan), *report.time_lines(estimated.plan)]
-    if not estimated.plan.fits:
-        lines.append(_fix(estimated))
-    if sum(count for _, count in estimated.groups) > 1:
-        total, search = _devices(config), _search(config, estimated)
-        configured = report.Configured(estimated.plan, [numbers for _, numbers in _placed(config, names)])
+    lines = [*report.memory_lines(result.plan), *report.time_lines(result.plan)]
+    if not result.plan.fits:
+        lines.append(_fix(result))
+    if sum(count for _, count in result.groups) > 1:
+        total, search = _devices(config), _search(config, result)
+        configured = report.Configured(result.plan, [numbers for _, numbers in _placed(config, names)])
         plans = search.plans(total, len(search.partitions()))
         lines += ["", *report.choice_lines(plans, total, configured)]
     return "\n".join(lines)
 
 
-def _fix(estimated: Estimate) -> str:
+def _fix(result: Estimate) -> str:
     """The smallest change that makes an estimate fit, as text."""
-    return _change_words(estimated.change())
+    return _describe_change(result.change())
 
 
-def _change_words(change: tuple[Change, Plan] | None) -> str:
+def _describe_change(change: tuple[Change, Plan] | None) -> str:
     if change is None:
         return "no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits"
     from verl.planner.report import gib
@@ -154,11 +154,11 @@ def check_memory(run: Run) -> None:
     if run.backend == "ray":
         return
     try:
-        estimated = estimate(run.config, roles_of(run.config))
+        result = estimate(run.config, roles_of(run.config))
     except ValueError as error:
         logger.debug("memory is not checked: %s", error)
         return
-    plan = estimated.plan
+    plan = result.plan
     if plan.fits:
         return
     from verl.planner.report import gib
@@ -166,7 +166,7 @@ def check_memory(run: Run) -> None:
     group = max(plan.groups, key=lambda group: group.peak[1])
     message = (
         f"{group.peak[0]} needs about {gib(plan.peak)} GiB per device, but there are "
-        f"{gib(plan.available)} GiB ({plan.device.name}); {_fix(estimated)}; `verl plan` prints the table"
+        f"{gib(plan.available)} GiB ({plan.device.name}); {_fix(result)}; `verl plan` prints the table"
     )
     if plan.peak > REFUSED_FROM * plan.available:
         raise ValueError(f"memory: {message}")
@@ -180,27 +180,27 @@ def _devices(config: schema.Config) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def _search(config: schema.Config, estimated: Estimate) -> "Search":
+def _search(config: schema.Config, result: Estimate) -> "Search":
     """The search over placements that the settings allow."""
     from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space
 
     rollout, policy = config.actor_rollout_ref.rollout, config.actor_rollout_ref
-    job = estimated.job
+    job = result.job
     if "rollout" in job.names:
         roles = tuple(role for role in job.roles if role.name != "rollout")
         job = replace(job, roles=roles)
-    fixed = policy.model.has_adapters or rollout.name == "hf" or rollout.deterministic
+    fixed = policy.model.has_adapters or not job.traits.tensor_parallel or rollout.deterministic
     sizes = (rollout.tensor_model_parallel_size,) if fixed else ROLLOUT_SIZES
     models = None
-    if job.kind == "megatron":  # the sizes of the settings, and those of the search
+    if job.model_parallel:  # the sizes of the settings, and those of the search
         now = job.role("actor").layout
         free = () if policy.actor.megatron.virtual_pipeline_model_parallel_size else MEGATRON_SIZES
         models = tuple(dict.fromkeys(((now.tensor, now.pipeline), *free)))
     # a rollout with separate devices idles during training, unless training is asynchronous
-    return Search(job, estimated.device, Space(job.overlaps, sizes, models, expert_sizes=None, same_sizes=True))
+    return Search(job, result.device, Space(job.overlaps, sizes, models, expert_sizes=None, same_sizes=True))
 
 
-def _nothing_fits(config: schema.Config, estimated: Estimate) -> str:
+def _nothing_fits(config: schema.Config, result: Estimate) -> str:
     """Why no placement is possible, and what to change."""
     total, k = _devices(config), config.trainer.max_staleness
     if k and total == 1:
@@ -210,14 +210,14 @@ def _nothing_fits(config: schema.Config, estimated: Estimate) -> str:
         )
 
     def plan_of(change: Change) -> Plan | None:
-        changed = replace(estimated, job=change.apply(estimated.job))
+        changed = replace(result, job=change.apply(result.job))
         plans = _search(config, changed).plans(total * change.factor, 1)
         return plans[0] if plans else None
 
     separate = f" with a rollout on separate devices, which trainer.async.max_staleness={k} needs," if k else ""
-    fix = _change_words(first_that_fits(estimated.job, estimated.device, plan_of))
-    fix += "; or use trainer.async.max_staleness=0" if k else ""
-    return f"no placement on {total} devices{separate} fits; {fix}"
+    change_text = _describe_change(first_that_fits(result.job, result.device, plan_of))
+    change_text += "; or use trainer.async.max_staleness=0" if k else ""
+    return f"no placement on {total} devices{separate} fits; {change_text}"
 
 
 def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
@@ -238,8 +238,8 @@ def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
     for key in saved.keys() & known.keys():
         if key.startswith("placement.") or key in _PLACED or key.endswith(_MEGATRON_SIZES):
             kept |= {key: saved[key]} if saved[key] != known[key] and key != "placement.auto" else {}
-    settings = " ".join(f"{key}={value}" for key, value in sorted(kept.items())).replace(", ", ",")
-    logger.info("placement=auto: as in %s, from which the run resumes; sets %s", folder, settings)
+    overrides = " ".join(f"{key}={value}" for key, value in sorted(kept.items())).replace(", ", ",")
+    logger.info("placement=auto: as in %s, from which the run resumes; sets %s", folder, overrides)
     return kept
 
 
@@ -255,29 +255,29 @@ def apply_auto_placement(config: schema.Config) -> schema.Config:
     from verl.planner import report
     from verl.planner.search import preferred
 
-    placed = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
-    if placed:
-        raise ValueError(f"placement.auto chooses the devices, but placement.{placed[0]} is set: remove one of them")
+    set_keys = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
+    if set_keys:
+        raise ValueError(f"placement.auto chooses the devices, but placement.{set_keys[0]} is set: remove one of them")
     if (kept := _resumed_placement(config)) is not None:
         return with_overrides(config, kept)
     try:
-        estimated = estimate(config, roles_of(config))
+        result = estimate(config, roles_of(config))
     except ValueError as error:
         raise ValueError(f"placement=auto is not possible: {error}; set placement.*_devices, or remove it") from error
-    plans = _search(config, estimated).plans(_devices(config))
+    plans = _search(config, result).plans(_devices(config))
     if not plans:
-        raise ValueError(f"placement=auto: {_nothing_fits(config, estimated)}")
+        raise ValueError(f"placement=auto: {_nothing_fits(config, result)}")
     best = preferred(plans)
-    settings = overrides_of(best, _devices(config))
+    overrides = overrides_of(best, _devices(config))
     reason = report.reason(plans) if len(plans) > 1 else "no other placement fits"
     if best.devices < _devices(config):
         reason += f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
     logger.info(
         "placement=auto: %s, about %.3g s per step (%s; rates: %s); sets %s",
-        report.placement_words(best),
+        report.format_placement(best),
         best.seconds,
         reason,
         best.device.source,
-        " ".join(f"{key}={value}" for key, value in settings.items()).replace(", ", ","),
+        " ".join(f"{key}={value}" for key, value in overrides.items()).replace(", ", ","),
     )
-    return with_overrides(config, settings)
+    return with_overrides(config, overrides)

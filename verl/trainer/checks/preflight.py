@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config import ConfigError, Problem, check_code, check_data, check_models
+from verl.config.checks.registered import check_built_in
 from verl.config.fields import Schema, to_flat_dict
 from verl.config.inputs import check_code_file
 from verl.config.load import Reading, read_config
 from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig
 from verl.config.sources import Overrides
-from verl.config.supported import check_built_in
 from verl.registry import import_module
 from verl.trainer.startup.recipe import Recipe
 from verl.trainer.startup.torchrun import launcher_settings
@@ -119,7 +119,6 @@ CHECKS: tuple[Check, ...] = (
     Check("settings fit together", SETTINGS, "verl.config.checks.settings:check_combinations", Schema),
     Check("files exist", SETTINGS, "preflight.check_files", Schema),
     Check("generation", SETTINGS, "verl.config.inputs:check_generation", GenerationConfig),
-    Check("options are supported", SETTINGS, "verl.config.supported:unsupported", (*TRAINING, GenerationConfig)),
     Check("built-in engines", SETTINGS, "preflight.check_built_in_engines", (*TRAINING, GenerationConfig)),
     Check("recipe settings", SETTINGS, "preflight.check_recipe_settings"),
     Check("imports", IMPORTS, "preflight.check_imports", Schema),
@@ -128,7 +127,7 @@ CHECKS: tuple[Check, ...] = (
     Check("trackers", CONFIG, "config.check_tracker_names"),
     Check("output folders", CONFIG, "config.check_output_folders"),
     Check("critic", CONFIG, "algorithm.check_critic_settings", Config),
-    Check("faults", CONFIG, "config.check_faults", Config),
+    Check("faults", CONFIG, "verl.trainer.guards.faults:check_faults", Config),
     Check("reward model", CONFIG, "config.check_reward_model", Config),
     Check("agent loop", CONFIG, "agents.check_agent_loop", Config),
     Check("estimator and loss", CONFIG, "algorithm.check_required_settings", Config),
@@ -142,7 +141,7 @@ CHECKS: tuple[Check, ...] = (
     Check("devices", CONFIG, "models.check_devices"),
     Check("memory", CONFIG, "planning.check_memory", Config),
     Check("micro-batch losses", CONFIG, "algorithm.check_micro_batch_losses", Config),
-    Check("unused settings", CONFIG, "unused_settings.warn_of_unused_settings", (*TRAINING, GenerationConfig)),
+    Check("unused settings", CONFIG, "algorithm.warn_of_unused_settings", (*TRAINING, GenerationConfig)),
     Check("checkpoints", CONFIG, "config.check_saving"),
     Check("dataset items", INPUTS, "inputs.check_items", Config),
     Check("validation data", INPUTS, "inputs.check_validation_data"),

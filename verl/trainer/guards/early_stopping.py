@@ -1,10 +1,5 @@
 """ValidationWatch: which validation of a run was the best, and whether the run has stopped improving.
 
-    watch = ValidationWatch(config.trainer)
-    watch.observe(step, metrics)        # after each validation
-    watch.improved                      # trainer.save_best: the last validation was the best one
-    watch.reason                        # trainer.early_stopping: why the run ends, or None
-
 Its state is in every checkpoint, so a resumed run makes the same decisions as an uninterrupted one.
 """
 
@@ -13,10 +8,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.config.schema.trainer import RunConfig
+from verl.config.fields import Schema
 from verl.registry import did_you_mean
+from verl.trainer.guards.base import STOP, Action, Guard
+from verl.trainer.view import RunView
+
+if TYPE_CHECKING:
+    from verl.trainer.output.step_report import StepReport
 
 logger = logging.getLogger("verl.trainer")
 
@@ -107,15 +107,16 @@ class _Tracker:
             logger.warning("%s has changed: the best value of %s in the checkpoint is not used", self.key, best.metric)
 
 
-class ValidationWatch:
+class ValidationWatch(Guard):
     """Follows the validations of a run for `trainer.save_best` and `trainer.early_stopping`.
 
     Attributes:
-        improved: whether the last validation was the best one.
-        skipped: whether the validation of the last step is due, but was skipped by an interruption.
+        improved: whether the validation of the last step was the best one.
+        is_pending: whether the validation of the last step is due, but was put off by an interruption.
     """
 
-    def __init__(self, trainer: RunConfig):
+    def __init__(self, config: Schema):
+        self._settings = trainer = config.trainer
         stopping, best = trainer.early_stopping, trainer.save_best
         metric = best if isinstance(best, str) else None
         self.patience = stopping.patience
@@ -127,7 +128,7 @@ class ValidationWatch:
                 stopping.metric or metric, mode, stopping.min_delta, "trainer.early_stopping.metric"
             )
         self.improved = False
-        self.skipped = False
+        self.is_pending = False
 
     @property
     def best(self) -> Best | None:
@@ -146,28 +147,41 @@ class ValidationWatch:
             f"(best: {best.value:.4g} at step {best.step}; trainer.early_stopping.patience={self.patience})"
         )
 
-    def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise NoMetricError if a validation does not have the metrics."""
-        for tracker in (self._best, self._stopping):
-            if tracker is not None:
-                tracker.value_of(metrics)
+    def after_step(self, view: RunView, report: "StepReport") -> None:
+        self.improved = False
+
+    def after_validation(self, view: RunView, metrics: Mapping[str, float]) -> Action | None:
+        if view.step == 0 or self._settings.val_only:
+            for tracker in (self._best, self._stopping):
+                if tracker is not None:
+                    tracker.value_of(metrics)
+            return None
+        try:
+            self.observe(view.step, metrics)
+        except NoMetricError:
+            if self._settings.save_at_end:  # a misspelled metric must not lose the trained steps
+                view.checkpointer.save(view.step)
+                view.checkpointer.wait()
+            raise
+        return STOP(self.reason) if self.reason is not None else None
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Update the best value and the patience with a validation."""
-        self.skipped = False
+        self.is_pending = False
         self.improved = self._best is not None and self._best.observe(step, metrics)
         if self._stopping is not None:
             self._stopping.observe(step, metrics)
 
     def state_dict(self) -> dict[str, Any]:
         trackers = {"best": self._best, "stopping": self._stopping}
-        return {name: found and found.state_dict() for name, found in trackers.items()} | {"skipped": self.skipped}
+        states = {name: tracker and tracker.state_dict() for name, tracker in trackers.items()}
+        return states | {"skipped": self.is_pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, tracker in (("best", self._best), ("stopping", self._stopping)):
             if tracker is not None and state.get(name):
                 tracker.load_state_dict(state[name])
-        self.skipped = state["skipped"]
+        self.is_pending = state["skipped"]
 
 
 def direction(metric: str, mode: str) -> str:

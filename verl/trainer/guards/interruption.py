@@ -1,23 +1,23 @@
 """SIGINT and SIGTERM during training: the step in flight is finished and saved before the run ends.
 
-    with Interruption() as interruption:
-        while not interruption.requested:
-            step()
-
-The first signal is only recorded. A step that would generate again after it is undone (`end_unfinished`). A second
-SIGINT raises `Stopped` at once. A SIGINT within `REPEAT_SECONDS` of the first signal counts as the same request, and
-further SIGTERMs are ignored, because launchers repeat them. Handlers are installed in the main thread only; in another
-thread nothing changes.
+The first signal is only recorded, in `RunView.interrupted`. A step that would generate again after it is undone. A
+second SIGINT raises `Stopped` at once. A SIGINT within `REPEAT_SECONDS` of the first signal counts as the same request,
+and further SIGTERMs are ignored, because launchers repeat them. Handlers are installed before the first step, in the
+main thread only; in another thread nothing changes.
 """
 
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
+
+from verl.config.fields import Schema
+from verl.trainer.guards.base import SKIP, Action, Guard
+from verl.trainer.view import RunView
 
 logger = logging.getLogger("verl.trainer")
 
@@ -67,44 +67,40 @@ def _raise_stopped(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
-class Interruption:
-    """Records SIGINT and SIGTERM while it is entered.
+class Interruption(Guard):
+    """Records SIGINT and SIGTERM."""
 
-    Args:
-        what: returns what is finished before the run ends, for the message.
-
-    Attributes:
-        requested: the signal that was received; None before.
-    """
-
-    def __init__(self, what: Callable[[], str] = lambda: "the step in flight"):
-        self.what = what
-        self.requested: signal.Signals | None = None
-        self._previous: dict[int, Any] = {}
+    def __init__(self, config: Schema):
+        self._saves = config.trainer.save_at_end
+        self._previous: dict[int, Any] = {}  # signal -> its handler before
         self._received = 0.0
 
-    def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell
-                    self._previous[number] = signal.signal(number, self._receive)
-        return self
+    def before_step(self, view: RunView) -> None:
+        self._view = view
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell
+                self._previous[number] = signal.signal(number, self._receive)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def on_error(self, view: RunView, error: BaseException) -> Action | None:
+        if not isinstance(error, UnfinishedStep):
+            return None
+        logger.warning("step %s is not finished, because it needs further samples: a resumed run repeats it", error)
+        return SKIP
+
+    def at_end(self, view: RunView) -> None:
         for number, handler in self._previous.items():
             # None: a handler that was not installed from Python, which cannot be restored
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def end_unfinished(self, step: int) -> None:
-        """Called before a step that lacks samples generates further ones. Raises UnfinishedStep after a signal."""
-        if self.requested is not None:
-            logger.warning("step %d is not finished, because it needs further samples: a resumed run repeats it", step)
-            raise UnfinishedStep(step)
+        self._previous = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is None:
-            self.requested, self._received = signal.Signals(number), time.monotonic()
+        view = self._view
+        if view.interrupted is None:
+            view.interrupted, self._received = signal.Signals(number), time.monotonic()
+            step = f"step {view.step} of {view.total_steps}{' and saving it' * self._saves}"
             again = "a second Ctrl-C" if number == signal.SIGINT else "Ctrl-C"
-            logger.warning("%s: finishing %s; %s stops at once", self.requested.name, self.what(), again)
+            logger.warning("%s: finishing %s; %s stops at once", view.interrupted.name, step, again)
         elif number == signal.SIGINT and time.monotonic() - self._received >= REPEAT_SECONDS:
-            raise Stopped(number, second=self.requested == signal.SIGINT)
+            raise Stopped(number, second=view.interrupted == signal.SIGINT)

@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 import traceback
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
+from verl.config.fields import Schema
 from verl.processes.limits import Durations
 from verl.single_controller.cluster import wait_limits
-
-if TYPE_CHECKING:
-    from verl.trainer.base import Trainer
+from verl.trainer.guards.base import Guard
+from verl.trainer.view import RunView
 
 logger = logging.getLogger("verl.trainer")
 
@@ -46,17 +46,12 @@ def thread_stacks() -> str:
     )
 
 
-class OperatorWatch:
-    """Context manager around the steps of a run, in the thread that runs the flow. It can be entered again, after a
-    restart: the durations of operators are kept.
+class OperatorWatch(Guard):
+    """Watches the operators of all pipelines, except those of `RunView.unwatched`, which run in the thread that starts
+    it. Their durations are kept over restarts."""
 
-    Args:
-        trainer: the operators of its `pipelines` are watched, except those of `unwatched`.
-    """
-
-    def __init__(self, trainer: "Trainer"):
-        self._trainer = trainer
-        self._durations = Durations(wait_limits(trainer.config))
+    def __init__(self, config: Schema):
+        self._durations = Durations(wait_limits(config))
         self._seen: dict[str, float] = {}  # operator -> its last start that is recorded
         self._ended = threading.Event()
         self._message = ""
@@ -64,37 +59,39 @@ class OperatorWatch:
         self._signal_handled = True  # by the flow thread
         self._handler: Any = None
 
-    def __enter__(self) -> "OperatorWatch":
+    def at_start(self, view: RunView) -> None:
+        self._view = view
         self._ended.clear()
         self._flow_thread = threading.current_thread()
         if self._flow_thread is threading.main_thread():
             self._handler = signal.signal(_SIGNAL, self._raise)
         self._watcher = threading.Thread(target=self._watch, name="operator watch", daemon=True)
         self._watcher.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def on_error(self, view: RunView, error: BaseException) -> None:
+        if isinstance(error, _Interrupt):
+            raise OperatorTimeout(self._message) from None
+
+    def at_end(self, view: RunView) -> None:
         self._ended.set()
         self._watcher.join()
         if self._flow_thread is threading.main_thread():
             # None: a handler that was not installed from Python, which cannot be restored
             signal.signal(_SIGNAL, signal.SIG_DFL if self._handler is None else self._handler)
-        if isinstance(error, _Interrupt):
-            raise OperatorTimeout(self._message) from None
 
     def _watch(self) -> None:
-        source = self._trainer.pipeline.operators[0].name
+        source = self._view.pipelines[0].operators[0].name
         while not self._ended.wait(_LOOK_SECONDS):
-            for pipeline in self._trainer.pipelines():
+            for pipeline in self._view.pipelines:
                 for operator, (start, end) in dict(pipeline.spans).items():
                     name = pipeline.label + operator
                     if self._seen.get(name) != start:
                         self._seen[name] = start
                         # a batch that threads have prepared took longer than the wait for it
-                        ahead = self._trainer.source.seconds_ahead if name == source else 0.0
+                        ahead = self._view.source.seconds_ahead if name == source else 0.0
                         self._durations.record(name, max(end - start, ahead))
-            for name, start in self._trainer.running_operators().items():
-                if name in self._trainer.unwatched:
+            for name, start in self._view.running_operators().items():
+                if name in self._view.unwatched:
                     continue
                 if (name, start) == self._late:
                     if not self._signal_handled:  # it arrived just before a system call, which it does not interrupt
@@ -122,5 +119,5 @@ class OperatorWatch:
     def _raise(self, number: int, frame: FrameType | None) -> None:
         handled, self._signal_handled = self._signal_handled, True
         name, start = self._late
-        if not handled and self._trainer.running_operators().get(name) == start:  # it has not ended at this moment
+        if not handled and self._view.running_operators().get(name) == start:  # it has not ended at this moment
             raise _Interrupt

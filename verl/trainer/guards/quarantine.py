@@ -9,29 +9,29 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from verl.checkpoints.atomic import atomic_write
+from verl.config.fields import Schema
 from verl.data.bad_rows import parse_json
+from verl.data.order import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.rewards.outcome import QuarantineError
 from verl.tracking.formatting import format_line
-
-if TYPE_CHECKING:
-    from verl.trainer.base import Trainer
+from verl.trainer.guards.base import Guard
+from verl.trainer.view import RunView
 
 logger = logging.getLogger("verl.trainer")
 
 FILE = "quarantine.jsonl"
 
 
-def apply_quarantine(trainer: "Trainer") -> None:
-    """Let the source of a trainer drop the rows in the file of its folder.
+def drop_quarantined(source: PromptSource, folder: Path) -> None:
+    """Let a source drop the rows in the file of the folder of a run.
 
     Raises:
         ValueError: a line of the file is invalid, or too few rows remain.
     """
-    path, source = trainer.folder / FILE, trainer.source
+    path = folder / FILE
     if not os.path.lexists(path):
         return
     if not path.is_file():
@@ -48,8 +48,8 @@ def apply_quarantine(trainer: "Trainer") -> None:
 def _rows_of(lines: Iterable[str], path: Path, count: int) -> Iterable[int]:
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
-        found = parse_json(line, where, 'an object with "row"')
-        row = found.get("row") if isinstance(found, dict) else None
+        entry = parse_json(line, where, 'an object with "row"')
+        row = entry.get("row") if isinstance(entry, dict) else None
         if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < count:
             raise ValueError(
                 f'{where}: expected an object with "row", a row of the training data from 0 to {count - 1}, found '
@@ -58,24 +58,30 @@ def _rows_of(lines: Iterable[str], path: Path, count: int) -> Iterable[int]:
         yield row
 
 
-def quarantine(trainer: "Trainer", error: BaseException) -> None:
-    """After a QuarantineError, add the rows of its samples to the file, and a note about it to the error."""
-    if not isinstance(error, QuarantineError):
-        return
-    path, dataset = trainer.folder / FILE, trainer.source.dataset
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    for uid, reason in error.failures.items():
-        row = int(uid.rpartition(":")[2])
-        where = dataset.dataframe.location(row) if isinstance(dataset, RLHFDataset) else None
-        lines.append(
-            json.dumps({"row": row, "uid": uid, "place": where, "step": trainer.attempted_step, "reason": reason})
+class Quarantine(Guard):
+    """Writes the rows that could not be scored to the file."""
+
+    def __init__(self, config: Schema):
+        pass
+
+    def on_error(self, view: RunView, error: BaseException) -> None:
+        """Add the rows of a QuarantineError to the file, and a note about it to the error."""
+        if not isinstance(error, QuarantineError):
+            return
+        path, dataset = view.folder / FILE, view.source.dataset
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for uid, reason in error.failures.items():
+            row = int(uid.rpartition(":")[2])
+            location = dataset.dataframe.location(row) if isinstance(dataset, RLHFDataset) else None
+            entry = {"row": row, "uid": uid, "place": location, "step": view.attempted_step, "reason": reason}
+            lines.append(json.dumps(entry))
+        with atomic_write(path) as draft:
+            draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        error.add_note(
+            f"the rows of these {len(error.failures)} prompts were added to {path}: the same command continues without "
+            "them"
         )
-    with atomic_write(path) as draft:
-        draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    error.add_note(
-        f"the rows of these {len(error.failures)} prompts were added to {path}: the same command continues without them"
-    )
-    try:
-        apply_quarantine(trainer)  # for another `fit` of this trainer
-    except ValueError as too_few:
-        error.add_note(str(too_few))
+        try:
+            drop_quarantined(view.source, view.folder)  # for another `fit` of this trainer
+        except ValueError as too_few:
+            error.add_note(str(too_few))

@@ -132,7 +132,7 @@ def numeric_columns(batches: Sequence[DataProto]) -> dict[str, np.ndarray]:
     A column with numbers in some rows only is skipped with a warning.
     """
     scores = [batch.batch["token_level_scores"].sum(1).double().numpy() for batch in batches]
-    found: dict[str, np.ndarray] = {"reward": np.concatenate(scores)}
+    columns: dict[str, np.ndarray] = {"reward": np.concatenate(scores)}
     names = dict.fromkeys(name for batch in batches for name in batch.non_tensor_batch)
     for name in names:
         if not name.startswith("reward_") or name == "reward_model":
@@ -140,11 +140,11 @@ def numeric_columns(batches: Sequence[DataProto]) -> dict[str, np.ndarray]:
         values = [v for b in batches for v in b.non_tensor_batch.get(name, [None] * len(b))]
         numbers = sum(_is_number(v) for v in values)
         if numbers == len(values):
-            found[name.removeprefix("reward_")] = np.array(values, dtype=np.float64)
+            columns[name.removeprefix("reward_")] = np.array(values, dtype=np.float64)
         elif numbers:
             short = name.removeprefix("reward_")
             logger.warning("%r is a number in only %d of %d rows: it is not reported", short, numbers, len(values))
-    return found
+    return columns
 
 
 def _is_number(value: Any) -> bool:

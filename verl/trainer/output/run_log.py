@@ -1,60 +1,49 @@
 """Output of a run: the display, the trackers, and the record for `verl runs` and `verl report`."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from verl.config import differences, to_flat_dict
-from verl.config.fields import Schema
+from verl.protocol import DataProto
+from verl.tracking.console import TrainingProgress
 from verl.tracking.run_record import RunRecord
 from verl.tracking.runs import read_about
+from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
-from verl.trainer.output.display import RunDisplay
+from verl.trainer.guards.interruption import Stopped
+from verl.trainer.output.divergence import DivergenceWatch
+from verl.trainer.output.step_report import StepReport
+from verl.trainer.output.summary import run_summary
+from verl.trainer.view import RunView
+from verl.utils import log
 from verl.utils.redaction import redacted
-
-if TYPE_CHECKING:
-    from verl.trainer.base import StepReport, Trainer
 
 logger = logging.getLogger("verl.trainer")
 
-
-def run_record(
-    folder: Path,
-    config: Schema,
-    total_steps: int,
-    warnings: Sequence[logging.LogRecord] = (),
-    step: Callable[[], int] | None = None,
-    is_new: bool = True,
-) -> RunRecord:
-    """The record of a run with these settings. warnings: of the checks before the run. Others: as in `RunRecord`."""
-    trainer, flat, defaults = config.trainer, redacted(to_flat_dict(config)), to_flat_dict(type(config)())
-    about = {
-        "project": trainer.project_name,
-        "experiment": trainer.experiment_name,
-        "total_steps": total_steps,
-        "config": flat,
-        "changed": {key: {"value": flat[key], "default": defaults[key]} for key in differences(config)},
-    }
-    return RunRecord(folder, about, warnings, step, is_new)
+#: seconds between two choices of samples for the panel
+_SAMPLE_SECONDS = 3.0
+_SAMPLES = 2
 
 
-def warn_nothing_to_train(trainer: "Trainer") -> None:
+def warn_nothing_to_train(view: RunView) -> None:
     """Log why a run that resumes at its end has no further steps, and how to continue."""
-    if trainer.global_step < trainer.total_steps:
+    if view.step < view.total_steps:
         logger.warning(
             "nothing to train: the run ended at step %d of %d, because %s. To continue, raise "
             "trainer.early_stopping.patience, or set it to null",
-            *(trainer.global_step, trainer.total_steps, trainer.end_reason),
+            *(view.step, view.total_steps, view.end_reason),
         )
     else:
         logger.warning(
             "nothing to train: the checkpoint is at step %d and the run ends at step %d. To continue, raise "
             "trainer.total_training_steps or trainer.total_epochs; to start a fresh run, set a new "
             "trainer.experiment_name or trainer.default_local_dir (now %s)",
-            *(trainer.global_step, trainer.total_steps, trainer.checkpoints.root),
+            *(view.step, view.total_steps, view.folder),
         )
 
 
@@ -75,20 +64,39 @@ def record_folder(folder: Path, val_only: bool) -> Path:
 
 
 class RunLog:
-    """Context manager around a run, from before its workers start."""
+    """Context manager around a run, from before its workers start. The tracker `console` adds a panel and a summary.
 
-    def __init__(self, trainer: "Trainer"):
-        self._trainer = trainer
-        self._folder = record_folder(trainer.folder, trainer.config.trainer.val_only)
-        self._record = run_record(
-            self._folder,
-            trainer.config,
-            trainer.total_steps,
-            trainer.run.warnings,
-            lambda: trainer.global_step,
-            is_new=not trainer.run.is_recorded,
-        )
-        self._display: RunDisplay
+    Args:
+        view: the run.
+        draw: (batch, count) -> samples of a batch, as rows of a table.
+        record: batch -> what `verl report` shows of it.
+    """
+
+    def __init__(
+        self,
+        view: RunView,
+        draw: Callable[[DataProto, int], Rows],
+        record: Callable[[DataProto], Mapping[str, Any]],
+    ):
+        self._view, self._draw, self._make_record = view, draw, record
+        self._settings = trainer = view.config.trainer
+        self._folder = record_folder(view.folder, trainer.val_only)
+        self._flat, defaults = redacted(to_flat_dict(view.config)), to_flat_dict(type(view.config)())
+        self._changed = list(differences(view.config))
+        about = {
+            "project": trainer.project_name,
+            "experiment": trainer.experiment_name,
+            "total_steps": view.total_steps,
+            "config": self._flat,
+            "changed": {key: {"value": self._flat[key], "default": defaults[key]} for key in self._changed},
+        }
+        is_new = not view.run.is_recorded
+        self._record = RunRecord(self._folder, about, view.run.warnings, lambda: view.step, is_new)
+        dataset = view.run.inputs.val_dataset
+        self._divergence = DivergenceWatch(prompts=None if dataset is None else len(dataset))
+        self._count = self._settings.get("log_samples", 0)  # not in SFT
+        self._shown = 0.0  # when the panel got its samples
+        self._progress: TrainingProgress | None = None
         self._tracking: Tracking
 
     def __enter__(self) -> "RunLog":
@@ -101,36 +109,62 @@ class RunLog:
     @contextmanager
     def steps(self) -> Iterator[None]:
         """Context of the steps, after the checkpoint is loaded."""
-        trainer, settings = self._trainer, self._trainer.config.trainer
-        resumed = trainer.global_step if self._folder == trainer.folder else 0
-        self._record.resume(resumed)
-        trainer.run.is_recorded = True
-        with RunDisplay(trainer, self._folder) as self._display:
-            self._tracking = Tracking(
-                settings.logger,
-                settings.project_name,
-                settings.experiment_name,
-                config=redacted(to_flat_dict(trainer.config)),
-                default_local_dir=self._folder,
-                resume_step=resumed,
-                progress=self._display.progress,
-                changed=list(differences(trainer.config)),
+        view, settings, start = self._view, self._settings, time.monotonic()
+        resumed = view.step  # 0: the run has not been resumed
+        recorded = resumed if self._folder == view.folder else 0
+        self._record.resume(recorded)
+        view.run.is_recorded = True
+        if "console" in settings.logger:
+            title = f"{settings.project_name}/{settings.experiment_name}"
+            running = view.running_operators
+            self._progress = TrainingProgress(
+                view.total_steps, title, print_every=1, quiet=False, details=False, running=running
             )
-            with self._tracking:
-                yield
+        try:
+            with self._progress or nullcontext():
+                self._tracking = Tracking(
+                    settings.logger,
+                    settings.project_name,
+                    settings.experiment_name,
+                    config=self._flat,
+                    default_local_dir=self._folder,
+                    resume_step=recorded,
+                    progress=self._progress,
+                    changed=self._changed,
+                )
+                with self._tracking:
+                    yield
+        except KeyboardInterrupt as stop:
+            if not isinstance(stop, Stopped) or stop.finished:  # not at once: plotting takes seconds
+                self._summarize(resumed, start)
+            raise
+        self._summarize(resumed, start)
 
-    def step(self, report: "StepReport") -> None:
+    def _summarize(self, resumed: int, start: float) -> None:
+        if self._progress is not None:
+            seconds = time.monotonic() - start
+            for line in run_summary(self._view, self._folder, self._divergence.history, resumed, seconds):
+                log.steps.info("%s", line)
+
+    def step(self, report: StepReport) -> None:
         """Log a step."""
-        trainer, step = self._trainer, report.step
-        self._display.show_samples(report.batch)
-        self._tracking.log(report.metrics, step)
-        self._display.watch(step, report.metrics)
-        self._tracking.log_samples("train/generations", trainer.step_samples(report.batch), step)
-        self._record.add_step(step, lambda: trainer.step_record(report.batch), step == trainer.total_steps)
+        batch, step = report.batch, report.step
+        progress, now = self._progress, time.monotonic()
+        if progress is not None and progress.is_live and now - self._shown >= _SAMPLE_SECONDS:
+            self._shown = now
+            progress.show_samples([(row["input"], row["output"], row["score"]) for row in self._draw(batch, _SAMPLES)])
+        self._log(step, report.metrics)
+        if self._count:
+            self._tracking.log_samples("train/generations", self._draw(batch, self._count), step)
+        self._record.add_step(step, lambda: self._make_record(batch), step == self._view.total_steps)
 
-    def validation(self, metrics: dict[str, float]) -> None:
+    def validation(self, metrics: Mapping[str, float], samples: Rows) -> None:
         """Log a validation."""
-        trainer, step = self._trainer, self._trainer.global_step
+        self._log(self._view.step, metrics)
+        self._tracking.log_samples("val/generations", samples, self._view.step)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics, and warn of divergence."""
         self._tracking.log(metrics, step)
-        self._display.watch(step, metrics)
-        self._tracking.log_samples("val/generations", trainer.validation_samples(), step)
+        for line in self._divergence.update(step, metrics):
+            logger.warning("%s", line)

@@ -1,4 +1,4 @@
-"""Prompts, responses and scores as text, for inspection."""
+"""Prompts, responses and scores of samples: as text, and as the records of `verl report`."""
 
 import json
 import math
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from verl.algorithms.kl import k3
 from verl.algorithms.masked import masked_mean
 from verl.checkpoints.atomic import atomic_write
 from verl.config import schema
@@ -43,7 +45,8 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
     columns, objects = batch.tensors, batch.non_tensor_batch
     width = columns["prompts"].shape[1]
     samples = []
-    small = thumbnails_by_object()
+    images = objects.get("multi_modal_data")
+    thumbnails = None if images is None else thumbnails_by_object()
     for i in range(len(batch)) if rows is None else rows:
         mask = columns["attention_mask"][i].bool()
         extras = {
@@ -62,8 +65,8 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
             sample["advantage"] = masked_mean(columns["advantages"][i], columns["response_mask"][i]).item()
         sample["length"] = int(mask[width:].sum())
         sample |= {name: objects[name][i] for name in ("finish_reason", "data_source", "uid") if name in objects}
-        if "multi_modal_data" in objects:
-            sample["images"] = small(objects["multi_modal_data"][i])
+        if images is not None:
+            sample["images"] = thumbnails(images[i])
         samples.append(sample)
     return samples
 
@@ -132,9 +135,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def choose_rows(count: int, wanted: int, seed: int) -> list[int]:
-    """Choose `wanted` of `count` rows at random, in ascending order; the same ones for the same seed."""
-    return sorted(random.Random(seed).sample(range(count), min(wanted, count)))
+def choose_rows(count: int, size: int, seed: int) -> list[int]:
+    """Choose `size` of `count` rows at random, in ascending order; the same ones for the same seed."""
+    return sorted(random.Random(seed).sample(range(count), min(size, count)))
 
 
 def dump_generations(folder: str | Path, step: int, batch: DataProto, tokenizer: Any) -> None:
@@ -149,3 +152,86 @@ def write_jsonl(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
     with atomic_write(path) as draft:
         lines = (json.dumps(item, ensure_ascii=False, default=str) + "\n" for item in items)
         draft.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+
+
+# ---- records of `verl report` ---------------------------------------------------------------------------------------
+
+#: response tokens of a sample that are recorded
+MAX_TOKENS = 512
+#: zero-variance groups of a step that are recorded
+_EXAMPLES = 3
+#: name in the record -> column (B, T)
+_PER_TOKEN = {
+    "rollout_log_probs": "rollout_log_probs",
+    "log_probs": "old_log_probs",
+    "advantages": "advantages",
+    "values": "values",
+}
+
+
+def step_record(batch: DataProto, tokenizer: Any, count: int, seed: int) -> dict[str, Any]:
+    """Return what `verl report` shows of a step: distributions of scores and lengths, groups, and a few samples.
+
+    Args:
+        batch: a finished training batch.
+        tokenizer: decodes prompts and tokens.
+        count: number of samples with their tokens: the best, the worst, and others drawn at random.
+        seed: seed of the draw.
+    """
+    columns = batch.tensors
+    scores = columns["token_level_scores"].sum(1)
+    lengths = columns["attention_mask"][:, columns["prompts"].shape[1] :].sum(1)
+    rows = dict.fromkeys([int(scores.argmax()), int(scores.argmin()), *choose_rows(len(batch), count, seed)])
+    rows = sorted(list(rows)[:count])
+    samples = generations(batch, tokenizer, rows)
+    return {
+        "scores": distribution(scores.tolist()),
+        "lengths": distribution(lengths.tolist()),
+        "groups": _groups(batch, scores, tokenizer),
+        "samples": [{**sample, **_tokens(batch, tokenizer, row)} for sample, row in zip(samples, rows)],
+    }
+
+
+def distribution(values: Sequence[float], bins: int = 20) -> list[tuple[float, int]]:
+    """(value, count) of each value; if there are more than `bins` different ones, (centre, count) of equal bins."""
+    finite = np.array([value for value in values if math.isfinite(value)])
+    centres, counts = np.unique(finite, return_counts=True)
+    if len(centres) > bins:
+        counts, edges = np.histogram(finite, bins)
+        centres = (edges[1:] + edges[:-1]) / 2
+    return [(_short(value), int(number)) for value, number in zip(centres, counts) if number]
+
+
+def _groups(batch: DataProto, scores: torch.Tensor, tokenizer: Any) -> dict[str, Any]:
+    """Number of groups with several samples, and of those with zero variance, with examples."""
+    members: dict[str, list[int]] = {}
+    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+        members.setdefault(str(uid), []).append(row)
+    groups = [rows for rows in members.values() if len(rows) > 1]
+    equal = [rows[0] for rows in groups if len({scores[row].item() for row in rows}) == 1]
+    examples = generations(batch, tokenizer, equal[:_EXAMPLES])
+    names = ("input", "output", "gts", "score", "images")
+    shown = [{name: sample[name] for name in names if name in sample} for sample in examples]
+    return {"count": len(groups), "zero_variance": len(equal), "examples": shown}
+
+
+def _tokens(batch: DataProto, tokenizer: Any, row: int) -> dict[str, Any]:
+    """Texts of the first response tokens of a sample, and the columns of _PER_TOKEN that the batch has."""
+    columns = batch.tensors
+    width = columns["prompts"].shape[1]
+    length = min(int(columns["attention_mask"][row, width:].sum()), MAX_TOKENS)
+    ids = columns["responses"][row, :length].tolist()
+    record: dict[str, Any] = {"tokens": tokenizer.batch_decode([[token] for token in ids])}
+    record["mask"] = columns["response_mask"][row, :length].long().tolist()
+    for name, column in _PER_TOKEN.items():
+        if column in columns:
+            record[name] = [_short(value) for value in columns[column][row, :length].tolist()]
+    if {"ref_log_prob", "old_log_probs"} <= columns.keys():
+        kl = k3((columns["old_log_probs"] - columns["ref_log_prob"])[row, :length])
+        record["ref_kl"] = [_short(value) for value in kl.tolist()]
+    return record
+
+
+def _short(value: float) -> float | None:
+    """Four significant digits; None for a value that is not finite."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None

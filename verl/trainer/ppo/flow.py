@@ -12,7 +12,7 @@ further ones.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import optional_columns, reads_all_columns, required_columns
@@ -44,6 +44,8 @@ from verl.trainer.ppo.operators import (
     values,
     wake_rollout,
 )
+from verl.trainer.runner import FlowRunner
+from verl.trainer.view import RunView
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.weights import RolloutWeights
@@ -230,6 +232,33 @@ def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
     reads = dict.fromkeys((*update.reads, "rollout_log_probs", *optional))
     del reads["old_log_probs"]
     return flow.remove("old_log_prob").replace(update.name, replace(update, reads=tuple(reads)))
+
+
+class PPORunner(FlowRunner):
+    """Runs generation and training one after the other.
+
+    Args:
+        view: the run.
+        weights: the weights of the rollout.
+    """
+
+    def __init__(self, view: RunView, weights: "RolloutWeights"):
+        super().__init__(view)
+        self.weights = weights
+
+    def finish(self, flow: DataFlow) -> DataFlow:
+        """The last edit of a flow: operators that depend on how it is run."""
+        return add_weight_sync(skip_old_log_prob(flow, self.view.config), self.view.config, self.weights)
+
+    def undo(self, position: Any) -> None:
+        self.weights.version = None  # the actor may have been updated
+        super().undo(position)
+
+    def reset(self) -> None:
+        self.weights.reset()
+
+    def reset_to(self, step: int, total_steps: int) -> None:
+        self.weights.version = None
 
 
 #: columns that only a recipe, or a role that is off by default, writes -> what to do

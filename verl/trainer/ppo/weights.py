@@ -8,7 +8,6 @@ from typing import Any
 from verl.single_controller.worker_group import Future, WorkerGroup
 from verl.tracking.summary import describe_push
 from verl.trainer.ppo.canary import Canary
-from verl.utils import chaos
 from verl.weight_sync import SyncReport
 
 logger = logging.getLogger("verl.trainer")
@@ -72,8 +71,6 @@ class RolloutWeights:
     def _push(self, version: int) -> list[SyncReport]:
         """The reports of one training rank and all rollout ranks."""
         actor = self.roles["actor"]
-        if chaos.is_armed("stale-weights"):
-            return [SyncReport(version, 0, 0.0)]
         if not self.separate:
             return actor.push_weights(version)
         self._connect()

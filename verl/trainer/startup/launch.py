@@ -78,9 +78,9 @@ def fit(trainer: "Trainer") -> int:
         error.add_note(trainer.progress_summary())
         return print_error(error)
     except Exception as error:
-        if not trainer.ready and isinstance(error, ValueError):
+        if not trainer.view.ready and isinstance(error, ValueError):
             return print_error(error)
-        error.add_note(failure_summary(trainer, error))
+        error.add_note(_failure_summary(trainer, error))
         raise
     return 0
 
@@ -102,7 +102,7 @@ def run(build: Callable[[], Planned], execute: Callable[[Any], int] = fit) -> in
         return execute(command)
 
 
-def failure_summary(trainer: "Trainer", error: Exception) -> str:
+def _failure_summary(trainer: "Trainer", error: Exception) -> str:
     """The last lines of a run that failed: the cause, the checkpoint, and the command that resumes."""
     summary = f"the run failed {trainer.progress_summary()}"
     if isinstance(error, WorkerError):

@@ -5,14 +5,13 @@ from typing import Any
 
 from verl.config import schema
 from verl.rollout.request import stop_strings
+from verl.rollout.traits import engine_traits
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, format_devices, idle_devices, place_roles
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 
 #: of trainer.worker_timeout, for a pause of the rollout: its error names what it waits for
 _PAUSE_SHARE = 0.9
-#: rollout engines that merge adapters, whatever their layers are
-_MERGE_ADAPTERS = ("native", "hf")
 
 
 def roles_of(config: schema.Config) -> list[str]:
@@ -54,7 +53,8 @@ def worker_specs(
         from verl.workers.rollout.worker import RolloutWorker
 
         rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.engine.dtype}
-        rollout["adapters"] = None if policy.rollout.name in _MERGE_ADAPTERS else adapter_config(policy.model)
+        merges = engine_traits(policy.rollout.name).merges_adapters
+        rollout["adapters"] = None if merges else adapter_config(policy.model)
         rollout["pause_limit"] = _PAUSE_SHARE * config.trainer.worker_timeout
         specs["rollout"] = WorkerSpec(RolloutWorker, rollout | generation | {"timeout": policy.nccl_timeout})
     if "ref" in roles:

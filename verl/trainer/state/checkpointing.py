@@ -18,13 +18,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.checkpoints.manifest import DELETE, MANIFEST
 from verl.checkpoints.store import CheckpointStore
 from verl.config import dump_config, to_flat_dict
 from verl.config.fields import Schema
-from verl.config.schema.model import ModelConfig
 from verl.config.schema.trainer import RunConfig
 from verl.data.dataset import TokenizedDataset
 from verl.data.files import IN_MEMORY
@@ -40,6 +39,9 @@ from verl.trainer.state.identity import Identity
 from verl.trainer.state.saved_state import load_state, save_state
 from verl.utils.redaction import redacted
 from verl.utils.rng import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from verl.trainer.checks.preflight import Run
 
 logger = logging.getLogger("verl.trainer")
 
@@ -88,11 +90,10 @@ class _Pending:
 
 def describe_saving(trainer: RunConfig) -> str:
     """Text such as "every 20 steps, at the end", for the plan of a run; "never" if it saves no checkpoint."""
-    words = {-1: "", 0: "", "after_each_epoch": "after each epoch"}.get(
-        trainer.save_freq, f"every {trainer.save_freq} steps"
-    )
-    parts = [words, "at the end" if trainer.save_at_end else "", "the best" if trainer.save_best else ""]
-    return ", ".join(part for part in parts if part) or "never"
+    rare = {-1: "", 0: "", "after_each_epoch": "after each epoch"}
+    regular = rare.get(trainer.save_freq, f"every {trainer.save_freq} steps")
+    occasions = [regular, "at the end" if trainer.save_at_end else "", "the best" if trainer.save_best else ""]
+    return ", ".join(occasion for occasion in occasions if occasion) or "never"
 
 
 class Checkpointer:
@@ -100,17 +101,13 @@ class Checkpointer:
 
     Args:
         store: the folders on disk.
-        config: saved with the state; its `trainer` section defines what to resume from.
+        run: its settings are saved with the state, and define what to resume from; its inputs are compared with those
+            of a checkpoint.
         saved_roles: roles whose state is saved, each in a folder of that name.
         roles: role -> worker group; filled before the first save or load.
         pipeline: the flow, whose state is saved.
-        tokenizer: saved with each model.
-        model: the files of its processor, if it has one, are saved with each model.
         keep: role -> number of newest checkpoints to keep; None: all.
         watch: its state is saved; it names the best checkpoint.
-        train_dataset: its fingerprint is saved, if it is a dataset of this package.
-        working_dir: relative paths of the configuration refer to it.
-        reward: a reward that is not in a file.
 
     Attributes:
         saved_step: step of the last checkpoint that was saved or loaded; None before.
@@ -121,38 +118,34 @@ class Checkpointer:
     def __init__(
         self,
         store: CheckpointStore,
-        config: Schema,
+        run: "Run",
         *,
         saved_roles: Sequence[str],
         roles: Mapping[str, WorkerGroup],
         pipeline: Pipeline,
-        tokenizer: Any,
-        model: ModelConfig,
         keep: Callable[[], Mapping[str, int | None]],
         watch: ValidationWatch,
-        train_dataset: Any,
-        working_dir: Path,
-        reward: Any = None,
     ):
         self.store = store
-        self.config = config
+        self.run = run
         self.saved_roles = saved_roles
         self.roles = roles
         self.pipeline = pipeline
-        self.tokenizer = tokenizer
-        self.model = model
         self.keep = keep
         self.watch = watch
-        self.train_dataset = train_dataset
-        self.identity = Identity(config, working_dir, reward)
+        self.identity = Identity(run.config, run.working_dir, run.own_reward)
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0
         self._rewound = False  # the next `load` continues this run, rather than starting it
         self._initial: tuple[dict[str, Any], dict[str, Any]] | None = None  # of pipeline and watch, before step 1
-        self._durations = Durations(wait_limits(config))
+        self._durations = Durations(wait_limits(run.config))
         self._serial: int | None = None  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
+
+    @property
+    def config(self) -> Schema:
+        return self.run.config
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -179,8 +172,8 @@ class Checkpointer:
             folder = stack.enter_context(self.store.writing(step))
             for role in self._present_roles():
                 self.roles[role].save_checkpoint(folder / role)
-                self.tokenizer.save_pretrained(folder / role / "huggingface")
-                copy_processor_files(self.model, folder / role / "huggingface")
+                self.run.inputs.tokenizer.save_pretrained(folder / role / "huggingface")
+                copy_processor_files(self.run.inputs.model, folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
             state |= {"validations": self.watch.state_dict(), "data": self._fingerprint, "media": self._media}
             state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}
@@ -203,7 +196,7 @@ class Checkpointer:
             raise BadStepsError(
                 f"step {step} is not saved: the {role} contains {broken}, so it can no longer be trained. "
                 "Check the learning rate, the gradient norm and the KL of the previous steps; lower optim.lr or "
-                f"optim.clip_grad of the {role}, or use more warm-up steps; {self.how_to_resume()}"
+                f"optim.clip_grad of the {role}, or use more warm-up steps; {self.resume_hint()}"
             )
 
     def _broken(self, role: str) -> str:
@@ -388,8 +381,8 @@ class Checkpointer:
     @cached_property
     def _fingerprint(self) -> str | None:
         """What tells the training data from others; None for a custom dataset."""
-        known = isinstance(self.train_dataset, TokenizedDataset)
-        return self.train_dataset.fingerprint if known else None
+        dataset = self.run.inputs.train_dataset
+        return dataset.fingerprint if isinstance(dataset, TokenizedDataset) else None
 
     def _check_rows(self, saved: str | None, folder: Path) -> None:
         """Raise ValueError if the rows in memory are not those of the checkpoint. `Identity` compares files."""
@@ -405,8 +398,8 @@ class Checkpointer:
     @cached_property
     def _media(self) -> str | None:
         """What tells the images of the training data from others; None without, and for a custom dataset."""
-        known = isinstance(self.train_dataset, TokenizedDataset)
-        return self.train_dataset.media_fingerprint if known else None
+        dataset = self.run.inputs.train_dataset
+        return dataset.media_fingerprint if isinstance(dataset, TokenizedDataset) else None
 
     def _check_media(self, saved: str | None, folder: Path) -> None:
         """Raise ValueError if the rows name files with other images or videos than those of the checkpoint."""
@@ -427,12 +420,12 @@ class Checkpointer:
         saved = self.store.newest()
         return "no checkpoint was saved" if saved is None else f"the newest checkpoint is {saved}"
 
-    def how_to_resume(self) -> str:
+    def resume_hint(self) -> str:
         """From which checkpoint a run that ends now would resume, for a message."""
         saved, trainer = self.store.newest(), self.config.trainer
         if saved is None:
-            words = f"trainer.save_freq is {trainer.save_freq}, trainer.save_at_end is {trainer.save_at_end}"
-            return f"no checkpoint was saved ({words.lower()})"
+            settings = f"trainer.save_freq is {trainer.save_freq}, trainer.save_at_end is {trainer.save_at_end}"
+            return f"no checkpoint was saved ({settings.lower()})"
         if trainer.resume_mode == "disable":
             return f"the newest checkpoint is {saved}: trainer.resume_mode=auto resumes from it"
         return f"the same command resumes from {saved}"

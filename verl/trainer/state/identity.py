@@ -16,7 +16,9 @@ from typing import Any
 
 from verl.config import to_flat_dict
 from verl.config.fields import Schema
+from verl.engines.traits import built_in_strategies
 from verl.registry import did_you_mean
+from verl.rollout.traits import built_in_engines
 from verl.trainer.state.object_identity import object_fingerprint
 from verl.utils.data_names import SUFFIXES, DataName
 from verl.utils.redaction import redacted
@@ -32,7 +34,14 @@ _WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 64 << 20, 64, 1 << 16
 _MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer.json", "*.model", "chat_template*")
 #: files of custom code, and of the tools and agent loops that name it
 _CODE = (".py", ".yaml", ".yml")
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "sglang", "megatron-core", "flash-attn", "verl")
+_PACKAGES = (
+    *("torch", "transformers", "tokenizers", "numpy", "flash-attn", "verl"),
+    *(
+        traits.package.distributions[0]
+        for traits in (*built_in_engines().values(), *built_in_strategies().values())
+        if traits.package is not None
+    ),
+)
 
 #: settings of another experiment ...
 _EXPERIMENT = (
@@ -41,10 +50,9 @@ _EXPERIMENT = (
 )
 #: ... except these: placement, speed, limits, and what is tuned during a run
 _TUNED = (
-    *("algorithm.kl_ctrl.*", "data.val_*", "data.validation_shuffle", "data.max_*_length", "data.gen_batch_size"),
+    *("algorithm.kl_ctrl.*", "data.val_*", "data.max_*_length", "data.gen_batch_size"),
     *("data.streaming", "data.dataloader_num_workers", "data.max_bad_rows", "reward.timeout", "reward.isolation"),
     *("reward.memory_limit_mb", "reward.on_error", "reward.retries", "reward.max_failure_rate"),
-    *("reward.sandbox_fusion.*",),
     *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len*", "*use_remove_padding", "*.trust_remote_code"),
 )
 #: settings whose changes are not logged
@@ -90,16 +98,16 @@ class Identity:
 
     def _files(self) -> dict[str, list[Path]]:
         """Group -> its files on this host."""
-        found: dict[str, list[Path]] = {group: [] for group in GROUPS}
+        files: dict[str, list[Path]] = {group: [] for group in GROUPS}
         for key, value in self._flat.items():
             for path in (self._working_dir / v for v in _texts(value)):
                 if key == "data.train_files":
-                    found["data"] += _data_files(path)
+                    files["data"] += _data_files(path)
                 elif fnmatchcase(key, "*model.path") or key.endswith("model_path"):
-                    found["model"] += _model_files(path)
+                    files["model"] += _model_files(path)
                 elif path.suffix in _CODE and path.is_file():
-                    found["reward" if key.startswith("reward.") else "code"].append(path)
-        return {group: list(dict.fromkeys(paths)) for group, paths in found.items()}
+                    files["reward" if key.startswith("reward.") else "code"].append(path)
+        return {group: list(dict.fromkeys(paths)) for group, paths in files.items()}
 
     def check(self, saved: Mapping[str, Any], saved_config: Mapping[str, Any], folder: Path) -> None:
         """Compare with what a checkpoint stores.
@@ -135,30 +143,30 @@ class Identity:
 
     def _changed_files(self, saved: Mapping[str, Any]) -> dict[str, str]:
         now = self.state(saved)
-        found = {}
+        changes = {}
         for group in GROUPS:
             before, after = (_contents(each.get(group, [])) for each in (saved, now))
             if group == "model":  # roles may share a folder, or have equal ones
                 before, after = list(dict.fromkeys(before)), list(dict.fromkeys(after))
             if before != after and (text := _difference(before, after)):
-                found[group] = text
-        return found
+                changes[group] = text
+        return changes
 
     def _changed_settings(self, saved: Mapping[str, Any], compared: set[str]) -> dict[str, str]:
         """Key -> "old -> new" of settings that differ, without paths whose contents were compared."""
-        found = {}
+        changes = {}
         for key in sorted(saved.keys() | self._flat.keys()):
             is_path = ("model" in compared and key.endswith("model.path")) or (
                 "data" in compared and key == "data.train_files"
             )
             old, new = saved.get(key), self._flat.get(key)
-            if key not in saved and key in self._defaults and new == self._defaults[key]:
-                continue  # a setting that the version that wrote the checkpoint did not have
+            if key not in self._flat or (key not in saved and new == self._defaults[key]):
+                continue  # a setting that this version, or the one that wrote the checkpoint, does not have
             if old == new or ("code" in compared and _without_code(old) == _without_code(new)):
                 continue
             if not (is_path and all((self._working_dir / text).exists() for text in _texts(new))):
-                found[key] = f"{old} -> {new}"
-        return found
+                changes[key] = f"{old} -> {new}"
+        return changes
 
     def _changed_packages(self, saved: Mapping[str, Any]) -> list[str]:
         before, after = saved.get("packages", {}), self.state()["packages"] if saved else {}
@@ -199,9 +207,9 @@ def _difference(before: list[tuple[str, int, str]], after: list[tuple[str, int, 
     if [x[1:] for x in before] == [x[1:] for x in after]:
         return ""
     added, removed = ([x[0] for x in each if x not in other] for each, other in ((after, before), (before, after)))
-    words = [f"{name} {'has other contents' if name in removed else 'is new'}" for name in added]
-    words += [f"{name} is missing" for name in removed if name not in added]
-    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "") or "in another order"
+    changes = [f"{name} {'has other contents' if name in removed else 'is new'}" for name in added]
+    changes += [f"{name} is missing" for name in removed if name not in added]
+    return ", ".join(changes[:5]) + (f" and {len(changes) - 5} more" if len(changes) > 5 else "") or "in another order"
 
 
 def _is_experiment(key: str) -> bool:
@@ -237,10 +245,10 @@ def _data_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     folder = Path(DataName.parse(path).path)
-    found = [file for file in folder.rglob("*") if file.suffix.lower() in (*SUFFIXES, ".arrow") and file.is_file()]
-    names = {file: file.relative_to(folder) for file in found}
+    files = [file for file in folder.rglob("*") if file.suffix.lower() in (*SUFFIXES, ".arrow") and file.is_file()]
+    names = {file: file.relative_to(folder) for file in files}
     is_cache = {file: any(part.startswith((".", "cache-")) for part in name.parts) for file, name in names.items()}
-    return sorted(file for file in found if not is_cache[file])
+    return sorted(file for file in files if not is_cache[file])
 
 
 def _texts(value: Any) -> list[str]:
@@ -249,10 +257,10 @@ def _texts(value: Any) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

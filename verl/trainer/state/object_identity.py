@@ -15,10 +15,10 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _DEPTH = 4
 
 
-def object_fingerprint(given: Any) -> list[Any]:
+def object_fingerprint(value: Any) -> list[Any]:
     """The fingerprint of a function, a class or an object, as `identity.fingerprint` gives that of a file."""
-    text = "\n".join(_described(given, _DEPTH))
-    name = getattr(given, "__name__", type(given).__name__)
+    text = "\n".join(_described(value, _DEPTH))
+    name = getattr(value, "__name__", type(value).__name__)
     return [name, len(text), 0, hashlib.sha256(text.encode()).hexdigest()]
 
 

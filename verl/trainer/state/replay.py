@@ -90,7 +90,7 @@ def replay(dump: Path) -> Replay:
     if not isinstance(state, dict) or state.get("format") != 1:
         raise ValueError(f"{dump}: expected a dump of a bad step in format 1")
     batch: DataProto = state["batch"]
-    columns = [(found, state["writers"].get(found.column, "prompts")) for found in find_bad_values(batch.tensors)]
+    columns = [(values, state["writers"].get(values.column, "prompts")) for values in find_bad_values(batch.tensors)]
     result = Replay(state["step"], state["bad"], columns)
     for role in state["roles"]:
         weights = state["weights"][role]
@@ -148,8 +148,8 @@ def _compare(worker: Any, batch: DataProto) -> str:
     inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], _images(batch), [])
     inputs.meta_info["outputs"] = ()
     mask = batch.batch["response_mask"].bool()
-    found = worker.compute_log_prob(inputs).batch["old_log_probs"]
-    difference = (found - batch.batch["old_log_probs"]).abs()[mask].max().item()
+    log_probs = worker.compute_log_prob(inputs).batch["old_log_probs"]
+    difference = (log_probs - batch.batch["old_log_probs"]).abs()[mask].max().item()
     return f"log-probs of the replay and of the run differ by at most {difference:.3g}"
 
 

@@ -61,26 +61,26 @@ def compare(straight: Path, resumed: Path, step: int) -> Comparison:
     """Compare the checkpoints of a step, and the metrics, of two runs."""
     folders = [run / f"global_step_{step}" for run in (straight, resumed)]
     manifests = [json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"] for folder in folders]
-    found, tensors = [], 0
+    differing, tensors = [], 0
     for name in sorted({*manifests[0], *manifests[1]}):
         if name not in manifests[0] or name not in manifests[1]:
-            found.append(f"{name}: only in the {'resumed' if name in manifests[1] else 'uninterrupted'} run")
+            differing.append(f"{name}: only in the {'resumed' if name in manifests[1] else 'uninterrupted'} run")
         elif name.endswith(".safetensors"):
             paths = [folder / name for folder in folders]
             count, differences = _compare_tensors(*paths)
             tensors += count
-            found += [f"{name}: {text}" for text in differences]
+            differing += [f"{name}: {text}" for text in differences]
         elif name == "trainer.json":
             states = [load_state(folder, "trainer") for folder in folders]
-            found += [f"{name}: {key} differs" for key in _changed_keys(*states)]
+            differing += [f"{name}: {key} differs" for key in _changed_keys(*states)]
         elif Path(name).name not in _NAMES_FOLDER and manifests[0][name]["sha256"] != manifests[1][name]["sha256"]:
-            found.append(f"{name}: the contents differ")
+            differing.append(f"{name}: the contents differ")
     values = [_metrics(run / "metrics.jsonl") for run in (straight, resumed)]
     for key in sorted({*values[0], *values[1]}):
         first, second = (each.get(key, math.nan) for each in values)
         if first != second:
-            found.append(f"step {key[0]}: {key[1]} is {second}, expected {first}")
-    return Comparison(tensors, len(manifests[0]), len(values[0]), tuple(found))
+            differing.append(f"step {key[0]}: {key[1]} is {second}, expected {first}")
+    return Comparison(tensors, len(manifests[0]), len(values[0]), tuple(differing))
 
 
 def _compare_tensors(first: Path, second: Path) -> tuple[int, list[str]]:

@@ -9,6 +9,7 @@ from verl.config import schema
 from verl.protocol import DataProto
 from verl.rollout.base import RolloutEnv
 from verl.rollout.request import Completion
+from verl.rollout.traits import engine_traits
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.weight_sync.base import AdapterConfig
@@ -80,7 +81,7 @@ def rollout_env(
             f"rollout.tensor_model_parallel_size={size} does not divide the {worker.world_size} rollout ranks"
         )
     grouping = None
-    if training is not None and config.name == "native":
+    if training is not None and engine_traits(config.name).joins_training_groups:
         grouping = _grouping(size, training, worker.world_size, worker.rank_env.local_world_size)
     stride = 1 if grouping is None else grouping.stride
     ranks = worker.rank, worker.world_size, worker.local_rank

@@ -22,10 +22,8 @@ import concurrent.futures
 import dataclasses
 import logging
 import math
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,6 +32,7 @@ import torch
 
 from verl.agents.loop import GenerateFn, Prompt, Trajectory
 from verl.rollout.base import RolloutEngine
+from verl.rollout.engine_thread import EngineThread
 from verl.rollout.request import Completion, Request
 from verl.rollout.routed_experts import extended
 from verl.utils.clock import GENERATION_CLOCK, PausableClock
@@ -45,13 +44,24 @@ log = logging.getLogger(__name__)
 #: runs the trajectory of one prompt with the given function as its engine
 RunTrajectory = Callable[[Prompt, GenerateFn], Awaitable[Trajectory]]
 
-_POLL = 0.1  # seconds between two checks that the thread is alive
 _JOIN_SECONDS = 3.0  # for `follow` to return when the process ends
 _REPORT_SECONDS = 60.0  # a pause in which nothing has ended for so long is reported
 _NAMED = 5  # requests in a message
 
 
-class GenerationService:
+class _Service:
+    """A thread whose failure is raised by every call."""
+
+    _thread: EngineThread
+    _is_raised = False  # whether a call has raised the error
+
+    def _raise_error(self) -> None:
+        if self._thread.error is not None:
+            self._is_raised = True
+            raise self._thread.error
+
+
+class GenerationService(_Service):
     """Runs trajectories in an event loop in a separate thread. Paused until the first `resume`.
 
     Args:
@@ -73,10 +83,8 @@ class GenerationService:
         self._engine = engine
         self._complete = complete
         self._run_trajectory = run
-        self._device = device
         self._pause_limit = pause_limit
         # of the event loop: changed in its thread only
-        self._tasks: set[asyncio.Task] = set()
         self._trajectories_may_start = asyncio.Event()
         self._requests_may_start = asyncio.Event()
         self._started = 0  # trajectories that have started and not ended
@@ -86,13 +94,9 @@ class GenerationService:
         self._leading: AbstractContextManager[None] | None = None  # entered from `resume` to `pause`
         # shared with the thread of the calls
         self._finished: list[tuple[str, list[Trajectory]]] = []
-        self._error: BaseException | None = None
-        self._is_raised = False  # whether a call has raised the error
         self._is_closing = False
         self._changed = threading.Condition()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread("rollout service", device, self._notify)
         atexit.register(self.close)
 
     # ---- calls --------------------------------------------------------------------------------------------------
@@ -100,7 +104,7 @@ class GenerationService:
     def submit(self, uid: str, prompts: Sequence[Prompt]) -> None:
         """Start the trajectories of one group. Raises the error of an earlier one."""
         self._raise_error()
-        self._loop.call_soon_threadsafe(self._start, uid, list(prompts))
+        self._thread.submit(self._run_group(uid, list(prompts)))
 
     def collect(self, timeout: float) -> list[tuple[str, list[Trajectory]]]:
         """Return the groups that have ended since the last call, each with its uid, in the order in which they ended.
@@ -112,7 +116,7 @@ class GenerationService:
             Exception: the error of a trajectory, unchanged.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._finished or self._error is not None, timeout)
+            self._changed.wait_for(lambda: self._finished or self._thread.error is not None, timeout)
             self._raise_error()
             finished, self._finished = self._finished, []
         return finished
@@ -138,74 +142,37 @@ class GenerationService:
         end of leading."""
         atexit.unregister(self.close)
         self._is_closing = True
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self._thread.close()
+        self._stop_leading()
         if not self._is_raised:
             self._raise_error()
 
     def _call(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """Run a coroutine function in the event loop and wait for it."""
         self._raise_error()
-        future = asyncio.run_coroutine_threadsafe(function(*args), self._loop)
-        latest = time.monotonic() + self._pause_limit + _JOIN_SECONDS  # the error of the coroutine says more
-        while not future.done() and self._thread.is_alive():
-            concurrent.futures.wait([future], _POLL)
-            if time.monotonic() > latest and not future.done():
-                raise TimeoutError(
-                    f"rollout service: expected an answer of its event loop within {self._pause_limit:g} s, found "
-                    f"{position_of(self._thread)}"
-                )
-        if future.done():
-            future.result()
-        self._raise_error()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            self._is_raised = True
-            raise self._error
-
-    # ---- the thread ---------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # the current device is a property of a thread
-        asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
-            has_failed = self._error is not None  # before the tasks are cancelled
-            for task in self._tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-            self._stop_leading(has_failed)
-        except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the event loop
-            self._fail(error)
-        else:
-            self._loop.close()
+            self._thread.run_until_complete(function(*args), self._pause_limit)
+        finally:
+            self._raise_error()
 
-    def _fail(self, error: BaseException) -> None:
+    def _notify(self) -> None:
         with self._changed:
-            self._error = self._error or error
             self._changed.notify_all()
-        self._ended.set()
 
-    def _start(self, uid: str, prompts: list[Prompt]) -> None:
-        task = self._loop.create_task(self._run_group(uid, prompts))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    # ---- in the thread ------------------------------------------------------------------------------------------
 
     async def _run_group(self, uid: str, prompts: list[Prompt]) -> None:
         try:
             trajectories = await gather_coroutines([self._run(prompt) for prompt in prompts])
         except Exception as error:
-            self._fail(error)
+            self._thread.fail(error)
             return
-        except asyncio.CancelledError as error:  # of an agent loop, or of `close`
-            if self._is_closing:
-                return
+        except asyncio.CancelledError as error:  # of an agent loop, or of the thread
+            if self._is_closing or self._thread.error is not None:
+                raise
             wrapped = RuntimeError(f"a trajectory of the group {uid} was cancelled by its agent loop or engine")
             wrapped.__cause__ = error
-            self._fail(wrapped)
+            self._thread.fail(wrapped)
             return
         with self._changed:
             self._finished.append((uid, trajectories))
@@ -228,34 +195,34 @@ class GenerationService:
             self._clock.pause()  # without partial rollouts, the trajectories and their time limits continue
             self._engine.abort()
         # a trajectory may end before a request that it has cancelled or does not wait for
-        latest = self._loop.time() + self._pause_limit
-        while (self._in_engine or (self._started and not partial)) and self._error is None:
+        latest = time.monotonic() + self._pause_limit
+        while self._in_engine or (self._started and not partial):
             self._ended.clear()
-            left = latest - self._loop.time()
+            left = latest - time.monotonic()
             try:
                 await asyncio.wait_for(self._ended.wait(), max(0.0, min(left, _REPORT_SECONDS)))
             except TimeoutError:
                 if left <= _REPORT_SECONDS:
-                    raise TimeoutError(self._waits_for(partial)) from None
-                log.warning("%s", self._waits_for(partial))
+                    raise TimeoutError(self._pause_message(partial)) from None
+                log.warning("%s", self._pause_message(partial))
         self._requests_may_start.clear()
-        self._stop_leading(self._error is not None)
+        self._stop_leading()
 
-    def _waits_for(self, partial: bool) -> str:
-        """What a pause waits for."""
+    def _pause_message(self, partial: bool) -> str:
+        """Which requests and trajectories a pause waits for."""
         ids = [str(request.sample_id) for request in self._in_engine]
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
         requests = f"{len(ids)} requests in the engine (sample ids {', '.join(ids[:_NAMED])}{more})"
         trajectories = "" if partial else f", {self._started} trajectories that have started"
-        aborted = "which were aborted" if partial else "which a pause without trainer.async.partial_rollout waits for"
+        reason = "they were aborted" if partial else "trainer.async.partial_rollout=false waits for whole trajectories"
         return (
             f"rollout service: expected a pause to end within {self._pause_limit:g} s, still waits for "
-            f"{requests if ids else 'no request in the engine'}{trajectories}, {aborted}"
+            f"{requests if ids else 'no request in the engine'}{trajectories} ({reason})"
         )
 
-    def _stop_leading(self, has_failed: bool) -> None:
+    def _stop_leading(self) -> None:
         """End `follow` on the other ranks. No request is in the engine. After a failure they may not answer."""
-        if self._leading is not None and not has_failed:
+        if self._leading is not None and self._thread.error is None:
             leading, self._leading = self._leading, None
             leading.__exit__(None, None, None)
 
@@ -278,17 +245,17 @@ class GenerationService:
             version = self._engine.weight_version
             self._in_engine.append(request)
             try:
-                found = await self._complete(continuation(request, whole))
+                completion = await self._complete(continuation(request, whole))
             finally:
                 self._in_engine = [other for other in self._in_engine if other is not request]
                 self._ended.set()
-            extend(whole, found, version, request)
+            extend(whole, completion, version, request)
             # the engine may abort a request itself: only those of a pause are continued
             if whole.finish_reason != "abort" or self._requests_may_start.is_set():
                 return whole
 
 
-class FollowingService:
+class FollowingService(_Service):
     """The service of the other ranks of a tensor-parallel group, with the calls of `GenerationService`.
 
     A thread follows rank 0, which has the prompts and the trajectories, from `resume` to `pause`.
@@ -301,11 +268,9 @@ class FollowingService:
 
     def __init__(self, engine: RolloutEngine, device: torch.device, pause_limit: float = math.inf):
         self._engine = engine
-        self._device = device
         self._pause_limit = pause_limit
-        self._is_raised = False  # whether a call has raised the error
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._following: concurrent.futures.Future[None] | None = None
+        self._thread = EngineThread("rollout service", device)
         atexit.register(self.close)
 
     def submit(self, uid: str, prompts: Sequence[Prompt]) -> None:
@@ -321,65 +286,44 @@ class FollowingService:
         """Return when rank 0 has paused.
 
         Raises:
-            TimeoutError: it takes longer than the limit; the message says where the thread stands.
+            TimeoutError: it takes longer than the limit; the message says where the thread is.
         """
-        if self._thread is not None:
-            self._wait(self._thread)
-            self._thread = None
-        self._raise_error()
-
-    def _wait(self, thread: threading.Thread) -> None:
         latest = time.monotonic() + self._pause_limit
-        while thread.is_alive():
+        while self._following is not None:
             left = latest - time.monotonic()
-            thread.join(max(0.0, min(left, _REPORT_SECONDS)))
-            if not thread.is_alive():
-                return
+            if concurrent.futures.wait([self._following], max(0.0, min(left, _REPORT_SECONDS))).done:
+                self._following = None
+                break
             message = (
                 f"rollout service: expected rank 0 of the tensor-parallel group to end a pause within "
-                f"{self._pause_limit:g} s, this rank still follows it: {position_of(thread)}"
+                f"{self._pause_limit:g} s, this rank still follows it: {self._thread.position()}"
             )
             if left <= _REPORT_SECONDS:
                 raise TimeoutError(message)
             log.warning("%s", message)
+        self._raise_error()
 
     def resume(self) -> None:
         """Follow rank 0 until it pauses."""
         self._raise_error()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._follow, name="rollout service", daemon=True)
-            self._thread.start()
+        if self._following is None:
+            self._following = self._thread.submit(self._follow())
 
     def close(self) -> None:
         """Wait until rank 0 has closed its service, or has failed. Raises an error that no other call has raised."""
         atexit.unregister(self.close)
-        if self._thread is not None:
-            self._thread.join(_JOIN_SECONDS)
-            if self._thread.is_alive():
-                log.warning("rollout service: rank 0 has not ended generation: %s", position_of(self._thread))
+        if self._following is not None and concurrent.futures.wait([self._following], _JOIN_SECONDS).not_done:
+            log.warning("rollout service: rank 0 has not ended generation: %s", self._thread.position())
+        else:
+            self._thread.close()
         if not self._is_raised:
             self._raise_error()
 
-    def _follow(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+    async def _follow(self) -> None:
         try:
             self._engine.follow()
         except BaseException as error:  # raised by the next call
-            self._error = error
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            self._is_raised = True
-            raise self._error
-
-
-def position_of(thread: threading.Thread) -> str:
-    """The thread and the function that it is in, with the lines of its last three calls."""
-    frame = sys._current_frames().get(thread.ident)
-    calls = [] if frame is None else traceback.extract_stack(frame)[-3:]
-    where = " > ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in calls)
-    return f"thread {thread.name!r} in {where or 'no function: it has ended'}"
+            self._thread.fail(error)
 
 
 def continuation(request: Request, so_far: Completion) -> Request:
@@ -398,24 +342,24 @@ def continuation(request: Request, so_far: Completion) -> Request:
     )
 
 
-def extend(whole: Completion, found: Completion, version: int, request: Request) -> None:
+def extend(whole: Completion, completion: Completion, version: int, request: Request) -> None:
     """Append the next completion of an interrupted response.
 
     Args:
         whole: the response so far; changed in place.
-        found: the next tokens.
+        completion: the next tokens.
         version: the version of the engine's weights, for an engine that reports no spans.
         request: the request of the whole response.
     """
     start = len(whole.token_ids)
-    spans = found.weight_versions or ([(0, version)] if found.token_ids else [])
+    spans = completion.weight_versions or ([(0, version)] if completion.token_ids else [])
     for first, span_version in spans:
         if not whole.weight_versions or whole.weight_versions[-1][1] != span_version:
             whole.weight_versions.append((start + first, span_version))
-    whole.routed_experts = extended(whole.routed_experts, found.routed_experts, len(request.prompt_ids) + start)
-    whole.token_ids += found.token_ids
-    whole.log_probs += found.log_probs
-    whole.finish_reason = found.finish_reason
+    whole.routed_experts = extended(whole.routed_experts, completion.routed_experts, len(request.prompt_ids) + start)
+    whole.token_ids += completion.token_ids
+    whole.log_probs += completion.log_probs
+    whole.finish_reason = completion.finish_reason
     stop = request.params.stop
     if stop is not None and start and (end := stop.find(whole.token_ids, start)) is not None:
         # a stop string may begin before the interruption, where the engine does not look for it

@@ -1,0 +1,119 @@
+"""Checks of the run and its models: names, checkpoints, rewards, templates, kernels and adapters."""
+
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from verl.config.errors import Problem, format_value
+from verl.config.fields import Schema, flatten, to_flat_dict
+from verl.config.schema.megatron import MegatronConfig
+from verl.config.schema.ppo import Config
+from verl.config.schema.sft import SFTConfig
+from verl.utils.redaction import not_saved
+
+_ACTOR = "actor_rollout_ref.actor."
+_TEMPLATES = "custom_chat_template"
+_SET_FOR_WORKERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_SET_FOR_WORKERS |= {"CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+
+
+def check_templates(config: Schema) -> Iterator[Problem]:
+    """A chat template must read `messages`; a file name does not, and would replace every prompt."""
+    for key, text in flatten(config.model_dump(), type(config)).items():
+        if key.rpartition(".")[2] == _TEMPLATES and text is not None and "messages" not in text:
+            yield Problem(
+                key,
+                f"{format_value(text)} does not read `messages`: expected the text of a Jinja template (in a YAML "
+                f"file: `{_TEMPLATES}: |`, then the lines of the template)",
+            )
+
+
+def check_zeros(config: Schema) -> Iterator[Problem]:
+    """Fields that are a number of at least 1, or -1 for all."""
+    for key, value in flatten(config.model_dump(), type(config)).items():
+        everything = {"top_k": "all tokens", "fsdp_size": "all ranks"}.get(key.rpartition(".")[2])
+        if everything and value == 0:
+            yield Problem(key, f"found 0, expected int >= 1, or -1 for {everything}")
+
+
+def check_secrets(config: Schema) -> Iterator[Problem]:
+    """A configuration that was saved by a run has lost values that may be secrets."""
+    for key in not_saved(to_flat_dict(config)):
+        yield Problem(key, "its value was not saved with the configuration, since it may be a secret: set it again")
+
+
+def check_run_name(config: Config | SFTConfig) -> Iterator[Problem]:
+    """Names are components of the default folder of the run and must not contain `..` or be absolute."""
+    trainer = config.trainer
+    for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
+        path = PurePath(name)
+        if not name.strip() or path.is_absolute() or ".." in path.parts:
+            yield Problem(
+                f"trainer.{key}",
+                f"found {name!r}, expected a name or a relative path without '..'; trainer.default_local_dir sets the "
+                "folder of the run",
+            )
+
+
+def check_resume(config: Config | SFTConfig) -> Iterator[Problem]:
+    """`resume_mode=resume_path` has a path."""
+    key, trainer = "trainer.resume_from_path", config.trainer
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield Problem(key, "null, but trainer.resume_mode=resume_path needs it: set it to a global_step_N folder")
+
+
+def check_worker_env(config: Config) -> Iterator[Problem]:
+    """`worker_env` has no variable that each worker gets from its rank."""
+    for name in _SET_FOR_WORKERS & config.trainer.worker_env.keys():
+        yield Problem(f"trainer.worker_env.{name}", "is set for each worker from its rank: remove it")
+
+
+def check_rewards(config: Config) -> Iterator[Problem]:
+    """There is one reward function, and a file for a manager that is imported."""
+    custom, registered = config.reward.custom_reward_function.path, config.reward.reward_function
+    if custom and registered:
+        message = f"{registered!r}, but reward.custom_reward_function.path={custom!r} is set as well: keep one"
+        yield Problem("reward.reward_function", message)
+    manager = config.reward.reward_manager
+    if (manager.source == "importlib") != (manager.module.path is not None):
+        yield Problem(
+            "reward.reward_manager.module.path",
+            "must be set if, and only if, reward.reward_manager.source is importlib",
+        )
+
+
+def check_dataset_class(config: Config | SFTConfig) -> Iterator[Problem]:
+    """A custom dataset class has a file and a name."""
+    path, name = config.data.custom_cls.path, config.data.custom_cls.name
+    if (path is None) != (name is None):
+        yield Problem("data.custom_cls.name", f"path is {path!r} and name is {name!r}: set both or neither")
+
+
+def check_kernels(config: Config) -> Iterator[Problem]:
+    """One source of fused kernels per model."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    engines = {
+        f"{_ACTOR}fsdp_config": (policy.model, policy.actor.fsdp_config),
+        "actor_rollout_ref.ref.fsdp_config": (policy.model, policy.ref.fsdp_config),
+        "critic.fsdp": (critic.model, critic.fsdp),
+    }
+    for section, (model, engine) in engines.items():
+        if model.use_liger and engine.use_torch_compile:
+            yield Problem(f"{section}.use_torch_compile", "true, but model.use_liger is true as well: use one of them")
+
+
+def check_adapters(config: Config | SFTConfig) -> Iterator[Problem]:
+    """Adapters that train nothing; strategy=megatron has no models with images."""
+    if "model" in config:
+        models = {"model": (config.model, config.engine.selected)}
+    else:
+        policy, critic = config.actor_rollout_ref, config.critic
+        models = {
+            "actor_rollout_ref.model": (policy.model, policy.actor.engine),
+            "critic.model": (critic.model, critic.engine),
+        }
+    for name, (model, engine) in models.items():
+        if model.lora_rank and not model.lora_alpha:
+            yield Problem(f"{name}.lora_alpha", f"found 0, expected float > 0 with lora_rank={model.lora_rank}")
+        if model.freeze_vision_tower and isinstance(engine, MegatronConfig):
+            message = "true, but strategy=megatron does not support vision-language models: use false, or strategy=fsdp"
+            yield Problem(f"{name}.freeze_vision_tower", message)

@@ -1,0 +1,14 @@
+"""Traits of the engine `hf`."""
+
+from verl.rollout.traits import EngineTraits
+
+TRAITS = EngineTraits(
+    "hf",
+    cuda_graphs=False,
+    own_dtype=False,
+    sleeps=False,
+    own_scheduler=False,
+    tensor_parallel=False,
+    shares_weights=True,
+    merges_adapters=True,
+)

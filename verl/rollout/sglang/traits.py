@@ -1,0 +1,26 @@
+"""Traits of the engine `sglang`."""
+
+from verl.rollout.traits import EngineTraits
+from verl.utils.packages import Package
+
+PACKAGE = Package(
+    "SGLang",
+    "sglang",
+    ("sglang",),
+    probe="from sglang import Engine",
+    tested=("0.5.15", "0.5.23"),
+    extra="sglang",
+    own_torch=True,
+)
+
+TRAITS = EngineTraits(
+    "sglang",
+    PACKAGE,
+    cuda_graphs=True,
+    own_dtype=True,
+    sleeps=True,
+    own_scheduler=True,
+    own_memory_share=True,
+    own_process=True,
+    images=("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+)

@@ -1,0 +1,94 @@
+"""Traits of rollout engines: what settings, checks and the planner must know of an engine without importing it.
+
+A built-in engine is a folder beside this file with `traits.py`, which holds `TRAITS`, and `factory.py`, which holds
+`make_<name>`. A custom engine passes its traits to `register_rollout_engine`. This module imports neither torch nor an
+engine.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from verl.utils.packages import Package
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """The traits of a rollout engine.
+
+    The traits that are None by default say whether settings apply: None is not declared, so that no setting is reported
+    as without effect.
+
+    Attributes:
+        name: the value of `rollout.name`.
+        package: the package that it needs.
+        cuda_graphs: decoding uses CUDA graphs (`enforce_eager`).
+        own_dtype: it computes in a dtype of its own (`rollout.dtype`), not in that of the trainer's module.
+        sleeps: it frees its KV cache during the update, and bounds it (`free_cache_engine`, `gpu_memory_utilization`).
+        own_scheduler: it batches tokens by settings (`max_num_batched_tokens`, `max_model_len`,
+            `enable_chunked_prefill`, `enable_prefix_caching`).
+        tensor_parallel: several ranks can generate together (`tensor_model_parallel_size`).
+        batch_invariant: it supports `rollout.deterministic`.
+        shares_weights: it can generate with the trainer's module.
+        merges_adapters: it merges LoRA adapters, whatever their layers are.
+        own_memory_share: it reserves `gpu_memory_utilization` of the device when it wakes up.
+        own_process: rank 0 starts the processes of the other ranks of a tensor-parallel group.
+        joins_training_groups: a tensor-parallel group may be the ranks of a sharded training engine, in their order.
+        images: the model types with images whose log-probs have been compared with those of training; None: the engine
+            itself rejects a model that it does not support.
+        check_model: "module:function" that raises ValueError for a model, called with the names of its architectures,
+            its config by key and the tensor-parallel size.
+    """
+
+    name: str = ""
+    package: Package | None = None
+    cuda_graphs: bool | None = None
+    own_dtype: bool | None = None
+    sleeps: bool | None = None
+    own_scheduler: bool | None = None
+    tensor_parallel: bool = True
+    batch_invariant: bool = False
+    shares_weights: bool = False
+    merges_adapters: bool = False
+    own_memory_share: bool = False
+    own_process: bool = False
+    joins_training_groups: bool = False
+    images: tuple[str, ...] | None = None
+    check_model: str = ""
+
+    @property
+    def is_external(self) -> bool:
+        """Whether it is an engine of another library, which takes arguments (`engine_kwargs`)."""
+        return self.package is not None
+
+    def missing_package(self) -> str | None:
+        """The error message if the package is not installed."""
+        return None if self.package is None else self.package.missing(self.name, "native")
+
+
+@functools.cache
+def built_in_engines() -> Mapping[str, EngineTraits]:
+    """Name -> traits of the engines of this package."""
+    folders = sorted(file.parent.name for file in Path(__file__).parent.glob("*/traits.py"))
+    declared = [importlib.import_module(f"verl.rollout.{name}.traits").TRAITS for name in folders]
+    return {traits.name: traits for traits in declared}
+
+
+_CUSTOM: dict[str, EngineTraits] = {}
+
+
+def declare_traits(name: str, traits: EngineTraits) -> None:
+    """Declare the traits of a custom engine."""
+    _CUSTOM[name] = replace(traits, name=name)
+
+
+def engine_traits(name: str) -> EngineTraits:
+    """The traits of an engine; of one that has not declared any, the defaults."""
+    return built_in_engines().get(name) or _CUSTOM.get(name) or EngineTraits(name)
+
+
+def engine_with(trait: str) -> Callable[[str], bool]:
+    """A condition of `active_when`: the engine has the trait, or does not declare whether it has."""
+    return lambda name: getattr(engine_traits(name), trait) is not False

@@ -1,0 +1,68 @@
+"""Optional packages: what an engine of another library needs installed, and how to install it."""
+
+import importlib.util
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package.
+
+    Attributes:
+        title: its name in messages.
+        module: what is imported.
+        distributions: names under which it is installed, the first one by `pip install`.
+        probe: code that runs without error if the package works.
+        tested: versions that were tested.
+        extra: optional dependencies of this project that install a tested version.
+        own_torch: it installs its own torch, so it needs a separate environment.
+        on_cpu: command that installs it for a CPU.
+    """
+
+    title: str
+    module: str
+    distributions: tuple[str, ...]
+    probe: str
+    tested: tuple[str, ...] = ()
+    extra: str | None = None
+    own_torch: bool = False
+    on_cpu: str = ""
+
+    @property
+    def tested_versions(self) -> str:
+        return ", ".join(self.tested)
+
+    @property
+    def how_to_install(self) -> str:
+        """How to install it, for an error message."""
+        environment = f" into a separate environment ({self.title} installs its own torch)" if self.own_torch else ""
+        cpu = f", or on a CPU: {self.on_cpu}" if self.on_cpu else ""
+        return f"in a clone, {self.install_command}{environment}{cpu}"
+
+    @property
+    def install_command(self) -> str:
+        target = self.distributions[0] if self.extra is None else f"-e '.[{self.extra}]'"
+        return f"pip install {target}"
+
+    def missing(self, name: str, instead: str) -> str | None:
+        """The error message of an engine whose package is not installed; None if it is.
+
+        Args:
+            name: the name of the engine.
+            instead: an engine that needs no package.
+        """
+        if is_installed(self.module):
+            return None
+        return (
+            f"{name!r} needs {self.title}, which is not installed (tested: {self.tested_versions}): "
+            f"{self.how_to_install}; or use {instead}"
+        )
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module, or a submodule such as `megatron.core`, can be imported. Its parents are imported."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return False
+    return spec is not None and spec.origin is not None  # a folder of that name has no origin
