@@ -41,17 +41,15 @@ def local_sync(
     """The sync of an engine that shares the trainer's device.
 
     Args:
-        setting: `rollout.weight_sync`.
+        setting: `rollout.weight_sync`; lora_sync and check_every are the settings of these names.
         engine: the rollout engine.
         device: of both.
-        lora_sync: `rollout.lora_sync`.
         has_adapters: whether the policy is trained with LoRA.
         dtype: dtype in which weights are sent to other processes.
         bucket_bytes: max size of a bucket.
         has_shards: whether the shards of the training engine can be read.
         prefers_shards: whether to read them for a full copy, too.
         grouping: which ranks generate together.
-        check_every: `rollout.check_every`.
 
     Raises:
         ValueError: the method does not fit the engine.
