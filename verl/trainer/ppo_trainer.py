@@ -17,7 +17,6 @@ from verl.single_controller.cluster import Cluster
 from verl.single_controller.placement import ResourcePool
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
-from verl.trainer.asynchronous.generation import AsyncRunner
 from verl.trainer.base import Trainer
 from verl.trainer.checks.agents import describe_agents
 from verl.trainer.checks.preflight import INPUTS, Settings, run_checks
@@ -35,7 +34,6 @@ from verl.trainer.output.samples import (
     write_jsonl,
 )
 from verl.trainer.ppo.canary import Canary
-from verl.trainer.ppo.dynamic_sampling import sample_dynamically
 from verl.trainer.ppo.flow import (
     PPORunner,
     build_ppo_flow,
@@ -160,6 +158,8 @@ class PPOTrainer(Trainer):
         prompts = Prompts(self.source, lambda: self.global_step, self.vocab_size, images)
         flow = build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
         if self.config.algorithm.filter_groups.enable:
+            from verl.trainer.ppo.dynamic_sampling import sample_dynamically
+
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
         return correct_rollout(flow, self.config)
 
@@ -174,8 +174,11 @@ class PPOTrainer(Trainer):
         )
         by_disk = rollout.weight_sync == "disk"
         self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary, by_disk)
-        runner = AsyncRunner if self.config.trainer.max_staleness > 0 else PPORunner
-        return runner(self.view, self.rollout_weights)
+        if self.config.trainer.max_staleness > 0:
+            from verl.trainer.asynchronous.generation import AsyncRunner
+
+            return AsyncRunner(self.view, self.rollout_weights)
+        return PPORunner(self.view, self.rollout_weights)
 
     def finish_flow(self, flow: DataFlow) -> DataFlow:
         check_writers(flow)

@@ -11,9 +11,9 @@ from typing import Any
 from verl.checkpoints.atomic import set_aside_irregular
 from verl.config import schema, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
+from verl.data.dataset import TokenizedDataset
 from verl.data.mixture import datasets_of
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.sft_dataset import SFTDataset
 from verl.tracking.curves import read_metrics, save_curves
 from verl.tracking.summary import Series, summary_lines
 from verl.trainer.view import RunView
@@ -147,7 +147,7 @@ def _serving(config: schema.SFTConfig, model: Path) -> list[str]:
 def _columns(data: Any, dataset: Any) -> dict[str, str | None]:
     """The columns that a run has read, set or detected: prompt_key; in RL also ground_truth_key."""
     dataset = datasets_of(dataset)[0]  # the commands read the first file
-    if isinstance(dataset, SFTDataset):
+    if isinstance(dataset, TokenizedDataset) and not isinstance(dataset, RLHFDataset):  # an SFTDataset
         return {"prompt_key": dataset.prompt_column}
     section = dataset.config if isinstance(dataset, RLHFDataset) else data
     return {name: section[name] for name in ("prompt_key", "ground_truth_key") if name in type(section).model_fields}
