@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.planner import devices, shapes, step_time
 from verl.planner.placement import Plan
-from verl.planner.report import placement_words
+from verl.planner.report import format_placement
 from verl.planner.search import MEGATRON_SIZES, Partition, Search, Space
 from verl.planner.workload import Job, Layout, Role
 
@@ -94,7 +94,7 @@ def _best(plan: Plan | None, job: Job) -> dict[str, Any]:
     tokens = job.responses * job.length / plan.seconds
     stages = [round(seconds, 1) for seconds in plan.stages[:3]]  # a push is part of training
     return {
-        "best": placement_words(plan),
+        "best": format_placement(plan),
         "best_seconds": round(plan.seconds, 1),
         "stages": stages,
         "tokens_per_second": round(tokens),

@@ -32,7 +32,7 @@ def as_module(command: str) -> str:
     for program in PROGRAMS:
         start = f"verl {program.name} "
         if command.startswith(start) and program.module.startswith("verl.trainer."):
-            return " ".join(["python", "-m", program.module, *program.first, command[len(start) :]])
+            return " ".join(["python", "-m", program.module, command[len(start) :]])
     return command.replace("verl ", "python -m verl.cli.app ", 1) if command.startswith("verl ") else command
 
 

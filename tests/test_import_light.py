@@ -54,7 +54,8 @@ def test_errors_of_the_configuration_and_missing_packages_are_printed_without_lo
         "          main_eval.main(['data.path=no.parquet'])];"
         "print(json.dumps([status, *others, 'torch' in sys.modules]));"
         "sys.modules['torch'] = None;"  # as if it were not installed
-        "from verl.trainer import fsdp_sft_trainer; fsdp_sft_trainer.main(['model.path=x'])"
+        "from verl.trainer import fsdp_sft_trainer;"
+        "fsdp_sft_trainer.main(['model.path=x', 'data.train_files=tests/golden/grpo.json'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert json.loads(done.stdout) == [1, 1, 1, 1, False]
@@ -87,13 +88,25 @@ for module in pkgutil.walk_packages(verl.__path__, "verl."):
 
 
 def test_a_command_says_what_it_loads_before_it_loads_it():
-    program = (
-        "import sys; from verl.trainer.startup.command_line import command_line;"
-        "run = lambda path, overrides: print('torch' in sys.modules) or 0;"
-        "command_line(['--help'], 'the help', None, run, check=print); print('rich' in sys.modules);"
-        "command_line(['a=1'], 'the help', None, run, check=lambda *given: None);"
-        "sys.modules['torch'] = sys; command_line(['a=1'], 'the help', None, run)"
-    )
+    program = """
+import sys
+from verl.trainer.startup.program import Program
+
+class Command(Program):
+    def read(self, path, overrides):
+        return None
+
+    def start(self, *arguments):
+        print('torch' in sys.modules)
+        return 0
+
+command = Command('a.b', 'the help', 'Config', '')
+command.main(['--help'])
+print('rich' in sys.modules)
+command.main(['a=1'])
+sys.modules['torch'] = sys
+command.main(['a=1'])
+"""
     lines = python(program).splitlines()
     assert lines[:2] == ["the help", "False"] and lines[3:] == ["False", "True"]
     assert lines[2].endswith(" loading torch and transformers")

@@ -3,7 +3,7 @@
 import pytest
 
 from verl.trainer.main_ppo import main
-from verl.trainer.startup.command_line import command_line
+from verl.trainer.startup.program import Program
 
 DATASET = '''
 import json
@@ -119,10 +119,14 @@ def test_the_help_names_the_program_that_was_asked(capsys):
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys):
     def run_without(package: str) -> int:
-        def run(path, overrides):
-            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        class Missing(Program):
+            def read(self, path, overrides):
+                return None
 
-        return command_line([], "", lambda path, overrides: None, run)
+            def start(self, *arguments):
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+        return Missing("a.b", "", "Config", "").main([])
 
     assert run_without("omegaconf.errors") == 1
     shown = capsys.readouterr().err

@@ -134,8 +134,6 @@ class Unties(ModuleReceiver):
 
 
 def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tiny, tmp_path):
-    from verl.rollout.native import factory
-
     tied = shutil.copytree(tiny / "model", tmp_path / "tied")
     module = AutoModelForCausalLM.from_pretrained(tied)
     module.config.tie_word_embeddings = True
@@ -144,7 +142,7 @@ def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tiny, tm
     settings = [*settings, f"actor_rollout_ref.model.path={tied}"]
     monkeypatch.setattr(TorchEngine, "shared_module", lambda self: None)  # so that the engine has a replica
     train([*settings, *GRPO])
-    monkeypatch.setattr(factory, "ModuleReceiver", Unties)
+    monkeypatch.setattr("verl.weight_sync.module_receiver.ModuleReceiver", Unties)
     free = [f"{ROLLOUT}.free_cache_engine=false", "actor_rollout_ref.actor.optim.lr=3e-2"]
     with pytest.raises(StaleWeightsError, match="rollout DP rank 0"):
         train([*settings, *GRPO, *free, "trainer.resume_mode=disable"])

@@ -14,7 +14,6 @@ from verl.planner.devices import GIB
 from verl.trainer.checks import planning
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.startup.roles import roles_of
 from verl.trainer.state.saved_state import save_state
 from verl.utils.redaction import redacted
 
@@ -132,16 +131,14 @@ def test_a_resumed_run_keeps_its_placement(settings, on_gpu, caplog, tmp_path):
     config = load_config(overrides=[*run, *split])
     with CheckpointStore(tmp_path).writing(3) as folder:
         save_state({"config": redacted(to_flat_dict(config))}, folder, "trainer")
-    again = planning.apply_auto_placement(load_config(overrides=[*run, "placement=auto"]), roles_of)
+    again = planning.apply_auto_placement(load_config(overrides=[*run, "placement=auto"]))
     assert again.placement == config.placement and again.trainer.overlap
     assert "placement=auto: as in" in caplog.text and "global_step_3, from which the run resumes" in caplog.text
     more = load_config(overrides=[*run, "placement=auto", "trainer.n_gpus_per_node=4"])
-    assert not planning.apply_auto_placement(more, roles_of).placement.auto
+    assert not planning.apply_auto_placement(more).placement.auto
     assert "global_step_3 is of 2 devices, so the placement is chosen again" in caplog.text
     caplog.clear()
-    planning.apply_auto_placement(
-        load_config(overrides=[*run, "placement=auto", "trainer.resume_mode=disable"]), roles_of
-    )
+    planning.apply_auto_placement(load_config(overrides=[*run, "placement=auto", "trainer.resume_mode=disable"]))
     assert "as in" not in caplog.text and "; sets placement.auto=False" in caplog.text
 
 

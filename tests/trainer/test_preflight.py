@@ -19,9 +19,10 @@ from verl.single_controller.cluster import make_cluster
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
 from verl.trainer import main_ppo, sft_trainer
 from verl.trainer.checks import preflight
+from verl.trainer.checks.preflight import CHECKS, CONFIG, FLOW, IMPORTS, INPUTS, SETTINGS
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.startup.launch import Recipe
+from verl.trainer.startup.recipe import Recipe
 
 
 @pytest.fixture
@@ -41,10 +42,11 @@ def lines_of_checks(shown: str) -> list[str]:
 
 def test_a_dry_run_of_main_ppo_prints_the_checks_and_the_plan(settings, tmp_path, capsys, forbid_workers):
     assert main_ppo.main([*settings, "algorithm.name=grpo", "--dry-run"]) == 0
-    assert lines_of_checks(capsys.readouterr().out) == [f"{len(preflight.CHECKS)} checks (--verbose: their names)"]
+    names = [check.name for check in CHECKS if issubclass(schema.Config, check.of)]
+    assert lines_of_checks(capsys.readouterr().out) == [f"{len(names)} checks (--verbose: their names)"]
     assert main_ppo.main([*settings, "algorithm.name=grpo", "--dry-run", "--verbose"]) == 0
     shown = capsys.readouterr().out
-    assert lines_of_checks(shown) == [check.name for check in preflight.CHECKS]
+    assert lines_of_checks(shown) == names
     plan = next(line for line in shown.splitlines() if line.startswith("would train "))
     assert "180 steps of grpo from " in plan and "with 1 process on the local backend" in plan
     assert "flow: prompts -> repeat -> gen" in plan and "checkpoints: never, in " in plan
@@ -74,22 +76,32 @@ def test_a_dry_run_fails_as_the_run_would(settings, capsys):
     assert "did you mean 'grpo'?" in capsys.readouterr().err
 
 
-def test_no_check_runs_twice(settings, monkeypatch):
+def test_the_list_is_in_the_order_of_its_stages():
+    stages = (SETTINGS, IMPORTS, CONFIG, INPUTS, FLOW)
+    assert [check.stage for check in CHECKS] == sorted((check.stage for check in CHECKS), key=stages.index)
+
+
+def test_settings_are_read_once_and_no_check_runs_twice(settings, monkeypatch):
     calls: Counter[str] = Counter()
+    call, read = preflight.Check.__call__, preflight.read_config
 
-    def counted(check: preflight.Check) -> preflight.Check:
-        def run(run):
-            calls[check.name] += 1
-            return check.run(run)
+    def counted(check, run):
+        calls[check.name] += 1
+        return call(check, run)
 
-        return preflight.Check(check.name, check.stage, run, check.of)
+    def counted_read(*args, **kwargs):
+        calls["read"] += 1
+        return read(*args, **kwargs)
 
-    names = [check.name for check in preflight.CHECKS]
-    monkeypatch.setattr(preflight, "CHECKS", tuple(map(counted, preflight.CHECKS)))
+    monkeypatch.setattr(preflight.Check, "__call__", counted)
+    monkeypatch.setattr(preflight, "read_config", counted_read)
+    names = [check.name for check in CHECKS if issubclass(schema.Config, check.of)]
     trainer = PPOTrainer(overrides=settings)
     assert trainer.passed_checks() == names
-    # the reader of settings itself runs the first check
-    assert calls.items() == {name: 1 for name in names[1:]}.items()
+    assert calls == dict.fromkeys(("read", *names), 1)
+    calls.clear()
+    assert main_ppo.main([*settings, "--dry-run"]) == 0
+    assert calls == dict.fromkeys(("read", *names), 1)
 
 
 def test_the_cluster_follows_the_settings(settings):

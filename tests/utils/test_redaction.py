@@ -124,13 +124,14 @@ def test_what_a_command_prints(capsys):
 def test_logs_and_tracebacks_of_a_process():
     code = (
         "import logging, sys\n"
-        "from verl.trainer.startup.command_line import command_line\n"
+        "from verl.trainer.startup.program import Program\n"
         "from verl.utils.log import setup_logging\n"
         "setup_logging()\n"
-        "def run(path, overrides):\n"
-        "    logging.getLogger('verl.x').warning('it is hunter-66 \\x1b[2J')\n"
-        "    raise RuntimeError('no access with hunter-66 \\x1b[2J')\n"
-        "command_line(['a=b'], '', None, run)\n"
+        "class Command(Program):\n"
+        "    def read(self, path, overrides):\n"
+        "        logging.getLogger('verl.x').warning('it is hunter-66 \\x1b[2J')\n"
+        "        raise RuntimeError('no access with hunter-66 \\x1b[2J')\n"
+        "Command('a.b', '', 'Config', '').main(['a=b'])\n"
     )
     env = os.environ | {"SERVICE_PASSWORD": "hunter-66", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)

@@ -4,40 +4,29 @@ loop         Prompt, Trajectory, AgentLoop, the registry, and the loop of one co
 chat         the tokens that the chat template puts between two turns
 multi_turn   tool calls and interactions
 public       loops written for public verl, and loops by name
+
+Names are loaded at first use.
 """
 
-from verl.agents.loop import (
-    AGENT_LOOPS,
-    NO_FACTS,
-    NO_TRAJECTORY_INFO,
-    POLICY,
-    SINGLE_TURN,
-    AgentLoop,
-    AgentLoopFactory,
-    GenerateFn,
-    Prompt,
-    Segment,
-    SingleTurn,
-    Trajectory,
-    register_agent_loop,
-)
-from verl.agents.multi_turn import MultiTurnLoop
-from verl.agents.public import make_agent_loop
+from verl.utils.lazy import lazy_names
 
-__all__ = [
-    "AGENT_LOOPS",
-    "NO_FACTS",
-    "NO_TRAJECTORY_INFO",
-    "POLICY",
-    "SINGLE_TURN",
-    "AgentLoop",
-    "AgentLoopFactory",
-    "GenerateFn",
-    "MultiTurnLoop",
-    "Prompt",
-    "Segment",
-    "SingleTurn",
-    "Trajectory",
-    "make_agent_loop",
-    "register_agent_loop",
-]
+_HOME = {
+    "AGENT_LOOPS": "verl.agents.loop",
+    "NO_FACTS": "verl.agents.loop",
+    "NO_TRAJECTORY_INFO": "verl.agents.loop",
+    "POLICY": "verl.agents.loop",
+    "SINGLE_TURN": "verl.agents.loop",
+    "AgentLoop": "verl.agents.loop",
+    "AgentLoopFactory": "verl.agents.loop",
+    "GenerateFn": "verl.agents.loop",
+    "MultiTurnLoop": "verl.agents.multi_turn",
+    "Prompt": "verl.agents.loop",
+    "Segment": "verl.agents.loop",
+    "SingleTurn": "verl.agents.loop",
+    "Trajectory": "verl.agents.loop",
+    "make_agent_loop": "verl.agents.public",
+    "register_agent_loop": "verl.agents.loop",
+}
+
+__all__ = [*_HOME]
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

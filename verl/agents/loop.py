@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from pydantic import BaseModel
 
-from verl.registry import Registry
+from verl.registry import Registry, load_object
 from verl.rollout.request import Completion, FinishReason, Request, SamplingParams, media_of
 from verl.rollout.routed_experts import extended
 from verl.utils.rng import fork_seed
@@ -216,3 +216,22 @@ class SingleTurn:
         trajectory = Trajectory(prompt)
         trajectory.add_completion(await generate(trajectory.next_request()))
         return trajectory
+
+
+@register_agent_loop("tool_agent")
+@register_agent_loop("tool_agent_loop")
+@register_agent_loop("interaction")
+def make_multi_turn(config: BaseModel, tokenizer: Any) -> AgentLoop:
+    """Tool calls, an interaction, or both."""
+    return load_object("verl.agents.multi_turn", "MultiTurnLoop")(config, tokenizer)  # at use: imports the tools
+
+
+@register_agent_loop("server_agent")
+def _make_server_agent(config: BaseModel, tokenizer: Any) -> AgentLoop:
+    """Agents that call the policy over HTTP. Its packages are optional."""
+    try:
+        return load_object("verl.server.agent_loop", "ServerAgentLoop")(config, tokenizer)
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ImportError(f"rollout.mode=server needs {error.name}: pip install -e '.[server]' in a clone") from error

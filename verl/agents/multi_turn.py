@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from verl.agents.chat import ChatContinuation
-from verl.agents.loop import GenerateFn, Prompt, Trajectory, register_agent_loop
+from verl.agents.loop import GenerateFn, Prompt, Trajectory
 from verl.agents.tools.host import Observation, Reply, Rewards, ToolsInProcess, failure, truncate_text
 from verl.agents.tools.load import interaction_classes, tool_schemas
 from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall
@@ -53,9 +53,6 @@ class _State:
     failure: str | None = None
 
 
-@register_agent_loop("tool_agent")
-@register_agent_loop("tool_agent_loop")
-@register_agent_loop("interaction")
 class MultiTurnLoop:
     """Tool calls, an interaction, or both.
 

@@ -28,10 +28,8 @@ from verl.agents.loop import (
     Prompt,
     Trajectory,
     log_ignored_sampling,
-    register_agent_loop,
 )
 from verl.agents.tools.load import load_class, read_yaml_list
-from verl.registry import load_object
 from verl.rollout.request import Completion, Request, SamplingParams, media_of
 from verl.utils.rng import fork_seed
 
@@ -291,14 +289,3 @@ def read_loops(path: str | None) -> dict[str, tuple[type, dict[str, Any]]]:
             raise ValueError(f"{location}: expected a class with `async def run`, found {cls.__name__}")
         loops[entry["name"]] = cls, {k: v for k, v in entry.items() if k not in ("name", "_target_")}
     return loops
-
-
-@register_agent_loop("server_agent")
-def _server_agent(config: BaseModel, tokenizer: Any) -> AgentLoop:
-    """Agents that call the policy over HTTP. Its packages are optional."""
-    try:
-        return load_object("verl.server.agent_loop", "ServerAgentLoop")(config, tokenizer)
-    except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
-            raise
-        raise ImportError(f"rollout.mode=server needs {error.name}: pip install -e '.[server]' in a clone") from error

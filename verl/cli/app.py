@@ -7,9 +7,7 @@ import typer
 from verl.cli.config.commands import config
 from verl.cli.examples import examples
 from verl.cli.programs import PROGRAMS
-from verl.cli.replay import replay
-from verl.cli.report import report
-from verl.cli.runs import runs
+from verl.cli.runs import replay, report, runs
 from verl.cli.serve import serve
 from verl.processes.streams import command_output
 

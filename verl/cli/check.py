@@ -11,8 +11,8 @@ def main(arguments: list[str], program: str) -> int:
         "`verl train --dry-run` checks a configuration and its data.",
     )
     parser.add_argument("--quiet", action="store_true", help="print only problems and remarks")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     from verl.env_check.check import check_env
 
-    check_env(verbose=not given.quiet)
+    check_env(verbose=not options.quiet)
     return 0

@@ -65,18 +65,18 @@ def names() -> list[str]:
 
 def files_of(name: str) -> list[Path]:
     """The files of an example."""
-    found = (FOLDER / name).rglob("*")
-    return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+    paths = (FOLDER / name).rglob("*")
+    return sorted(path for path in paths if path.is_file() and "__pycache__" not in path.parts)
 
 
 def needed(name: str) -> list[str]:
     """The example and those that it imports."""
-    found = [name]
-    for one in found:
-        texts = [path.read_text(encoding="utf-8") for path in files_of(one) if path.suffix == ".py"]
+    needed_names = [name]
+    for example in needed_names:
+        texts = [path.read_text(encoding="utf-8") for path in files_of(example) if path.suffix == ".py"]
         imported = {other for text in texts for other in _IMPORT.findall(text)} & set(names())
-        found += sorted(imported - set(found))
-    return found
+        needed_names += sorted(imported - set(needed_names))
+    return needed_names
 
 
 def summary(path: Path) -> str:

@@ -11,7 +11,7 @@ _FLAGS = ("--config", "--calibrate", "--gpus", "--dry-run", "--verbose", "--prin
 
 
 @dataclass(frozen=True)
-class Program:
+class Command:
     """A subcommand that passes its arguments on.
 
     Attributes:
@@ -19,14 +19,12 @@ class Program:
         module: has `main(arguments, program) -> exit status`.
         help: one line for `verl --help`.
         schema: name in `verl.cli.config.SCHEMAS` of the schema whose keys the shell completes; "": none.
-        first: arguments that are put before those of the user.
     """
 
     name: str
     module: str
     help: str
     schema: str = ""
-    first: tuple[str, ...] = ()
 
     def command(self) -> Callable[..., None]:
         """The function that typer registers: it runs the program and exits with its status."""
@@ -35,7 +33,7 @@ class Program:
             arguments: Annotated[list[str] | None, typer.Argument(autocompletion=self.completions)] = None,
         ) -> None:
             main = importlib.import_module(self.module).main
-            raise typer.Exit(main([*self.first, *(arguments or [])], program=f"verl {self.name}"))
+            raise typer.Exit(main(arguments or [], program=f"verl {self.name}"))
 
         return run
 
@@ -51,13 +49,13 @@ class Program:
 
 
 PROGRAMS = (
-    Program("train", "verl.trainer.main_ppo", "Train with reinforcement learning: PPO, GRPO and others.", "ppo"),
-    Program("plan", "verl.cli.plan", "Check a run; print its memory, time and best placement.", "ppo"),
-    Program("sft", "verl.trainer.sft_trainer", "Supervised fine-tuning.", "sft"),
-    Program("generate", "verl.trainer.main_generation", "Generate responses to the prompts of a file.", "generation"),
-    Program("eval", "verl.trainer.main_eval", "Score responses; pass@k; compare two models.", "evaluation"),
-    Program("merge", "verl.cli.merge", "Merge a checkpoint into a Hugging Face model."),
-    Program("verify-resume", "verl.cli.verify_resume", "Check that a resumed run equals an uninterrupted one.", "ppo"),
-    Program("check", "verl.cli.check", "Check packages and devices, and print the fixes."),
-    Program("quickstart", "verl.cli.quickstart", "Train a tiny model with GRPO and watch its reward rise."),
+    Command("train", "verl.trainer.main_ppo", "Train with reinforcement learning: PPO, GRPO and others.", "ppo"),
+    Command("plan", "verl.cli.plan", "Check a run; print its memory, time and best placement.", "ppo"),
+    Command("sft", "verl.trainer.sft_trainer", "Supervised fine-tuning.", "sft"),
+    Command("generate", "verl.trainer.main_generation", "Generate responses to the prompts of a file.", "generation"),
+    Command("eval", "verl.trainer.main_eval", "Score responses; pass@k; compare two models.", "evaluation"),
+    Command("merge", "verl.cli.merge", "Merge a checkpoint into a Hugging Face model."),
+    Command("verify-resume", "verl.cli.verify_resume", "Check that a resumed run equals an uninterrupted one.", "ppo"),
+    Command("check", "verl.cli.check", "Check packages and devices, and print the fixes."),
+    Command("quickstart", "verl.cli.quickstart", "Train a tiny model with GRPO and watch its reward rise."),
 )

@@ -1,4 +1,4 @@
-"""`verl runs`: list the runs of a folder, and compare runs."""
+"""Commands on finished runs: `verl runs` lists and compares them, `verl report` and `verl replay` explain one."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,8 +32,8 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
 
     with user_errors():
         folders = run_folders(folder)
-        found = [open_run(path) for path in (folders[:limit] if limit else folders)]
-    if not found:
+        records = [open_run(path) for path in (folders[:limit] if limit else folders)]
+    if not records:
         typer.echo(
             f"no runs in {console_text(str(folder))}: expected folders with run.json or metrics.jsonl. For "
             "another folder: verl runs list FOLDER",
@@ -45,7 +45,7 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
         table.add_column(
             column, overflow="fold", no_wrap=column != "run", justify="right" if column in _NUMBERS else "left"
         )
-    for run in found:
+    for run in records:
         total = run.about.get("total_steps")
         training = run.metrics.get(run.reward_name or "", ())
         validation = run.metrics.get(_first(run.validation_names) or "", ())
@@ -58,8 +58,8 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
         cells = (name, run.algorithm, run.model, steps, *figures, run.state, format_short_duration(run.age))
         table.add_row(*map(console_text, cells))
     _print(table)
-    if len(found) < len(folders):
-        typer.echo(f"{len(folders) - len(found)} older runs in {console_text(str(folder))}: --limit 0 lists all")
+    if len(records) < len(folders):
+        typer.echo(f"{len(folders) - len(records)} older runs in {console_text(str(folder))}: --limit 0 lists all")
 
 
 @runs.command("compare")
@@ -80,31 +80,65 @@ def compare_runs(
     from verl.trainer.startup.command_line import user_errors
 
     with user_errors():
-        found = [open_run(folder) for folder in folders]
-        if len(found) < 2:
+        records = [open_run(folder) for folder in folders]
+        if len(records) < 2:
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
-        plot = save_comparison(found, out, metric)
-    names = [console_text(name) for name in short_names(found)]
+        plot = save_comparison(records, out, metric)
+    names = [console_text(name) for name in short_names(records)]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("setting", *names):
         table.add_column(column, overflow="fold")
-    for key, values in differing_settings(found).items():
+    for key, values in differing_settings(records).items():
         table.add_row(console_text(key), *("-" if value is None else console_text(str(value)) for value in values))
     if table.row_count:
         _print(table, _WIDEST)
     else:
         typer.echo(
-            "no setting differs" if all(run.config for run in found) else "no configuration: a run has no run.json"
+            "no setting differs" if all(run.config for run in records) else "no configuration: a run has no run.json"
         )
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("first -> last (best)", *names):
         table.add_column(column, overflow="fold")
-    for name in metric or _shown_metrics(found):
-        table.add_row(console_text(name), *(_range(name, run.metrics.get(name)) for run in found))
-    table.add_row("steps", *(str(run.steps) for run in found))
-    table.add_row("time", *(format_short_duration(run.seconds) for run in found))
+    for name in metric or _shown_metrics(records):
+        table.add_row(console_text(name), *(_range(name, run.metrics.get(name)) for run in records))
+    table.add_row("steps", *(str(run.steps) for run in records))
+    table.add_row("time", *(format_short_duration(run.seconds) for run in records))
     _print(table, _WIDEST)
-    typer.echo(console_text(f"legend: {'; '.join(labels(found))}\nplot: {plot}"))
+    typer.echo(console_text(f"legend: {'; '.join(labels(records))}\nplot: {plot}"))
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run (trainer.default_local_dir)")],
+    out: Annotated[Path | None, typer.Option(help="file to write; default: report.html in the folder")] = None,
+) -> None:
+    """Write one HTML file about a run: curves, settings, time, samples with their tokens, and warnings.
+
+    The file needs no server and no network.
+    """
+    from verl.tracking.report import write_report
+    from verl.trainer.startup.command_line import user_errors
+
+    with user_errors():
+        path = write_report(run, out)
+    typer.echo(f"report: {console_text(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
+
+
+def replay(
+    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="folder bad_steps/step_N of a run")],
+) -> None:
+    """Compute a bad step again on a CPU; print the samples and operators whose values are not finite.
+
+    Exits with status 1 if no cause is found.
+    """
+    from verl.trainer.startup.command_line import user_errors
+    from verl.trainer.state.replay import replay as run
+    from verl.utils.log import setup_logging
+
+    setup_logging("error")
+    with user_errors():
+        result = run(dump)
+    typer.echo(console_text("\n".join(result.lines())))
+    raise typer.Exit(0 if result.found else 1)
 
 
 _NUMBERS = ("steps", "reward", "best", "validation")
@@ -130,13 +164,13 @@ def _first(names: list[str]) -> str | None:
     return names[0] if names else None
 
 
-def _shown_metrics(found: list[Any]) -> list[str]:
+def _shown_metrics(records: list[Any]) -> list[str]:
     """The metrics of the panels, and of the validations, that any run has."""
     from verl.tracking.curves import PANELS
 
-    present = {name for run in found for name in run.metrics}
+    present = {name for run in records for name in run.metrics}
     plotted = [name for names in PANELS.values() for name in names if name in present]
-    validation = dict.fromkeys(name for run in found for name in run.validation_names)
+    validation = dict.fromkeys(name for run in records for name in run.validation_names)
     return [*plotted, *validation, *(name for name in ("perf/throughput", "actor/grad_norm") if name in present)]
 
 

@@ -104,7 +104,9 @@ class MovedModules(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in MOVED:
-            return importlib.util.spec_from_loader(fullname, _Moved(MOVED[fullname]))
+            target = MOVED[fullname]
+            origin = importlib.util.find_spec(target).origin  # `__file__` of `python -m`
+            return importlib.util.spec_from_loader(fullname, _Moved(target), origin=origin)
         is_recipe = fullname.startswith("recipe.") and path is not None and not list(path)
         return _former_recipe(fullname) if is_recipe else None
 

@@ -305,8 +305,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.experimental.agent_loop": _AGENT_LOOPS,
     "verl.experimental.agent_loop.agent_loop": _AGENT_LOOPS,
     "verl.experimental.agent_loop.tool_agent_loop": {
-        "ToolAgentLoop": "select it with rollout.agent.default_agent_loop=tool_agent; see "
-        "verl.agents.MultiTurnLoop",
+        "ToolAgentLoop": "select it with rollout.agent.default_agent_loop=tool_agent; see verl.agents.MultiTurnLoop",
     },
     "verl.experimental.agent_loop.tool_parser": {
         "ToolParser": "verl.agents.tools.parsers:ToolParser",

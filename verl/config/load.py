@@ -10,8 +10,9 @@ compared across fields (checks.py). All problems are raised in one `ConfigError`
 import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -61,11 +62,34 @@ def load_config(
         ConfigError: lists every problem: the key, the value found, what is expected, the nearest key, and the line of
             the file or the override.
     """
-    config, notes = read_config(path, overrides, base=base, presets=presets, schema=schema, extra_checks=extra_checks)
-    remember_settings(to_flat_dict(config))
-    for note in notes:
-        log.warning(note)
-    return config
+    checks = (check_combinations, *extra_checks)
+    reading = read_config(path, overrides, base=base, presets=presets, schema=schema, checks=checks)
+    remember_settings(to_flat_dict(reading.config))
+    reading.log_notes()
+    return reading.config
+
+
+@dataclass(frozen=True)
+class Reading(Generic[T]):
+    """A configuration, and how it was read.
+
+    Attributes:
+        config: the configuration.
+        notes: (log level, text) of what may surprise, to be logged.
+        settings: dotted key -> its setting, for the place of a problem.
+    """
+
+    config: T
+    notes: list[tuple[int, str]]
+    settings: Layer
+
+    def log_notes(self) -> None:
+        for level, note in self.notes:
+            log.log(level, note)
+
+    def error(self, problems: Iterable[Problem]) -> ConfigError:
+        """The error of problems that a later check has found, with their places."""
+        return ConfigError(_located(problem, self.settings) for problem in problems)
 
 
 def read_config(
@@ -75,9 +99,9 @@ def read_config(
     base: Mapping[str, Any] | None = None,
     presets: Presets | None = None,
     schema: type[T] = Config,
-    extra_checks: Iterable[Check] = (),
-) -> tuple[T, list[str]]:
-    """Like `load_config`, but returns the warnings instead of logging them."""
+    checks: Iterable[Check] = (),
+) -> Reading[T]:
+    """Like `load_config`, but logs nothing, and the caller names all checks, also that of combinations."""
     presets = PRESETS if presets is None else presets
     layers = [read_mapping(base, "base")] if base else []
     if isinstance(path, Mapping):
@@ -90,8 +114,6 @@ def read_config(
     reader = Reader(schema, [*layers, *selected, last])
     settings = reader.read()
     problems += reader.problems
-    for note in repeated:  # not a warning: scripts call other scripts with further overrides
-        log.info(note)
     notes = reader.notes
     if isinstance(settings.get("algorithm.name", _ABSENT).value, str):
         settings = agree_with_preset(settings, reader.source_of, presets, problems, notes)
@@ -103,11 +125,11 @@ def read_config(
             problems.append(Problem("algorithm.name", str(error)))
     config = _validated(schema, values, problems)
     if config is not None:
-        problems += check_combinations(config)
-        problems += [problem for check in extra_checks for problem in check(config)]
+        problems += [problem for check in checks for problem in check(config)]
     if problems:
         raise ConfigError(_located(problem, settings) for problem in problems)
-    return config, [*notes, *notes_of(config)]
+    infos = [(logging.INFO, note) for note in repeated]  # no warning: scripts call other scripts with more overrides
+    return Reading(config, [*infos, *((logging.WARNING, note) for note in (*notes, *notes_of(config)))], settings)
 
 
 def with_overrides(config: T, overrides: Overrides) -> T:

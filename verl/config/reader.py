@@ -10,7 +10,6 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.errors import Problem, format_value, nearest_key
 from verl.config.fields import ConfigField, Schema, fields_of, flatten, sections_of, unflatten
 from verl.config.public.aliases import NULL_IS_DEFAULT
-from verl.config.public.trl import key_of
 from verl.config.public.upstream import UpstreamKey, ignored_key, upstream_key
 from verl.config.sources import REMOVED, Layer, Setting, has_interpolation
 
@@ -115,6 +114,8 @@ class Reader:
 
     def _name_of_another(self, key: str) -> str | None:
         """The key of the schema that another library calls by the last name of `key`."""
+        from verl.config.public.trl import key_of  # only for a key that is not known
+
         return key_of(key.rpartition(".")[2], self.schema.upstream)
 
     def _free_setting(self, key: str) -> str | None:

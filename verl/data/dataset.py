@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from omegaconf import OmegaConf
+from torch.utils.data import Dataset
 
 from verl.config.fields import Schema, Section
 from verl.config.load import load_section
@@ -17,6 +18,10 @@ logger = logging.getLogger("verl.data")
 Example = TypeVar("Example")
 Encoded = tuple[list[int], list[int]]
 """Token ids, and a mask of the tokens to train on (empty for a prompt)."""
+
+
+class TokenizedDataset(Dataset):
+    """RLHFDataset or SFTDataset: it reads files or rows, checks and tokenizes them."""
 
 
 class HasGet(Protocol):

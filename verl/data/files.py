@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from verl.data.hub import open_dataset
 from verl.data.readers import RowTable, count_rows, open_file
 from verl.utils.data_names import SUFFIXES, DataName, is_data_file
 from verl.utils.paths import expanded
@@ -142,7 +141,7 @@ class SelectedRows(Rows):
 
 def row_count(files: str | Path | Sequence[str | Path]) -> int:
     """The number of rows of data files, without reading them into memory. Raises ValueError for a file without rows."""
-    counts = {path: count_rows(path) if _is_file(path) else len(open_dataset(path)) for path in file_list(files)}
+    counts = {path: count_rows(path) if _is_file(path) else len(_open_dataset(path)) for path in file_list(files)}
     for path, count in counts.items():
         if count == 0:
             raise ValueError(f"{path}: the file has no rows")
@@ -179,7 +178,7 @@ def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = Fal
     """
     opened: list[File] = []
     for path in file_list(files):
-        file: File = open_file(path, streaming) if _is_file(path) else open_dataset(path)
+        file: File = open_file(path, streaming) if _is_file(path) else _open_dataset(path)
         if len(file) == 0:
             raise ValueError(f"{path}: the file has no rows")
         if opened and set(file.columns) != set(opened[0].columns):
@@ -191,6 +190,12 @@ def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = Fal
             )
         opened.append(file)
     return Rows(opened)
+
+
+def _open_dataset(path: Path) -> File:
+    from verl.data.hub import open_dataset  # only for folders and hub datasets
+
+    return open_dataset(path)
 
 
 def _is_file(path: Path) -> bool:

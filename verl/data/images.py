@@ -30,9 +30,6 @@ MOST_PIXELS = 89_478_485
 LEAST_SIDE = 4
 """Images with a shorter side are refused: an array (1, 1, 3) has no unique order of height, width and channels."""
 
-FEWER_IMAGE_TOKENS = "reduce data.max_pixels"
-"""The fix in every error of a prompt or example that is too long and has images."""
-
 _SOURCES = (
     "bytes, a path, a PIL image, a uint8 array (height, width[, channels]), or a dict with 'bytes', 'path' or 'image'"
 )

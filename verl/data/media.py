@@ -7,15 +7,18 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.columns import strict_check_enabled
 from verl.config import schema
-from verl.data.images import ImageLimits, MediaError, RowImage
+from verl.data.media_source import MediaError
 from verl.data.tokenization import Message, check_encodable, encode, render_chats
-from verl.data.videos import Video
+
+if TYPE_CHECKING:
+    from verl.data.images import RowImage
+    from verl.data.videos import Video
 
 logger = logging.getLogger("verl.data")
 
@@ -39,8 +42,8 @@ class MediaPrompt:
     """
 
     messages: list[Message]
-    images: tuple[RowImage, ...]
-    videos: tuple[Video, ...]
+    images: "tuple[RowImage, ...]"
+    videos: "tuple[Video, ...]"
     location: str
 
     def decode(self) -> None:
@@ -98,6 +101,8 @@ class MediaReader:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ):
+        from verl.data.images import ImageLimits
+
         self.processor, self.tokenizer, self.data = processor, tokenizer, data
         self.limits = ImageLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
         self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
@@ -125,6 +130,9 @@ class MediaReader:
             MediaError: another number of placeholders than of images or videos, too many images, or text with the
                 model's own token of an image or video.
         """
+        from verl.data.images import RowImage
+        from verl.data.videos import Video
+
         keys = {"image": self.data.image_key, "video": self.data.video_key}
         entries = {modality: _as_list(row.get(key)) for modality, key in keys.items()}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -211,9 +219,10 @@ class MediaReader:
         modalities = {token: modality for modality in media if (token := self._token(modality)) is not None}
 
         def expanded(match: re.Match[str]) -> str:
-            medium = next(media[modalities[match[0]]])
+            modality = modalities[match[0]]
+            medium = next(media[modality])
             with _locate_errors(medium.location):
-                if isinstance(medium, Video):
+                if modality == "video":
                     return self._expanded(match[0], **_video_inputs([medium]))
                 return self._placeholder(*medium.size())
 
@@ -468,7 +477,7 @@ def _as_list(value: Any) -> list[Any]:
     return [value] if not isinstance(value, str) or value else []
 
 
-def _video_inputs(videos: Sequence[Video]) -> dict[str, Any]:
+def _video_inputs(videos: "Sequence[Video]") -> dict[str, Any]:
     """Arguments of a processor for decoded videos, whose frames are chosen already."""
     if not videos:
         return {}

@@ -23,6 +23,9 @@ from verl.utils.paths import resolved
 
 logger = logging.getLogger(__name__)
 
+FEWER_IMAGE_TOKENS = "reduce data.max_pixels"
+"""The fix in every error of a prompt or example that is too long and has images."""
+
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
 _URL = re.compile(r"https?://", re.IGNORECASE)
 _LARGEST_DOWNLOAD = 100 << 20

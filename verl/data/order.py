@@ -8,14 +8,16 @@ PromptSource       either as a source of `DataProto` batches: the first operator
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.data.mixture import Mixture
-from verl.data.prefetch import Item, Prefetcher
 from verl.dataflow import Stateful
 from verl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from verl.data.prefetch import Item
 
 
 def check_batch_size(batch_size: int, rows: int) -> None:
@@ -278,7 +280,11 @@ class PromptSource(Stateful):
     ):
         self.dataset = dataset
         self.collate = collate
-        self._prefetcher = Prefetcher(self._row, collate, workers, batches_ahead) if workers else None
+        self._prefetcher = None
+        if workers:
+            from verl.data.prefetch import Prefetcher
+
+            self._prefetcher = Prefetcher(self._row, collate, workers, batches_ahead)
         self._dropped: frozenset[int] = frozenset()
         self._waiting: list[Item] = []  # drawn in the place of dropped rows, and not used yet
         self._batch_size = batch_size
@@ -302,7 +308,7 @@ class PromptSource(Stateful):
                 f"than one batch of data.train_batch_size={self._batch_size}"
             )
 
-    def _next_items(self) -> list[Item]:
+    def _next_items(self) -> "list[Item]":
         """(epoch, row number) of every prompt of the next batch."""
         items, self._waiting = self._waiting, []
         while len(items) < self._batch_size:
@@ -310,11 +316,11 @@ class PromptSource(Stateful):
         self._waiting = items[self._batch_size :]
         return items[: self._batch_size]
 
-    def _row(self, item: Item) -> dict[str, Any]:
+    def _row(self, item: "Item") -> dict[str, Any]:
         epoch, row = item
         return {**self.dataset[row], "uid": f"{epoch}:{row}"}
 
-    def _following(self) -> Iterator[list[Item]]:
+    def _following(self) -> "Iterator[list[Item]]":
         """The items of the next batches. The position does not change."""
         ahead = copy.copy(self)
         ahead.sampler, ahead._waiting = copy.deepcopy(self.sampler), list(self._waiting)

@@ -22,15 +22,16 @@ from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_colum
 from verl.data.dataset import (
     DatasetConfig,
     Encoded,
+    TokenizedDataset,
     describe_overlong,
     read_data_section,
     rows_to_use,
     tokenize_rows,
 )
 from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
-from verl.data.images import FEWER_IMAGE_TOKENS
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
 from verl.data.media_files import media_digest
+from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
     TokenTable,
@@ -83,7 +84,7 @@ class LazyPrompts:
         return sorted({*range(min(_FIRST, count)), *range(0, count, max(count // _SPREAD, 1))})
 
 
-class RLHFDataset(Dataset):
+class RLHFDataset(TokenizedDataset):
     """Prompts of data files; one item per usable row.
 
     A row has a prompt (column `prompt_key`: chat messages or text) and what its reward needs: the columns

@@ -8,23 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from verl.config import schema
 from verl.data.bad_rows import usable_rows
 from verl.data.chat import encode_conversations
 from verl.data.dataset import (
     DatasetConfig,
     Encoded,
+    TokenizedDataset,
     describe_overlong,
     read_data_section,
     rows_to_use,
     tokenize_rows,
 )
 from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
-from verl.data.images import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, rows_to_decode
 from verl.data.media_files import media_digest
+from verl.data.media_source import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     Message,
@@ -75,7 +74,7 @@ class _Columns:
 _Example = list[Message] | MediaPrompt | _Pair
 
 
-class SFTDataset(Dataset):
+class SFTDataset(TokenizedDataset):
     """SFT samples of data files; one item per row.
 
     A row is a chat (column `messages_key`, by default "messages") or a prompt with a response (columns `prompt_key` and

@@ -16,10 +16,8 @@ from torch import nn
 
 from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
-from verl.engines.lora import Adapters, add_adapters
 from verl.engines.memory import HOST
 from verl.modeling import attention, vision
-from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
@@ -135,7 +133,7 @@ def load_module(spec: ModelSpec) -> nn.Module:
     module = use_vision_attention(module).to(spec.device)
     if not spec.random_init:
         _check_finite(module, spec.section.path)
-    return add_adapters(module, spec.section) if spec.section.has_adapters else module
+    return _with_adapters(module, spec)
 
 
 @torch.no_grad()
@@ -157,7 +155,15 @@ def empty_module(spec: ModelSpec) -> nn.Module:
     auto, hf, build = _recipe(spec)
     with torch.device("meta"):
         module = use_vision_attention(_with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec))
-        return add_adapters(module, spec.section) if spec.section.has_adapters else module
+        return _with_adapters(module, spec)
+
+
+def _with_adapters(module: nn.Module, spec: ModelSpec) -> nn.Module:
+    if not spec.section.has_adapters:
+        return module
+    from verl.engines.lora import add_adapters
+
+    return add_adapters(module, spec.section)
 
 
 def check_model(model: schema.ModelConfig, kind: str = "causal_lm") -> None:
@@ -170,7 +176,11 @@ def check_model(model: schema.ModelConfig, kind: str = "causal_lm") -> None:
 
 def adapter_config(model: schema.ModelConfig) -> dict[str, Any] | None:
     """`TrainEngine.adapter_config` of the policy of a `model` section, from its config.json."""
-    return Adapters(empty_module(ModelSpec(model))).config() if model.has_adapters else None
+    if not model.has_adapters:
+        return None
+    from verl.engines.lora import Adapters
+
+    return Adapters(empty_module(ModelSpec(model))).config()
 
 
 def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
@@ -205,7 +215,9 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
         )
     build: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
     if spec.packs:
-        packed = batch_invariant.NAME if spec.kernels == "batch_invariant" else attention.NAME
+        packed = attention.NAME
+        if spec.kernels == "batch_invariant":
+            from verl.modeling.batch_invariant.model import NAME as packed  # registers it
         build["attn_implementation"] = packed
         if has_images:
             build["attn_implementation"] = {"": packed, "text_config": packed, "vision_config": "sdpa"}

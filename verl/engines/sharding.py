@@ -14,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from verl.engines.base import EngineSpec
 from verl.engines.checkpoint import copy_into
-from verl.engines.expert_parallel import EXPERT, check_ranks, shard_experts
 from verl.engines.loading import ModelSpec, TokenModel, checked, empty_module, load_module
 from verl.engines.memory import HOST
 from verl.engines.micro_batch import split_to
@@ -168,6 +167,8 @@ class FSDP2(Sharding):
             layer_mesh = mesh[names]
         options = self._options(spec)
         if self.ep_size > 1:
+            from verl.engines.expert_parallel import EXPERT, check_ranks, shard_experts
+
             check_ranks(self.ep_size, tensor, shard)
             expert_shape = (*shape[:-1], shard // self.ep_size, self.ep_size)
             shard_experts(module, device_mesh(device, expert_shape, (*names, EXPERT)), **options)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,6 @@ from verl.engines import checkpoint, memory
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, resolve_model
-from verl.engines.lora import Adapters
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import host_columns, plan_micro_batches, take_rows
@@ -37,7 +36,6 @@ from verl.engines.routing import (
 from verl.engines.sharding import Sharding, make_sharding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling.attention import attends_in_one_call
-from verl.modeling.batch_invariant.model import BatchInvariantForward
 from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
@@ -45,6 +43,10 @@ from verl.modeling.packing import build_input, row_lengths, to_device
 from verl.modeling.vision import INDEX, Media, packs, tower_of
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
+
+if TYPE_CHECKING:
+    from verl.engines.lora import Adapters
+    from verl.modeling.batch_invariant.model import BatchInvariantForward
 
 logger = logging.getLogger("verl.engines")
 
@@ -89,7 +91,7 @@ class TorchEngine(TrainEngine):
         self.model = TokenModel(self.module, self.model_spec)
         self.packs = spec.model.use_remove_padding and packs(self.module.config)
         self.module.eval()
-        self.adapters = Adapters(self.module) if self.model_spec.section.has_adapters else None
+        self.adapters = self._adapters()
         if self.adapters is None:
             self.module.requires_grad_(trains)
         if trains and spec.model.freeze_vision_tower:
@@ -123,6 +125,13 @@ class TorchEngine(TrainEngine):
             self._weights_used = OnDevice(self.model.to, self.device)
 
     # ---- computing ----------------------------------------------------------------------------------------------
+
+    def _adapters(self) -> "Adapters | None":
+        if not self.model_spec.section.has_adapters:
+            return None
+        from verl.engines.lora import Adapters
+
+        return Adapters(self.module)
 
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
@@ -330,8 +339,12 @@ class TorchEngine(TrainEngine):
     def shared_module(self) -> torch.nn.Module | None:
         return self.module if self.has_full_weights else None
 
-    def model_forward(self) -> BatchInvariantForward | None:
-        return BatchInvariantForward(self.model) if self.model.batch_invariant else None
+    def model_forward(self) -> "BatchInvariantForward | None":
+        if not self.model.batch_invariant:
+            return None
+        from verl.modeling.batch_invariant.model import BatchInvariantForward
+
+        return BatchInvariantForward(self.model)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers()

@@ -12,40 +12,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import (
-    ConfigError,
-    Problem,
-    check_inputs,
-    check_registered,
-    load_config,
-    settings_without_effect,
-    to_flat_dict,
-)
-from verl.config.inputs import check_generation
+from verl.config import to_flat_dict
 from verl.config.schema.offline import GenerationConfig
 from verl.data.media import note_unused_media_keys
 from verl.data.processor import load_processor
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
-from verl.engines.loading import check_model
 from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write_output
 from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
-from verl.registry import import_module
-from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.tracking.formatting import format_clock
 from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.checks.preflight import CONFIG, Settings, open_run, run_checks
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.ppo.operators import Roles, repeat
-from verl.trainer.startup.command_line import USER_ERRORS, print_error
+from verl.trainer.startup.command_line import print_error
 from verl.trainer.startup.inputs import stop_token_ids
-from verl.trainer.startup.torchrun import check_launcher, launcher_settings
+from verl.trainer.startup.recipe import Recipe
 from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
-from verl.utils.log import setup_logging
 from verl.utils.threads import warn_if_oversubscribed
 from verl.workers.rollout.worker import RolloutWorker
 
@@ -64,13 +52,6 @@ _IRRELEVANT_SETTINGS = (
 
 #: columns of a prompt that a rollout reads
 _PROMPT = ("prompt_ids", "uid", "sample_index", "raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
-
-
-def check_engine(config: GenerationConfig) -> list[Problem]:
-    """Check that `rollout.name` is registered, here or in a file of `imports`."""
-    for address in config.imports:
-        import_module(address)
-    return check_registered(config, {"rollout.name": ROLLOUT_ENGINES})
 
 
 # ---- the flow -------------------------------------------------------------------------------------------------------
@@ -152,8 +133,8 @@ class GenerationRun:
     The constructor runs all checks, before a model is loaded.
 
     Args:
-        config: The settings; None to read config_path and overrides.
-        config_path: YAML file.
+        config: a YAML file, a dictionary with nested or dotted keys, a GenerationConfig, or None for overrides alone.
+        config_path: the same as config, for a file.
         overrides: `key=value` settings.
 
     Raises:
@@ -162,25 +143,17 @@ class GenerationRun:
 
     def __init__(
         self,
-        config: GenerationConfig | None = None,
+        config: Settings = None,
         *,
         config_path: str | Path | None = None,
         overrides: Sequence[str] = (),
     ):
-        if config is None:
-            checks = [check_inputs, check_generation, check_engine]
-            config = load_config(
-                config_path, overrides, base=launcher_settings(), schema=GenerationConfig, extra_checks=checks
-            )
-        elif problems := [*check_generation(config), *check_engine(config)]:
-            raise ConfigError(problems)
-        for note in settings_without_effect(config):
-            logger.warning(note)
-        check_launcher(config.trainer)
-        self.config = config
+        run = open_run(config_path if config is None else config, overrides, Recipe(schema=GenerationConfig))
+        run_checks(run, CONFIG)
+        self.config: GenerationConfig = run.config
         self.roles: dict[str, WorkerGroup] = {}
-        self.output = Path(config.data.output_path)
-        self._passed = ["settings", "imports"]
+        self.output = Path(self.config.data.output_path)
+        self._passed = run.passed
         for name, check in CHECKS.items():
             check(self)
             self._passed.append(name)
@@ -205,11 +178,8 @@ class GenerationRun:
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
-    def _check_model(self) -> None:
-        self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
-        check_model(self.config.model, "causal_lm")
-
     def _read_prompts(self) -> None:
+        self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
         self.tokenizer = load_tokenizer(self.config.model)
         processor = load_processor(self.config.model, self.tokenizer)
         note_unused_media_keys(self.config.data, processor)
@@ -338,13 +308,12 @@ class GenerationRun:
 
 
 CHECKS: dict[str, Callable[[GenerationRun], None]] = {
-    "model config": GenerationRun._check_model,
     "prompts": GenerationRun._read_prompts,
     "model limits": GenerationRun._check_limits,
     "output file": GenerationRun._check_output,
     "earlier output": GenerationRun._find_finished,
 }
-"""The checks after those of the settings, in the order in which they run."""
+"""The checks after those of the settings (`verl.trainer.checks.preflight`), in the order in which they run."""
 
 
 def _checksum(path: str) -> str:
@@ -371,13 +340,8 @@ def _count_responses(responses: Sequence[Responses]) -> dict[str, int]:
     }
 
 
-def run_command(config_path: str | None, overrides: list[str]) -> int:
-    """Run generation for a command line. Returns the exit status."""
-    setup_logging()
-    try:
-        run = GenerationRun(config_path=config_path, overrides=overrides)
-    except USER_ERRORS as error:
-        return print_error(error)
+def execute(run: GenerationRun) -> int:
+    """Generate for a command line. Returns the exit status."""
     try:
         run.run()
     except DiskFullError as error:

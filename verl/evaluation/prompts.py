@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from verl.checkpoints.atomic import atomic_write, check_folder
 from verl.config.schema.offline import GenerationConfig, GenerationDataConfig
 from verl.data.files import Rows, read_rows
-from verl.data.images import FEWER_IMAGE_TOKENS
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts
 from verl.data.media_files import relocated
+from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.tokenization import (
     CHUNK,
     ROUND_TRIPS,

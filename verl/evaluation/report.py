@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from verl.checkpoints.atomic import atomic_write, check_folder
-from verl.config import check_data, load_config
 from verl.config.schema.offline import EvalConfig, EvaluationConfig
 from verl.evaluation.score import (
     PromptWithResponses,
@@ -28,11 +27,12 @@ from verl.evaluation.score import (
     score_prompts,
 )
 from verl.evaluation.statistics import PairedComparison, compare_paired, mean_intervals, pass_at_k
-from verl.registry import import_module
 from verl.rewards.outcome import RewardError
-from verl.trainer.startup.command_line import USER_ERRORS, print_error
+from verl.trainer.checks.preflight import Settings, open_run
+from verl.trainer.startup.command_line import print_error
+from verl.trainer.startup.recipe import Recipe
 from verl.utils.disk import DiskFullError
-from verl.utils.log import console, setup_logging
+from verl.utils.log import console
 from verl.utils.redaction import console_text
 
 logger = logging.getLogger("verl.trainer")
@@ -261,8 +261,8 @@ class Evaluation:
     The constructor runs all checks, before anything is scored.
 
     Args:
-        config: The settings; None to read config_path and overrides.
-        config_path: YAML file.
+        config: a YAML file, a dictionary with nested or dotted keys, an EvalConfig, or None for overrides alone.
+        config_path: the same as config, for a file.
         overrides: `key=value` settings.
 
     Raises:
@@ -271,16 +271,14 @@ class Evaluation:
 
     def __init__(
         self,
-        config: EvalConfig | None = None,
+        config: Settings = None,
         *,
         config_path: str | Path | None = None,
         overrides: Sequence[str] = (),
     ):
-        if config is None:
-            config = load_config(config_path, overrides, schema=EvalConfig, extra_checks=[check_data])
-        for address in config.imports:
-            import_module(address)
-        self.config = config
+        run = open_run(config_path if config is None else config, overrides, Recipe(schema=EvalConfig))
+        config: EvalConfig = run.config
+        self.config, self._passed = config, run.passed
         self.prompts = read_responses(config.data.path, config.data)
         self.compared = read_responses(config.data.compare_path, config.data) if config.data.compare_path else None
         for prompts in self._both():
@@ -295,7 +293,7 @@ class Evaluation:
 
     def passed_checks(self) -> Sequence[str]:
         """Return the names of the checks that have passed."""
-        return ("settings", "imports", "files", "pass@k", "compared files", "reward function", "output file")
+        return (*self._passed, "responses", "pass@k", "compared files", "reward function", "output file")
 
     def plan(self) -> str:
         """Describe what `run` would do."""
@@ -338,13 +336,8 @@ class Evaluation:
         return report
 
 
-def run_command(config_path: str | None, overrides: list[str]) -> int:
-    """Run an evaluation for a command line. Returns the exit status."""
-    setup_logging()
-    try:
-        evaluation = Evaluation(config_path=config_path, overrides=overrides)
-    except USER_ERRORS as error:
-        return print_error(error)
+def execute(evaluation: Evaluation) -> int:
+    """Evaluate for a command line. Returns the exit status."""
     try:
         evaluation.run()
     except RewardError as error:

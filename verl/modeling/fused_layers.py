@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.modeling.attention import packed_attention
-from verl.modeling.fused_experts import fused_experts
 from verl.modeling.linear import Embedding, FusedLinear, WeightCache, compute_dtype, layer_functions
 from verl.modeling.moe import expert_modules, set_experts_function
 from verl.modeling.packing import Packing
@@ -59,6 +58,8 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
         norms += [attention.q_norm, attention.k_norm] if head_norms else []
         attention.forward = partial(_attention, attention, cache, _WINDOWS[model_type], head_norms)
         if silu and expert_modules(layer.mlp):
+            from verl.modeling.fused_experts import fused_experts
+
             set_experts_function(layer.mlp, partial(fused_experts, cache=cache))
             if not has_noise:  # the forward pass of transformers adds it
                 layer.mlp.forward = partial(_mixture, layer.mlp)

@@ -12,7 +12,6 @@ from typing import Literal
 
 from torch import nn
 
-from verl.modeling.batch_invariant.model import use_batch_invariant
 from verl.modeling.fused_layers import fuse
 from verl.modeling.linear import WeightCache
 from verl.modeling.model_types import LLAMA_LIKE, MIXTURES, VISION_LIKE
@@ -42,6 +41,8 @@ def use_kernels(module: nn.Module, kernels: Kernels, cache: WeightCache) -> None
     elif kernels == "liger":
         _use_liger(module)
     elif kernels == "batch_invariant":
+        from verl.modeling.batch_invariant.model import use_batch_invariant
+
         use_batch_invariant(module)
     elif kernels == "compiled":
         layer_classes = set(module._no_split_modules or ())

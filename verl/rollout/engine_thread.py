@@ -90,9 +90,7 @@ class EngineThread:
         self.call(self._fail, error)
 
     @contextmanager
-    def exclusive(
-        self, close: Coroutine[Any, Any, T], reopen: Callable[[], Coroutine[Any, Any, None]]
-    ) -> Iterator[T]:
+    def exclusive(self, close: Coroutine[Any, Any, T], reopen: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[T]:
         """Context between two coroutines of the thread: one that stops generation, whose result it yields, and one that
         allows it again. One thread at a time."""
         with self._turn:

@@ -5,18 +5,9 @@ prompts; as tables on the console and as a JSON file.
 """
 
 import sys
-from typing import TYPE_CHECKING
 
-from verl.config import check_data, load_config
-from verl.config.load import read_config
-from verl.config.schema.offline import EvalConfig
-from verl.trainer.startup.command_line import command_line, usage
+from verl.trainer.startup.program import Program
 from verl.utils.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from verl.evaluation.report import Evaluation
-
-__all__ = ["Evaluation", "main"]
 
 HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
@@ -32,29 +23,10 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
 """
 
 
-def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_eval") -> int:
-    """Run the command. Returns the exit status. `program` is the name in --help."""
-
-    def start(path: str | None, overrides: list[str]) -> int:
-        from verl.evaluation.report import run_command
-
-        return run_command(path, overrides)
-
-    def plan(path: str | None, overrides: list[str], verbose: bool) -> int:
-        from verl.evaluation.report import Evaluation
-        from verl.trainer.startup.launch import dry_run
-
-        return dry_run(lambda: Evaluation(config_path=path, overrides=overrides), verbose)
-
-    return command_line(
-        arguments,
-        usage(HELP, program),
-        lambda path, overrides: load_config(path, overrides, schema=EvalConfig),
-        start,
-        plan,
-        lambda path, overrides: read_config(path, overrides, schema=EvalConfig, extra_checks=[check_data]),
-    )
-
+PROGRAM = Program(
+    "verl.trainer.main_eval", HELP, "EvalConfig", "verl.evaluation.report:Evaluation", "verl.evaluation.report:execute"
+)
+main = PROGRAM.main
 
 __getattr__, _ = lazy_names(__name__, {"Evaluation": "verl.evaluation.report"})
 

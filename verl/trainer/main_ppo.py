@@ -6,13 +6,13 @@ written with or without a leading `--` or `+`.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from verl.compat.hook import published_names
-from verl.trainer.startup.command_line import command_line, usage
+from verl.trainer.startup.program import Program
 
 if TYPE_CHECKING:
-    from verl.config import Config
     from verl.trainer.ppo_trainer import PPOTrainer
 
 HELP = """usage: {program} [--config FILE.yaml] key=value ...
@@ -31,11 +31,13 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
   --help               this text; all keys: python -m verl.cli.config
 """
 
+PROGRAM = Program("verl.trainer.main_ppo", HELP, "Config", "verl.trainer.ppo_trainer:PPOTrainer")
+
 
 def main(
     arguments: list[str] | None = None,
     trainer: "type[PPOTrainer] | None" = None,
-    program: str = "verl.trainer.main_ppo",
+    program: str = PROGRAM.module,
 ) -> int:
     """Run training. Returns the exit status.
 
@@ -53,33 +55,7 @@ def main(
         if not (isinstance(trainer, type) and issubclass(trainer, PPOTrainer)):
             raise TypeError(f"trainer: expected a subclass of PPOTrainer (the class, not an object), found {trainer!r}")
 
-    def settings(path: str | None, overrides: list[str]) -> "Config":
-        from verl.config import load_config
-        from verl.config.presets import PRESETS
-        from verl.trainer.startup.launch import Recipe, recipe_of
-        from verl.trainer.startup.torchrun import launcher_settings
-
-        recipe = recipe_of(trainer) if trainer is not None else Recipe()
-        return load_config(
-            path, overrides, base=launcher_settings() | recipe.read(), presets=PRESETS, schema=recipe.schema
-        )
-
-    def build(path: str | None, overrides: list[str]) -> "PPOTrainer":
-        from verl.trainer.ppo_trainer import PPOTrainer
-
-        return (trainer or PPOTrainer)(config_path=path, overrides=overrides)
-
-    def start(path: str | None, overrides: list[str]) -> int:
-        from verl.trainer.startup.launch import run
-
-        return run(lambda: build(path, overrides))
-
-    def check(path: str | None, overrides: list[str], verbose: bool) -> int:
-        from verl.trainer.startup.launch import dry_run
-
-        return dry_run(lambda: build(path, overrides), verbose)
-
-    return command_line(arguments, usage(HELP, program), settings, start, check, _check_settings)
+    return replace(PROGRAM, trainer=trainer).main(arguments, program)
 
 
 def main_of(config_name: str) -> Callable[[list[str] | None], int]:
@@ -89,21 +65,13 @@ def main_of(config_name: str) -> Callable[[list[str] | None], int]:
         config_name: the configuration of that command, unless its arguments select one.
     """
 
-    def of_arguments(arguments: list[str] | None = None) -> int:
-        given = sys.argv[1:] if arguments is None else arguments
-        selects = any(argument.partition("=")[0] in ("--config-name", "-cn", "--config", "-c") for argument in given)
-        return main([*([] if selects else [f"--config-name={config_name}"]), *given])
+    def main_with_config(arguments: list[str] | None = None) -> int:
+        arguments = sys.argv[1:] if arguments is None else arguments
+        names = {argument.partition("=")[0] for argument in arguments}
+        selects = names & {"--config-name", "-cn", "--config", "-c"}
+        return main([*([] if selects else [f"--config-name={config_name}"]), *arguments])
 
-    return of_arguments
-
-
-def _check_settings(path: str | None, overrides: list[str]) -> None:
-    from verl.config import check_inputs
-    from verl.config.checks.registered import check_built_in
-    from verl.config.load import read_config
-    from verl.config.presets import PRESETS
-
-    read_config(path, overrides, presets=PRESETS, extra_checks=[check_inputs, check_built_in])
+    return main_with_config
 
 
 __getattr__ = published_names("verl.trainer.main_ppo")

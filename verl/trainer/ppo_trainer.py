@@ -20,8 +20,7 @@ from verl.tracking.tracking import setup_logging
 from verl.trainer.asynchronous.generation import AsyncRunner
 from verl.trainer.base import Trainer
 from verl.trainer.checks.agents import describe_agents
-from verl.trainer.checks.planning import describe_estimate
-from verl.trainer.checks.preflight import INPUTS, prepare_run, run_checks
+from verl.trainer.checks.preflight import INPUTS, Settings, run_checks
 from verl.trainer.guards.faults import Faults
 from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.output.samples import (
@@ -48,9 +47,10 @@ from verl.trainer.ppo.flow import (
 from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import correct_rollout
 from verl.trainer.ppo.weights import RolloutWeights
-from verl.trainer.startup.arguments import ConfigSource, read_arguments
+from verl.trainer.startup.arguments import prepare_run, read_arguments
 from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, prompt_source, stop_token_ids
-from verl.trainer.startup.launch import Recipe, print_config_errors_plainly, recipe_of
+from verl.trainer.startup.launch import print_config_errors_plainly
+from verl.trainer.startup.recipe import Recipe, recipe_of
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
 
@@ -90,7 +90,7 @@ class PPOTrainer(Trainer):
 
     def __init__(
         self,
-        config: ConfigSource = None,
+        config: Settings = None,
         *,
         config_path: str | Path | None = None,
         overrides: Overrides = (),
@@ -122,16 +122,7 @@ class PPOTrainer(Trainer):
             tokenizer=tokenizer,
             settings={"use_critic": use_critic, "use_reference_policy": use_reference_policy, "use_rm": use_rm},
         )
-        run = prepare_run(
-            arguments.config,
-            arguments.path,
-            arguments.overrides,
-            recipe=recipe,
-            train_dataset=arguments.train_dataset,
-            val_dataset=arguments.val_dataset,
-            cluster=cluster,
-            backend=self.backend,
-        )
+        run = prepare_run(arguments, recipe, cluster=cluster, backend=self.backend)
         run.reward_given = arguments.reward is not None
         rows = arguments.train_dataset, arguments.val_dataset
         inputs = run.inputs = load_inputs(run.config, *rows, arguments.reward, tokenizer)
@@ -254,6 +245,8 @@ class PPOTrainer(Trainer):
             )
 
     def plan(self) -> str:
+        from verl.trainer.checks.planning import describe_estimate  # imports the planner
+
         summary, trainer = self._summary(), self.config.trainer
         saving = describe_saving(trainer)
         prompt = "".join(f"{line}\n" for line in first_prompt(self.run.inputs.train_dataset))

@@ -17,10 +17,10 @@ from verl.single_controller.cluster import Cluster
 from verl.single_controller.placement import ResourcePool
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
-from verl.trainer.checks.preflight import INPUTS, prepare_run, run_checks
-from verl.trainer.startup.arguments import ConfigSource, read_arguments
+from verl.trainer.checks.preflight import INPUTS, Settings, run_checks
+from verl.trainer.startup.arguments import prepare_run, read_arguments
 from verl.trainer.startup.inputs import load_sft_inputs, reading_threads
-from verl.trainer.startup.launch import Recipe
+from verl.trainer.startup.recipe import Recipe
 from verl.trainer.state.checkpointing import describe_saving
 from verl.workers.sft import SFTWorker
 
@@ -45,7 +45,7 @@ class SFTTrainer(Trainer):
 
     def __init__(
         self,
-        config: ConfigSource = None,
+        config: Settings = None,
         *,
         config_path: str | Path | None = None,
         overrides: Overrides = (),
@@ -66,16 +66,7 @@ class SFTTrainer(Trainer):
             model=model,
             tokenizer=tokenizer,
         )
-        run = prepare_run(
-            arguments.config,
-            arguments.path,
-            arguments.overrides,
-            recipe=Recipe(schema=schema.SFTConfig),
-            train_dataset=arguments.train_dataset,
-            val_dataset=arguments.val_dataset,
-            cluster=cluster,
-            backend="local",
-        )
+        run = prepare_run(arguments, Recipe(schema=schema.SFTConfig), cluster=cluster, backend="local")
         inputs = run.inputs = load_sft_inputs(run.config, arguments.train_dataset, arguments.val_dataset, tokenizer)
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
@@ -108,9 +99,7 @@ class SFTTrainer(Trainer):
             batch.meta_info["metrics"] = self.roles["actor"].update(batch)
 
         reads = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-        return DataFlow(
-            [Operator("rows", self.source, writes=reads), Operator("update", update, reads=reads)]
-        )
+        return DataFlow([Operator("rows", self.source, writes=reads), Operator("update", update, reads=reads)])
 
     def announce(self) -> None:
         logger.info("model: %s", self.config.model.path)

@@ -4,13 +4,9 @@ The class is in `verl.trainer.sft`. It is loaded at first use, so that a missing
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
 
-from verl.trainer.startup.command_line import command_line, usage
-
-if TYPE_CHECKING:
-    from verl.config.schema import SFTConfig
-    from verl.trainer.sft import SFTTrainer
+from verl.trainer.startup.program import Program
+from verl.utils.lazy import lazy_names
 
 HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
@@ -26,50 +22,10 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
 """
 
 
-def main(arguments: list[str] | None = None, program: str = "verl.trainer.sft_trainer") -> int:
-    """Run; returns the exit status. `program` is the name in --help."""
+PROGRAM = Program("verl.trainer.sft_trainer", HELP, "SFTConfig", "verl.trainer.sft:SFTTrainer")
+main = PROGRAM.main
 
-    def build(path: str | None, overrides: list[str]) -> "SFTTrainer":
-        from verl.trainer.sft import SFTTrainer
-
-        return SFTTrainer(config_path=path, overrides=overrides)
-
-    def start(path: str | None, overrides: list[str]) -> int:
-        from verl.trainer.startup.launch import run
-
-        return run(lambda: build(path, overrides))
-
-    def check(path: str | None, overrides: list[str], verbose: bool) -> int:
-        from verl.trainer.startup.launch import dry_run
-
-        return dry_run(lambda: build(path, overrides), verbose)
-
-    def settings(path: str | None, overrides: list[str]) -> "SFTConfig":
-        from verl.config import load_config
-        from verl.config.schema import SFTConfig
-        from verl.trainer.startup.torchrun import launcher_settings
-
-        return load_config(path, overrides, base=launcher_settings(), schema=SFTConfig)
-
-    return command_line(arguments, usage(HELP, program), settings, start, check, _check_settings)
-
-
-def _check_settings(path: str | None, overrides: list[str]) -> None:
-    from verl.config import check_inputs
-    from verl.config.checks.registered import check_built_in
-    from verl.config.load import read_config
-    from verl.config.schema import SFTConfig
-
-    read_config(path, overrides, schema=SFTConfig, extra_checks=[check_inputs, check_built_in])
-
-
-def __getattr__(name: str) -> Any:
-    if name != "SFTTrainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from verl.trainer.sft import SFTTrainer
-
-    return SFTTrainer
-
+__getattr__, _ = lazy_names(__name__, {"SFTTrainer": "verl.trainer.sft"})
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,7 +26,7 @@ _HOME = {
     "StoredWeights": "verl.weight_sync.base",
     "BUCKET_BYTES": "verl.weight_sync.buckets",
     "checksum_of": "verl.weight_sync.verify",
-    "InProcessSync": "verl.weight_sync.replica",
+    "InProcessSync": "verl.weight_sync.base",
     "ReplicaSync": "verl.weight_sync.replica",
     "ReshardSync": "verl.weight_sync.reshard.sync",
     "ModuleReceiver": "verl.weight_sync.module_receiver",

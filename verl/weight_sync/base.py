@@ -5,12 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from verl.utils.shards import Shard
-from verl.weight_sync.reshard.plan import Stored
+
+if TYPE_CHECKING:
+    from verl.weight_sync.reshard.plan import Stored
 
 #: the configuration of adapters: that of PEFT (r, lora_alpha, target_modules), and `scaling`: layer -> factor of B A
 AdapterConfig = Mapping[str, Any]
@@ -115,7 +117,7 @@ class SlicedWeights(ABC):
         return ""
 
     @abstractmethod
-    def slice_layout(self) -> Mapping[str, Stored]:
+    def slice_layout(self) -> "Mapping[str, Stored]":
         """HuggingFace name -> what this rank stores of the parameter; the same object in every call."""
 
     @abstractmethod
@@ -266,3 +268,15 @@ def require_weights(filled: bool) -> None:
     """Raise ValueError for an engine that has no weights."""
     if not filled:
         raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
+
+
+class InProcessSync(WeightSync):
+    """The rollout engine generates with the trainer's parameters: nothing to copy."""
+
+    def __init__(self, rollout: ReceivesWeights):
+        super().__init__(check_every=0)
+        self.rollout = rollout
+
+    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
+        self.rollout.weight_version = version
+        return SyncReport(version)

@@ -2,15 +2,22 @@
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
-from verl.weight_sync.adapters import sends_adapters
-from verl.weight_sync.base import AdapterReceiver, ReceivesWeights, RemoteReceiver, SlicedWeights, WeightSync
-from verl.weight_sync.ipc import IpcSync
-from verl.weight_sync.replica import InProcessSync, ReplicaSync
-from verl.weight_sync.reshard.grouping import HybridGroups
-from verl.weight_sync.reshard.sync import ReshardSync
+import verl.weight_sync as weight_sync  # loads a method at its first use
+from verl.weight_sync.base import (
+    AdapterReceiver,
+    InProcessSync,
+    ReceivesWeights,
+    RemoteReceiver,
+    SlicedWeights,
+    WeightSync,
+)
+
+if TYPE_CHECKING:
+    from verl.weight_sync.reshard.grouping import HybridGroups
 
 logger = logging.getLogger("verl.rollout")
 
@@ -28,23 +35,21 @@ def local_sync(
     bucket_bytes: int,
     has_shards: bool = False,
     prefers_shards: bool = False,
-    grouping: HybridGroups | None = None,
+    grouping: "HybridGroups | None" = None,
     check_every: int = 1,
 ) -> WeightSync:
     """The sync of an engine that shares the trainer's device.
 
     Args:
-        setting: `rollout.weight_sync`.
+        setting: `rollout.weight_sync`; lora_sync and check_every are the settings of these names.
         engine: the rollout engine.
         device: of both.
-        lora_sync: `rollout.lora_sync`.
         has_adapters: whether the policy is trained with LoRA.
         dtype: dtype in which weights are sent to other processes.
         bucket_bytes: max size of a bucket.
         has_shards: whether the shards of the training engine can be read.
         prefers_shards: whether to read them for a full copy, too.
         grouping: which ranks generate together.
-        check_every: `rollout.check_every`.
 
     Raises:
         ValueError: the method does not fit the engine.
@@ -64,10 +69,12 @@ def local_sync(
         logger.warning("rollout.weight_sync=auto: %s instead of reshard: %s", method, obstacle)
     if method == "in_process":
         return InProcessSync(engine)
+    from verl.weight_sync.adapters import sends_adapters
+
     is_cheaper = method == "ipc" or (accepts_adapters and receiver.applies_adapters)
     adapters = sends_adapters(lora_sync, has_adapters, accepts_adapters, is_cheaper)
     if method == "reshard" and not adapters:
-        sync = ReshardSync(engine, device, bucket_bytes, grouping=grouping, check_every=check_every)
+        sync = weight_sync.ReshardSync(engine, device, bucket_bytes, grouping=grouping, check_every=check_every)
         if sync.peers.size == 1:
             sync.bandwidth = copy_bandwidth(device)
         return sync
@@ -75,8 +82,8 @@ def local_sync(
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
     if method == "ipc":
         bandwidth = copy_bandwidth(device)
-        return IpcSync(engine, device, dtype, bucket_bytes, adapters, bandwidth, check_every=check_every)
-    return ReplicaSync(engine, adapters, copy_bandwidth(device), check_every)
+        return weight_sync.IpcSync(engine, device, dtype, bucket_bytes, adapters, bandwidth, check_every=check_every)
+    return weight_sync.ReplicaSync(engine, adapters, copy_bandwidth(device), check_every)
 
 
 def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[str]:

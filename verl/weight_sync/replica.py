@@ -1,22 +1,10 @@
-"""The methods of an engine in the trainer's process: `in_process` shares the parameters, `replica` has a copy."""
+"""`replica`: the rollout engine in the trainer's process has an unsharded copy of the weights."""
 
 import time
 
 from verl.weight_sync.adapters import push_parts
 from verl.weight_sync.base import AdapterReceiver, ReceivesWeights, SyncReport, WeightSource, WeightSync
 from verl.weight_sync.verify import Loading, fold
-
-
-class InProcessSync(WeightSync):
-    """The rollout engine generates with the trainer's parameters: nothing to copy."""
-
-    def __init__(self, rollout: ReceivesWeights):
-        super().__init__(check_every=0)
-        self.rollout = rollout
-
-    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
-        self.rollout.weight_version = version
-        return SyncReport(version)
 
 
 class ReplicaSync(WeightSync):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import verl.weight_sync as weight_sync  # loads a method at its first use
 from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.masked import LossAggregation
 from verl.algorithms.policy_losses import get_policy_loss_fn
@@ -16,8 +17,7 @@ from verl.rollout.stop_strings import StopStrings
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
-from verl.weight_sync import CollectiveSync, DiskSync, SyncReport, TransferGroup, WeightSync
-from verl.weight_sync.adapters import sends_adapters
+from verl.weight_sync.base import SyncReport, WeightSync
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import CastWeightSource, Rollout, bucket_bytes
@@ -104,20 +104,22 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
         Rank 0 sends; the other ranks only take part in gathering the weights.
         """
+        from verl.weight_sync.adapters import sends_adapters
+
         rollout, group = self.config.rollout, None
         has_adapters = self.engine.adapter_config() is not None
         adapters = sends_adapters(rollout.lora_sync, has_adapters, accepts_adapters, cheaper=True)
         if self.rank == 0:
-            group = TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
+            group = weight_sync.TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
             group.measure()
-        self._sync = CollectiveSync(
+        self._sync = weight_sync.CollectiveSync(
             group, self.compute_dtype, bucket_bytes(rollout), adapters, check_every=rollout.check_every
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_to_folder(self) -> None:
         """Push weights to rollout.weight_sync_dir, where rollout ranks read them."""
-        self._sync = DiskSync(self.config.rollout.weight_sync_dir, self.rank == 0, self.compute_dtype)
+        self._sync = weight_sync.DiskSync(self.config.rollout.weight_sync_dir, self.rank == 0, self.compute_dtype)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> SyncReport:

@@ -3,21 +3,22 @@
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.agents.tools.base_tool import BaseTool
-from verl.agents.tools.function_tool import FunctionTool, function_tools_of
-from verl.agents.tools.interactions import BaseInteraction
-from verl.agents.tools.runner import describe
-from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 from verl.registry import did_you_mean, import_module, load_object
 from verl.utils.paths import expanded, resolved
 
-Tool = BaseTool | FunctionTool
+if TYPE_CHECKING:  # most runs have no tools
+    from verl.agents.tools.base_tool import BaseTool
+    from verl.agents.tools.function_tool import FunctionTool
+    from verl.agents.tools.interactions import BaseInteraction
+    from verl.agents.tools.schemas import OpenAIFunctionToolSchema
+
+Tool: TypeAlias = "BaseTool | FunctionTool"
 
 
 def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, Tool]:
@@ -41,6 +42,8 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
                 tool = cls(config=dict(entry.get("config") or {}), tool_schema=tool_schema)
             _add(tools, tool, location)
     if function_tool_path is not None:
+        from verl.agents.tools.function_tool import function_tools_of
+
         with _code_of_user("function_tool_path", str(function_tool_path)):
             module = import_module(str(function_tool_path))
         module_tools = function_tools_of(module)
@@ -57,7 +60,7 @@ def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -
     return [tool.tool_schema.for_template() for tool in tools.values()]
 
 
-def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
+def load_interactions(path: str | None) -> "dict[str, BaseInteraction]":
     """The interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name; empty without a file."""
     interactions = {}
     for name, (cls, config) in interaction_classes(path).items():
@@ -66,7 +69,7 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     return interactions
 
 
-def interaction_classes(path: str | None) -> dict[str, tuple[type[BaseInteraction], dict[str, Any]]]:
+def interaction_classes(path: str | None) -> "dict[str, tuple[type[BaseInteraction], dict[str, Any]]]":
     """Name -> class and config of the interactions of a YAML file; empty without a file."""
     interactions: dict[str, tuple[type[BaseInteraction], dict[str, Any]]] = {}
     if path is None:
@@ -108,6 +111,8 @@ def _code_of_user(location: str, name: str) -> Iterator[None]:
     except (ValueError, ImportError, SyntaxError):  # messages that are meant for users
         raise
     except (Exception, SystemExit) as error:
+        from verl.agents.tools.runner import describe
+
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(f"{location}: {name} failed: {describe(error)} ({frame.filename}:{frame.lineno})") from error
 
@@ -146,7 +151,9 @@ def _entries(path: str, key: str, keys: set[str]) -> list[tuple[str, dict[str, A
     return entries
 
 
-def _read_schema(schema: Any, location: str) -> OpenAIFunctionToolSchema:
+def _read_schema(schema: Any, location: str) -> "OpenAIFunctionToolSchema":
+    from verl.agents.tools.schemas import OpenAIFunctionToolSchema
+
     try:
         return OpenAIFunctionToolSchema.model_validate(schema)
     except ValueError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.checks.registered import check_built_in
+from verl.config.checks.settings import check_combinations
 from verl.config.errors import ConfigError
 from verl.config.fields import Schema, derived_fields, to_flat_dict
 from verl.config.load import Presets, read_config
@@ -41,8 +42,8 @@ class Conversion:
     def check(self, presets: Presets) -> None:
         """Add a remark for every value that is not accepted here."""
         try:
-            checks = [check_built_in] if self.schema is Config else []
-            read_config(base=self.values, presets=presets, schema=self.schema, extra_checks=checks)
+            checks = [check_combinations, *((check_built_in,) if self.schema is Config else ())]
+            read_config(base=self.values, presets=presets, schema=self.schema, checks=checks)
         except ConfigError as error:
             self.remarks += [f"problem: {problem.key}: {problem.message}" for problem in error.problems]
 

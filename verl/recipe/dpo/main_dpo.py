@@ -10,7 +10,7 @@ from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig
 from verl.single_controller import WorkerSpec
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.startup.launch import Recipe
+from verl.trainer.startup.recipe import Recipe
 
 RECIPE = Recipe("DPO", Path(__file__).with_name("dpo.yaml"), DPOConfig, check_settings, check_pairs)
 

@@ -10,7 +10,7 @@ from verl.single_controller import WorkerSpec
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.startup.inputs import stop_token_ids
-from verl.trainer.startup.launch import Recipe
+from verl.trainer.startup.recipe import Recipe
 
 RECIPE = Recipe("PRIME", Path(__file__).with_name("prime.yaml"), PrimeConfig, check_settings)
 

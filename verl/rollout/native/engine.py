@@ -17,7 +17,6 @@ import torch
 
 from verl.modeling.moe import install_routing
 from verl.rollout.base import RolloutEngine, RolloutStats
-from verl.rollout.native.batch_invariant import BatchInvariantDecoder, ModelForward
 from verl.rollout.native.continuous import ContinuousBatch
 from verl.rollout.native.decoder import Decoder, Projection
 from verl.rollout.native.kv_cache import BatchInvariantCache, SlotCache
@@ -28,11 +27,12 @@ from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
-from verl.weight_sync import ModuleReceiver
 
 if TYPE_CHECKING:
+    from verl.rollout.native.batch_invariant import BatchInvariantDecoder, ModelForward
     from verl.rollout.native.cuda_decoder import CudaDecoder, Size, StaticBuffers
     from verl.rollout.native.paged_scheduler import PagedScheduler
+    from verl.weight_sync import ModuleReceiver
 
 #: default limit of concurrent rows: beyond it, throughput does not increase
 _MAX_ROWS = {"cpu": 512, "cuda": 2048}
@@ -79,8 +79,8 @@ class NativeRollout(RolloutEngine):
         max_length: int = 0,
         max_response: int = 0,
         graphs: bool = True,
-        forward: ModelForward | None = None,
-        weights: ModuleReceiver | None = None,
+        forward: "ModelForward | None" = None,
+        weights: "ModuleReceiver | None" = None,
         tp: TensorParallel = ALONE,
         records: bool = False,
     ):
@@ -201,9 +201,11 @@ class NativeRollout(RolloutEngine):
     # ---- on a CPU: slots ----------------------------------------------------------------------------------------
 
     @on_every_rank
-    def _slot_decoder(self, positions: int) -> TorchDecoder | BatchInvariantDecoder:
+    def _slot_decoder(self, positions: int) -> "TorchDecoder | BatchInvariantDecoder":
         """A decoder over the cache, for sequences of up to `positions` tokens."""
         if self.forward is not None:
+            from verl.rollout.native.batch_invariant import BatchInvariantDecoder
+
             self._torch_decoder = BatchInvariantDecoder(self.decoder, self._cache, self.forward)
         else:
             self._torch_decoder = TorchDecoder(self.decoder, self._cache, positions, self.records)
@@ -340,7 +342,7 @@ class NativeRollout(RolloutEngine):
         if self.forward is not None:
             self.forward.release()
 
-    def receiver(self) -> ModuleReceiver | None:
+    def receiver(self) -> "ModuleReceiver | None":
         return self.weights
 
 

@@ -6,17 +6,15 @@ from typing import Any
 import torch
 from torch import nn
 
+import verl.weight_sync as weight_sync  # loads its modules at use
 from verl.config import schema
-from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import read_config
 from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import empty_module, engine_dtype, load_module
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import family_of
-from verl.rollout.native.slices import SliceReceiver, Slices, check_sizes
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.weight_sync import ModuleReceiver
 
 
 def make_native(
@@ -55,17 +53,19 @@ def make_native(
     if shared is not None:
         narrow = None if dtype == next(shared.parameters()).dtype else dtype
         return NativeRollout(shared, dtype=narrow, forward=forward, **options)
+    from verl.modeling.batch_invariant import model as batch_invariant
+
     attention = batch_invariant.NAME if deterministic else None
     if train_engine is None:
         module = load_module(model, dtype, env.device, attention)
-        return NativeRollout(module, weights=ModuleReceiver(module, filled=True), **options)
+        return NativeRollout(module, weights=weight_sync.ModuleReceiver(module, filled=True), **options)
     replica_dtype = env.compute_dtype or dtype
     module = empty_module(model, replica_dtype, env.device, train_engine.buffers(), attention)
     if forward is not None:  # the training computation, whose layers are gathered in the narrow dtype too
         batch_invariant.use_batch_invariant(module)
         forward = batch_invariant.BatchInvariantForward(_Replica(module, forward.model.autocast_to))
     narrow = None if dtype == replica_dtype else dtype
-    return NativeRollout(module, dtype=narrow, forward=forward, weights=ModuleReceiver(module), **options)
+    return NativeRollout(module, dtype=narrow, forward=forward, weights=weight_sync.ModuleReceiver(module), **options)
 
 
 def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: int) -> None:
@@ -81,6 +81,8 @@ def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: i
         if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
             family_of(architecture)
     if ranks > 1:
+        from verl.rollout.native.slices import check_sizes
+
         check_sizes(sizes, ranks)
 
 
@@ -92,6 +94,8 @@ def _make_tensor_parallel(
     options: dict[str, Any],
 ) -> NativeRollout:
     """The engine of one rank of a tensor-parallel group: a module with slices of the parameters."""
+    from verl.rollout.native.slices import SliceReceiver, Slices
+
     tp = TensorParallel.of(env)
     slices = Slices(read_config(model.path, model.override_config, model.trust_remote_code), tp)
     shapes: dict[str, torch.Size] = {}

@@ -2,13 +2,15 @@
 
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.processes.limits import Limits
 from verl.single_controller.dispatch import Call
-from verl.single_controller.local.process_pool import ProcessPool
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import CALL_TIMEOUT, Future, WorkerGroup
+
+if TYPE_CHECKING:
+    from verl.single_controller.local.process_pool import ProcessPool
 
 
 class InProcessPool:
@@ -65,7 +67,7 @@ class LocalWorkerGroup(WorkerGroup):
         *,
         timeout: float | Limits = CALL_TIMEOUT,
         devices: Sequence[int] | None = None,
-        pool: InProcessPool | ProcessPool | None = None,
+        pool: "InProcessPool | ProcessPool | None" = None,
     ):
         super().__init__(spec.worker_class, n_workers, name)
         self._pool = pool or make_pool({self.name: spec}, n_workers, timeout=timeout, devices=devices)
@@ -100,7 +102,7 @@ def make_pool(
     devices: Sequence[int] | None = None,
     env: Mapping[str, str] | None = None,
     separate_process: bool = False,
-) -> InProcessPool | ProcessPool:
+) -> "InProcessPool | ProcessPool":
     """Start the workers of one or more roles, in this process or in others.
 
     Args:
@@ -117,6 +119,8 @@ def make_pool(
         raise ValueError(f"devices: expected one for each of the {n_workers} workers, found {list(devices)}")
     if n_workers == 1 and devices is None and not env and not separate_process:
         return InProcessPool(specs)
+    from verl.single_controller.local.process_pool import ProcessPool
+
     return ProcessPool(specs, n_workers, timeout=timeout, devices=devices, env=env)
 
 

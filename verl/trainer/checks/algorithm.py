@@ -11,9 +11,11 @@ from verl.algorithms.policy_losses import (
     SELECTS_PER_MICRO_BATCH,
     get_policy_loss_fn,
 )
-from verl.config import differences, schema
-from verl.config.fields import derived_fields
-from verl.registry import Registry
+from verl.config import Problem, check_critic, differences, schema, settings_without_effect
+from verl.config.fields import Schema, derived_fields
+from verl.registry import Registry, location_of
+from verl.single_controller.local.cluster import ProcessCluster
+from verl.trainer.checks.preflight import Run
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 
 logger = logging.getLogger("verl.trainer")
@@ -22,7 +24,12 @@ _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
 
 
-def required_settings(config: schema.Config) -> None:
+def check_critic_settings(config: schema.Config) -> Iterator[Problem]:
+    """`critic.enable` matches the estimator."""
+    return check_critic(config, needs_critic(config))
+
+
+def check_required_settings(config: schema.Config) -> None:
     """Estimator and loss are registered and have a value for every required setting; the loss can be aggregated."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
@@ -39,7 +46,7 @@ def required_settings(config: schema.Config) -> None:
         )
 
 
-def group_size(config: schema.Config) -> None:
+def check_group_size(config: schema.Config) -> None:
     """Estimators that compare the responses to one prompt have several of them."""
     name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     least = getattr(get_adv_estimator_fn(name), "min_group_size", 1)
@@ -50,12 +57,13 @@ def group_size(config: schema.Config) -> None:
         )
 
 
-def micro_batch_losses(config: schema.Config) -> None:
+def check_micro_batch_losses(config: schema.Config) -> None:
     """Warn of a loss that selects among the tokens of one micro-batch if a mini-batch has several of them."""
-    actor, trainer, loss = config.actor_rollout_ref.actor, config.trainer, config.actor_rollout_ref.actor.policy_loss
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    actor, loss = policy.actor, policy.actor.policy_loss
     if loss.loss_mode not in SELECTS_PER_MICRO_BATCH:
         return
-    size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // (trainer.nnodes * trainer.n_gpus_per_node)
+    size = actor.ppo_mini_batch_size * policy.rollout.n // (trainer.nnodes * trainer.n_gpus_per_node)
     single = actor.ppo_micro_batch_size_per_gpu is not None and actor.ppo_micro_batch_size_per_gpu >= size
     if actor.use_dynamic_bsz or not single:
         logger.warning(
@@ -65,6 +73,28 @@ def micro_batch_losses(config: schema.Config) -> None:
             loss.loss_mode,
             size,
         )
+
+
+def check_worker_code(run: Run) -> None:
+    """The loss is defined where workers in other processes can import it."""
+    name = run.config.actor_rollout_ref.actor.policy_loss.loss_mode
+    loss = get_policy_loss_fn(name)
+    if loss.__module__ == "__main__" and (run.backend == "ray" or isinstance(run.cluster, ProcessCluster)):
+        raise ValueError(
+            f"policy_loss.loss_mode={name}: {location_of(loss)} is defined in the main script or a notebook, which the "
+            "worker processes do not run: move it to a file, and set imports=[file.py]. (With one process, "
+            "trainer.n_gpus_per_node=1, it can stay. Estimators, rewards, operators and datasets can stay anyway: they "
+            "run in this process)"
+        )
+
+
+def warn_of_unused_settings(config: Schema) -> None:
+    """Warn once of each setting without effect."""
+    notes = settings_without_effect(config)
+    if isinstance(config, schema.Config):
+        notes += unused_settings(config)
+    for note in notes:
+        logger.warning(note)
 
 
 def unused_settings(config: schema.Config) -> list[str]:

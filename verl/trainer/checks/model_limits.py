@@ -8,8 +8,6 @@ from typing import Any
 
 from verl.config import schema
 from verl.data.tokenization import load_tokenizer
-from verl.engines.expert_parallel import check_experts
-from verl.engines.megatron.checks import check_architecture, check_keys, check_sizes, parallel_sizes
 from verl.engines.traits import strategy_traits
 from verl.modeling.huggingface import experts_of, model_source, read_config
 from verl.registry import load_object
@@ -149,6 +147,8 @@ def check_moe(config: schema.Config) -> None:
     replays = actor.router_replay.mode != "disabled" or records
     if size == 1 and not replays:
         return
+    from verl.engines.expert_parallel import check_experts
+
     hf_config = read_config(policy.model.path, policy.model.override_config, policy.model.trust_remote_code)
     ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
     check_experts(hf_config, size, ranks)
@@ -187,14 +187,18 @@ def check_megatron(roles: Mapping[str, MegatronRole]) -> None:
             that do not divide the model or the ranks, or differ between the models of a process; or keys of experts
             for a model without them.
     """
+    if not roles:
+        return
+    from verl.engines.megatron import checks
+
     of_pool: dict[str, tuple[str, dict[str, int]]] = {}
     for name, role in roles.items():
         model, section = role.model, role.section
         hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
-        check_architecture(hf_config, model.path)
-        check_sizes(hf_config, section)
-        check_keys(hf_config, section, name)
-        dense, experts = parallel_sizes(section, role.ranks)
+        checks.check_architecture(hf_config, model.path)
+        checks.check_sizes(hf_config, section)
+        checks.check_keys(hf_config, section, name)
+        dense, experts = checks.parallel_sizes(section, role.ranks)
         first, expected = of_pool.setdefault(role.pool, (name, dense | experts))
         for key, size in (dense | experts).items():
             if size != expected[key]:

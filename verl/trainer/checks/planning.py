@@ -2,30 +2,33 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import schema
-from verl.config.fields import Schema, to_flat_dict
+from verl.config.fields import to_flat_dict
 from verl.config.load import with_overrides
 from verl.modeling.vision import is_vision_config, language_model_of, tower_of, tower_sizes
-from verl.planner import report
 from verl.planner.devices import Device
 from verl.planner.fixes import Change, describe, first_that_fits, smallest_change
 from verl.planner.host import host_profile
 from verl.planner.placement import Plan, plan_groups
-from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space, preferred
 from verl.planner.settings import groups_of, job_of, overrides_of
 from verl.planner.shapes import ModelShape, VisionShape
 from verl.planner.workload import Job
 from verl.rollout.loading import auto_class
-from verl.trainer.checks.model_config import readable_config
+from verl.trainer.checks.models import readable_config
+from verl.trainer.checks.preflight import Run
+from verl.trainer.startup.roles import roles_of
 from verl.trainer.state.saved_state import load_state
+
+if TYPE_CHECKING:
+    from verl.planner.search import Search
 
 logger = logging.getLogger("verl.trainer")
 
@@ -113,6 +116,8 @@ def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str
 
 def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
     """The lines that `verl plan` adds to the plan of a run."""
+    from verl.planner import report
+
     try:
         result = estimate(config, names)
     except ValueError as error:
@@ -136,28 +141,32 @@ def _fix(result: Estimate) -> str:
 def _describe_change(change: tuple[Change, Plan] | None) -> str:
     if change is None:
         return "no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits"
-    return f"smallest change that fits ({report.gib(change[1].peak)} GiB): {describe(*change)}"
+    from verl.planner.report import gib
+
+    return f"smallest change that fits ({gib(change[1].peak)} GiB): {describe(*change)}"
 
 
-def check_memory(config: schema.Config, names: Sequence[str], backend: str) -> None:
+def check_memory(run: Run) -> None:
     """Raise ValueError if the run needs more memory than there is; warn if it may. On Ray, devices are not known here.
 
     Models and engines that are not modelled are not checked.
     """
-    if backend == "ray":
+    if run.backend == "ray":
         return
     try:
-        result = estimate(config, names)
+        result = estimate(run.config, roles_of(run.config))
     except ValueError as error:
         logger.debug("memory is not checked: %s", error)
         return
     plan = result.plan
     if plan.fits:
         return
+    from verl.planner.report import gib
+
     group = max(plan.groups, key=lambda group: group.peak[1])
     message = (
-        f"{group.peak[0]} needs about {report.gib(plan.peak)} GiB per device, but there are "
-        f"{report.gib(plan.available)} GiB ({plan.device.name}); {_fix(result)}; `verl plan` prints the table"
+        f"{group.peak[0]} needs about {gib(plan.peak)} GiB per device, but there are "
+        f"{gib(plan.available)} GiB ({plan.device.name}); {_fix(result)}; `verl plan` prints the table"
     )
     if plan.peak > REFUSED_FROM * plan.available:
         raise ValueError(f"memory: {message}")
@@ -171,8 +180,10 @@ def _devices(config: schema.Config) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def _search(config: schema.Config, result: Estimate) -> Search:
+def _search(config: schema.Config, result: Estimate) -> "Search":
     """The search over placements that the settings allow."""
+    from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space
+
     rollout, policy = config.actor_rollout_ref.rollout, config.actor_rollout_ref
     job = result.job
     if "rollout" in job.names:
@@ -232,8 +243,8 @@ def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
     return kept
 
 
-def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Sequence[str]]) -> Schema:
-    """With `placement: auto`, the configuration with the devices of the best plan, or of the run that it resumes.
+def apply_auto_placement(config: schema.Config) -> schema.Config:
+    """The configuration of `placement: auto` with the devices of the best plan, or of the run that it resumes.
 
     Of plans within 5 % of the best, the simplest is chosen. The choice is logged.
 
@@ -241,8 +252,9 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
         ValueError: devices are set too, a model is not modelled, or nothing fits (in asynchronous training, with a
             rollout on separate devices).
     """
-    if not isinstance(config, schema.Config) or not config.placement.auto:
-        return config
+    from verl.planner import report
+    from verl.planner.search import preferred
+
     set_keys = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
     if set_keys:
         raise ValueError(f"placement.auto chooses the devices, but placement.{set_keys[0]} is set: remove one of them")
@@ -257,14 +269,14 @@ def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Seq
         raise ValueError(f"placement=auto: {_nothing_fits(config, result)}")
     best = preferred(plans)
     overrides = overrides_of(best, _devices(config))
-    why = report.reason(plans) if len(plans) > 1 else "no other placement fits"
+    reason = report.reason(plans) if len(plans) > 1 else "no other placement fits"
     if best.devices < _devices(config):
-        why += f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
+        reason += f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
     logger.info(
         "placement=auto: %s, about %.3g s per step (%s; rates: %s); sets %s",
         report.format_placement(best),
         best.seconds,
-        why,
+        reason,
         best.device.source,
         " ".join(f"{key}={value}" for key, value in overrides.items()).replace(", ", ","),
     )

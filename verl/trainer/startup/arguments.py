@@ -13,9 +13,12 @@ from typing import Any
 from verl.config import load_config, schema
 from verl.config.fields import Schema, flatten
 from verl.config.sources import Overrides
-
-ConfigSource = Schema | Mapping[str, Any] | str | Path | None
-"""A configuration object, a dictionary with nested or dotted keys, or a YAML file."""
+from verl.registry import did_you_mean
+from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
+from verl.trainer.checks.preflight import CONFIG, Run, Settings, open_run, run_checks
+from verl.trainer.startup.inputs import files_of_datasets
+from verl.trainer.startup.recipe import Recipe
+from verl.utils.log import setup_logging
 
 #: folder of a model that was given as an object, in trainer.default_local_dir
 _MODEL_FOLDER = "initial_model"
@@ -26,16 +29,14 @@ class TrainerArguments:
     """Configuration, datasets and reward as `prepare_run` and `load_inputs` take them.
 
     Attributes:
-        config: a configuration object; None: read from `path` and `overrides`.
-        path: a file, or a dictionary.
+        settings: as `open_run` takes them.
         overrides: settings above those of the file.
         train_dataset, val_dataset: None if they are files, which are then settings.
         reward: a reward function or manager; None if it is named by a setting.
     """
 
-    config: Schema | None
-    path: Mapping[str, Any] | str | Path | None
-    overrides: Overrides
+    settings: Settings
+    overrides: Overrides = ()
     train_dataset: Any = None
     val_dataset: Any = None
     reward: Any = None
@@ -44,16 +45,14 @@ class TrainerArguments:
         """Add settings above all others."""
         if not settings:
             return
-        if self.config is not None:
-            self.config = self.config.with_overrides(settings)
-        elif isinstance(self.overrides, Mapping):
+        if isinstance(self.overrides, Mapping):
             self.overrides = {**flatten(self.overrides), **settings}
         else:
             self.overrides = [*self.overrides, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
 
 
 def read_arguments(
-    config: ConfigSource,
+    config: Settings,
     config_path: str | Path | None,
     overrides: Overrides,
     expected: type[Schema],
@@ -81,24 +80,55 @@ def read_arguments(
         ValueError: two arguments exclude each other, or one is not supported.
         TypeError: a config or overrides of another type.
     """
-    given = _read_config(config, config_path, overrides, expected)
-    given.add({key: value for key, value in (settings or {}).items() if value is not None})
-    for name, key in (("train_dataset", "data.train_files"), ("val_dataset", "data.val_files")):
-        dataset = {"train_dataset": train_dataset, "val_dataset": val_dataset}[name]
+    arguments = _read_config(config, config_path, overrides, expected)
+    arguments.add({key: value for key, value in (settings or {}).items() if value is not None})
+    for name, key, dataset in (
+        ("train_dataset", "data.train_files", train_dataset),
+        ("val_dataset", "data.val_files", val_dataset),
+    ):
         if (paths := _paths(dataset)) is None:
-            setattr(given, name, dataset)
+            setattr(arguments, name, dataset)
         else:
-            given.add({key: paths})
-    chosen = {name: reward for name, reward in (rewards or {}).items() if reward is not None}
-    if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} are the same argument: give one of them")
-    given.reward = next(iter(chosen.values()), None)
-    if isinstance(given.reward, str):
-        given.add({"reward.reward_function": given.reward})
-        given.reward = None
+            arguments.add({key: paths})
+    rewards = {name: reward for name, reward in (rewards or {}).items() if reward is not None}
+    if len(rewards) > 1:
+        raise ValueError(f"{' and '.join(rewards)} are the same argument: give one of them")
+    arguments.reward = next(iter(rewards.values()), None)
+    if isinstance(arguments.reward, str):
+        arguments.add({"reward.reward_function": arguments.reward})
+        arguments.reward = None
     if model is not None:
-        _write_model(given, expected, model, tokenizer)
-    return given
+        _write_model(arguments, expected, model, tokenizer)
+    return arguments
+
+
+def prepare_run(
+    arguments: TrainerArguments, recipe: Recipe, *, cluster: Cluster | None = None, backend: str | None = None
+) -> Run:
+    """Read the settings unless they were read, choose the cluster, and run the checks up to CONFIG.
+
+    Args:
+        arguments: the settings, and datasets given as objects.
+        recipe: its schema and its settings are used.
+        cluster: where the workers run; None: `make_cluster` chooses.
+        backend: of that cluster; None: `trainer.backend`.
+    """
+    train, val = arguments.train_dataset, arguments.val_dataset
+    files, rows_given = files_of_datasets(train, val), train is not None
+    run = open_run(arguments.settings, arguments.overrides, recipe, base=files, rows_given=rows_given)
+    if isinstance(run.config, schema.Config) and run.config.placement.auto:
+        from verl.trainer.checks.planning import apply_auto_placement
+
+        run.config = apply_auto_placement(run.config)
+    trainer = run.config.trainer
+    if trainer.log_level is not None:
+        setup_logging(trainer.log_level)
+    run.backend = backend or trainer.backend
+    if run.backend not in CLUSTERS:
+        raise ValueError(f"no backend is called {run.backend!r}: {did_you_mean(run.backend, CLUSTERS)}")
+    run.cluster = cluster or make_cluster(run.config, run.backend)
+    run_checks(run, CONFIG)
+    return run
 
 
 def _read_config(config: Any, config_path: Any, overrides: Any, expected: type[Schema]) -> TrainerArguments:
@@ -110,12 +140,12 @@ def _read_config(config: Any, config_path: Any, overrides: Any, expected: type[S
     if isinstance(config, str) and "=" in config:
         raise TypeError(f"config: expected a file, found {config!r}: for keys, use overrides=[{config!r}]")
     if config is None or isinstance(config, str | Path | Mapping):
-        return TrainerArguments(None, config_path if config is None else config, overrides)
-    if not isinstance(config, expected):
+        return TrainerArguments(config_path if config is None else config, overrides)
+    if not isinstance(config.config if isinstance(config, Run) else config, expected):
         raise TypeError(
             f"config: expected a {expected.__name__}, a dict or the path of a YAML file, found {type(config).__name__}"
         )
-    return TrainerArguments(config.with_overrides(overrides) if overrides else config, None, ())
+    return TrainerArguments(config, overrides)
 
 
 def _paths(dataset: Any) -> list[str] | None:
@@ -127,20 +157,22 @@ def _paths(dataset: Any) -> list[str] | None:
     return None
 
 
-def _write_model(given: TrainerArguments, expected: type[Schema], model: Any, tokenizer: Any) -> None:
+def _write_model(arguments: TrainerArguments, expected: type[Schema], model: Any, tokenizer: Any) -> None:
     """Write a model and its tokenizer to a folder of the run, and set the path of the model to it."""
     key = "model.path" if expected is schema.SFTConfig else "actor_rollout_ref.model.path"
     if tokenizer is None:
         raise ValueError(f"model: a model object needs its tokenizer: give tokenizer=, or {key} instead of model")
-    for name, found, kind in (("model", model, "a model object"), ("tokenizer", tokenizer, "its tokenizer")):
-        if not callable(getattr(found, "save_pretrained", None)):
+    for name, value, kind in (("model", model, "a model object"), ("tokenizer", tokenizer, "its tokenizer")):
+        if not callable(getattr(value, "save_pretrained", None)):
             raise ValueError(
-                f"{name}: expected {kind} of transformers, found {type(found).__name__}; for a folder or a name of "
+                f"{name}: expected {kind} of transformers, found {type(value).__name__}; for a folder or a name of "
                 f"the hub, set {key}"
             )
-    config = given.config
-    if config is None:
-        config = load_config(given.path, given.overrides, schema=expected)
+    config, overrides = arguments.settings, arguments.overrides
+    if not isinstance(config, Schema):
+        config = load_config(config, overrides, schema=expected)
+    elif overrides:
+        config = config.with_overrides(overrides)
     section = config.model if expected is schema.SFTConfig else config.actor_rollout_ref.model
     if section.path:
         raise ValueError(f"give model or {key} ({section.path}), not both")
@@ -152,4 +184,4 @@ def _write_model(given: TrainerArguments, expected: type[Schema], model: Any, to
     folder = Path(config.trainer.default_local_dir).absolute() / _MODEL_FOLDER
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    given.add({key: str(folder)})
+    arguments.add({key: str(folder)})

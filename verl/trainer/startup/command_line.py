@@ -1,23 +1,14 @@
-"""Common command line of all programs: `--config FILE.yaml key=value ...`, --dry-run, --print-config, --help."""
+"""The arguments of all programs, `--config FILE.yaml key=value ...`, and how they print errors."""
 
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from verl.env_check.packages import CORE
-from verl.processes.streams import command_output
-from verl.trainer.guards.interruption import Stopped, sigterm_raises
-from verl.trainer.startup.torchrun import run_under_launcher
-from verl.utils.redaction import console_text, remember_arguments
-
-if TYPE_CHECKING:
-    from verl.config.fields import Schema
+from verl.utils.redaction import console_text
 
 #: what a user can get wrong before a run starts: settings, files, packages, custom code
 USER_ERRORS = (ValueError, ImportError, SyntaxError, OSError)
@@ -27,11 +18,6 @@ _FLAGS = ("--help", "-h", "--print-config", "--dry-run", "--verbose")
 #: Hydra's options for a configuration file, and their short forms
 _HYDRA = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
 _HYDRA |= {name: name for name in _HYDRA.values()}
-
-Program = Callable[[str | None, list[str]], int]
-"""Config file and overrides -> exit status."""
-DryRun = Callable[[str | None, list[str], bool], int]
-"""The same, with --verbose."""
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[str]]:
@@ -84,9 +70,9 @@ def _hydra_config(options: dict[str, str]) -> tuple[str | None, list[str]]:
 
     directories = [options[name] for name in ("--config-path", "--config-dir") if name in options]
     name = options.get("--config-name", "").removesuffix(".yaml")
-    found = find_config(options.get("--config-name"), directories)
-    if found is not None:
-        return str(found), []
+    file = find_config(options.get("--config-name"), directories)
+    if file is not None:
+        return str(file), []
     return None, [f"{CONFIGURATION}={name}"] if name in upstream_selections()[""] else []
 
 
@@ -100,74 +86,6 @@ def usage(text: str, program: str) -> str:
     if not program.startswith("verl "):
         return text.format(program=f"python -m {program}")
     return text.format(program=program).replace("python -m verl.cli.config", "verl config explain")
-
-
-@command_output()
-def command_line(
-    arguments: list[str] | None,
-    help_text: str,
-    settings: "Callable[[str | None, list[str]], Schema]",
-    run: Program,
-    dry_run: DryRun | None = None,
-    check: Callable[[str | None, list[str]], object] | None = None,
-) -> int:
-    """Run a command line. Returns the exit status. Under torchrun, rank 0 runs it and the other ranks wait.
-
-    Args:
-        arguments: None for sys.argv.
-        help_text: what --help prints.
-        settings: the configuration that --print-config prints.
-        run: the program; it reports its own errors.
-        dry_run: what --dry-run runs instead; None if the program has none.
-        check: raises ValueError for errors that are found without torch, whose import takes seconds. It runs first if
-            torch is not loaded yet; the program runs these checks again, and all others.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    remember_arguments(arguments)
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = print_traceback
-    return run_under_launcher(lambda: _command(arguments, help_text, settings, run, dry_run, check))
-
-
-def _command(
-    arguments: list[str],
-    help_text: str,
-    settings: "Callable[[str | None, list[str]], Schema]",
-    run: Program,
-    dry_run: DryRun | None,
-    check: Callable[[str | None, list[str]], object] | None,
-) -> int:
-    try:
-        path, overrides, flags = split_arguments(arguments)
-        if flags & {"--help", "-h"}:
-            print(help_text)
-            return 0
-        if "--print-config" in flags:
-            from verl.config.load import dump_config
-
-            print(dump_config(settings(path, overrides), everything=True, redact=True))
-            return 0
-        if "--dry-run" in flags and dry_run is None:
-            raise ValueError("--dry-run is not supported by this program")
-        if "--verbose" in flags and "--dry-run" not in flags:
-            raise ValueError("--verbose lists the checks of --dry-run: add --dry-run, or set trainer.log_level=debug")
-        if check is not None and "torch" not in sys.modules:
-            check(path, overrides)
-    except USER_ERRORS as error:
-        return print_error(error)
-    from verl.utils.log import announce_loading  # not for --help
-
-    announce_loading()
-    try:
-        with sigterm_raises():
-            dry = dry_run if "--dry-run" in flags else None
-            return run(path, overrides) if dry is None else dry(path, overrides, "--verbose" in flags)
-    except ModuleNotFoundError as error:
-        return print_missing_package(error)
-    except KeyboardInterrupt as stop:  # once a run has started, `run` itself says more
-        stop = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT)
-        print(f"\nstopped by {stop.signal.name} before the run started", file=sys.stderr)
-        return stop.exit_status
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
@@ -187,6 +105,8 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 def print_missing_package(error: ModuleNotFoundError) -> int:
     """Print which package to install. Returns the exit status. Any other error is raised again."""
+    from verl.env_check.packages import CORE
+
     if (name := _module_name(error)) not in CORE:
         raise error
     print(
@@ -203,8 +123,9 @@ def _module_name(error: ModuleNotFoundError) -> str:
 
 def print_error(error: Exception) -> int:
     """Print an error with its notes and without a traceback. Returns the exit status of a failed command."""
-    if isinstance(error, ModuleNotFoundError) and _module_name(error) in CORE:
-        return print_missing_package(error)
+    if isinstance(error, ModuleNotFoundError):
+        with contextlib.suppress(ModuleNotFoundError):  # of a package that is not one of ours
+            return print_missing_package(error)
     notes = vars(error).get("__notes__", [])
     print(console_text("\n  ".join([f"error: {_message(error)}", *notes])), file=sys.stderr)
     return 1

@@ -2,40 +2,31 @@
 
 import functools
 import logging
-import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
-from verl.agents.loop import NO_TRAJECTORY_INFO
 from verl.config import schema
 from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
+from verl.data.dataset import TokenizedDataset
 from verl.data.files import row_count
 from verl.data.media import media_columns, note_unused_media_keys
 from verl.data.mixture import Mixture, datasets_of
 from verl.data.order import PromptSource, ResumableSampler, check_batch_size
-from verl.data.prefetch import default_workers
 from verl.data.processor import load_processor
-from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
-from verl.data.sequences import build_sequences
-from verl.data.sft_dataset import SFTDataset
+from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
 from verl.data.tokenization import load_tokenizer
 from verl.modeling.huggingface import model_source
 from verl.processes.child import set_helper_environment
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rewards import RewardError, RewardManager, as_reward_manager, load_reward_manager
+from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import ScoreFunction, check_registered
-from verl.rewards.sandbox.pool import WorkerError
 from verl.trainer.checks.model_limits import ModelLimits
-from verl.trainer.startup.launch import Recipe
-from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.data_names import with_split
 
 logger = logging.getLogger("verl.trainer")
@@ -43,8 +34,6 @@ logger = logging.getLogger("verl.trainer")
 #: keys of an item that is tokenized, or that the trainer tokenizes
 RL_TOKENS = (*TOKEN_KEYS, "raw_prompt")
 SFT_TOKENS = ("response_ids",)
-#: rows that are tried until the reward function scores one
-_TRIAL_ROWS = 3
 #: columns of a row that are not further columns for the reward
 _READ = ("prompt", "answer", "ground_truth", "reward_model", "data_source", "ability", "extra_info")
 
@@ -85,12 +74,14 @@ def load_inputs(
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
     processor = load_processor(model, tokenizer)
     note_unused_media_keys(config.data, processor)
-    given = reward_manager is not None
-    rewards = given_rewards(config, tokenizer, reward_manager) if given else load_rewards(config, tokenizer)
+    if reward_manager is None:
+        rewards = load_rewards(config, tokenizer)
+    else:
+        rewards = given_rewards(config, tokenizer, reward_manager)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, val_dataset, config.data.val_max_samples, processor)
     if train is None:
-        train = _listing_bad_rows(config, lambda: load_dataset(config, tokenizer, processor))
+        train = _list_bad_rows(config, lambda: load_dataset(config, tokenizer, processor))
     val = val if val is not None else load_val_dataset(config, tokenizer, processor)
     collate = PromptCollator(tokenizer, config.data, processor)
     return Inputs(model, tokenizer, train, val, rewards, collate, processor)
@@ -103,6 +94,8 @@ def load_sft_inputs(
     tokenizer: Any = None,
 ) -> Inputs:
     """Like `load_inputs`, for SFT."""
+    from verl.data.sft_dataset import SFTDataset
+
     data, cls = config.data, dataset_class(config, SFTDataset)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
 
@@ -123,7 +116,7 @@ def load_sft_inputs(
     )
     if train is None:
         further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}
-        train = _listing_bad_rows(config, lambda: load(data.train_files, data.train_max_samples, **further))
+        train = _list_bad_rows(config, lambda: load(data.train_files, data.train_max_samples, **further))
     if val is None and data.val_files:
         data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
@@ -139,11 +132,10 @@ def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
     return {row for _ in range(steps) for row in sampler.next_batch()[1]}
 
 
-def base_settings(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
-    """Settings that user settings override: of torchrun, of the recipe, and the files of datasets given as objects."""
-    given = {"data.train_files": train, "data.val_files": val}
-    files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
-    return launcher_settings() | recipe.read() | files
+def files_of_datasets(train: Dataset | None, val: Dataset | None) -> dict[str, list[str]]:
+    """The settings of the files of datasets given as objects."""
+    datasets = {"data.train_files": train, "data.val_files": val}
+    return {key: list(each.data_files) for key, each in datasets.items() if isinstance(each, RLHFDataset)}
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -153,10 +145,10 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 
     ids, model_path = [tokenizer.eos_token_id], model_source(model_path)
     if (Path(model_path) / "generation_config.json").is_file() or not Path(model_path).is_dir():
-        found = GenerationConfig.from_pretrained(model_path).eos_token_id
+        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
     else:
-        found = AutoConfig.from_pretrained(model_path).eos_token_id
-    ids += found if isinstance(found, list) else [found] if found is not None else []
+        eos = AutoConfig.from_pretrained(model_path).eos_token_id
+    ids += eos if isinstance(eos, list) else [eos] if eos is not None else []
     return tuple(dict.fromkeys(ids))
 
 
@@ -166,15 +158,15 @@ def dataset_class(config: schema.Config | schema.SFTConfig, default: type[Datase
     return load_dataset_class(custom.path, custom.name) if custom.path else default
 
 
-def _listing_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], Dataset]) -> Dataset:
+def _list_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], Dataset]) -> Dataset:
     """Load the training data; bad rows are listed in the folder of the run."""
     folder = Path(config.trainer.default_local_dir)
     try:
         train = load()
     except BadRowsError as error:
         raise ValueError(f"{error}\nAll of them are listed in {write_bad_rows(folder, error.rows)}") from None
-    listing = [each for each in datasets_of(train) if isinstance(each, RLHFDataset | SFTDataset)]
-    write_bad_rows(folder, [row for each in listing for row in each.bad_rows])
+    tokenized = [dataset for dataset in datasets_of(train) if isinstance(dataset, TokenizedDataset)]
+    write_bad_rows(folder, [row for dataset in tokenized for row in dataset.bad_rows])
     return train
 
 
@@ -215,15 +207,24 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
     Items of a custom dataset are read by at most one, since several threads may not be safe there.
     """
     parts = datasets_of(dataset)
-    is_custom = any(type(part) not in (RLHFDataset, SFTDataset) for part in parts)
-    found = data.dataloader_num_workers
-    if found is None:
+    is_custom = not all(_is_built_in(part) for part in parts)
+    threads = data.dataloader_num_workers
+    if threads is None:
         has_images = not is_custom and any(part.media is not None for part in parts)
-        return default_workers() if has_images else 0
-    if is_custom and found > 1:
-        logger.info("data.dataloader_num_workers=%d: the items of a custom dataset are read by one thread", found)
+        if not has_images:
+            return 0
+        from verl.data.prefetch import default_workers
+
+        return default_workers()
+    if is_custom and threads > 1:
+        logger.info("data.dataloader_num_workers=%d: the items of a custom dataset are read by one thread", threads)
         return 1
-    return found
+    return threads
+
+
+def _is_built_in(dataset: Dataset) -> bool:
+    """Whether it is a RLHFDataset or SFTDataset, not of a subclass."""
+    return type(dataset).__module__.startswith("verl.data.")
 
 
 def prompt_source(data: schema.DataConfig, inputs: Inputs) -> PromptSource:
@@ -241,44 +242,44 @@ def prompt_source(data: schema.DataConfig, inputs: Inputs) -> PromptSource:
     )
 
 
-def are_rows(given: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
+def are_rows(data: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
     """Whether these are rows of a table rather than a dataset whose items the trainer takes.
 
     Args:
-        given: anything with a length whose items are dicts.
+        data: anything with a length whose items are dicts.
         tokenized: keys that only an item of a dataset has.
 
     Raises:
         ValueError: it has no length or no items.
     """
-    if given is None or isinstance(given, RLHFDataset):
+    if data is None or isinstance(data, RLHFDataset):
         return False
     try:
-        size = len(given)
+        size = len(data)
     except TypeError:
         raise ValueError(
-            f"dataset: expected a list of dicts, a dataset with a length, or paths, found {type(given).__name__}"
+            f"dataset: expected a list of dicts, a dataset with a length, or paths, found {type(data).__name__}"
         ) from None
-    if isinstance(given, Mapping):
+    if isinstance(data, Mapping):
         raise ValueError(
-            f"dataset: expected one split, found {type(given).__name__} with the keys {', '.join(map(str, given))}"
+            f"dataset: expected one split, found {type(data).__name__} with the keys {', '.join(map(str, data))}"
         )
     if size == 0:
-        if isinstance(given, Dataset):
+        if isinstance(data, Dataset):
             return False  # reported by the check of its items
         raise ValueError("dataset: expected at least one row, found none")
-    first = given[0]
-    if isinstance(given, list | tuple) and not isinstance(first, Mapping):
+    first = data[0]
+    if isinstance(data, list | tuple) and not isinstance(first, Mapping):
         return True  # reported by `rows_in_memory`
     return isinstance(first, Mapping) and not any(key in first for key in tokenized)
 
 
-def as_dataset(config: schema.Config, tokenizer: Any, given: Any, max_samples: int, processor: Any = None) -> Any:
+def as_dataset(config: schema.Config, tokenizer: Any, data: Any, max_samples: int, processor: Any = None) -> Any:
     """The dataset of rows; a dataset as it is. Further columns of a row are also passed to the reward in extra_info."""
-    if not are_rows(given) or (isinstance(given, Dataset) and config.data.prompt_key not in given[0]):
-        return given
+    if not are_rows(data) or (isinstance(data, Dataset) and config.data.prompt_key not in data[0]):
+        return data
     truth_key = config.data.ground_truth_key
-    rows = [given[i] for i in range(len(given))]
+    rows = [data[i] for i in range(len(data))]
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
     read = (config.data.prompt_key, truth_key, *(media_columns(config.data) if processor is not None else ()))
     rows = [_row(row, columns, read, truth_key) for row in rows]
@@ -294,24 +295,24 @@ def _row(row: Any, columns: Mapping[str, None], read: Sequence[str], truth_key: 
     if "ground_truth" in row and truth_key not in row and "reward_model" not in row:
         row[truth_key] = row.pop("ground_truth")
     further = {key: value for key, value in row.items() if key not in (*_READ, *read)}
-    given = row.get("extra_info") or {}
-    if not isinstance(given, Mapping):
+    extra_info = row.get("extra_info") or {}
+    if not isinstance(extra_info, Mapping):
         return row  # reported by the dataset
-    return {**row, "extra_info": further | dict(given)} if further else row
+    return {**row, "extra_info": further | dict(extra_info)} if further else row
 
 
-def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardManager:
+def given_rewards(config: schema.Config, tokenizer: Any, reward: Any) -> RewardManager:
     """Return the reward manager for an object passed to a trainer: a manager, or a reward function of any form."""
     kwargs = config.reward.custom_reward_function.reward_kwargs
     further = {"reward_fn_key": config.data.reward_fn_key, **_limits_of(config.reward)}
-    return as_reward_manager(given, tokenizer, kwargs, **further)
+    return as_reward_manager(reward, tokenizer, kwargs, **further)
 
 
-def own_reward(given: Any, manager: Any, registered: str | None) -> Any:
+def own_reward(reward: Any, manager: Any, registered: str | None) -> Any:
     """The reward that tells this experiment from others: one given as an object, or registered by custom code."""
     function = getattr(manager, "compute_score", None)
-    if given is not None:
-        return function.func if given is manager and isinstance(function, ScoreFunction) else given
+    if reward is not None:
+        return function.func if reward is manager and isinstance(function, ScoreFunction) else reward
     return function.func if registered and not function.is_builtin else None
 
 
@@ -354,86 +355,3 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
             "extra_info, or remove the function, and the score of the model is the reward"
         )
     return loaded
-
-
-# ---- a trial of the reward -------------------------------------------------------------------------------------------
-
-
-def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | None = None) -> set[str]:
-    """Score two trial responses to the first prompt: its ground truth and the prompt itself.
-
-    If the function fails for it, but may fail for some rows (`reward.on_error`), the next two rows are tried. With a
-    reward model, the trial uses its scores 0 and 1; if the reward is the same for both, a warning is logged.
-
-    Args:
-        inputs: the loaded inputs.
-        uses_model: whether a reward model scores the responses.
-        facts: what the agent loop adds to extra_info.
-
-    Returns:
-        The names of the extra values that the reward function returns.
-
-    Raises:
-        ValueError: the data has no ground truth but the function needs it, or the function fails.
-    """
-    manager = inputs.reward_manager
-    if manager.compute_score.needs_ground_truth:
-        check_ground_truth(inputs.train_dataset, f"the reward function {manager.compute_score.name}")
-    rows = 1 if manager.on_error == "raise" else min(_TRIAL_ROWS, len(inputs.train_dataset))
-    for row in range(rows - 1):
-        try:
-            return _try_row(inputs, row, uses_model, facts)
-        except RewardError as error:
-            logger.warning("the reward function fails for row %d of the training data: %s", row, error)
-    return _try_row(inputs, rows - 1, uses_model, facts)
-
-
-def _try_row(inputs: Inputs, row: int, uses_model: bool, facts: Mapping[str, Any] | None) -> set[str]:
-    manager, batch = inputs.reward_manager, _trial_batch(inputs, row)
-    if facts is not None:
-        batch = batch.replace(trajectory_info=[dict(facts) for _ in range(len(batch))])
-    if not uses_model:
-        return set(_score_trial(manager, batch)["reward_extra_info"])
-    zeros = torch.zeros(batch.batch["responses"].shape)
-    ones = zeros.clone()
-    ones[:, 0] = 1.0
-    scored = [batch.copy().union(DataProto.from_dict({"rm_scores": scores})) for scores in (zeros, ones)]
-    first, second = (_score_trial(manager, each) for each in scored)
-    if torch.equal(first["reward_tensor"], second["reward_tensor"]):
-        logger.warning(
-            "THE REWARD MODEL'S SCORE HAS NO EFFECT: the reward function %s returned the same for the scores 0 and 1. "
-            "It gets the score as extra_info['rm_score'], and nothing else uses it. Read it in the function, or remove "
-            "the function (then the score is the reward), or set reward.reward_model.enable=false",
-            manager.compute_score.location,
-        )
-    return set(first["reward_extra_info"])
-
-
-def _trial_batch(inputs: Inputs, row: int) -> DataProto:
-    tokenizer, item = inputs.tokenizer, inputs.train_dataset[row]
-    prompts = inputs.collate([item, item]).replace(
-        uid=["trial", "trial"], trajectory_info=[NO_TRAJECTORY_INFO, NO_TRAJECTORY_INFO]
-    )
-    truth = (item.get("reward_model") or {}).get("ground_truth")
-    truth = "" if truth is None else str(truth)
-    right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
-    prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])
-    columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
-    return prompts.union(DataProto.from_dict(columns))
-
-
-def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
-    try:
-        return manager(batch, return_dict=True)
-    except Exception as error:
-        cause = error.__cause__
-        stack = traceback.extract_tb(cause.__traceback__) if cause is not None else []
-        lines = [(frame.filename, frame.lineno, frame.line) for frame in stack]
-        if isinstance(cause, WorkerError):
-            lines = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', str(cause))
-        for filename, number, line in lines[-1:]:
-            error.add_note(f"raised at {filename}:{number}: {line}")
-        error.add_note(
-            "found by a trial before training: the ground truth and the prompt of a row, scored as responses"
-        )
-        raise

@@ -3,15 +3,11 @@
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from omegaconf import OmegaConf
-
-from verl.config import Config, ConfigError, Problem
-from verl.config.fields import Schema
+from verl.config import ConfigError
 from verl.single_controller.worker_group import WorkerError
 from verl.trainer.guards.early_stopping import NoMetricError
 from verl.trainer.guards.interruption import Stopped, sigterm_raises
@@ -22,38 +18,6 @@ from verl.utils.redaction import console_text, redact_text
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
-    from verl.trainer.startup.inputs import Inputs
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a method adds to the configuration.
-
-    Attributes:
-        name: the method's name in messages.
-        settings: a YAML file below the user's settings.
-        schema: the config schema, if the method has additional keys.
-        check: problems of the settings, if any; part of the preflight checks.
-        check_inputs: raises ValueError for data that the method does not support; part of the preflight checks.
-    """
-
-    name: str | None = None
-    settings: Path | None = None
-    schema: type[Schema] = Config
-    check: Callable[[Any], Iterable[Problem]] | None = None
-    check_inputs: "Callable[[Any, Inputs], None] | None" = None
-
-    def read(self) -> dict[str, Any]:
-        """The settings of the file, interpolations not yet resolved."""
-        return OmegaConf.to_container(OmegaConf.load(self.settings), resolve=False) if self.settings else {}
-
-
-def recipe_of(trainer: type) -> Recipe:
-    """The recipe of a trainer class. Raises ValueError if it is not a Recipe."""
-    if not isinstance(trainer.recipe, Recipe):
-        name = f"{trainer.__name__}.recipe"
-        raise ValueError(f"{name}: expected a Recipe, found {trainer.recipe!r}: remove it, or set it to Recipe(...)")
-    return trainer.recipe
 
 
 def print_config_errors_plainly() -> None:
@@ -97,32 +61,16 @@ def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
     return 0
 
 
-def run(build: "Callable[[], Trainer]") -> int:
-    """Build a trainer and train. Returns the exit status.
-
-    User errors are found while building, before a model is loaded, or while the workers start: one message, status 1.
-    The same holds for a disk that is full or not writable. Other errors keep their traceback. SIGINT (Ctrl-C) and
-    SIGTERM end the run with status 130 and 143: after the step in flight, which is saved, or at once before the first
-    step and at a second SIGINT. The message says from which checkpoint the run resumes.
-    """
-    setup_logging()
-    with sigterm_raises():
-        try:
-            trainer = build()
-        except USER_ERRORS as error:
-            return print_error(error)
-        return _fit(trainer)
-
-
-def _fit(trainer: "Trainer") -> int:
+def fit(trainer: "Trainer") -> int:
+    """Train. Returns the exit status; see `run`."""
     try:
         trainer.fit()
     except KeyboardInterrupt as stop:
         stop = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT)
         progress = trainer.progress_summary()
         progress = progress.replace("in step", "after step", 1) if stop.finished else progress
-        which = "a second " if stop.second else ""
-        print(f"\nstopped by {which}{stop.signal.name} {progress}", file=sys.stderr)
+        ordinal = "a second " if stop.second else ""
+        print(f"\nstopped by {ordinal}{stop.signal.name} {progress}", file=sys.stderr)
         return stop.exit_status
     except DiskError as error:
         return print_error(error)
@@ -135,6 +83,23 @@ def _fit(trainer: "Trainer") -> int:
         error.add_note(_failure_summary(trainer, error))
         raise
     return 0
+
+
+def run(build: Callable[[], Planned], execute: Callable[[Any], int] = fit) -> int:
+    """Build a command and execute it; a trainer is trained. Returns the exit status.
+
+    User errors are found while building, before a model is loaded, or while the workers start: one message, status 1.
+    The same holds for a disk that is full or not writable. Other errors keep their traceback. SIGINT (Ctrl-C) and
+    SIGTERM end the run with status 130 and 143: after the step in flight, which is saved, or at once before the first
+    step and at a second SIGINT. The message says from which checkpoint the run resumes.
+    """
+    setup_logging()
+    with sigterm_raises():
+        try:
+            command = build()
+        except USER_ERRORS as error:
+            return print_error(error)
+        return execute(command)
 
 
 def _failure_summary(trainer: "Trainer", error: Exception) -> str:

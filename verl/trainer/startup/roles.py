@@ -4,16 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.config import schema
-from verl.engines.loading import adapter_config
 from verl.rollout.request import stop_strings
 from verl.rollout.traits import engine_traits
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, format_devices, idle_devices, place_roles
 from verl.trainer.ppo.flow import needs_critic, needs_reference
-from verl.workers.critic import CriticWorker
-from verl.workers.policy import ActorWorker, RefWorker
-from verl.workers.reward_model import RewardModelWorker
-from verl.workers.rollout.worker import RolloutWorker
 
 #: of trainer.worker_timeout, for a pause of the rollout: its error names what it waits for
 _PAUSE_SHARE = 0.9
@@ -33,7 +28,9 @@ def roles_of(config: schema.Config) -> list[str]:
 def worker_specs(
     config: schema.Config, *, total_steps: int, tokenizer: Any, stop_token_ids: tuple[int, ...]
 ) -> dict[str, WorkerSpec]:
-    """role -> its worker, for the roles of `roles_of`."""
+    """role -> its worker, for the roles of `roles_of`. Their modules are imported here, with the engines."""
+    from verl.workers.policy import ActorWorker, RefWorker
+
     policy, device = config.actor_rollout_ref, config.trainer.device
     common = {"device": device, "timeout": policy.nccl_timeout}
     roles = roles_of(config)
@@ -52,6 +49,9 @@ def worker_specs(
     }
     specs = {"actor": WorkerSpec(ActorWorker, actor | generation)}
     if "rollout" in roles:
+        from verl.engines.loading import adapter_config
+        from verl.workers.rollout.worker import RolloutWorker
+
         rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.engine.dtype}
         merges = engine_traits(policy.rollout.name).merges_adapters
         rollout["adapters"] = None if merges else adapter_config(policy.model)
@@ -60,9 +60,13 @@ def worker_specs(
     if "ref" in roles:
         specs["ref"] = WorkerSpec(RefWorker, {"config": policy, "device": device})
     if "critic" in roles:
+        from verl.workers.critic import CriticWorker
+
         kwargs = {"config": config.critic, "total_training_steps": total_steps, **common}
         specs["critic"] = WorkerSpec(CriticWorker, kwargs)
     if "reward" in roles:
+        from verl.workers.reward_model import RewardModelWorker
+
         kwargs = {"config": config.reward.reward_model, "policy_tokenizer": tokenizer, **common}
         specs["reward"] = WorkerSpec(RewardModelWorker, kwargs)
     return specs

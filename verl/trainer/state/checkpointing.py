@@ -25,10 +25,9 @@ from verl.checkpoints.store import CheckpointStore
 from verl.config import dump_config, to_flat_dict
 from verl.config.fields import Schema
 from verl.config.schema.trainer import RunConfig
+from verl.data.dataset import TokenizedDataset
 from verl.data.files import IN_MEMORY
 from verl.data.processor import copy_processor_files
-from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.sft_dataset import SFTDataset
 from verl.dataflow import Pipeline, running
 from verl.processes.limits import Durations
 from verl.single_controller import WorkerGroup
@@ -383,7 +382,7 @@ class Checkpointer:
     def _fingerprint(self) -> str | None:
         """What tells the training data from others; None for a custom dataset."""
         dataset = self.run.inputs.train_dataset
-        return dataset.fingerprint if isinstance(dataset, RLHFDataset | SFTDataset) else None
+        return dataset.fingerprint if isinstance(dataset, TokenizedDataset) else None
 
     def _check_rows(self, saved: str | None, folder: Path) -> None:
         """Raise ValueError if the rows in memory are not those of the checkpoint. `Identity` compares files."""
@@ -400,7 +399,7 @@ class Checkpointer:
     def _media(self) -> str | None:
         """What tells the images of the training data from others; None without, and for a custom dataset."""
         dataset = self.run.inputs.train_dataset
-        return dataset.media_fingerprint if isinstance(dataset, RLHFDataset | SFTDataset) else None
+        return dataset.media_fingerprint if isinstance(dataset, TokenizedDataset) else None
 
     def _check_media(self, saved: str | None, folder: Path) -> None:
         """Raise ValueError if the rows name files with other images or videos than those of the checkpoint."""

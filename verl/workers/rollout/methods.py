@@ -7,16 +7,15 @@ import torch
 
 from verl.config import schema
 from verl.protocol import DataProto
-from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import RolloutEnv
 from verl.rollout.request import Completion
 from verl.rollout.traits import engine_traits
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.weight_sync.base import AdapterConfig
-from verl.weight_sync.reshard.grouping import HybridGroups
 
 if TYPE_CHECKING:
+    from verl.weight_sync.reshard.grouping import HybridGroups
     from verl.workers.rollout.role import Rollout
 
 #: timeout of a weight transfer in seconds if none is configured: the controller has its own timeout
@@ -87,13 +86,17 @@ def rollout_env(
     stride = 1 if grouping is None else grouping.stride
     ranks = worker.rank, worker.world_size, worker.local_rank
     tp_rank = worker.rank // stride % size
-    adapted = None if adapters is None else AdaptedLayers.from_config(adapters)
+    adapted = None
+    if adapters is not None:
+        from verl.rollout.adapters import AdaptedLayers
+
+        adapted = AdaptedLayers.from_config(adapters)
     return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, grouping, adapted)
 
 
 def _grouping(
     size: int, training: schema.EngineConfig | schema.MegatronConfig, ranks: int, on_host: int
-) -> HybridGroups | None:
+) -> "HybridGroups | None":
     """Which ranks of training form a tensor-parallel group of the rollout; None: consecutive ones.
 
     The shards of FSDP count as tensor-parallel. A group does not leave the host.
@@ -107,4 +110,6 @@ def _grouping(
         stages, shards = 1, on_host
     if shards % size or ranks % (stages * shards):
         return None
+    from verl.weight_sync.reshard.grouping import HybridGroups
+
     return HybridGroups(stages, shards, ranks // (stages * shards), 1, size)

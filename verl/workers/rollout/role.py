@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.agents import SINGLE_TURN, AgentLoop, GenerateFn, Prompt, Trajectory, make_agent_loop
+from verl.agents.loop import SINGLE_TURN, AgentLoop, GenerateFn, Prompt, Trajectory
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import TrainEngine
@@ -21,7 +21,9 @@ from verl.rollout.stop_strings import StopStrings
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.utils.rng import fork_seed
 from verl.weight_sync import SyncReport, WeightSync, local_sync
-from verl.workers.rollout.service import FollowingService, GenerationService
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.service import FollowingService, GenerationService
 
 #: columns that make up a prompt; the others are passed to the agent loop
 _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
@@ -252,12 +254,16 @@ class Rollout:
 
     def _loop(self, name: str) -> AgentLoop:
         if name not in self._agent_loops:
+            from verl.agents.public import make_agent_loop  # imports the tools
+
             self._agent_loops[name] = make_agent_loop(name, self.config, self.tokenizer)
         return self._agent_loops[name]
 
-    def serve(self, pause_limit: float) -> GenerationService | FollowingService:
+    def serve(self, pause_limit: float) -> "GenerationService | FollowingService":
         """Generate in the background, with the sampling parameters of training, or follow rank 0 of the
         tensor-parallel group. Paused until `resume`. pause_limit: seconds that a pause may take."""
+        from verl.workers.rollout.service import FollowingService, GenerationService
+
         self.wake()
         if self.env.tp_rank > 0:
             return FollowingService(self.engine, self.device, pause_limit)
