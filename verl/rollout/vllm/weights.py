@@ -93,7 +93,7 @@ class VllmReceiver(EngineReceiver, StoredWeights):
                 if self._engine.reads_images:
                     self._engine.llm.llm_engine.reset_encoder_cache()
             for job in running:
-                job.spans.append((len(job.token_ids), version))
+                job.versions.append((len(job.token_ids), version))
             self.filled = is_last
 
     def release(self) -> None:
