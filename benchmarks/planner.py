@@ -179,7 +179,7 @@ def predict(name: str, folder: Path, device: Device) -> Plan:
     from verl.trainer.startup.roles import roles_of
 
     config = load_config(overrides=overrides_of(name, folder))
-    shape = ModelShape.of(json.loads((folder / "model" / "config.json").read_text(encoding="utf-8")), name)
+    shape = ModelShape.from_config(json.loads((folder / "model" / "config.json").read_text(encoding="utf-8")), name)
     names = roles_of(config)
     job = job_of(config, dict.fromkeys(names, shape), names, on_gpu=False)
     return plan_groups(job, device, [(names, config.trainer.n_gpus_per_node)])

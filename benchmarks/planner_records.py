@@ -125,7 +125,7 @@ def _grpo_steps() -> Iterator[Run]:
 
 def _shape_of(suite: str) -> ModelShape:
     if suite in SUITES:
-        return ModelShape.of(model_config(SUITES[suite]).to_dict(), suite)
+        return ModelShape.from_config(model_config(SUITES[suite]).to_dict(), suite)
     from vision_inputs import _SPECIAL
 
     from verl.trainer.checks.planning import shape_of_config

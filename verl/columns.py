@@ -125,8 +125,8 @@ def describe_source(func: Callable) -> str:
     return f"\n  Source: {name}() at line {code.co_firstlineno} in {os.path.basename(code.co_filename)}"
 
 
-def _fail(name: str, expected: str, found: str) -> NoReturn:
-    raise DataProtoValidationError(f"column {name!r}: expected {expected}, found {found}")
+def _fail(name: str, expected: str, actual: str) -> NoReturn:
+    raise DataProtoValidationError(f"column {name!r}: expected {expected}, found {actual}")
 
 
 # ---- shapes and dtypes --------------------------------------------------------------------------------------------

@@ -152,9 +152,9 @@ def test_a_folder_without_a_config(capsys, tmp_path):
 def test_a_shape_has_positive_sizes(values, message):
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     config = dict.fromkeys(names, 8)
-    assert ModelShape.of(config).head_dim == 1
+    assert ModelShape.from_config(config).head_dim == 1
     with pytest.raises(ValueError, match=message):
-        ModelShape.of(config | values)
+        ModelShape.from_config(config | values)
 
 
 @pytest.mark.parametrize(

@@ -94,14 +94,14 @@ def test_the_shape_of_a_config_with_experts():
     common = {"num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 4}
     config = common | {"vocab_size": 32, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     config |= {"moe_intermediate_size": 12, "mlp_only_layers": [1], "decoder_sparse_step": 2}
-    shape = ModelShape.of(config, "moe")
+    shape = ModelShape.from_config(config, "moe")
     # layers 1 and 3 have experts by their step, but layer 1 is dense
     assert (shape.experts, shape.active_experts, shape.expert_mlp, shape.dense_layers) == (4, 2, 12, 3)
     mixtral = {key: value for key, value in config.items() if key in (*common, "vocab_size", "num_experts_per_tok")}
-    shape = ModelShape.of(mixtral | {"num_local_experts": 8}, "mixtral")
+    shape = ModelShape.from_config(mixtral | {"num_local_experts": 8}, "mixtral")
     assert (shape.experts, shape.expert_mlp, shape.dense_layers) == (8, 16, 0)
     with pytest.raises(ValueError, match="moe has 4 experts, but no num_experts_per_tok"):
-        ModelShape.of(common | {"vocab_size": 32, "num_experts": 4}, "moe")
+        ModelShape.from_config(common | {"vocab_size": 32, "num_experts": 4}, "moe")
 
 
 def test_training_memory_by_hand():
@@ -392,9 +392,9 @@ def test_the_table_says_what_does_not_fit():
 
 def test_a_model_that_is_not_modelled():
     with pytest.raises(ValueError, match="mla has multi-head latent attention"):
-        ModelShape.of({"kv_lora_rank": 512}, "mla")
+        ModelShape.from_config({"kv_lora_rank": 512}, "mla")
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
-        ModelShape.of({"n_embd": 8}, "gpt2")
+        ModelShape.from_config({"n_embd": 8}, "gpt2")
     with pytest.raises(ValueError, match="no built-in model"):
         shapes.built_in("7")
 

@@ -47,9 +47,9 @@ def test_models_with_images_that_are_not_supported_are_refused(tmp_path):
     for engine in ("vllm", "sglang"):
         config, message = schema.RolloutConfig(name=engine), rf"rollout.name={engine}: .* found gemma3: {reason}"
         with pytest.raises(ValueError, match=message):
-            EngineCopy.of(config, model, env, None)
+            EngineCopy.from_arguments(config, model, env, None)
         with pytest.raises(ValueError, match=message):  # before anything is started, and with --dry-run
-            ModelLimits.of(model).check_engine(config)
+            ModelLimits.from_config(model).check_engine(config)
         check_images(engine_traits(engine), make_config("qwen2_vl"))
         check_images(engine_traits(engine), LlamaConfig())
         with pytest.raises(ValueError, match=r"found llava: .* have not been compared .* Use rollout.name=hf"):

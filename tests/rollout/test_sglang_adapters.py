@@ -45,7 +45,8 @@ def test_adapters_that_sglang_does_not_apply(tmp_path, monkeypatch):
     def found(family: str, layers: AdaptedLayers, ranks: int = 1, device: str = "cpu") -> list[str]:
         env = RolloutEnv(0, ranks, 0, torch.device(device), 0, torch.float32, tp_size=ranks)
         model = schema.ModelConfig(path=save_model(family, tmp_path / family))
-        return [*obstacles(EngineCopy.of(schema.RolloutConfig(name="sglang"), model, env, None), env, layers)]
+        copy = EngineCopy.from_arguments(schema.RolloutConfig(name="sglang"), model, env, None)
+        return [*obstacles(copy, env, layers)]
 
     (tmp_path / "llama").mkdir()
     (tmp_path / "moe").mkdir()

@@ -177,7 +177,7 @@ def test_engines_refuse_models_and_images_by_name(trainers, tmp_path):
     with pytest.raises(ValueError, match=r"rollout.name=native generates with .*found LlavaForConditionalGeneration"):
         make_rollout_engine("native", schema.RolloutConfig(name="native"), model, env, None)
     with pytest.raises(ValueError, match=r"native.*found LlavaForConditionalGeneration"):
-        ModelLimits.of(model).check_engine(schema.RolloutConfig(name="native"))
+        ModelLimits.from_config(model).check_engine(schema.RolloutConfig(name="native"))
     text = make_engine(save_model(qwen2(), tmp_path))
     request = Request([1], SamplingParams(2, ()), 0, multi_modal_inputs={"pixel_values": torch.zeros(1)})
     for name in ("hf", "native"):

@@ -76,7 +76,7 @@ def test_release_keeps_the_base_weights_which_are_not_trained():
 
 def copy_of(path) -> EngineCopy:
     env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
-    return EngineCopy.of(schema.RolloutConfig(name="vllm"), schema.ModelConfig(path=str(path)), env, None)
+    return EngineCopy.from_arguments(schema.RolloutConfig(name="vllm"), schema.ModelConfig(path=str(path)), env, None)
 
 
 def test_adapters_that_vllm_does_not_apply(tmp_path):

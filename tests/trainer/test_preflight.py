@@ -42,7 +42,7 @@ def lines_of_checks(shown: str) -> list[str]:
 
 def test_a_dry_run_of_main_ppo_prints_the_checks_and_the_plan(settings, tmp_path, capsys, forbid_workers):
     assert main_ppo.main([*settings, "algorithm.name=grpo", "--dry-run"]) == 0
-    names = [check.name for check in CHECKS if issubclass(schema.Config, check.of)]
+    names = [check.name for check in CHECKS if issubclass(schema.Config, check.schemas)]
     assert lines_of_checks(capsys.readouterr().out) == [f"{len(names)} checks (--verbose: their names)"]
     assert main_ppo.main([*settings, "algorithm.name=grpo", "--dry-run", "--verbose"]) == 0
     shown = capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_settings_are_read_once_and_no_check_runs_twice(settings, monkeypatch):
 
     monkeypatch.setattr(preflight.Check, "__call__", counted)
     monkeypatch.setattr(preflight, "read_config", counted_read)
-    names = [check.name for check in CHECKS if issubclass(schema.Config, check.of)]
+    names = [check.name for check in CHECKS if issubclass(schema.Config, check.schemas)]
     trainer = PPOTrainer(overrides=settings)
     assert trainer.passed_checks() == names
     assert calls == dict.fromkeys(("read", *names), 1)

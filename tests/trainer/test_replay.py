@@ -43,7 +43,7 @@ def test_the_samples_the_operator_and_the_line_are_named(dump):
     worst = [row for row, values in enumerate(batch.batch["advantages"]) if values.min() < -0.3]
     assert worst and len(worst) < len(batch)
     found = replay(folder)
-    assert found.found and not found.columns and found.bad == {"actor/grad_skipped": 1.0}
+    assert found.has_cause and not found.columns and found.bad == {"actor/grad_skipped": 1.0}
     assert [sample.row for sample in found.samples["actor"]] == worst
     assert {sample.line for sample in found.samples["actor"]} == {"loss.py:9 in breaks_low_scores"}
     assert all(sample.operator.startswith("SqrtBackward0") for sample in found.samples["actor"])
@@ -66,7 +66,7 @@ def test_weights_that_are_gone_are_a_note(dump):
     folder, _ = dump
     shutil.rmtree(folder / "actor")
     found = replay(folder)
-    assert not found.samples and not found.found
+    assert not found.samples and not found.has_cause
     assert re.fullmatch("the update of the actor is not replayed .*step_1/actor has no weights .*", *found.notes)
 
 

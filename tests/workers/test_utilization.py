@@ -26,7 +26,7 @@ QWEN2 = Qwen2Config(**SIZES, intermediate_size=24, attn_implementation="eager")
 
 def test_the_matmuls_are_those_that_torch_counts():
     """Without attention, whose upper triangle torch counts too."""
-    shape, length = ModelShape.of(QWEN2.to_dict()), 7
+    shape, length = ModelShape.from_config(QWEN2.to_dict()), 7
     with FlopCounterMode(display=False) as counter:
         Qwen2ForCausalLM(QWEN2)(torch.arange(length)[None])
     counted = counter.get_flop_counts()["Global"]
@@ -42,7 +42,7 @@ def test_experts_count_if_they_are_chosen():
     config = Qwen3MoeConfig(**SIZES, head_dim=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12)
     attention = 16 * (16 + 2 * 8) + 16 * 16
     per_token = 3 * (attention + 16 * 8 + 2 * 3 * 16 * 12)
-    assert forward_flops(ModelShape.of(config.to_dict()), [1], 0) == 2 * per_token + 4 * 16 * 3
+    assert forward_flops(ModelShape.from_config(config.to_dict()), [1], 0) == 2 * per_token + 4 * 16 * 3
 
 
 def test_the_share_of_the_peak_rate(tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_the_share_of_the_peak_rate(tmp_path, monkeypatch):
     ones = torch.ones(2, 5, dtype=torch.long)
     mask = torch.tensor([[1, 1], [1, 0]])
     batch = DataProto.from_dict({"attention_mask": ones, "response_mask": mask})
-    flops = 3 * forward_flops(ModelShape.of(QWEN2.to_dict()), [5, 5], 3)
+    flops = 3 * forward_flops(ModelShape.from_config(QWEN2.to_dict()), [5, 5], 3)
     assert found.mfu(batch, 0.5) == pytest.approx(flops / (0.5 * 2 * 989e12))
     assert Utilization.find(model, "causal_lm", cuda, 2, "fp32") is None
     assert Utilization.find(model, "causal_lm", torch.device("cpu"), 1, "bf16") is None

@@ -43,7 +43,9 @@ def copy(
     if name not in names():
         typer.echo(f"error: there is no example {name!r}: {did_you_mean(name, names())}", err=True)
         raise typer.Exit(1)
-    pairs = [(path, dest / "examples" / path.relative_to(FOLDER)) for one in needed(name) for path in files_of(one)]
+    pairs = [
+        (path, dest / "examples" / path.relative_to(FOLDER)) for example in needed(name) for path in files_of(example)
+    ]
     existing = [target for _, target in pairs if target.exists()]
     if existing and not overwrite:
         typer.echo(f"error: {existing[0]} exists: choose another DEST, or use --overwrite", err=True)

@@ -44,8 +44,8 @@ class Command:
         from verl.cli.config import SCHEMAS
         from verl.config.fields import fields_of
 
-        words = [*_FLAGS, *(f"{key}=" for key in fields_of(SCHEMAS[self.schema]))]
-        return [word for word in words if word.startswith(incomplete)]
+        candidates = [*_FLAGS, *(f"{key}=" for key in fields_of(SCHEMAS[self.schema]))]
+        return [word for word in candidates if word.startswith(incomplete)]
 
 
 PROGRAMS = (

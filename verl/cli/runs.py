@@ -138,7 +138,7 @@ def replay(
     with user_errors():
         result = run(dump)
     typer.echo(console_text("\n".join(result.lines())))
-    raise typer.Exit(0 if result.found else 1)
+    raise typer.Exit(0 if result.has_cause else 1)
 
 
 _NUMBERS = ("steps", "reward", "best", "validation")

@@ -105,16 +105,16 @@ def _engine_kwargs(engine: str, text: str) -> dict:
     from verl.config import schema
 
     try:
-        given = json.loads(text)
+        settings = json.loads(text)
     except ValueError as error:
         raise ValueError(f"--engine-kwargs: not JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(settings, dict):
         raise ValueError(f"--engine-kwargs: expected a JSON object, found {text}")
-    if given and engine not in schema.EngineKwargs.model_fields:
+    if settings and engine not in schema.EngineKwargs.model_fields:
         raise ValueError(
             f"--engine-kwargs: the engine {engine} has no such arguments: remove them, or use vllm or sglang"
         )
-    return {engine: given} if given else {}
+    return {engine: settings} if settings else {}
 
 
 def _run(
@@ -178,7 +178,7 @@ def load(
         if not model_settings["custom_chat_template"].strip():
             raise ValueError(f"--chat-template {template}: expected a Jinja chat template, found an empty file")
     model = schema.ModelConfig(**model_settings)
-    tokenizer, limits = load_tokenizer(model), ModelLimits.of(model)
+    tokenizer, limits = load_tokenizer(model), ModelLimits.from_config(model)
     max_model_len, max_tokens = lengths
     if max_model_len is not None and limits.positions is not None and max_model_len > limits.positions:
         raise ValueError(f"--max-model-len {max_model_len}: the model has {limits.positions} positions")

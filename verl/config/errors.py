@@ -12,18 +12,18 @@ class Problem:
     Attributes:
         key: the dotted key.
         message: what was found, what is expected, and how to fix it.
-        where: the file and line, or the override, that set the key.
+        location: the file and line, or the override, that set the key.
         spelled: the name under which it was set, if that is an alias.
     """
 
     key: str
     message: str
-    where: str = ""
+    location: str = ""
     spelled: str = ""
 
     def __str__(self) -> str:
         name = self.spelled or self.key
-        origin = ", ".join(filter(None, (self.where, f"alias of {self.key}" if name != self.key else "")))
+        origin = ", ".join(filter(None, (self.location, f"alias of {self.key}" if name != self.key else "")))
         return f"{name}{f' ({origin})' if origin else ''}: {self.message}"
 
 
@@ -92,5 +92,5 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
     return tails[near[0]] if near else None
 
 
-def _similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def _similarity(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()

@@ -321,15 +321,15 @@ def plain_defaults(schema: type[Section]) -> Mapping[str, Any]:
 def _walk(schema: type[Section], prefix: str) -> Iterator[tuple[str, ConfigField]]:
     for name, info in schema.model_fields.items():
         kind, extra, key = info.annotation, info.json_schema_extra or {}, prefix + name
-        own = ((prefix, extra["active_when"]),) if extra.get("active_when") is not None else ()
+        conditions = ((prefix, extra["active_when"]),) if extra.get("active_when") is not None else ()
         if isinstance(kind, type) and issubclass(kind, Section):
             below = {f"{key}.{inner}": ((prefix, when),) for inner, when in extra.get("below", {}).items()}
             for inner, field in _walk(kind, f"{key}."):
                 if all(when != ALWAYS for _, when in field.active_when):
-                    field = replace(field, active_when=own + below.get(inner, ()) + field.active_when)
+                    field = replace(field, active_when=conditions + below.get(inner, ()) + field.active_when)
                 yield inner, field
         else:
-            yield key, ConfigField(kind, info, extra.get("default_from"), own)
+            yield key, ConfigField(kind, info, extra.get("default_from"), conditions)
 
 
 @functools.cache

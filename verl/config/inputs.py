@@ -51,8 +51,8 @@ def check_generation(config: GenerationConfig) -> Iterator[Problem]:
     """For `extra_checks`: the settings of generation without training."""
     path = config.data.output_path
     if path is None or Path(path).suffix not in (".parquet", ".jsonl"):
-        found = "missing" if path is None else f"found {path!r}"
-        yield Problem("data.output_path", f"{found}, expected a file that ends with .parquet or .jsonl")
+        actual = "missing" if path is None else f"found {path!r}"
+        yield Problem("data.output_path", f"{actual}, expected a file that ends with .parquet or .jsonl")
     if config.data.n_samples > 1 and config.rollout.temperature == 0:
         yield Problem(
             "data.n_samples",

@@ -177,11 +177,11 @@ def agree_with_preset(
         `settings` without the settings that the preset replaces.
     """
     name, kept, result = settings["algorithm.name"], [], dict(settings)
-    preset = f"algorithm.name: {name.value} ({name.where})"
+    preset = f"algorithm.name: {name.value} ({name.location})"
     for key, expected in presets.get(name.value, {}).items():
         if key not in settings or settings[key].value == expected:
             continue
-        setting = f"{settings[key].key}: {settings[key].value} ({settings[key].where})"
+        setting = f"{settings[key].key}: {settings[key].value} ({settings[key].location})"
         age = source_of[key] - source_of["algorithm.name"]
         if key not in _IDENTITY:
             kept += [f"{setting}, preset: {expected}"] if age < 0 else []
@@ -192,7 +192,7 @@ def agree_with_preset(
             notes.append(f"{setting} replaces {expected}, which {preset} sets")
         else:
             message = f"{settings[key].value!r} disagrees with {preset}, which sets {expected!r}: remove one of them"
-            problems.append(Problem(key, message, settings[key].where))
+            problems.append(Problem(key, message, settings[key].location))
     if kept:
         notes.append(f"{preset} does not change settings that you gave: {'; '.join(kept)}")
     return result
@@ -269,6 +269,6 @@ def _nearest_choice(value: Any, key: str, schema: type[Schema]) -> str:
 def _located(problem: Problem, settings: Layer) -> Problem:
     """Return the problem with the location and the spelling of its key."""
     setting = settings.get(problem.key)
-    if setting is None or problem.where:
+    if setting is None or problem.location:
         return problem
-    return Problem(problem.key, problem.message, setting.where, setting.key)
+    return Problem(problem.key, problem.message, setting.location, setting.key)

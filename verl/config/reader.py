@@ -89,7 +89,7 @@ class Reader:
             elif setting.added and (free_key := self._free_setting(key)) and not self._name_of_another(key):
                 known.append((free_key, setting))
             else:
-                self.problems.append(Problem(setting.key, self._unknown(key, setting), setting.where))
+                self.problems.append(Problem(setting.key, self._unknown(key, setting), setting.location))
         return known
 
     def _report_ignored(self, resolved: Callable[[Setting], Setting | None]) -> None:
@@ -105,7 +105,7 @@ class Reader:
                 continue
             if needed is None or (needed.value in (None, REMOVED) or not str(needed.value).strip()):
                 message = f"true, but {entry.needs} is not set: remove this key ({entry.instead})"
-                self.problems.append(Problem(setting.key, message, setting.where))
+                self.problems.append(Problem(setting.key, message, setting.location))
             else:
                 self.notes.append(f"{setting.key}: true and {entry.needs} have no effect: {entry.instead}")
                 del plain[key]
@@ -147,7 +147,7 @@ class Reader:
             if aliases.is_deprecated(spelled) and setting.value != REMOVED:
                 if setting.value is None:
                     continue
-                self.notes.append(f"{spelled} ({setting.where}) is deprecated: rename it to {key}")
+                self.notes.append(f"{spelled} ({setting.location}) is deprecated: rename it to {key}")
             renamed.append((key, setting))
         return renamed
 
@@ -157,7 +157,7 @@ class Reader:
         for key, setting in named:
             other = layer.get(key)
             if other and _as_list(other.value) != _as_list(setting.value):
-                names = [f"{item.key}: {item.value} ({item.where})" for item in (other, setting)]
+                names = [f"{item.key}: {item.value} ({item.location})" for item in (other, setting)]
                 self.problems.append(
                     Problem(key, f"set twice with different values, {names[0]} and {names[1]}; keep one")
                 )
@@ -179,11 +179,11 @@ class Reader:
                 try:
                     values = computed[key](setting.value, lookup)
                 except ValueError as error:
-                    self.problems.append(Problem(key, str(error), setting.where))
+                    self.problems.append(Problem(key, str(error), setting.location))
                     continue
                 for meant, value in values.items():
                     if meant != key and not meant.startswith(f"{key}."):  # placement=auto needs no translation
-                        self.notes.append(f"{key}: {setting.value} ({setting.where}) sets {meant}: {value}")
+                        self.notes.append(f"{key}: {setting.value} ({setting.location}) sets {meant}: {value}")
                     settings.append((meant, setting.with_value(value)))
         return self._agreed(settings)
 
@@ -215,7 +215,7 @@ class Reader:
             except OmegaConfBaseException as error:
                 reason = f"{str(error).splitlines()[0]}{self._nearest_reference(setting)}"
                 message = f"{setting.value} cannot be resolved: {reason}"
-                self.problems.append(Problem(setting.key, message, setting.where))
+                self.problems.append(Problem(setting.key, message, setting.location))
                 return None
             return setting.with_value(
                 OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -242,7 +242,7 @@ class Reader:
             if not known.accepts(value):
                 accepted = ", ".join(map(format_value, known.accepted))
                 message = f"{format_value(value)} is not supported: {known.instead} (accepted: {accepted})"
-                self.problems.append(Problem(setting.key if name == key else name, message, setting.where))
+                self.problems.append(Problem(setting.key if name == key else name, message, setting.location))
         return False
 
     def _field_of(self, key: str) -> ConfigField | None:
@@ -278,8 +278,8 @@ class Reader:
         # leading sections are often omitted: optim.name for actor_rollout_ref.actor.optim.name
         full = [name for above in _sections_above(key) for name in sections if f".{name}".endswith(f".{above}")]
         section = full[0] if full else ""
-        where = f"keys of {section}" if section else "top-level keys"
-        return f"unknown key ({where}: {self._keys_below(section)})"
+        scope = f"keys of {section}" if section else "top-level keys"
+        return f"unknown key ({scope}: {self._keys_below(section)})"
 
     def _keys_below(self, section: str) -> str:
         start = f"{section}." if section else ""

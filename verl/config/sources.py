@@ -89,14 +89,14 @@ class Setting:
     Attributes:
         key: the key as spelled by the user.
         value: the value as YAML reads it.
-        where: the line of the file, or the override.
+        location: the line of the file, or the override.
         text: the value as written, before YAML inferred a type; None where that is not known.
         added: the key was written with a leading `+`, as Hydra adds a key.
     """
 
     key: str
     value: Any
-    where: str
+    location: str
     text: str | None = None
     added: bool = False
 
@@ -155,13 +155,13 @@ def _written(node: yaml.Node | None, prefix: str) -> dict[str, tuple[int, str | 
     return origins
 
 
-def read_mapping(values: Mapping[str, Any], where: str) -> Layer:
+def read_mapping(values: Mapping[str, Any], location: str) -> Layer:
     """The settings of a dictionary with nested or dotted keys, with or without a leading `+`."""
     layer: Layer = {}
     for spelled, value in flatten(values).items():
         key, plain = spelled.lstrip("+"), _without_python_types(value)
         layer.pop(key, None)
-        layer[key] = Setting(key, plain, where, added=key != spelled)
+        layer[key] = Setting(key, plain, location, added=key != spelled)
     return layer
 
 
@@ -193,12 +193,12 @@ def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem], list[s
         name, equals, text = override.partition("=")
         name = name.strip().removeprefix("--")
         name, added = name.lstrip("+").strip(), name.startswith("+")
-        where = f"override {override!r}"
+        location = f"override {override!r}"
         if name.startswith("~") and len(name) > 1:
-            layer[name[1:]] = Setting(name[1:], REMOVED, where)
+            layer[name[1:]] = Setting(name[1:], REMOVED, location)
         elif not equals or not name:
             message = "expected key=value, such as data.train_batch_size=64"
-            problems.append(Problem(override, message, where))
+            problems.append(Problem(override, message, location))
         else:
             try:
                 value = _read(text)
@@ -210,7 +210,7 @@ def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem], list[s
             values = flatten({name: value}) if isinstance(value, Mapping) else {name: value}
             for key, item in values.items():
                 layer.pop(key, None)
-                layer[key] = Setting(key, item, where, text.strip() if key == name else None, added)
+                layer[key] = Setting(key, item, location, text.strip() if key == name else None, added)
                 values_of.setdefault(key, []).append(item)
     return layer, problems, _repeated(values_of)
 

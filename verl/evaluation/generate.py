@@ -186,7 +186,7 @@ class GenerationRun:
         self.prompts: PromptSet = read_prompts(self.config, self.tokenizer, processor)
 
     def _check_limits(self) -> None:
-        prompt_ids, limits = self.prompts.prompt_ids, ModelLimits.of(self.config.model)
+        prompt_ids, limits = self.prompts.prompt_ids, ModelLimits.from_config(self.config.model)
         limits.check_vocabulary(self.tokenizer, prompt_ids.largest)
         limits.check_engine(self.config.rollout)
         limits.check_response_length(

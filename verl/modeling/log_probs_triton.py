@@ -39,7 +39,7 @@ def _statistics_kernel(logits, targets, lse, log_probs, entropys, squares, strid
 
 
 @triton.jit
-def _gradient_kernel(logits, targets, lse, entropys, squares, of_log_prob, of_entropy, of_squares, found, stride,
+def _gradient_kernel(logits, targets, lse, entropys, squares, of_log_prob, of_entropy, of_squares, gradients, stride,
                      scale, V, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def _gradient_kernel(logits, targets, lse, entropys, squares, of_log_prob, of_en
     if SQUARES:
         factor += tl.load(of_squares + row) * 2 * (p - tl.load(squares + row))
     gradient = (p * factor + tl.where(column == tl.load(targets + row), g, 0.0)) * scale
-    tl.store(found + row * V + column, gradient.to(found.dtype.element_ty), mask=inside)
+    tl.store(gradients + row * V + column, gradient.to(gradients.dtype.element_ty), mask=inside)
 
 
 def statistics(

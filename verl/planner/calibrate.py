@@ -157,7 +157,7 @@ def with_engine_rates(profile: Device, device: torch.device) -> Device:
     on_gpu = device.type == "cuda"
     sizes, rows = (GPU_PROBE, GPU_ROWS) if on_gpu else (CPU_PROBE, CPU_ROWS)
     config = Qwen2Config(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False, **sizes)
-    shape, vocabulary = ModelShape.of(config.to_dict(), "probe"), sizes["vocab_size"]
+    shape, vocabulary = ModelShape.from_config(config.to_dict(), "probe"), sizes["vocab_size"]
     with device:
         module = Qwen2ForCausalLM._from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
     section = schema.ModelConfig(path="probe", enable_gradient_checkpointing=False)

@@ -162,8 +162,8 @@ def known_gpu(name: str) -> Device | None:
 
     None if there is none, or several, as of "H100,H200".
     """
-    words = set(re.split(r"[^A-Za-z0-9]+", name))
-    matching = [key for key in BUILT_IN if set(key.split("-")) <= words]
+    parts = set(re.split(r"[^A-Za-z0-9]+", name))
+    matching = [key for key in BUILT_IN if set(key.split("-")) <= parts]
     best = max(matching, key=len, default="")
     return BUILT_IN[best] if best and all(set(key.split("-")) <= set(best.split("-")) for key in matching) else None
 

@@ -274,7 +274,7 @@ def kv_cache_bytes(job: Job, role: Role, rows: int) -> float:
 
 def generation_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     """Bytes of generation on one device, by item. taken: bytes of everything else."""
-    own = rollout_weights(job, role)
+    weights = rollout_weights(job, role)
     rows = min(rollout_rows(job, role), job.max_rows)
     s, c = role.shape, role.compute_bytes
     prefill = min(PREFILL_TOKENS, -(-rows // job.samples) * job.prompt_tokens)
@@ -283,11 +283,11 @@ def generation_items(job: Job, role: Role, device: Device, taken: float) -> Item
     if device.kind == "cpu":  # what an engine reserves beyond that is never written, so it takes no memory
         cache = needed
     elif job.traits.own_memory_share:
-        cache = max(least, job.memory_share * device.memory - own - working)
+        cache = max(least, job.memory_share * device.memory - weights - working)
     else:
-        free = device.memory - device.reserved - taken - own - working
+        free = device.memory - device.reserved - taken - weights - working
         cache = max(least, min(needed, 0.9 * max(0.0, free), job.memory_share * device.memory))
-    return {"rollout weights": own, "KV cache": cache, "logits, working memory": working}
+    return {"rollout weights": weights, "KV cache": cache, "logits, working memory": working}
 
 
 def push_items(job: Job, role: Role) -> Items:

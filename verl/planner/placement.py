@@ -42,7 +42,7 @@ class Group:
     @cached_property
     def stages(self) -> tuple[float, ...]:
         """Seconds of each stage."""
-        return tuple(sum(s for of, s in self.seconds.values() if of == stage) for stage in STAGES)
+        return tuple(sum(s for name, s in self.seconds.values() if name == stage) for stage in STAGES)
 
     @cached_property
     def peak(self) -> tuple[str, float]:

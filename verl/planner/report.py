@@ -123,38 +123,40 @@ def choice_lines(plans: Sequence[Plan], devices: int, configured: Configured | N
     simplest = preferred(plans)
     if simplest not in labels.values():
         labels["preferred"] = simplest
-    ranked, own = list(plans), None
+    ranked, current = list(plans), None
     if configured is not None:
-        own = next((plan for plan in plans if configured.is_like(plan)), configured.plan)
-        if own is configured.plan and own.fits:
-            ranked = sorted([*plans, own], key=lambda plan: plan.seconds)
-        if own not in labels.values():
-            labels["configured"] = own
+        current = next((plan for plan in plans if configured.is_like(plan)), configured.plan)
+        if current is configured.plan and current.fits:
+            ranked = sorted([*plans, current], key=lambda plan: plan.seconds)
+        if current not in labels.values():
+            labels["configured"] = current
     stages = STAGES if plans[0].job.overlaps else STAGES[:-1]
     rows = [["", *([] if configured is None else ["rank"]), "s/step", *stages, "GiB"]]
-    shown = []
+    group_lines = []
     for label, plan in labels.items():
-        name = f"{label} *" if plan is own else label
+        name = f"{label} *" if plan is current else label
         rank = [] if configured is None else [str(ranked.index(plan) + 1) if plan in ranked else "-"]
         seconds = [f"{seconds:.3g}" for seconds in (plan.seconds, *plan.stages[: len(stages)])]
         rows.append([name, *rank, *seconds, gib(plan.peak)])
-        numbers = configured.numbers_of(plan) if configured is not None and plan is own else consecutive(plan)
-        lines = [line for each in zip(plan.groups, numbers) for line in _wrapped(_where(plan, *each), width=WIDTH - 14)]
-        shown += [f"{name if i == 0 else '':12}  {line}" for i, line in enumerate(lines)]
+        numbers = configured.numbers_of(plan) if configured is not None and plan is current else consecutive(plan)
+        lines = [
+            line for each in zip(plan.groups, numbers) for line in _wrapped(_roles_on(plan, *each), width=WIDTH - 14)
+        ]
+        group_lines += [f"{name if i == 0 else '':12}  {line}" for i, line in enumerate(lines)]
     reasons = _wrapped(reason(plans)) if len(plans) > 1 else []
     head = f"placements on {devices} device{'s' * (devices > 1)}"
-    return [head, *table(rows), *shown, *_rank_lines(plans, configured, own), *reasons]
+    return [head, *table(rows), *group_lines, *_rank_lines(plans, configured, current), *reasons]
 
 
-def _rank_lines(plans: Sequence[Plan], configured: Configured | None, own: Plan | None) -> list[str]:
+def _rank_lines(plans: Sequence[Plan], configured: Configured | None, current: Plan | None) -> list[str]:
     """What the ranks of a table count, and what is wrong with the configured placement."""
-    if configured is None or own is None:
+    if configured is None or current is None:
         return []
     ways = f"{len(plans)} way{'s' * (len(plans) > 1)} to group the roles"
     lines = _wrapped(f"* is the configured placement; ranks are among the fastest one of {ways} that fit, and *")
-    if not own.fits:
+    if not current.fits:
         lines.append("* does not fit into memory, so it has no rank")
-    if not own.concurrent and own.overlaps_roles:
+    if not current.concurrent and current.overlaps_roles:
         lines += _wrapped("in *, devices wait for one another; trainer.overlap=true lets them work at the same time")
     return lines
 
@@ -168,7 +170,7 @@ def consecutive(plan: Plan) -> list[range]:
     return ranges
 
 
-def _where(plan: Plan, group: Group, numbers: Sequence[int]) -> str:
+def _roles_on(plan: Plan, group: Group, numbers: Sequence[int]) -> str:
     """Such as "actor, rollout, ref on devices 0-3 (rollout TP 2)"."""
     names = list(group.names)
     if plan.job.generator == "actor" and "actor" in names:

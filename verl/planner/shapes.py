@@ -160,7 +160,7 @@ class ModelShape:
         return max(self.embedding, self.hidden * self.mlp, experts)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], name: str = "") -> "ModelShape":
+    def from_config(cls, config: Mapping[str, Any], name: str = "") -> "ModelShape":
         """The shape that a `config.json` describes.
 
         Raises:

@@ -293,13 +293,13 @@ def _as_engine(role: Role, tensor: int) -> Role:
 
 def _concurrent_rows(job: Job, role: Role, device: Device, taken: float) -> int:
     """Sequences whose KV cache fits."""
-    own = rollout_weights(job, role)
+    weights = rollout_weights(job, role)
     if job.traits.own_memory_share:
-        free = job.memory_share * device.memory - own
+        free = job.memory_share * device.memory - weights
     elif device.kind == "cpu":
         return job.max_rows
     else:
-        free = min(device.memory - device.reserved - taken - own, job.memory_share * device.memory)
+        free = min(device.memory - device.reserved - taken - weights, job.memory_share * device.memory)
     return max(1, int(free / (kv_cache_bytes(job, role, job.samples) / job.samples)))
 
 

@@ -28,15 +28,15 @@ class Limits:
         start: Limit of starting workers and loading models; None: `timeout`.
         factor: A limit is the median duration times this factor; None: always `timeout`.
         minimum: The smallest of these limits, and how long a stopped process is waited for.
-        own: Operator -> how long one of its calls may take by a separate setting, such as `reward.timeout`. A limit
-            from its median is longer by this, so that one slow call that is allowed does not end the run.
+        call_limits: Operator -> how long one of its calls may take by a separate setting, such as `reward.timeout`. A
+            limit from its median is longer by this, so that one slow call that is allowed does not end the run.
     """
 
     timeout: float = 3600.0
     start: float | None = None
     factor: float | None = None
     minimum: float = 120.0
-    own: Mapping[str, float] = field(default_factory=dict)
+    call_limits: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Durations:
         if limits.factor is None or name is None or not recorded:
             return Limit(limits.timeout, "trainer.worker_timeout")
         median = statistics.median(recorded)
-        own = limits.own.get(_operator(name), 0.0)
-        seconds = max(limits.factor * median, limits.minimum) + own
+        call_limit = limits.call_limits.get(_operator(name), 0.0)
+        seconds = max(limits.factor * median, limits.minimum) + call_limit
         if seconds >= limits.timeout:
             return Limit(limits.timeout, "trainer.worker_timeout")
         reason = f"{limits.factor:g} x the median of {median:.3g} s, at least {limits.minimum:g} s"
-        reason += f", and {own:g} s for one call" if own else ""
+        reason += f", and {call_limit:g} s for one call" if call_limit else ""
         return Limit(seconds, reason)
 
 

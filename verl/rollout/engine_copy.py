@@ -53,7 +53,7 @@ class EngineCopy:
     records: bool = False
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         config: schema.RolloutEngineConfig,
         model: schema.ModelConfig,

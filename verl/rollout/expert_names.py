@@ -35,8 +35,8 @@ class ExpertNames:
     def target(self, name: str) -> str | None:
         """The engine's parameter for the weights of all experts of a layer; None for another parameter."""
         path, kind = self._split(name)
-        found = (f"{path}.{inner}{_FUSED[kind][0]}" for inner in ("routed_experts.", "")) if kind else ()
-        return next((each for each in found if each in self._parameters), None)
+        candidates = (f"{path}.{inner}{_FUSED[kind][0]}" for inner in ("routed_experts.", "")) if kind else ()
+        return next((each for each in candidates if each in self._parameters), None)
 
     def unfused(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a checkpoint: one per expert and projection, or the tensor itself."""

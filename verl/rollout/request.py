@@ -54,9 +54,9 @@ class SamplingParams(_SamplingFields):
         try:
             SamplingConfig(**{name: getattr(self, name) for name in SAMPLING_DEFAULTS})
         except ValidationError as error:
-            (found, *_) = error.errors()
-            expected = found["msg"].replace("Input should be", "expected a value")
-            raise ValueError(f"sampling: {found['loc'][0]}={found['input']!r}: {expected}") from None
+            (detail, *_) = error.errors()
+            expected = detail["msg"].replace("Input should be", "expected a value")
+            raise ValueError(f"sampling: {detail['loc'][0]}={detail['input']!r}: {expected}") from None
 
     @classmethod
     def from_config(
@@ -69,9 +69,9 @@ class SamplingParams(_SamplingFields):
             stop_token_ids: the end tokens of the tokenizer and the model.
             stop: `section.stop` with the tokenizer's `decode` (`stop_strings`).
         """
-        given = section.model_dump()
-        values = {name: given[name] for name in (*SAMPLING_DEFAULTS, "seed") if name in given}
-        return cls(given["response_length"], stop_token_ids, stop=stop, **values)
+        settings = section.model_dump()
+        values = {name: settings[name] for name in (*SAMPLING_DEFAULTS, "seed") if name in settings}
+        return cls(settings["response_length"], stop_token_ids, stop=stop, **values)
 
     @property
     def greedy(self) -> bool:
@@ -149,12 +149,12 @@ def media_of(columns: Mapping[str, Any], sampled: Sequence[int] = ()) -> dict[st
         columns: the columns of one sample.
         sampled: tokens after the prompt, which the request continues.
     """
-    found = {name: columns[name] for name in MEDIA_COLUMNS if columns.get(name) is not None}
-    if not (found.get("multi_modal_data") or found.get("multi_modal_inputs")):
+    media = {name: columns[name] for name in MEDIA_COLUMNS if columns.get(name) is not None}
+    if not (media.get("multi_modal_data") or media.get("multi_modal_inputs")):
         return {}
-    if "raw_prompt_ids" in found:
-        found["raw_prompt_ids"] = [*found["raw_prompt_ids"], *sampled]
-    return found
+    if "raw_prompt_ids" in media:
+        media["raw_prompt_ids"] = [*media["raw_prompt_ids"], *sampled]
+    return media
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -254,4 +254,4 @@ def make_requests(
             raise ValueError(f"expected as many {name} as prompts ({len(prompts)}), found {len(values)}")
     ids = range(len(prompts)) if sample_ids is None else sample_ids
     each = [params] * len(prompts) if limits is None else [replace(params, max_tokens=n) for n in limits]
-    return [Request(list(p), own, int(i)) for p, own, i in zip(prompts, each, ids)]
+    return [Request(list(p), sampling, int(i)) for p, sampling, i in zip(prompts, each, ids)]

@@ -96,7 +96,7 @@ def routed_experts_column(
         )
     column = torch.full((len(experts), prompt_width + response_width, *shapes.pop()), NOT_RECORDED, dtype=torch.int16)
     for row, choices, length in zip(column, experts, prompt_lengths):
-        own = row[prompt_width - length :]
-        count = min(len(choices), len(own))
-        own[:count] = torch.from_numpy(choices[:count].astype(np.int16))
+        target = row[prompt_width - length :]
+        count = min(len(choices), len(target))
+        target[:count] = torch.from_numpy(choices[:count].astype(np.int16))
     return column

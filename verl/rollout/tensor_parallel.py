@@ -43,7 +43,7 @@ class TensorParallel:
         self._failure = ""  # what has failed first, on which rank
 
     @classmethod
-    def of(cls, env: "RolloutEnv") -> "TensorParallel":
+    def from_env(cls, env: "RolloutEnv") -> "TensorParallel":
         """The group of a rank. Collective: every rollout rank calls it, since it makes the groups of all of them."""
         if env.tp_size == 1:
             return ALONE

@@ -483,8 +483,8 @@ class Trainer(ABC):
     def progress_summary(self) -> str:
         """Message for a run that ends early: its step, and the checkpoint from which it resumes."""
         step = self.view.attempted_step
-        where = f"in step {step} of {max(step, self.total_steps)}" if step else "before the first step"
-        return f"{where}; {self.checkpointer.resume_hint()}"
+        progress = f"in step {step} of {max(step, self.total_steps)}" if step else "before the first step"
+        return f"{progress}; {self.checkpointer.resume_hint()}"
 
     def passed_checks(self) -> Sequence[str]:
         """Names of the preflight checks that have passed."""

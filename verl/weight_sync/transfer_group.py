@@ -63,9 +63,9 @@ class TransferGroup:
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
         """All-gather: the numbers of all ranks."""
-        own = torch.tensor(numbers)
-        gathered = [torch.empty_like(own) for _ in range(self.size)]
-        self.control.allgather([gathered], [own]).wait()
+        tensor = torch.tensor(numbers)
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.control.allgather([gathered], [tensor]).wait()
         return [each.tolist() for each in gathered]
 
     def measure(self) -> None:

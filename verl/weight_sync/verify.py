@@ -28,12 +28,12 @@ def sums_of(content: torch.Tensor) -> torch.Tensor:
     Returns:
         (ceil(n / ROW_BYTES) + COLUMNS,) int64 on the device of `content`.
     """
-    words = content.view(torch.int64)
-    whole = words.numel() // COLUMNS * COLUMNS
-    if whole == words.numel():
-        body = words.view(-1, COLUMNS)
+    integers = content.view(torch.int64)
+    whole = integers.numel() // COLUMNS * COLUMNS
+    if whole == integers.numel():
+        body = integers.view(-1, COLUMNS)
         return torch.cat([body.sum(1), body.sum(0)])
-    body, rest = words[:whole].view(-1, COLUMNS), words[whole:]
+    body, rest = integers[:whole].view(-1, COLUMNS), integers[whole:]
     columns = body.sum(0)
     columns[: rest.numel()] += rest
     return torch.cat([body.sum(1), rest.sum(0, keepdim=True), columns])
@@ -166,10 +166,10 @@ class Loading:
         self._read_sums.append(sums_of(bytes_of(tensor)))
         if (stored := self._stored(name)) is None:
             return
-        own = self.receiver.slice_of(name, tensor)
-        is_same = own is tensor and (own.dtype, own.device) == (stored.dtype, stored.device)
-        sums = self._read_sums[-1] if is_same else sums_of(bytes_of(own.detach().to(stored)))
-        self._expected[name] = own.numel(), sums
+        expected = self.receiver.slice_of(name, tensor)
+        is_same = expected is tensor and (expected.dtype, expected.device) == (stored.dtype, stored.device)
+        sums = self._read_sums[-1] if is_same else sums_of(bytes_of(expected.detach().to(stored)))
+        self._expected[name] = expected.numel(), sums
 
     def _stored(self, name: str) -> torch.Tensor | None:
         return self.receiver.stored(name) if isinstance(self.receiver, StoredWeights) else None

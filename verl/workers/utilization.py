@@ -64,7 +64,7 @@ class Utilization:
         gpu = known_gpu(torch.cuda.get_device_name(device))
         try:
             config = read_config(model.path, model.override_config, model.trust_remote_code)
-            shape = ModelShape.of(config.get_text_config().to_dict())
+            shape = ModelShape.from_config(config.get_text_config().to_dict())
         except ValueError:
             return None
         if gpu is None:

@@ -16,38 +16,38 @@ from verl.registry import did_you_mean
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 
 
-def main(path: Path, source: str, of: str, gpus: int, overrides: bool) -> int:
+def main(path: Path, source: str, program: str, gpus: int, overrides: bool) -> int:
     """Print the converted configuration. Returns the exit status.
 
     Args:
         path: the file.
         source: `auto` or one of `verl.config.public.convert.KINDS`.
-        of: the program of a verl configuration, a name of `SCHEMAS`.
+        program: the program of a verl configuration, a name of `SCHEMAS`.
         gpus: GPUs of a TRL run.
         overrides: print `key=value` lines instead of YAML.
     """
     try:
-        if of not in SCHEMAS:
-            raise ValueError(f"--of {of}: {did_you_mean(of, SCHEMAS)}")
+        if program not in SCHEMAS:
+            raise ValueError(f"--of {program}: {did_you_mean(program, SCHEMAS)}")
         layer, remarks = read_source(path)
-        found = convert(layer, source, SCHEMAS[of], gpus)
-        found.remarks += remarks
-        found.check(PRESETS if found.schema is Config else {})
+        conversion = convert(layer, source, SCHEMAS[program], gpus)
+        conversion.remarks += remarks
+        conversion.check(PRESETS if conversion.schema is Config else {})
     except USER_ERRORS as error:
         return print_error(error)
-    print(as_text(found, str(path), overrides))
+    print(as_text(conversion, str(path), overrides))
     return 0
 
 
-def as_text(found: Conversion, name: str, overrides: bool) -> str:
+def as_text(conversion: Conversion, name: str, overrides: bool) -> str:
     """YAML or override lines, with a comment for every remark."""
-    command = "verl train" if found.schema is Config else "verl sft"
+    command = "verl train" if conversion.schema is Config else "verl sft"
     head = [f"# converted from {name}; use with {command}"]
-    remarks = [f"# {' '.join(remark.split())}" for remark in found.remarks]
+    remarks = [f"# {' '.join(remark.split())}" for remark in conversion.remarks]
     if overrides:
-        body = [shlex.quote(f"{key}={_as_override(value)}") for key, value in found.values.items()]
+        body = [shlex.quote(f"{key}={_as_override(value)}") for key, value in conversion.values.items()]
     else:
-        body = yaml.safe_dump(unflatten(found.values), sort_keys=False, allow_unicode=True).splitlines()
+        body = yaml.safe_dump(unflatten(conversion.values), sort_keys=False, allow_unicode=True).splitlines()
     return "\n".join([*head, *body, *remarks])
 
 

@@ -23,11 +23,11 @@ SCHEMAS: dict[str, type[Schema]] = {
 }
 
 
-def select(table: str, words: list[str]) -> str:
+def select(table: str, terms: list[str]) -> str:
     """The lines of a Markdown table that contain all words, with its header. Empty if there are none."""
     head, rule, *rows = table.splitlines()
-    found = [row for row in rows if all(word.lower() in row.lower() for word in words)]
-    return "\n".join([head, rule, *found]) + "\n" if found else ""
+    matches = [row for row in rows if all(word.lower() in row.lower() for word in terms)]
+    return "\n".join([head, rule, *matches]) + "\n" if matches else ""
 
 
 @command_output()
@@ -36,34 +36,34 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.cli.
     parser = argparse.ArgumentParser(prog=program, description="Every key of a configuration.")
     parser.add_argument("--of", choices=list(SCHEMAS), default="ppo", help="which program's keys (default: ppo)")
     parser.add_argument("words", nargs="*", metavar="WORD", help="show only the keys whose line contains every word")
-    given = parser.parse_args(arguments)
-    table = reference_table(SCHEMAS[given.of])
-    found = select(table, given.words)
-    if not found:
-        print(f"error: {_nothing_found(table, given.of, given.words)}", file=sys.stderr)
+    options = parser.parse_args(arguments)
+    table = reference_table(SCHEMAS[options.of])
+    matches = select(table, options.words)
+    if not matches:
+        print(f"error: {_no_match_message(table, options.of, options.words)}", file=sys.stderr)
         return 1
-    last_names = {key.rpartition(".")[2] for key in fields_of(SCHEMAS[given.of])}
-    for word in given.words:
-        if (meant := key_of(word, SCHEMAS[given.of].upstream)) and word not in last_names:
+    last_names = {key.rpartition(".")[2] for key in fields_of(SCHEMAS[options.of])}
+    for word in options.words:
+        if (meant := key_of(word, SCHEMAS[options.of].upstream)) and word not in last_names:
             print(f"no key is called {word!r}: did you mean {meant}?", file=sys.stderr)
-    print(found.rstrip("\n"))
+    print(matches.rstrip("\n"))
     return 0
 
 
-def _nothing_found(table: str, of: str, words: list[str]) -> str:
+def _no_match_message(table: str, program: str, terms: list[str]) -> str:
     """The word that no line of a program's table contains, and the key that was probably meant."""
-    missing = [word for word in words if not select(table, [word])]
+    missing = [word for word in terms if not select(table, [word])]
     if not missing:
-        return f"no key of {of} has {' and '.join(map(repr, words))} in one line"
-    word, schema = missing[0], SCHEMAS[of]
-    message = f"no key of {of} has {word!r} in its line"
+        return f"no key of {program} has {' and '.join(map(repr, terms))} in one line"
+    word, schema = missing[0], SCHEMAS[program]
+    message = f"no key of {program} has {word!r} in its line"
     key = schema.aliases.resolve(word)
     if key != word:
         return f"{message}: it is an alias of {key}"
     known = upstream_key(key, schema.upstream)
     if known:
-        what = "has no effect here" if known.ignored else "is not supported"
-        return f"{message}: it {what}: {known.instead}"
+        status = "has no effect here" if known.ignored else "is not supported"
+        return f"{message}: it {status}: {known.instead}"
     meant = key_of(word.rpartition(".")[2], schema.upstream)
     if meant:
         return f"{message}: did you mean {meant}?"

@@ -18,85 +18,85 @@ from verl.utils.redaction import redacted
 _UNSET = "(not set)"
 
 
-def show(path: str | None, overrides: list[str], of: str, changed: bool) -> int:
+def show(path: str | None, overrides: list[str], program: str, changed: bool) -> int:
     """Print the resolved configuration as YAML. Returns the exit status.
 
     Args:
         path: a YAML file.
         overrides: `key=value`.
-        of: a name of `SCHEMAS`.
+        program: a name of `SCHEMAS`.
         changed: only the keys that differ from their defaults.
     """
     try:
-        print(dump_config(_load(path, overrides, of), everything=not changed, redact=True).rstrip("\n"))
+        print(dump_config(_load(path, overrides, program), everything=not changed, redact=True).rstrip("\n"))
     except USER_ERRORS as error:
         return print_error(error)
     return 0
 
 
-def diff(a: str, b: str, of: str) -> int:
+def diff(a: str, b: str, program: str) -> int:
     """Print the keys whose values differ. Returns 0 if there are none, 1 if there are some, 2 after an error."""
     try:
-        one, other = values_of(a, of), values_of(b, of)
+        first, second = values_of(a, program), values_of(b, program)
     except USER_ERRORS as error:
         return print_error(error) + 1
-    keys = [key for key in {**one, **other} if one.get(key, _UNSET) != other.get(key, _UNSET)]
+    keys = [key for key in {**first, **second} if first.get(key, _UNSET) != second.get(key, _UNSET)]
     if not keys:
         print(f"{a} and {b} are equal")
         return 0
-    one, other = redacted(one), redacted(other)
-    rows = [("key", a, b), *((key, _text(one, key), _text(other, key)) for key in keys)]
+    first, second = redacted(first), redacted(second)
+    rows = [("key", a, b), *((key, _text(first, key), _text(second, key)) for key in keys)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     print("\n".join(f"{key:<{widths[0]}}  {left:<{widths[1]}}  {right}" for key, left, right in rows))
     return 1
 
 
-def values_of(name: str, of: str) -> dict[str, Any]:
+def values_of(name: str, program: str) -> dict[str, Any]:
     """Dotted key -> value of a configuration.
 
     Args:
         name: a YAML file, the folder of a run or of a checkpoint, an algorithm, or `defaults`.
-        of: a name of `SCHEMAS`.
+        program: a name of `SCHEMAS`.
 
     Raises:
         ValueError: there is no such configuration, or it is invalid.
     """
     path = expanded(name)
     if path.is_dir():
-        return _values_of_run(path, of)
+        return _values_of_run(path, program)
     if path.is_file():
-        return to_flat_dict(_load(str(path), [], of))
+        return to_flat_dict(_load(str(path), [], program))
     if name == "defaults":
-        return to_flat_dict(SCHEMAS[_known(of)]())
-    if name in PRESETS and of == "ppo":
-        return to_flat_dict(_load(None, [f"algorithm.name={name}"], of))
-    names = ["defaults", *(PRESETS if of == "ppo" else ())]
+        return to_flat_dict(SCHEMAS[_known(program)]())
+    if name in PRESETS and program == "ppo":
+        return to_flat_dict(_load(None, [f"algorithm.name={name}"], program))
+    names = ["defaults", *(PRESETS if program == "ppo" else ())]
     raise ValueError(f"there is no file, folder or algorithm {name!r}: {did_you_mean(name, names)}")
 
 
-def _values_of_run(folder: Path, of: str) -> dict[str, Any]:
+def _values_of_run(folder: Path, program: str) -> dict[str, Any]:
     """The configuration in a run's folder: run.json, or config.yaml of its newest checkpoint."""
     if config := read_about(folder).get("config"):
-        return flatten(config, SCHEMAS[_known(of)])
+        return flatten(config, SCHEMAS[_known(program)])
     steps = sorted(folder.glob("global_step_*/config.yaml"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     file = folder / "config.yaml" if (folder / "config.yaml").is_file() else steps[-1] if steps else None
     if file is None:
         raise ValueError(f"{folder} has no run.json, config.yaml or global_step_N: expected the folder of a run")
-    return to_flat_dict(_load(str(file), [], of))
+    return to_flat_dict(_load(str(file), [], program))
 
 
-def _load(path: str | None, overrides: list[str], of: str) -> Schema:
-    schema = SCHEMAS[_known(of)]
-    if of == "evaluation":
+def _load(path: str | None, overrides: list[str], program: str) -> Schema:
+    schema = SCHEMAS[_known(program)]
+    if program == "evaluation":
         return load_config(path, overrides, schema=schema)
-    presets = PRESETS if of == "ppo" else None
+    presets = PRESETS if program == "ppo" else None
     return load_config(path, overrides, base=launcher_settings(), presets=presets, schema=schema)
 
 
-def _known(of: str) -> str:
-    if of not in SCHEMAS:
-        raise ValueError(f"--of {of}: {did_you_mean(of, SCHEMAS)}")
-    return of
+def _known(program: str) -> str:
+    if program not in SCHEMAS:
+        raise ValueError(f"--of {program}: {did_you_mean(program, SCHEMAS)}")
+    return program
 
 
 def _text(values: dict[str, Any], key: str) -> str:

@@ -72,10 +72,10 @@ def read_source(path: Path) -> tuple[Layer, list[str]]:
 
 def _read_words(path: Path) -> tuple[Layer, list[str]]:
     """The words `key=value` of a script."""
-    words = shlex.split(read_text(path).replace("\\\n", " "), comments=True)
-    settings = [word for word in words if "=" in word and "." in word.partition("=")[0]]
+    arguments = shlex.split(read_text(path).replace("\\\n", " "), comments=True)
+    settings = [word for word in arguments if "=" in word and "." in word.partition("=")[0]]
     layer, problems, repeated = read_overrides(settings)
-    others = [word for word in words if word not in settings and ("=" in word or word.startswith("--"))]
+    others = [word for word in arguments if word not in settings and ("=" in word or word.startswith("--"))]
     remarks = repeated + [f"not converted: {problem}" for problem in problems]
     remarks += [f"not a setting: {', '.join(others)}"] if others else []
     variables = [key for key, setting in layer.items() if "$" in str(setting.value).replace("${", "")]

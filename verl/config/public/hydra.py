@@ -103,7 +103,7 @@ def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer
         known = group in upstream_groups() or any(os.path.isdir(folder / group) for folder in directories)
         if isinstance(setting.value, str) and setting.value != REMOVED and (at or (known and "." not in key)):
             if key == CONFIGURATION:
-                setting = replace(setting, where=f"--config-name={setting.value}")
+                setting = replace(setting, location=f"--config-name={setting.value}")
             try:
                 layers += _selected(group, setting.value, package, directories, setting)
             except ConfigError as error:
@@ -119,14 +119,14 @@ def _entries(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
     engine = engines[0] if engines else "dp"
     for entry in listed:
         for key, options in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
-            words = key.split()
-            group, _, package = (words[-1] if words else "").partition("@")
+            parts = key.split()
+            group, _, package = (parts[-1] if parts else "").partition("@")
             if group.startswith("hydra/"):
                 continue
             for option in options if isinstance(options, list) else [options]:
                 if option is not None:
-                    name, _, where = str(option).replace("${model_engine}", engine).partition("@")
-                    yield group.strip("/"), name.strip("/"), package or where
+                    name, _, option_package = str(option).replace("${model_engine}", engine).partition("@")
+                    yield group.strip("/"), name.strip("/"), package or option_package
 
 
 def _selected(
@@ -157,7 +157,7 @@ def _selected(
     if directories:
         folders = " or ".join(map(str, directories))
         message += f" (no {group + '/' if group else ''}{option}.yaml in {folders})"
-    raise ConfigError([Problem(setting.key, message, setting.where)])
+    raise ConfigError([Problem(setting.key, message, setting.location)])
 
 
 def _find(name: str, directories: list[Path]) -> Path | None:
@@ -167,5 +167,5 @@ def _find(name: str, directories: list[Path]) -> Path | None:
 
 def _engine_of(option: str) -> str | None:
     """The engine that an option such as `megatron_actor` or a name such as `ppo_megatron_trainer` selects."""
-    words = re.split(r"[_.]", option)
-    return next((engine for engine in upstream_engines("strategy") if engine in words), None)
+    parts = re.split(r"[_.]", option)
+    return next((engine for engine in upstream_engines("strategy") if engine in parts), None)

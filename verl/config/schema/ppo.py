@@ -91,17 +91,17 @@ def _with_rollout_hosts(settings: dict[str, Any]) -> dict[str, Any]:
     sizes = [str(settings.get(key) or default) for key, default in zip(keys, (1, 1, 0, 0))]
     if not all(map(str.isdigit, sizes)) or int(sizes[2]) == 0 or settings.get(devices) is not None:
         return settings
-    hosts, own, rollout_hosts, rollout_own = map(int, sizes)
-    rollout_own = rollout_own or own
-    if hosts == rollout_hosts and (hosts == 1 or own != rollout_own):
-        per_host = own + rollout_own
+    hosts, gpus, rollout_hosts, rollout_gpus = map(int, sizes)
+    rollout_gpus = rollout_gpus or gpus
+    if hosts == rollout_hosts and (hosts == 1 or gpus != rollout_gpus):
+        per_host = gpus + rollout_gpus
         size = {"trainer.n_gpus_per_node": per_host}
-        actor = [rank for rank in range(hosts * per_host) if rank % per_host < own]
-        generating = [rank for rank in range(hosts * per_host) if rank % per_host >= own]
-    elif own == rollout_own:
+        actor = [rank for rank in range(hosts * per_host) if rank % per_host < gpus]
+        generating = [rank for rank in range(hosts * per_host) if rank % per_host >= gpus]
+    elif gpus == rollout_gpus:
         size = {"trainer.nnodes": hosts + rollout_hosts}
-        actor = list(range(hosts * own))
-        generating = list(range(hosts * own, (hosts + rollout_hosts) * own))
+        actor = list(range(hosts * gpus))
+        generating = list(range(hosts * gpus, (hosts + rollout_hosts) * gpus))
     else:
         return settings  # rejected by the checks
     return settings | size | {"placement.actor_devices": actor, devices: generating}

@@ -123,8 +123,8 @@ class HFRollout(RolloutEngine):
         defaults, self.module.generation_config = self.module.generation_config, GenerationConfig()
         self.module.eval()
         try:
-            for chosen in self._batches(requests, max_positions):
-                for index, completion in zip(chosen, self._generate([requests[i] for i in chosen])):
+            for indices in self._batches(requests, max_positions):
+                for index, completion in zip(indices, self._generate([requests[i] for i in indices])):
                     completions[index] = completion
         finally:
             self.module.generation_config = defaults
@@ -198,16 +198,16 @@ class HFRollout(RolloutEngine):
         completions = [self._truncate(tokens, lps, request.params) for tokens, lps, request in every]
         if calls is not None:
             routed_experts = self._routed_experts(calls, len(prompts))  # (b, tokens - 1, layers, k)
-            for prompt, completion, found in zip(prompts, completions, routed_experts):
+            for prompt, completion, choices in zip(prompts, completions, routed_experts):
                 first, end = width - len(prompt), width + len(completion.token_ids) - 1
-                completion.routed_experts = found[first:end].numpy()
+                completion.routed_experts = choices[first:end].numpy()
         return completions
 
     def _routed_experts(self, calls: list[torch.Tensor], rows: int) -> torch.Tensor:
         """The choices of all forward passes of `generate`, in order of the tokens. calls: of every layer of each."""
         layers = self.routing.layers
         passes = [torch.stack(calls[at : at + layers], 1) for at in range(0, len(calls), layers)]
-        return torch.cat([found.unflatten(0, (rows, -1)) for found in passes], 1).to("cpu", torch.int16)
+        return torch.cat([choices.unflatten(0, (rows, -1)) for choices in passes], 1).to("cpu", torch.int16)
 
     def _images(
         self, requests: list[Request], ids: torch.Tensor, mask: torch.Tensor
@@ -225,20 +225,20 @@ class HFRollout(RolloutEngine):
         if not self.reads_images or not any(inputs):
             return {}, nullcontext()
         continued = [request.continued for request in requests]
-        lengths = [count if given else ids.shape[1] for given, count in zip(inputs, continued)]
+        lengths = [count if image else ids.shape[1] for image, count in zip(inputs, continued)]
         text = TextTokens.find(config, ids, torch.tensor(lengths))
         media = Media(config, inputs)
-        found = media.by_row(media.index.tolist())
+        columns = media.by_row(media.index.tolist())
         if position_axes(config) > 1:
             positions = batch_positions(config, ids.cpu(), mask.cpu(), 0, inputs, continued)
             if (positions[:, :, -1] != positions.amax((1, 2))[:, None]).any():
                 raise ValueError("rollout.name=hf: expected prompts that end with text, found an image at the end")
-            found["position_ids"] = positions.transpose(0, 1)
+            columns["position_ids"] = positions.transpose(0, 1)
         else:
-            found["token_type_ids"] = (text.ids == config.image_token_id).long()
+            columns["token_type_ids"] = (text.ids == config.image_token_id).long()
         known = inspect.signature(self.module.forward).parameters
-        given = {name: values.to(ids.device) for name, values in found.items() if name in known}
-        return {"input_ids": text.ids, **given}, text.embedded(self.module)
+        arguments = {name: values.to(ids.device) for name, values in columns.items() if name in known}
+        return {"input_ids": text.ids, **arguments}, text.embedded(self.module)
 
     def _truncate(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Completion:
         """The response up to and including its first stop token."""

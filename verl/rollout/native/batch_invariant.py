@@ -54,8 +54,8 @@ class BatchInvariantDecoder:
     def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
         """Prefill each prompt once, with keys and values for all its `slots`. Returns logits (len(prompts), V)."""
         logits = []
-        for chosen in prefill_batches([len(prompt) for prompt in prompts]):
-            logits.append(self._prefill([prompts[i] for i in chosen], [slots[i] for i in chosen]))
+        for indices in prefill_batches([len(prompt) for prompt in prompts]):
+            logits.append(self._prefill([prompts[i] for i in indices], [slots[i] for i in indices]))
         return torch.cat(logits)
 
     def _prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:

@@ -48,13 +48,13 @@ class BatchInvariantCudaDecoder(CudaDecoder):
     def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
         """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V)."""
         logits = []
-        for chosen in prefill_batches([len(prompt) for prompt in prompts]):
-            logits.append(self._prefill([prompts[i] for i in chosen], [blocks[i] for i in chosen]))
+        for indices in prefill_batches([len(prompt) for prompt in prompts]):
+            logits.append(self._prefill([prompts[i] for i in indices], [blocks[i] for i in indices]))
         return torch.cat(logits)
 
     def _prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
         lengths, device = tuple(map(len, prompts)), self.buffers.kv_cache.device
-        targets = [(own[at // BLOCK_SIZE], at % BLOCK_SIZE) for own, n in zip(blocks, lengths) for at in range(n)]
+        targets = [(row[at // BLOCK_SIZE], at % BLOCK_SIZE) for row, n in zip(blocks, lengths) for at in range(n)]
         block, column = upload(list(zip(*targets)), torch.int64, device)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):

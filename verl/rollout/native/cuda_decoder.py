@@ -160,17 +160,17 @@ class CudaDecoder(Layers):
         images: Sequence[PromptImages | None] | None = None,
     ) -> torch.Tensor:
         """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V) float32."""
-        cache, where = self.buffers.kv_cache, {}
+        cache, copy_indices = self.buffers.kv_cache, {}
 
         def store(layer: int, indices: list[int], stored: torch.Tensor) -> None:
             count, width, heads, size = stored.shape
             used = triton.cdiv(width, BLOCK_SIZE)
             if layer == 0:
                 flat = [(i * used + at, block) for i, c in enumerate(indices) for at, block in enumerate(blocks[c])]
-                where["source"], where["target"] = self._upload([list(x) for x in zip(*flat)])
+                copy_indices["source"], copy_indices["target"] = self._upload([list(x) for x in zip(*flat)])
             whole = torch.nn.functional.pad(stored, (0, 0, 0, 0, 0, used * BLOCK_SIZE - width))
             whole = whole.reshape(count * used, BLOCK_SIZE, heads, size).transpose(1, 2)
-            cache[layer].index_copy_(0, where["target"], whole[where["source"]])
+            cache[layer].index_copy_(0, copy_indices["target"], whole[copy_indices["source"]])
 
         return self.prompts(prompts, store, images)
 

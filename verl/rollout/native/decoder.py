@@ -204,9 +204,9 @@ class Decoder:
         if self.tp.size == 1:
             x = F.embedding(ids, self.embedding)
         else:  # every token is in the slice of one rank
-            own = ids - self.tp.rank * len(self.embedding)
-            elsewhere = (own < 0) | (own >= len(self.embedding))
-            x = F.embedding(own.masked_fill(elsewhere, 0), self.embedding)
+            rows = ids - self.tp.rank * len(self.embedding)
+            elsewhere = (rows < 0) | (rows >= len(self.embedding))
+            x = F.embedding(rows.masked_fill(elsewhere, 0), self.embedding)
             x = self.tp.all_reduce(x.masked_fill_(elsewhere[..., None], 0))
         if self.embedding_scale != 1:
             x = x * self.embedding_scale

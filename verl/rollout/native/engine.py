@@ -270,14 +270,14 @@ class NativeRollout(RolloutEngine):
         samples, longest, width = paged_scheduler.group_rows(rows), _longest(rows), max(row.limit for row in rows)
         max_rows = self.max_rows if is_open else min(len(rows), self.max_rows)
         slots = cuda_decoder.bucket_of(min(max_rows, cuda_decoder.BUCKETS[-1]))
-        one, lines = paged_scheduler.blocks_for_one(samples), len(rows)
-        blocks = min(paged_scheduler.blocks_for(samples), one * slots)
+        row_blocks, lines = paged_scheduler.blocks_for_one(samples), len(rows)
+        blocks = min(paged_scheduler.blocks_for(samples), row_blocks * slots)
         if is_open:
             longest = max(longest, min(self.max_length, self.decoder.max_positions))
             width = max(width, self.max_response or longest // 2)
-            one = max(one, paged_scheduler.blocks_for_length(longest))
-            blocks, lines = one * slots, slots
-        self._prepare_paged(cuda_decoder.Size(slots, blocks, one, lines * width, longest))
+            row_blocks = max(row_blocks, paged_scheduler.blocks_for_length(longest))
+            blocks, lines = row_blocks * slots, slots
+        self._prepare_paged(cuda_decoder.Size(slots, blocks, row_blocks, lines * width, longest))
         if is_open:
             lines = len(self._cuda_decoder.buffers.tokens) // width
         scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), lines, width)
@@ -292,15 +292,15 @@ class NativeRollout(RolloutEngine):
         decoder = self.decoder
         fits = self._cuda_decoder is not None and self._cuda_decoder.buffers.fits(size)
         if not self.tp.smallest(fits):
-            one, longest, size = size.width, size.positions, size.with_headroom()
+            row_blocks, longest, size = size.width, size.positions, size.with_headroom()
             self._cuda_decoder = None  # freed before the new one is allocated
             block = cuda_decoder.block_bytes(decoder)
             budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, size.slots)
             budget = self.tp.smallest(budget - self._routes_bytes(decoder, size.responses))
-            if budget // block < one:
+            if budget // block < row_blocks:
                 raise ValueError(
                     f"the KV cache has {max(0, budget):,} bytes, but one row of {longest} tokens needs "
-                    f"{one * block:,}: increase the memory of the cache or decrease the sequence length"
+                    f"{row_blocks * block:,}: increase the memory of the cache or decrease the sequence length"
                 )
             buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block), self.records)
             self._cuda_decoder = self._gpu_decoder(decoder, buffers)

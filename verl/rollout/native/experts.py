@@ -46,14 +46,14 @@ class Experts:
         """The experts of each token and their weights, (N, k) each. x: (N, H)."""
         logits = self.router(x)
         probabilities = logits.softmax(-1, dtype=torch.promote_types(torch.float32, logits.dtype))
-        chosen = probabilities.topk(self.top_k, -1).indices
-        weights = gate_weights(probabilities, chosen, self.normalized)
-        return chosen, weights if self.keeps_float else weights.to(logits.dtype)
+        experts = probabilities.topk(self.top_k, -1).indices
+        weights = gate_weights(probabilities, experts, self.normalized)
+        return experts, weights if self.keeps_float else weights.to(logits.dtype)
 
     def outputs(
         self,
         x: torch.Tensor,
-        chosen: torch.Tensor,
+        experts: torch.Tensor,
         weights: torch.Tensor,
         activation: Callable[[torch.Tensor], torch.Tensor],
         static: bool = False,
@@ -61,52 +61,52 @@ class Experts:
         """The weighted sum of the experts of this rank: x (N, H) -> (N, H).
 
         Args:
-            chosen, weights: as `route` returns them.
+            experts, weights: as `route` returns them.
             activation: of the gate.
             static: use operations whose shapes and number do not depend on the choices, for a CUDA graph.
         """
-        own = chosen - self.first
+        ids = experts - self.first
         held = len(self.gate_up)
         if held < self.count:  # experts of other ranks come last
-            own = own.where((own >= 0) & (own < held), held)
+            ids = ids.where((ids >= 0) & (ids < held), held)
         if x.is_cuda and x.dtype == torch.bfloat16 and fits_grouped_matmul(self.gate_up, self.down, x.dtype):
-            return self._grouped(x, own, weights, activation)
+            return self._grouped(x, ids, weights, activation)
         if static:
-            return self._dense(x, own, weights, activation)
-        return self._one_by_one(x, own, weights, activation)
+            return self._dense(x, ids, weights, activation)
+        return self._one_by_one(x, ids, weights, activation)
 
-    def _one_by_one(self, x: torch.Tensor, own: torch.Tensor, weights: torch.Tensor, activation) -> torch.Tensor:
+    def _one_by_one(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, activation) -> torch.Tensor:
         """One matmul for every expert that has tokens."""
-        order, counts = by_expert(own, len(self.gate_up) + 1)
+        order, counts = by_expert(ids, len(self.gate_up) + 1)
         tokens = order // self.top_k
-        found = x.new_zeros(len(order), x.shape[1])
+        outputs = x.new_zeros(len(order), x.shape[1])
         rows, start = x[tokens], 0
         for expert, size in enumerate(counts[:-1].tolist()):
             if size:
                 span = slice(start, start + size)
                 gate, up = torch.mm(rows[span], self.gate_up[expert].t()).chunk(2, -1)
-                torch.mm(activation(gate).mul_(up), self.down[expert].t(), out=found[span])
+                torch.mm(activation(gate).mul_(up), self.down[expert].t(), out=outputs[span])
                 start += size
-        return weighted_sum(found, order, weights, x.dtype)
+        return weighted_sum(outputs, order, weights, x.dtype)
 
-    def _grouped(self, x: torch.Tensor, own: torch.Tensor, weights: torch.Tensor, activation) -> torch.Tensor:
+    def _grouped(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, activation) -> torch.Tensor:
         """One grouped matmul for all experts (bfloat16 on a GPU)."""
         held = len(self.gate_up)
-        order, counts = by_expert(own, held + 1)
+        order, counts = by_expert(ids, held + 1)
         ends = counts[:-1].cumsum(0, dtype=torch.int32)
         gate, up = F.grouped_mm(x[order // self.top_k], self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-        found = F.grouped_mm(activation(gate) * up, self.down.transpose(1, 2), offs=ends)
+        outputs = F.grouped_mm(activation(gate) * up, self.down.transpose(1, 2), offs=ends)
         if held < self.count:  # the kernel does not write the rows after the last expert
-            found = found.masked_fill(own.flatten()[order][:, None] == held, 0)
-        return weighted_sum(found, order, weights, x.dtype)
+            outputs = outputs.masked_fill(ids.flatten()[order][:, None] == held, 0)
+        return weighted_sum(outputs, order, weights, x.dtype)
 
-    def _dense(self, x: torch.Tensor, own: torch.Tensor, weights: torch.Tensor, activation) -> torch.Tensor:
+    def _dense(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, activation) -> torch.Tensor:
         """Every expert for every token."""
         held = len(self.gate_up)
         gate, up = torch.matmul(x, self.gate_up.transpose(1, 2)).chunk(2, -1)  # (e, N, I)
-        found = torch.matmul(activation(gate) * up, self.down.transpose(1, 2))  # (e, N, H)
-        per_expert = weights.new_zeros(len(x), held + 1).scatter_add_(1, own, weights)[:, :held]
-        return (found * per_expert.t()[..., None]).sum(0).to(x.dtype)
+        outputs = torch.matmul(activation(gate) * up, self.down.transpose(1, 2))  # (e, N, H)
+        per_expert = weights.new_zeros(len(x), held + 1).scatter_add_(1, ids, weights)[:, :held]
+        return (outputs * per_expert.t()[..., None]).sum(0).to(x.dtype)
 
 
 def is_mixture(mlp: nn.Module) -> bool:

@@ -96,7 +96,7 @@ def _make_tensor_parallel(
     """The engine of one rank of a tensor-parallel group: a module with slices of the parameters."""
     from verl.rollout.native.slices import SliceReceiver, Slices
 
-    tp = TensorParallel.of(env)
+    tp = TensorParallel.from_env(env)
     slices = Slices(read_config(model.path, model.override_config, model.trust_remote_code), tp)
     shapes: dict[str, torch.Size] = {}
 

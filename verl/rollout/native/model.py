@@ -302,8 +302,8 @@ class _Reader:
 
         factor: (in,), multiplied into the matrix. order: permutation of the outputs.
         """
-        found = [_linear(name, linear) for name, linear in linears.items()]
-        weights, biases = [f.weight for f in found], [f.bias for f in found if f.bias is not None]
+        parts = [_linear(name, linear) for name, linear in linears.items()]
+        weights, biases = [f.weight for f in parts], [f.bias for f in parts if f.bias is not None]
         if order is not None:
             weights = [torch.cat(weights).detach()[order]]
             bias = self._copy([torch.cat(biases).detach()[order]], self.dtype) if biases else None

@@ -433,6 +433,6 @@ class PagedScheduler:
         completion = Completion(tokens[:end].tolist(), log_probs[:end].tolist(), "stop" if stopped else cut)
         if self.decoder.records:
             out = sample.line * self.line_width
-            own = self.buffers.routed_experts[out : out + max(0, end - 1)]
-            completion.routed_experts = torch.cat((sample.group.routed_experts, own)).cpu().numpy()
+            choices = self.buffers.routed_experts[out : out + max(0, end - 1)]
+            completion.routed_experts = torch.cat((sample.group.routed_experts, choices)).cpu().numpy()
         return completion

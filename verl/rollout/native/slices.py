@@ -59,7 +59,7 @@ class Slices:
         q = rank * heads // ranks, (rank + 1) * heads // ranks
         k = heads + first, heads + first + shared
         v = k[0] + kv_heads, k[1] + kv_heads
-        one, own = (0, ranks), [(rank, rank + 1)]
+        by_rows, unit = (0, ranks), [(rank, rank + 1)]
         # last component of a layer's name -> dimension, number of equal units in it, and this rank's ranges of units
         self._rules: dict[str, tuple[int, int, list[tuple[int, int]]]] = {
             "q_proj": (0, heads, [q]),
@@ -67,10 +67,10 @@ class Slices:
             "v_proj": (0, kv_heads, [(first, first + shared)]),
             "qkv_proj": (0, heads + 2 * kv_heads, [q, k, v]),
             "gate_up_proj": (0, 2 * ranks, [(rank, rank + 1), (ranks + rank, ranks + rank + 1)]),
-            "o_proj": (1, ranks, own),
-            "down_proj": (1, ranks, own),
-            "experts": (0, ranks, own),  # gate_up_proj and down_proj of all experts
-            **{name: (*one, own) for name in ("gate_proj", "up_proj", "embed_tokens", "lm_head")},
+            "o_proj": (1, ranks, unit),
+            "down_proj": (1, ranks, unit),
+            "experts": (0, ranks, unit),  # gate_up_proj and down_proj of all experts
+            **{name: (*by_rows, unit) for name in ("gate_proj", "up_proj", "embed_tokens", "lm_head")},
         }
 
     def _rule(self, name: str) -> tuple[tuple[int, int, list[tuple[int, int]]] | None, str]:
@@ -114,8 +114,8 @@ class Slices:
         """Replace the parameters of a module on "meta" by parameters of the shapes of their slices."""
         for prefix, part in module.named_modules():
             for name, full in part.named_parameters(recurse=False):
-                own = torch.empty_like(self.slice_of(f"{prefix}.{name}", full), memory_format=torch.contiguous_format)
-                part.register_parameter(name, nn.Parameter(own, requires_grad=False))
+                shard = torch.empty_like(self.slice_of(f"{prefix}.{name}", full), memory_format=torch.contiguous_format)
+                part.register_parameter(name, nn.Parameter(shard, requires_grad=False))
 
 
 class SliceReceiver(ModuleReceiver):

@@ -36,7 +36,7 @@ class Layers:
         """records: keep the choices of the routers."""
         self.decoder = decoder
         self.records = records
-        self.chosen: list[torch.Tensor] = []  # of the layers with experts since they were last collected
+        self.recorded_experts: list[torch.Tensor] = []  # of the layers with experts since they were last collected
         self.prompt_experts: list[torch.Tensor] = []  # of the last prefill: per prompt (tokens, layers, k)
         self.tp = decoder.tp
         self.activation = ACTIVATIONS[decoder.activation]
@@ -56,13 +56,13 @@ class Layers:
         self.prompt_experts = [logits] * len(prompts) if self.records else []
         while order:
             count = _prefill_batch_size([len(prompts[i]) for i in order])
-            chosen, order = order[:count], order[count:]
-            shown = [None if images is None else images[i] for i in chosen]
-            logits[self._upload(chosen)] = self._prompts(chosen, [prompts[i] for i in chosen], store, shown)
+            indices, order = order[:count], order[count:]
+            batch_images = [None if images is None else images[i] for i in indices]
+            logits[self._upload(indices)] = self._prompts(indices, [prompts[i] for i in indices], store, batch_images)
         return logits
 
     def _prompts(
-        self, chosen: list[int], prompts: list[list[int]], store: Store, images: Sequence[PromptImages | None]
+        self, indices: list[int], prompts: list[list[int]], store: Store, images: Sequence[PromptImages | None]
     ) -> torch.Tensor:
         decoder = self.decoder
         count, width = len(prompts), max(map(len, prompts))
@@ -79,7 +79,7 @@ class Layers:
             tables = [tuple(t[:, None] for t in table) for table in rows]
         for index, layer in enumerate(decoder.layers):
             qkv = self._qkv(layer, x, tables[layer.rope]).view(count, width, -1, decoder.head_dim)
-            store(index, chosen, qkv[:, :, decoder.heads :])
+            store(index, indices, qkv[:, :, decoder.heads :])
             attended = self._attend_causally(qkv, layer.window, blocks)
             # only the last token of each prompt, which is text, is needed from the last layer on
             is_last = index == len(decoder.layers) - 1
@@ -92,12 +92,12 @@ class Layers:
             x = x[last]
             routed_experts = self.collect_experts().unflatten(0, (count, width))
             for i, prompt in enumerate(prompts):
-                self.prompt_experts[chosen[i]] = routed_experts[i, : len(prompt)]
+                self.prompt_experts[indices[i]] = routed_experts[i, : len(prompt)]
         return decoder.logits(x)
 
     def collect_experts(self) -> torch.Tensor:
         """The choices of the routers since the last call, (N, layers, k) int16."""
-        routed_experts, self.chosen = torch.stack(self.chosen, 1).to(torch.int16), []
+        routed_experts, self.recorded_experts = torch.stack(self.recorded_experts, 1).to(torch.int16), []
         return routed_experts
 
     def _upload(self, values: list) -> torch.Tensor:
@@ -143,10 +143,10 @@ class Layers:
 
     def _mixture(self, layer: Layer, x: torch.Tensor, static: bool = False) -> torch.Tensor:
         """The routed experts of a layer: normed (N, H) -> (N, H). static: as in `Experts.outputs`."""
-        chosen, weights = layer.experts.route(x)
+        experts, weights = layer.experts.route(x)
         if self.records:
-            self.chosen.append(chosen)
-        return self.tp.all_reduce(layer.experts.outputs(x, chosen, weights, self.activation, static))
+            self.recorded_experts.append(experts)
+        return self.tp.all_reduce(layer.experts.outputs(x, experts, weights, self.activation, static))
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """q (B HK, G, D), scaled; k (B HK, D, L); v (B HK, L, D) -> (B HK, G, D). mask: additive, (B, HK, G, L)."""
@@ -212,17 +212,17 @@ class TorchDecoder(Layers):
         """Prefill each prompt once, with keys and values for all its `slots`. Returns logits (len(prompts), V)
         float32."""
         if images is not None:
-            offsets = [0 if found is None else found.offset for found, targets in zip(images, slots) for _ in targets]
+            offsets = [0 if image is None else image.offset for image, targets in zip(images, slots) for _ in targets]
             self.cache.offsets[[slot for targets in slots for slot in targets]] = self._upload(offsets)
         lengths = [len(prompt) for prompt, targets in zip(prompts, slots) for _ in targets]
         every_slot = [slot for targets in slots for slot in targets]
         self.cache.allocate(self._upload(every_slot), self._upload(lengths))
 
-        def store(layer: int, chosen: list[int], stored: torch.Tensor) -> None:
+        def store(layer: int, indices: list[int], stored: torch.Tensor) -> None:
             width = stored.shape[1]
-            source = self._upload([i for i, c in enumerate(chosen) for _ in slots[c]])
-            target = self._upload([slot for c in chosen for slot in slots[c]])
-            filled = self._upload([width - len(prompts[c]) for c in chosen for _ in slots[c]])
+            source = self._upload([i for i, c in enumerate(indices) for _ in slots[c]])
+            target = self._upload([slot for c in indices for slot in slots[c]])
+            filled = self._upload([width - len(prompts[c]) for c in indices for _ in slots[c]])
             # prompts are right-aligned in the cache; the columns before a shorter one are masked
             at = (torch.arange(width, device=target.device) - filled[:, None]).clamp_min_(0)
             self.cache.write_prompts(layer, target, stored[source[:, None], at])

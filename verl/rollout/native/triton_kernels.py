@@ -73,10 +73,10 @@ def _merge_partials(out, mask, partials, arrived, s, splits, highest, weight, to
           SP: tl.constexpr):  # fmt: skip
     """Write the running sums of program s to partials (splits, GP, DP + 2). The last program merges them."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
-    own = partials + (s * GP + g) * (DP + 2)
-    tl.store(own[:, None] + d[None, :], total)
-    tl.store(own + DP, highest)
-    tl.store(own + DP + 1, weight)
+    pointers = partials + (s * GP + g) * (DP + 2)
+    tl.store(pointers[:, None] + d[None, :], total)
+    tl.store(pointers + DP, highest)
+    tl.store(pointers + DP + 1, weight)
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
         tl.store(arrived, 0)
@@ -90,10 +90,10 @@ def _merge_partials(out, mask, partials, arrived, s, splits, highest, weight, to
         total = tl.zeros([GP, DP], tl.float32)
         for first in range(0, splits, 4):  # four loads in flight
             for k in tl.static_range(4):
-                one = partials + ((first + k) * GP + g) * (DP + 2)
+                source = partials + ((first + k) * GP + g) * (DP + 2)
                 valid = first + k < splits
-                share = tl.exp(tl.load(one + DP, mask=valid, other=-1e30, cache_modifier=".cg") - highest)
-                part = tl.load(one[:, None] + d[None, :], mask=valid, other=0.0, cache_modifier=".cg")
+                share = tl.exp(tl.load(source + DP, mask=valid, other=-1e30, cache_modifier=".cg") - highest)
+                part = tl.load(source[:, None] + d[None, :], mask=valid, other=0.0, cache_modifier=".cg")
                 total += part * share[:, None]
         tl.store(out, (total / weight[:, None]).to(out.dtype.element_ty), mask=mask)
 
@@ -331,10 +331,10 @@ def draw_token(
         inside = tl.cumsum(tl.exp(x - tl.max(x, 0)).to(tl.float64), 0)
         inner = tl.sum((inside <= share * tl.max(inside, 0)).to(tl.int32), 0)
         token = tl.minimum(block * BLOCK + inner, V - 1)
-        chosen = tl.load(row + token).to(tl.float32)
+        logit = tl.load(row + token).to(tl.float32)
         if SOFTCAP:
-            chosen = _softcap(chosen, softcap)
-        log_prob = chosen * inverse_temperature - highest - log_total
+            logit = _softcap(logit, softcap)
+        log_prob = logit * inverse_temperature - highest - log_total
     _store_token(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
 
 

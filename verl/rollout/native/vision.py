@@ -100,14 +100,14 @@ class NativeVision:
             prompts: `count` prompts.
             images: those of each.
         """
-        if not any(found is not None for found in images):
+        if not any(image is not None for image in images):
             return None
         count, width = len(prompts), len(embeds) // len(prompts)
-        media = Media(self.config, [None if found is None else found.inputs for found in images])
+        media = Media(self.config, [None if image is None else image.inputs for image in images])
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        own = [prompt[: len(prompt) - (found.continued if found else 0)] for prompt, found in zip(prompts, images)]
+        prefixes = [prompt[: len(prompt) - (image.continued if image else 0)] for prompt, image in zip(prompts, images)]
         rows = {  # without the tokens of earlier turns: a placeholder token among them is text
-            "input_ids": torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in own]),
+            "input_ids": torch.tensor([prompt + [-1] * (width - len(prompt)) for prompt in prefixes]),
             "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
             "responses": torch.zeros(count, 0, dtype=torch.long),
             INDEX: media.index,
@@ -118,9 +118,9 @@ class NativeVision:
             features = self.forward.features(vision.tensors)
         placed, more = insert_features(embeds[None], features, vision)
         positions = torch.arange(width).expand(count, 3, width).clone()
-        for row, found in enumerate(images):
-            if found is not None:
-                positions[row, :, : found.positions.shape[1]] = found.positions
+        for row, image in enumerate(images):
+            if image is not None:
+                positions[row, :, : image.positions.shape[1]] = image.positions
         mask = more["visual_pos_masks"][0] if more else None
         deepstack = tuple(more.get("deepstack_visual_embeds", ()))
         positions = positions.transpose(0, 1).flatten(1).to(embeds.device)
@@ -135,11 +135,11 @@ def _runs(slots: torch.Tensor, count: int, width: int) -> torch.Tensor:
 
     slots: (V,) flat index of the placeholders, ascending.
     """
-    found = torch.zeros(count * width, dtype=torch.long, device=slots.device)
+    runs = torch.zeros(count * width, dtype=torch.long, device=slots.device)
     starts = torch.ones_like(slots)
     starts[1:] = (slots.diff() != 1) | (slots[1:] % width == 0)
-    found[slots] = starts.cumsum(0)
-    return found.view(count, width)
+    runs[slots] = starts.cumsum(0)
+    return runs.view(count, width)
 
 
 def vision_of(module: nn.Module, dtype: torch.dtype) -> NativeVision | None:

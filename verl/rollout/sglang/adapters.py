@@ -46,8 +46,8 @@ def lora_args(layers: AdaptedLayers, on_gpu: bool, memory_saver: bool) -> dict[s
 
 
 def _completed(modules: Iterable[str]) -> list[str]:
-    found = {*modules}
-    return sorted(found.union(*(group for group in _FUSED.values() if found & {*group})))
+    names = {*modules}
+    return sorted(names.union(*(group for group in _FUSED.values() if names & {*group})))
 
 
 def obstacles(copy: EngineCopy, env: RolloutEnv, layers: AdaptedLayers) -> Iterator[str]:
@@ -60,11 +60,11 @@ def obstacles(copy: EngineCopy, env: RolloutEnv, layers: AdaptedLayers) -> Itera
         yield f"expected names with .layers.NUMBER., found {other[0]}"
     if not layers.has_one_rank:
         yield "expected one rank for all layers (no rank_pattern)"
-    for kind, found in (
+    for kind, is_present in (
         ("mixtures of experts", experts_of(copy.hf_config)),
         ("images", is_vision_config(copy.hf_config)),
     ):
-        if found:
+        if is_present:
             yield f"it is not supported for models with {kind}"
     text, ranks = copy.hf_config.get_text_config(), env.tp_size
     heads, width = text.num_key_value_heads, text.intermediate_size
@@ -78,8 +78,8 @@ def obstacles(copy: EngineCopy, env: RolloutEnv, layers: AdaptedLayers) -> Itera
 
 def _number_of(layer: str) -> str | None:
     """The number of the decoder layer with this linear layer; None: it has none."""
-    found = re.search(r"\.layers\.(\d+)\.", layer)
-    return found and found[1]
+    match = re.search(r"\.layers\.(\d+)\.", layer)
+    return match and match[1]
 
 
 def _loads_adapters() -> bool:

@@ -42,7 +42,7 @@ def make_sglang(
         return SglangFollower()
     on_gpu = env.device.type == "cuda"
     capabilities = probe(on_gpu)
-    copy = EngineCopy.of(config, model, env, train_engine)
+    copy = EngineCopy.from_arguments(config, model, env, train_engine)
     adapted = applied_layers("sglang", config, env, partial(obstacles, copy, env))
     if env.tp_rank > 0:
         return SglangFollower(None if adapted is None else FollowerAdapterReceiver())

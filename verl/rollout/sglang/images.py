@@ -149,12 +149,12 @@ class MediaReader:
         if digests is None:
             digests = self._digests[pixels] = [_digest(*pair) for pair in zip(each, grids)]
         frames = 1 if len(spans) == len(grids) else None
-        found, begin = [], 0
+        items, begin = [], 0
         for patches, grid, digest in zip(each, grids, digests):
             end = begin + (frames or int(grid[0]))
-            found.append(Item(kind, patches, grid[None], spans[begin:end], digest))
+            items.append(Item(kind, patches, grid[None], spans[begin:end], digest))
             begin = end
-        return found
+        return items
 
 
 def _digest(pixels: torch.Tensor, grid: torch.Tensor) -> int:

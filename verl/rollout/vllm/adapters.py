@@ -182,9 +182,9 @@ class _Loading:
                 for index, stack in enumerate(stacks if isinstance(stacks, tuple) else (stacks,)):
                     keys.append((module, index, matrix))
                     stored.append(sum_of_bits(stack[slot]))
-        own = torch.stack(stored).cpu()
-        total, ranks = _sum_over_group(own)
-        for key, of_rank, of_group in zip(keys, own.tolist(), total.tolist()):
+        sums = torch.stack(stored).cpu()
+        total, ranks = _sum_over_group(sums)
+        for key, of_rank, of_group in zip(keys, sums.tolist(), total.tolist()):
             sent = self._sent.pop(key, 0)
             # replicated: each rank has all of it; sharded: the ranks together, or several copies of a head
             if of_rank != sent and of_group not in [wrap(copies * sent) for copies in range(1, ranks + 1)]:

@@ -41,7 +41,7 @@ def make_vllm(
     """
     check_not_deterministic(config)
     capabilities = probe()
-    copy = EngineCopy.of(config, model, env, train_engine)
+    copy = EngineCopy.from_arguments(config, model, env, train_engine)
     layers = copy.recorded_layers("vllm")
     args = engine_args(config, copy, env, capabilities)
     adapted = applied_layers("vllm", config, env, partial(obstacles, copy, capabilities))

@@ -267,12 +267,12 @@ class _Finder:
         """HuggingFace name -> what is stored of the parameter, by its rows; columns begin with the first one."""
         slices = {}
         for name, target in self.targets.items():
-            own = [run for run in runs[target] if run.name == name]
-            start, rows = own[0].at if own else 0, sum(run.rows for run in own)
-            if any(after.at != run.at + run.rows for run, after in pairwise(own)):
+            name_runs = [run for run in runs[target] if run.name == name]
+            start, rows = name_runs[0].at if name_runs else 0, sum(run.rows for run in name_runs)
+            if any(after.at != run.at + run.rows for run, after in pairwise(name_runs)):
                 raise NotSliced(f"vLLM's {target} has the rows of {name} in several places")
             columns, dtype = self.columns[target], self.parameters[target].dtype
-            chunks = tuple(Chunk(Box(run.row, run.row + run.rows, 0, columns), run.at - start) for run in own)
+            chunks = tuple(Chunk(Box(run.row, run.row + run.rows, 0, columns), run.at - start) for run in name_runs)
             slices[name] = _Slice(target, start, Stored(tuple(self.shapes[name]), rows, columns, chunks, dtype))
         return slices
 

@@ -115,16 +115,16 @@ class VllmSliceReceiver(VllmReceiver, SlicedWeights):
         Raises:
             RuntimeError: on every rank, if one has failed for another reason than the layout of its parameters.
         """
-        own, failure = "", None
+        obstacle, failure = "", None
         try:
             with self._updating(version=0, idle=True, is_last=False) as model:
                 self._search_slices(model)
         except NotSliced as error:
-            own = str(error)
+            obstacle = str(error)
         except Exception as error:  # the others wait in the collective below: they are told, and it is raised after it
             failure = error
         outcomes: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (own, "" if failure is None else describe_error(failure)))
+        dist.all_gather_object(outcomes, (obstacle, "" if failure is None else describe_error(failure)))
         failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message]
         if failed:
             more = f" ({len(failed)} of {len(outcomes)} ranks failed)" if len(failed) > 1 else ""

@@ -89,8 +89,8 @@ class ProcessCluster:
             devices = None
             if on_gpu:
                 devices = pool.devices if pool.devices is not None else range(pool.world_size)
-            where = {"timeout": self.timeout, "devices": devices, "env": env, "separate_process": True}
-            return colocate(roles, pool.world_size, **where)
+            options = {"timeout": self.timeout, "devices": devices, "env": env, "separate_process": True}
+            return colocate(roles, pool.world_size, **options)
 
         try:
             self._groups = start_pools(pools, specs, start)

@@ -134,14 +134,14 @@ def _unused(config: schema.Config, changed: list[str]) -> Iterator[tuple[str, st
 
 def _parameters_of_others(registry: Registry[Callable], name: str) -> set[str]:
     """Parameters of other registered functions that the selected one does not have; empty if it takes all settings."""
-    own = parameter_names(registry[name])
-    if "config" in own:
+    names = parameter_names(registry[name])
+    if "config" in names:
         return set()
     # a function with the parameter clip_ratio_low is reached by clip_ratio, which is its default
     defaults = {
-        _name(default.strip("${}")) for key, default in derived_fields(schema.Config).items() if _name(key) in own
+        _name(default.strip("${}")) for key, default in derived_fields(schema.Config).items() if _name(key) in names
     }
-    return set().union(*(_parameters(registered) for _, registered in registry.items())) - own - defaults
+    return set().union(*(_parameters(registered) for _, registered in registry.items())) - names - defaults
 
 
 def _parameters(registered: Callable) -> set[str]:

@@ -41,7 +41,7 @@ class ModelLimits:
     hf_config: Any = None
 
     @classmethod
-    def of(cls, model: schema.ModelConfig) -> "ModelLimits":
+    def from_config(cls, model: schema.ModelConfig) -> "ModelLimits":
         """The limits of the model that a `model` section names."""
         from transformers import AutoConfig
 
@@ -110,7 +110,7 @@ def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig
         return
     advice = f"the {role} reads the token ids of the policy, so use a {role} with the tokenizer of {policy!r}"
     try:
-        ModelLimits.of(model).check_vocabulary(tokenizer, largest_id)
+        ModelLimits.from_config(model).check_vocabulary(tokenizer, largest_id)
     except ValueError as error:
         raise ValueError(f"{role} {model.path!r}: {error}; {advice}") from error
     folder = Path(model_source(model.path))

@@ -62,7 +62,8 @@ def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_co
 
 def shape_of_config(hf: Any, name: str) -> ModelShape:
     """The shape of a model, from its HuggingFace config. name: in errors and tables."""
-    shape = ModelShape.of({**hf.get_text_config().to_dict(), "tie_word_embeddings": hf.tie_word_embeddings}, name)
+    config = {**hf.get_text_config().to_dict(), "tie_word_embeddings": hf.tie_word_embeddings}
+    shape = ModelShape.from_config(config, name)
     return replace(shape, vision=_vision_of(hf)) if is_vision_config(hf) else shape
 
 

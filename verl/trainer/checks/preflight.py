@@ -101,13 +101,13 @@ class Check:
         stage: SETTINGS, IMPORTS, CONFIG, INPUTS or FLOW.
         function: "module.function" in this package, or "package.module:function". It has one parameter, the Run, or the
             settings if its name is `config`, and raises ValueError or returns problems.
-        of: schemas that it applies to.
+        schemas: those that it applies to.
     """
 
     name: str
     stage: str
     function: str
-    of: type[Schema] | tuple[type[Schema], ...] = TRAINING
+    schemas: type[Schema] | tuple[type[Schema], ...] = TRAINING
 
     def __call__(self, run: Run) -> Iterable[Problem]:
         function = pkgutil.resolve_name(self.function if ":" in self.function else f"{__package__}.{self.function}")
@@ -156,7 +156,7 @@ CHECKS: tuple[Check, ...] = (
 
 def checks_of(config: Schema, *stages: str) -> list[Check]:
     """The checks of some stages that apply to a configuration, in order."""
-    return [check for check in CHECKS if check.stage in stages and isinstance(config, check.of)]
+    return [check for check in CHECKS if check.stage in stages and isinstance(config, check.schemas)]
 
 
 def base_settings(recipe: Recipe) -> dict[str, Any]:

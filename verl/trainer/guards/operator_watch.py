@@ -105,8 +105,8 @@ class OperatorWatch(Guard):
     def _interrupt(self, name: str, limit: str) -> None:
         """Raise OperatorTimeout in the thread that runs the flow."""
         frame = sys._current_frames()[self._flow_thread.ident]
-        where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        self._message = f"operator {name!r} has not ended after {limit}: it is in {where}; stacks of all threads:"
+        location = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        self._message = f"operator {name!r} has not ended after {limit}: it is in {location}; stacks of all threads:"
         self._message += f"\n{thread_stacks()}"
         if self._flow_thread is threading.main_thread():
             self._signal_handled = False

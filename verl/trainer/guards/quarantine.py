@@ -47,12 +47,12 @@ def drop_quarantined(source: PromptSource, folder: Path) -> None:
 
 def _rows_of(lines: Iterable[str], path: Path, count: int) -> Iterable[int]:
     for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
-        entry = parse_json(line, where, 'an object with "row"')
+        location = f"{path}, line {number}"
+        entry = parse_json(line, location, 'an object with "row"')
         row = entry.get("row") if isinstance(entry, dict) else None
         if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < count:
             raise ValueError(
-                f'{where}: expected an object with "row", a row of the training data from 0 to {count - 1}, found '
+                f'{location}: expected an object with "row", a row of the training data from 0 to {count - 1}, found '
                 f"{format_line(line)}: fix the line, or delete the file to use all rows"
             )
         yield row

@@ -58,9 +58,9 @@ def never_correct(history: History, scale: float = 1.0) -> str | None:
     """No response of the first steps was correct: the accuracy was 0, or without an accuracy, every score."""
     accuracy = history.get("reward/acc", ())
     series = [accuracy] if accuracy else [history.get(f"critic/score/{name}", ()) for name in ("min", "max")]
-    if any([step for step, _ in one[:WINDOW]] != list(range(1, WINDOW + 1)) for one in series):  # a resumed run
+    if any([step for step, _ in curve[:WINDOW]] != list(range(1, WINDOW + 1)) for curve in series):  # a resumed run
         return None
-    if any(value != 0 for one in series for _, value in one[:WINDOW]):
+    if any(value != 0 for curve in series for _, value in curve[:WINDOW]):
         return None
     return (
         f"no response of the first {WINDOW} steps was correct: warm up with SFT (docs/sft.md), choose easier prompts, "

@@ -120,9 +120,11 @@ def validation_metrics(
                 }
                 if predictions is not None:
                     kinds[f"maj@{n}"] = lambda rows, c=column: _majority(c[rows], predictions[rows])
-            for kind, of in kinds.items():
+            for kind, aggregate in kinds.items():
                 section = "val-core" if name == core and kind.split("@")[0] in ("mean", "best", "maj") else "val-aux"
-                metrics[f"{section}/{source}/{name}/{kind}"] = float(np.mean([of(rows) for rows in prompts.values()]))
+                metrics[f"{section}/{source}/{name}/{kind}"] = float(
+                    np.mean([aggregate(rows) for rows in prompts.values()])
+                )
     return metrics
 
 

@@ -95,7 +95,7 @@ class RunLog:
         dataset = view.run.inputs.val_dataset
         self._divergence = DivergenceWatch(prompts=None if dataset is None else len(dataset))
         self._count = self._settings.get("log_samples", 0)  # not in SFT
-        self._shown = 0.0  # when the panel got its samples
+        self._sampled_at = 0.0  # when the panel got its samples
         self._progress: TrainingProgress | None = None
         self._tracking: Tracking
 
@@ -150,8 +150,8 @@ class RunLog:
         """Log a step."""
         batch, step = report.batch, report.step
         progress, now = self._progress, time.monotonic()
-        if progress is not None and progress.is_live and now - self._shown >= _SAMPLE_SECONDS:
-            self._shown = now
+        if progress is not None and progress.is_live and now - self._sampled_at >= _SAMPLE_SECONDS:
+            self._sampled_at = now
             progress.show_samples([(row["input"], row["output"], row["score"]) for row in self._draw(batch, _SAMPLES)])
         self._log(step, report.metrics)
         if self._count:

@@ -211,8 +211,8 @@ def _groups(batch: DataProto, scores: torch.Tensor, tokenizer: Any) -> dict[str,
     equal = [rows[0] for rows in groups if len({scores[row].item() for row in rows}) == 1]
     examples = generations(batch, tokenizer, equal[:_EXAMPLES])
     names = ("input", "output", "gts", "score", "images")
-    shown = [{name: sample[name] for name in names if name in sample} for sample in examples]
-    return {"count": len(groups), "zero_variance": len(equal), "examples": shown}
+    records = [{name: sample[name] for name in names if name in sample} for sample in examples]
+    return {"count": len(groups), "zero_variance": len(equal), "examples": records}
 
 
 def _tokens(batch: DataProto, tokenizer: Any, row: int) -> dict[str, Any]:

@@ -53,16 +53,16 @@ def _with_earlier_steps(history: Mapping[str, Series], folder: Path, resumed: in
 
 def _results(view: RunView, folder: Path, has_file: bool) -> list[str]:
     """Paths of the run, one per line, and what to do with the model."""
-    lines, commands, typed = [], [], _shown(folder)
+    lines, commands, typed = [], [], _short_path(folder)
     saved = None if view.config.trainer.val_only else view.checkpointer.store.newest()
     model = None if saved is None else saved / "actor" / "huggingface"
     if model is not None and any(model.glob("*.safetensors")):
-        lines.append(f"model:   {_shown(model)}")
+        lines.append(f"model:   {_short_path(model)}")
         responses, run = view.folder / f"responses_{saved.name}.parquet", view.run
         dataset = run.inputs.train_dataset if run.inputs.val_dataset is None else run.inputs.val_dataset
         commands += offline_commands(run.config, model, responses, run.reward_given, dataset)
     elif saved is not None:
-        lines.append(f"checkpoint: {_shown(saved)}")
+        lines.append(f"checkpoint: {_short_path(saved)}")
         commands.append(f"verl merge --local_dir {_typed(saved / 'actor')} --target_dir {_typed(saved / 'merged')}")
     if has_file:
         lines.insert(min(1, len(lines)), f"metrics: {typed / 'metrics.jsonl'}{_curves(folder)}")
@@ -125,13 +125,13 @@ def offline_commands(
     settings |= {f"rollout.{name}": value for name, value in generation.items()} | {"imports": list(config.imports)}
     defaults = to_flat_dict(GenerationConfig())
     changed = {key: value for key, value in settings.items() if value != defaults[key]}
-    path = {"model.path": _shown(model), "data.path": _file(files[0]), "data.output_path": _shown(responses)}
+    path = {"model.path": _short_path(model), "data.path": _file(files[0]), "data.output_path": _short_path(responses)}
     commands = [_command("verl generate", path | changed)]
     # `verl eval` has no key for another column of ground truths
     has_truth = is_rl and columns["ground_truth_key"] == "answer"
     if has_truth and not reward_given and (scoring := _scoring(config)) is not None:
         same = {key: value for key, value in changed.items() if key in ("data.prompt_key", "imports")}
-        commands.append(_command("verl eval", {"data.path": _shown(responses)} | same | scoring))
+        commands.append(_command("verl eval", {"data.path": _short_path(responses)} | same | scoring))
     return commands
 
 
@@ -141,7 +141,7 @@ def _serving(config: schema.SFTConfig, model: Path) -> list[str]:
         return []
     flags = ["--trust-remote-code"] if config.model.trust_remote_code else []
     flags += [word for name in config.imports for word in ("--imports", _file(name))]
-    return [shlex.join(["verl", "serve", str(_shown(model)), *flags])]
+    return [shlex.join(["verl", "serve", str(_short_path(model)), *flags])]
 
 
 def _columns(data: Any, dataset: Any) -> dict[str, str | None]:
@@ -185,15 +185,15 @@ def _command(name: str, settings: Mapping[str, Any]) -> str:
 
 def _file(name: str) -> str:
     """A file of a setting; a module or a hub name stays as it is."""
-    return str(_shown(Path(name))) if Path(name).is_absolute() else name
+    return str(_short_path(Path(name))) if Path(name).is_absolute() else name
 
 
 def _typed(path: Path) -> str:
     """A path as a word of a command line."""
-    return shlex.quote(str(_shown(path)))
+    return shlex.quote(str(_short_path(path)))
 
 
-def _shown(path: Path) -> Path:
+def _short_path(path: Path) -> Path:
     """A path as the user would type it: relative to the working directory, if it is below."""
     path, folder = Path(path), Path.cwd()
     return path.relative_to(folder) if path.is_absolute() and path.is_relative_to(folder) else path

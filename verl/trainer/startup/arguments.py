@@ -152,8 +152,8 @@ def _paths(dataset: Any) -> list[str] | None:
     """The paths of a dataset that is given as files; None if it is an object."""
     if isinstance(dataset, str | Path):
         return [str(dataset)]
-    if isinstance(dataset, list | tuple) and dataset and all(isinstance(one, str | Path) for one in dataset):
-        return [str(one) for one in dataset]
+    if isinstance(dataset, list | tuple) and dataset and all(isinstance(item, str | Path) for item in dataset):
+        return [str(item) for item in dataset]
     return None
 
 

@@ -56,7 +56,7 @@ class Inputs:
 
     @functools.cached_property
     def limits(self) -> ModelLimits:
-        return ModelLimits.of(self.model)
+        return ModelLimits.from_config(self.model)
 
 
 def load_inputs(
@@ -111,8 +111,8 @@ def load_sft_inputs(
         return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, processor=processor, **further)
 
     train, val = (
-        cls(one, tokenizer, data, processor=processor) if are_rows(one, SFT_TOKENS) else one
-        for one in (train_dataset, val_dataset)
+        cls(dataset, tokenizer, data, processor=processor) if are_rows(dataset, SFT_TOKENS) else dataset
+        for dataset in (train_dataset, val_dataset)
     )
     if train is None:
         further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}

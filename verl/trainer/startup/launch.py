@@ -106,9 +106,9 @@ def _failure_summary(trainer: "Trainer", error: Exception) -> str:
     """The last lines of a run that failed: the cause, the checkpoint, and the command that resumes."""
     summary = f"the run failed {trainer.progress_summary()}"
     if isinstance(error, WorkerError):
-        where, _, checkpoint = summary.partition("; ")
+        headline, _, checkpoint = summary.partition("; ")
         cause = str(error).partition("\n")[0].removesuffix("; states and stacks of all ranks:")
-        summary = f"{where}: {cause}\n{checkpoint}"
+        summary = f"{headline}: {cause}\n{checkpoint}"
     command = _resume_command()
     if command is None or trainer.checkpointer.newest_of_run() is None:
         return summary

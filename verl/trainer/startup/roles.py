@@ -111,9 +111,9 @@ def idle_warning(config: schema.Config) -> str:
 
 def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> str:
     """Description of the placement: "actor, ref on devices 0, 1; critic on device 2"."""
-    words = []
+    descriptions = []
     for placed in pools.values():
         pool = placed[0][1]
         numbers = pool.devices if pool.devices is not None else range(pool.world_size)
-        words.append(f"{', '.join(role for role, _ in placed)} on {format_devices(numbers)}")
-    return "; ".join(words)
+        descriptions.append(f"{', '.join(role for role, _ in placed)} on {format_devices(numbers)}")
+    return "; ".join(descriptions)

@@ -61,7 +61,7 @@ class Replay:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def found(self) -> bool:
+    def has_cause(self) -> bool:
         """Whether a cause was found."""
         return bool(self.columns) or any(self.samples.values())
 
@@ -72,8 +72,8 @@ class Replay:
             yield f"column {values.column!r}, written by the operator {writer!r}: {values}"
         for role, samples in self.samples.items():
             for sample in samples:
-                where = f", {sample.line}" if sample.line else ""
-                yield f"{role}: sample {sample.row} (uid {sample.uid}): {sample.operator}{where}"
+                suffix = f", {sample.line}" if sample.line else ""
+                yield f"{role}: sample {sample.row} (uid {sample.uid}): {sample.operator}{suffix}"
             if not samples:
                 which = "sample without a bad column" if self.columns else "sample"
                 yield f"{role}: the update of every {which} is finite"

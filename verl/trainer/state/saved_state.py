@@ -51,48 +51,48 @@ class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def encode(self, value: Any, where: str) -> Any:
+    def encode(self, value: Any, path: str) -> Any:
         """`value` as JSON; its tensors are added to `self.tensors`, named by their paths."""
         if isinstance(value, np.generic):
-            return {"$number": [value.dtype.str, self.encode(value.item(), where)]}
+            return {"$number": [value.dtype.str, self.encode(value.item(), path)]}
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, list | tuple):
-            items = [self.encode(item, f"{where}.{i}") for i, item in enumerate(value)]
+            items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
             return items if isinstance(value, list) else {"$tuple": items}
         if isinstance(value, dict):
-            return self._mapping(value, where)
+            return self._mapping(value, path)
         if isinstance(value, torch.Tensor):
-            return {"$tensor": self._keep(value, where)}
+            return {"$tensor": self._keep(value, path)}
         if isinstance(value, np.ndarray):
-            return self._array(value, where)
+            return self._array(value, path)
         if isinstance(value, DataProto):
-            return {"$batch": self.encode(value.copy().to("cpu").__getstate__(), where)}
+            return {"$batch": self.encode(value.copy().to("cpu").__getstate__(), path)}
         if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(value, pillow.Image):
             out = io.BytesIO()
             value.save(out, "PNG")
             return {"$image": base64.b64encode(out.getvalue()).decode()}
         raise ValueError(
-            f"{where}: a {type(value).__name__} cannot be saved: supported are numbers, str, bytes, None, "
+            f"{path}: a {type(value).__name__} cannot be saved: supported are numbers, str, bytes, None, "
             "lists, tuples, dicts, tensors, arrays and batches"
         )
 
-    def _mapping(self, value: dict, where: str) -> Any:
+    def _mapping(self, value: dict, path: str) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
-        return {"$pairs": [[self.encode(k, where), self.encode(v, f"{where}.{k}")] for k, v in value.items()]}
+            return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
+        return {"$pairs": [[self.encode(k, path), self.encode(v, f"{path}.{k}")] for k, v in value.items()]}
 
-    def _array(self, value: np.ndarray, where: str) -> Any:
+    def _array(self, value: np.ndarray, path: str) -> Any:
         if value.dtype == object and value.ndim == 1:
-            return {"$objects": [self.encode(item, f"{where}.{i}") for i, item in enumerate(value)]}
+            return {"$objects": [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]}
         if value.dtype.kind not in "biuf":
-            raise ValueError(f"{where}: an array of dtype {value.dtype} cannot be saved: expected numbers")
-        return {"$array": self._keep(torch.from_numpy(value.copy()), where)}
+            raise ValueError(f"{path}: an array of dtype {value.dtype} cannot be saved: expected numbers")
+        return {"$array": self._keep(torch.from_numpy(value.copy()), path)}
 
-    def _keep(self, tensor: torch.Tensor, where: str) -> str:
-        name = where if where not in self.tensors else f"{where}#{len(self.tensors)}"
+    def _keep(self, tensor: torch.Tensor, path: str) -> str:
+        name = path if path not in self.tensors else f"{path}#{len(self.tensors)}"
         self.tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         return name
 
@@ -100,8 +100,8 @@ class _Writer:
 def _image(text: str) -> Any:
     from PIL import Image
 
-    with Image.open(io.BytesIO(base64.b64decode(text))) as found:
-        return found.copy()
+    with Image.open(io.BytesIO(base64.b64decode(text))) as image:
+        return image.copy()
 
 
 class _Reader:

@@ -85,12 +85,12 @@ def compare(straight: Path, resumed: Path, step: int) -> Comparison:
 
 def _compare_tensors(first: Path, second: Path) -> tuple[int, list[str]]:
     differences = []
-    with safe_open(first, "pt") as one, safe_open(second, "pt") as other:
-        names = list(one.keys())
-        if set(names) != set(other.keys()):
+    with safe_open(first, "pt") as first_file, safe_open(second, "pt") as second_file:
+        names = list(first_file.keys())
+        if set(names) != set(second_file.keys()):
             return len(names), ["the names of the tensors differ"]
         for name in names:
-            a, b = one.get_tensor(name), other.get_tensor(name)
+            a, b = first_file.get_tensor(name), second_file.get_tensor(name)
             if a.shape != b.shape or a.dtype != b.dtype:
                 differences.append(f"{name}: {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}")
             elif not bool((a == b).all()):

@@ -137,7 +137,7 @@ class HybridGroups:
 
         Vanilla grouping gathers the whole model inside of the training replica.
         """
-        cells, own = self.pp * self.tp, self.generation_pp * self.generation_tp
+        cells, size = self.pp * self.tp, self.generation_pp * self.generation_tp
         if self.strided:
-            return Volumes(Fraction(cells - own, own * cells), Fraction(1, own), Fraction(0))
+            return Volumes(Fraction(cells - size, size * cells), Fraction(1, size), Fraction(0))
         return Volumes(Fraction(cells - 1, cells), Fraction(1), Fraction(1, cells))

@@ -51,9 +51,9 @@ class RankBucket:
         sent, received: bytes to and from each rank.
     """
 
-    def __init__(self, bucket: Bucket, own: RankPlan):
-        self.dtype, self._own = bucket.dtype, own
-        moves, rank = bucket.moves, own.rank
+    def __init__(self, bucket: Bucket, rank_plan: RankPlan):
+        self.dtype, self._rank_plan = bucket.dtype, rank_plan
+        moves, rank = bucket.moves, rank_plan.rank
         kept = [(number, move) for number, move in moves if move.source == rank == move.target]
         outgoing = [(number, move) for number, move in moves if move.source == rank != move.target]
         incoming = [(number, move) for number, move in moves if move.target == rank != move.source]
@@ -61,8 +61,8 @@ class RankBucket:
         incoming.sort(key=lambda entry: entry[1].source)
         self.keys: list[Key] = list(dict.fromkeys((number, move.shard) for number, move in (*outgoing, *kept)))
         self._sources = {key: source for source, key in enumerate(self.keys)}
-        self.sends, self.keeps, self.receives = (ChunkTable(own.device, bucket.dtype) for _ in range(3))
-        self.sent, self.received = [0] * own.plan.ranks, [0] * own.plan.ranks
+        self.sends, self.keeps, self.receives = (ChunkTable(rank_plan.device, bucket.dtype) for _ in range(3))
+        self.sent, self.received = [0] * rank_plan.plan.ranks, [0] * rank_plan.plan.ranks
         for number, move in kept:
             self.keeps.add(move.box, self._in_shard(number, move), self._in_stored(number, move))
         start = 0
@@ -80,11 +80,11 @@ class RankBucket:
         return size
 
     def _in_shard(self, number: int, move: Move) -> Position:
-        (row, column), columns = move.at, self._own.shards[number, move.shard].box.columns
+        (row, column), columns = move.at, self._rank_plan.shards[number, move.shard].box.columns
         return Position(self._sources[number, move.shard], row * columns + column, columns)
 
     def _in_stored(self, number: int, move: Move) -> Position:
-        (row, column), columns = move.to, self._own.stored[number].columns
+        (row, column), columns = move.to, self._rank_plan.stored[number].columns
         return Position(number, row * columns + column, columns)
 
     def _in_buffer(self, start: int, move: Move) -> Position:

@@ -241,7 +241,7 @@ class ReshardSync(WeightSync):
         count = torch.tensor(len(details), device=self.peers.device)
         self.peers.sum(count)
         if count:
-            every = [each for own in self.peers.gather(details) for each in own]
+            every = [each for rank_details in self.peers.gather(details) for each in rank_details]
             raise ValueError(f"{problem.format(len(every))}: {', '.join(every[:3])}")
 
 
