@@ -5,6 +5,7 @@ import asyncio
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -495,6 +496,7 @@ def test_shutdown_ends_each_group_once_and_the_cluster():
 
     roles = {"actor": (shared := ends("actor and rollout")), "rollout": shared, "critic": ends("critic")}
     trainer = SimpleNamespace(roles=roles, cluster=ends("cluster"), source=ends("source"), _started=True)
+    trainer.runner = SimpleNamespace(stopping=nullcontext)
     Trainer.shutdown(trainer)
     assert sorted(ended[:2]) == ["actor and rollout", "critic"] and ended[2:] == ["cluster", "source"]
     assert (trainer.roles, trainer._started) == ({}, False)
