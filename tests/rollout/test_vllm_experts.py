@@ -181,9 +181,11 @@ def test_packed_experts_that_keep_their_weights_are_found_by_the_canary(mixture,
 
     rollout, module = mixture
     other = copy.deepcopy(module)
+    torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.5)
+        for key, parameter in other.named_parameters():
+            if ".experts." in key:
+                parameter.normal_(0, 0.2)  # the responses depend on them
     name, layer = list(expert_layers(engine_model(rollout.llm)).items())[-1]
     assert rollout.receiver().stored(f"{name}.gate_up_proj") is None
     for part in ("w13_weight", "w2_weight"):

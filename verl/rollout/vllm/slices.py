@@ -116,10 +116,12 @@ class Slices:
         """vLLM's parameters, as they are now."""
         return {name: module._parameters[kind].detach() for name, (module, kind) in self._owners.items()}
 
-    def stored(self, name: str) -> torch.Tensor:
-        """What is stored of a parameter of HuggingFace."""
-        module, kind = self._owners[self._slices[name].target]
-        return self._slices[name].view({self._slices[name].target: module._parameters[kind].detach()})
+    def stored(self, name: str) -> torch.Tensor | None:
+        """What is stored of a parameter of HuggingFace; None for another tensor, such as that of an adapter."""
+        if (its_slice := self._slices.get(name)) is None:
+            return None
+        module, kind = self._owners[its_slice.target]
+        return its_slice.view({its_slice.target: module._parameters[kind].detach()})
 
     def writable(self) -> Mapping[str, torch.Tensor]:
         """HuggingFace name -> the tensor to write into. Padding is set to zero.
