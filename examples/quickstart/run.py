@@ -36,6 +36,7 @@ from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_o
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import check_inputs, load_config
 from verl.config.checks.registered import check_built_in
+from verl.config.checks.settings import check_combinations
 from verl.config.load import read_config
 from verl.config.presets import PRESETS
 from verl.tracking.console import Alive, TrainingProgress
@@ -56,7 +57,7 @@ MODEL_SIZE = {"reverse": "tiny", "sort": "tiny", "countdown3": "mini", "digit": 
 CRITIC = ["critic.model.enable_gradient_checkpointing=false", "critic.optim.lr=1e-3"]
 SAMPLES_EVERY = 10
 #: of the settings, before the warm-up
-CHECKS = (check_inputs, check_built_in)
+CHECKS = (check_combinations, check_inputs, check_built_in)
 #: files of a run, which the next run in the folder replaces
 WRITTEN = {"model", "data", "sft", "rl", "curves.png"}
 
@@ -199,7 +200,7 @@ def quickstart(args: argparse.Namespace) -> int:
         shutil.rmtree(args.out, ignore_errors=True)
         model = tiny_model("llama", args.out / "model", seed=args.seed, size=MODEL_SIZE[args.task])
         data = write_task(args.task, args.out / "data", rows=64 * args.steps, sft_rows=64 * steps, seed=args.seed)
-        read_config(None, rl_overrides(args, model, data, args.out / "rl"), presets=PRESETS, extra_checks=CHECKS)
+        read_config(None, rl_overrides(args, model, data, args.out / "rl"), presets=PRESETS, checks=CHECKS)
     console.print(f"random model and {64 * args.steps:,} prompts created; SFT warm-up, {steps} steps ...")
     warm = warm_up(model, data, args.out / "sft", steps, args.seed, console.print)
     console.print(f"SFT warm-up done after {time.perf_counter() - start:.0f} s; RL training, {args.steps} steps\n")

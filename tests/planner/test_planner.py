@@ -197,10 +197,11 @@ def test_reserved_cache_takes_no_memory_of_a_cpu():
     assert group.memory["generation"]["KV cache"] > 0.8 * H200.memory  # of a GPU it does
 
 
-@pytest.mark.parametrize("kind", ["torch", "megatron"])
+@pytest.mark.parametrize("model_parallel", [False, True])
 @pytest.mark.parametrize("roles", [("actor",), ("actor", "ref", "critic", "reward")])
-def test_more_devices_never_need_more_memory_per_device(kind, roles):
-    job = job_of(shapes.built_in("7B"), roles, prompts=1024, kind=kind, engine="vllm", memory_share=0.3)
+def test_more_devices_never_need_more_memory_per_device(model_parallel, roles):
+    settings = {"model_parallel": model_parallel, "engine": "vllm", "memory_share": 0.3}
+    job = job_of(shapes.built_in("7B"), roles, prompts=1024, **settings)
     for role in roles:  # what is chosen automatically uses the memory that there is
         job = job.with_role(role, update_tokens=4096, checkpointing=True)
     for few, many in itertools.pairwise([2, 4, 8, 16, 32, 64]):

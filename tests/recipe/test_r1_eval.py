@@ -11,7 +11,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from verl.recipe.r1.main_eval import main
 
 from examples.quickstart.tasks import as_rl_rows, held_out_examples
 from examples.quickstart.tiny_model import tiny_model
@@ -21,6 +20,7 @@ from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.recipe.r1.reward_score import final_part, reward_func
 from verl.registry import load_object
 from verl.rewards import ScoreFunction
+from verl.trainer.main_eval import main
 
 ROOT = Path(__file__).parents[2]
 REWARDS = ROOT / "tests/rewards/sample_rewards.py"

@@ -27,6 +27,10 @@ class StopAtNaN(Guard):
 """
 
 
+#: metrics of the tests' own code
+OWN_METRICS = ("mine",)
+
+
 def trainer_with(settings: list[str], guard: Guard, *more: str) -> LocalPPOTrainer:
     trainer = LocalPPOTrainer(overrides=[*settings, *GRPO, *more])
     trainer.guards.append(guard)

@@ -213,7 +213,10 @@ def test_an_error_of_a_following_rank_is_raised_by_every_call(group):
     error = torch.OutOfMemoryError("tried to allocate 2 GiB")
     group.engines[1].link.put(error)
     follower = group.workers[1]
-    follower._service._thread.join(20)
+    deadline = time.monotonic() + 20
+    while follower._service._thread.error is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
     calls = [
         lambda: follower.collect_finished(0.01),
         lambda: follower.pause_generation(True),

@@ -23,7 +23,7 @@ def declared_signature(decorator: str, name: str) -> ast.arguments | None:
     """
     registered = re.compile(rf"""^@{decorator}\("{re.escape(name)}"[,)]""", re.M)
     for file in sorted(_ALGORITHMS.glob("*.py")):
-        text = file.read_text("utf-8")
+        text = file.read_text(encoding="utf-8")
         if not registered.search(text):
             continue
         for node in ast.parse(text).body:
