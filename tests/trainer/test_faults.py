@@ -109,7 +109,7 @@ def test_an_armed_fault_is_injected_into_one_call():
         ProcessPool.map = lambda pool, calls, limits: [call.address[0] for call in calls]
         faults.arm("kill-reward")
         assert ProcessPool.map(pool, [], None) == []
-        assert [ProcessPool.map(pool, calls, None) for _ in range(2)] == [["os", "m"], ["m", "m"]]
+        assert [ProcessPool.map(pool, calls, None) for _ in range(2)] == [["subprocess", "m"], ["m", "m"]]
     finally:
         ProcessPool.map = original
 

@@ -495,8 +495,8 @@ def test_shutdown_ends_each_group_once_and_the_cluster():
         return type("Ends", (), dict.fromkeys(("shutdown", "close"), lambda self: ended.append(name)))()
 
     roles = {"actor": (shared := ends("actor and rollout")), "rollout": shared, "critic": ends("critic")}
-    trainer = SimpleNamespace(roles=roles, cluster=ends("cluster"), source=ends("source"), _started=True)
-    trainer.runner = SimpleNamespace(stopping=nullcontext)
+    parts = {"cluster": ends("cluster"), "source": ends("source"), "runner": SimpleNamespace(stopping=nullcontext)}
+    trainer = SimpleNamespace(roles=roles, _started=True, **parts)
     Trainer.shutdown(trainer)
     assert sorted(ended[:2]) == ["actor and rollout", "critic"] and ended[2:] == ["cluster", "source"]
     assert (trainer.roles, trainer._started) == ({}, False)

@@ -123,12 +123,17 @@ class Group:
                 worker._service.close()
 
 
+def service_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "rollout service"}
+
+
 @pytest.fixture
 def group():
+    others = service_threads()  # of services of other tests in this process
     group = Group()
     yield group
     group.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollout service"]
+    assert not service_threads() - others
 
 
 def batch_of(*uids: str) -> DataProto:
@@ -230,7 +235,7 @@ def test_an_error_of_a_following_rank_is_raised_by_every_call(group):
 
 
 def test_the_other_ranks_do_not_follow_a_service_that_is_closed():
-    group = Group()
+    others, group = service_threads(), Group()
     group.submit_prompts([batch_of("a"), batch_of("b")])
     group.wait_until_running(2)
     start = time.monotonic()
@@ -239,7 +244,7 @@ def test_the_other_ranks_do_not_follow_a_service_that_is_closed():
     assert time.monotonic() - start < 2  # not until a timeout
     assert [len(engine.sessions) for engine in group.engines] == [0, 1, 0, 1]
     assert not any(engine.follows for engine in group.engines)
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollout service"]
+    assert not service_threads() - others
 
 
 def test_groups_of_samples_are_sent_to_one_tensor_parallel_group_after_another():
