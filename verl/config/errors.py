@@ -11,7 +11,7 @@ class Problem:
 
     Attributes:
         key: the dotted key.
-        message: what was found, what is expected, and how to fix it.
+        message: the expected value, the actual one, and the fix.
         location: the file and line, or the override, that set the key.
         spelled: the name under which it was set, if that is an alias.
     """

@@ -88,7 +88,7 @@ class Reading(Generic[T]):
             log.log(level, note)
 
     def error(self, problems: Iterable[Problem]) -> ConfigError:
-        """The error of problems that a later check has found, with their places."""
+        """The error for the problems of a later check, with file and line of each setting."""
         return ConfigError(_located(problem, self.settings) for problem in problems)
 
 

@@ -398,7 +398,7 @@ def _typed_message(
         fragments = [fragment for fragment in _PLACEHOLDER.split(content) if fragment]
         parts = [{"type": p[1:-1]} if _PLACEHOLDER.fullmatch(p) else {"type": "text", "text": p} for p in fragments]
     else:
-        parts = [_part(part, location) for part in _as_list(content)]
+        parts = [_content_part(part, location) for part in _as_list(content)]
     kept: list[dict[str, Any]] = []
     for part in parts:
         modality = part["type"]
@@ -414,8 +414,8 @@ def _typed_message(
     return {**others, "content": kept if has_media else "".join(part["text"] for part in kept)}
 
 
-def _part(part: Any, location: str) -> dict[str, Any]:
-    """A part of a message as {"type": "text", "text": ...} or {"type": "image" | "video", "source": ...}."""
+def _content_part(part: Any, location: str) -> dict[str, Any]:
+    """A content part of a message as {"type": "text", "text": ...} or {"type": "image" | "video", "source": ...}."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     fields = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}

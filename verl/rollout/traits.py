@@ -25,7 +25,7 @@ class EngineTraits:
         name: the value of `rollout.name`.
         package: the package that it needs.
         cuda_graphs: decoding uses CUDA graphs (`enforce_eager`).
-        own_dtype: it computes in a dtype of its own (`rollout.dtype`), not in that of the trainer's module.
+        own_dtype: it computes in `rollout.dtype` instead of the dtype of the trainer's module.
         sleeps: it frees its KV cache during the update, and bounds it (`free_cache_engine`, `gpu_memory_utilization`).
         own_scheduler: it batches tokens by settings (`max_num_batched_tokens`, `max_model_len`,
             `enable_chunked_prefill`, `enable_prefix_caching`).

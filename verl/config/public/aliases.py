@@ -290,7 +290,7 @@ def _trainer_mode(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {"trainer.async.max_staleness": 1 if ahead is None else _int(ahead)}
 
 
-def _part(value: Any, lookup: Lookup) -> dict[str, Any]:
+def _handled_elsewhere(value: Any, lookup: Lookup) -> dict[str, Any]:
     """Applied by the alias of another key."""
     return {}
 
@@ -353,8 +353,8 @@ def _megatron_optimizer(section: str) -> dict[str, Callable[[Any, Lookup], dict[
 
 _COMPUTED = {
     "placement": _placement,
-    "trainer.v1.fully_async.staleness_threshold": _part,
-    "trainer.v1.fully_async.parameter_sync_step": _part,
+    "trainer.v1.fully_async.staleness_threshold": _handled_elsewhere,
+    "trainer.v1.fully_async.parameter_sync_step": _handled_elsewhere,
     _ARR + "actor.model_engine": _same(_ARR + "actor.strategy"),
     _ARR + "actor.use_rollout_log_probs": _rollout_log_probs,
     _ARR + "actor.tis_imp_ratio_cap": _importance_cap,
@@ -370,7 +370,7 @@ _COMPUTED = {
     "data.train_batch_size": _train_batch_size,
     "data.gen_batch_size": _gen_batch_size,
     "trainer.v1.trainer_mode": _trainer_mode,
-    "trainer.v1.separate_async.num_warmup_batches": _part,
+    "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
     "data.batch_size_per_gpu": _batch_of_all_gpus,
     "actor_rollout.use_vllm": _vllm,
     "engine.actor_type": _actor_type,

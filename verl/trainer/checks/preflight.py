@@ -182,7 +182,7 @@ def read_run(
         rows_given: see `Run`.
 
     Raises:
-        ConfigError: all problems, with their places.
+        ConfigError: all problems, with file and line of each setting.
     """
     passed: list[str] = []
 
@@ -223,7 +223,7 @@ def open_run(
 
 
 def check_settings(run: Run, *stages: str) -> None:
-    """Run the checks of SETTINGS or IMPORTS. Raises ConfigError with all problems, with their places if known."""
+    """Run the checks of SETTINGS or IMPORTS. Raises ConfigError with all problems, with file and line if known."""
     if problems := [*_problems(run, *stages)]:
         raise ConfigError(problems) if run.reading is None else run.reading.error(problems)
 
