@@ -253,7 +253,7 @@ class ConfigField:
         annotation: its type.
         info: its declaration.
         default_from: the interpolation of its default.
-        active_when: (dotted section, condition) pairs under which the field has an effect: of the field and its sections.
+        active_when: (dotted section, condition) pairs, of the field and its sections: when the field has an effect.
     """
 
     annotation: Any
