@@ -326,6 +326,8 @@ def test_a_rank_that_follows_for_ever_names_the_function(monkeypatch, caplog):
         service.close()
     assert "rank 0 has not ended generation: thread" in caplog.messages[-1]
     engine.end.set()
+    service._thread._thread.join(20)
+    assert not service._thread.is_alive(), "the thread ends with the call of follow"
 
 
 def test_an_error_of_the_end_of_leading_is_raised_by_close():

@@ -314,6 +314,7 @@ class FollowingService(_Service):
         atexit.unregister(self.close)
         if self._following is not None and concurrent.futures.wait([self._following], _JOIN_SECONDS).not_done:
             log.warning("rollout service: rank 0 has not ended generation: %s", self._thread.position())
+            self._thread.stop()  # it ends once rank 0 has
         else:
             self._thread.close()
         if not self._is_raised:
