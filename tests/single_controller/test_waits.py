@@ -4,22 +4,20 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.single_controller.conftest import spec
 from verl.dataflow import running
 from verl.processes.limits import Limit, Limits
-from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerSpec, WorkerTimeout, diagnosis
+from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerTimeout, diagnosis
 from verl.single_controller.diagnosis import CallWatch, RankState
 from verl.single_controller.worker_group import timeout_error
 
-WORKERS = str(Path(__file__).with_name("pool_workers.py"))
-
 
 def group_of(name: str, limits: Limits, n: int = 2) -> LocalWorkerGroup:
-    return LocalWorkerGroup(WorkerSpec((WORKERS, name)), n, name="actor", timeout=limits)
+    return LocalWorkerGroup(spec(name), n, name="actor", timeout=limits)
 
 
 @pytest.mark.slow
@@ -79,10 +77,10 @@ def test_a_stopped_rank_is_the_cause_of_an_error_in_a_collective():
 
 def test_loading_has_a_limit_of_its_own():
     limits = Limits(timeout=0.1, start=60)
-    with LocalWorkerGroup(WorkerSpec((WORKERS, "Slow"), {"seconds": 1.0}), 2, timeout=limits) as group:
+    with LocalWorkerGroup(spec("Slow", seconds=1.0), 2, timeout=limits) as group:
         assert group.ready() == [True, True]
     with pytest.raises(WorkerTimeout, match=r"__init__\(\) .*no reply after 0.5 s.*trainer.start_timeout"):
-        LocalWorkerGroup(WorkerSpec((WORKERS, "Slow"), {"seconds": 60.0}), 2, timeout=Limits(timeout=60, start=0.5))
+        LocalWorkerGroup(spec("Slow", seconds=60.0), 2, timeout=Limits(timeout=60, start=0.5))
 
 
 def test_a_killed_rank_is_the_error_and_the_rest_are_notes():

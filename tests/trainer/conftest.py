@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
 
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -47,6 +48,17 @@ def run_settings(tiny: Path, run: Path) -> list[str]:
         "trainer.val_before_train=false",
         "trainer.save_at_end=false",
     ]
+
+
+@pytest.fixture
+def forbid_workers(monkeypatch):
+    """No cluster may start."""
+
+    def start(*_):
+        raise AssertionError("workers were started")
+
+    for cluster in (InProcessCluster, ProcessCluster):
+        monkeypatch.setattr(cluster, "start", start)
 
 
 @pytest.fixture(scope="session")

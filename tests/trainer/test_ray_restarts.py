@@ -48,7 +48,7 @@ def strike_at(trainer: RayPPOTrainer, step: int, strike) -> None:
 def test_a_killed_actor_changes_no_number(nodes, settings, tmp_path):
     run(settings, tmp_path / "straight").fit()
     trainer = run(settings, tmp_path / "killed", "trainer.max_restarts=1")
-    strike_at(trainer, 3, lambda: os.kill(trainer.roles["actor"]._pool._ranks[1].pid, signal.SIGKILL))
+    strike_at(trainer, 3, lambda: os.kill(trainer.roles["actor"]._pool._ranks[1].info.pid, signal.SIGKILL))
     assert trainer.fit()["training/restarts"] == 1
     assert weights(tmp_path / "killed", 4) == weights(tmp_path / "straight", 4)
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")

@@ -19,7 +19,7 @@ import pytest
 import verl
 from verl.processes import fork_server
 from verl.processes.child import PythonProcess
-from verl.processes.fork_server import ForkServer, ForkServerError, server_for, server_pids
+from verl.processes.fork_server import ForkServer, ForkServerError, server_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 EVALUATOR = "tests.utils.evaluator"
@@ -112,7 +112,7 @@ def test_idle_servers_are_ended(monkeypatch):
     with evaluator(servers[0].start, env=ENV):
         servers += [server_for(ENV | {"NUMBER": str(n)}) for n in range(2, 6)]
         assert [server.is_alive() for server in servers] == [True, False, True, True, True, True]
-        assert server_pids() == {server.pid for server in servers} - {servers[1].pid}
+        assert {*fork_server._servers.values()} == {*servers} - {servers[1]}
     for server in servers:
         if server.is_alive():
             server.close()

@@ -138,9 +138,7 @@ class ForkServer:
 
         Args:
             module: The module. The server imports it.
-            inherited: File descriptors for the child. Their numbers in the child are its command-line arguments.
-            env: Environment variables of the child; PYTHONPATH is set here.
-            reports: Pass a further descriptor, of a file for the reports of the child (see `start_reports`).
+            inherited, env, reports: As for `PythonProcess`.
             preload: Further modules for the server to import. Children then need not import them.
             cancelled: Called every 0.1 s while the server imports modules; True ends the wait.
 
@@ -216,12 +214,6 @@ def server_for(env: Mapping[str, str]) -> ForkServer:
             _servers.pop(other).close()
         _servers[key] = server
         return server
-
-
-def server_pids() -> set[int]:
-    """The process ids of the servers of this process."""
-    with _servers_lock:
-        return {server.pid for key, server in _servers.items() if key[0] == os.getpid()}
 
 
 def _without_late(env: Mapping[str, str]) -> dict[str, str]:

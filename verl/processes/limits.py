@@ -41,15 +41,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit of one wait.
-
-    Attributes:
-        seconds: The limit.
-        reason: Where it comes from, for a message.
-    """
+    """The limit of one wait."""
 
     seconds: float
-    reason: str
+    reason: str  # where it comes from, for a message
 
 
 class Durations:

@@ -39,14 +39,11 @@ class Cluster(Protocol):
         """Raise ValueError for settings that the cluster does not support. Starts nothing."""
 
     def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
-        """Start all pools at the same time.
+        """Start all pools at the same time. Returns the worker group of every role.
 
         Args:
             pools: pool name -> (role, pool) of each of its roles.
             specs: role -> the worker to build.
-
-        Returns:
-            The worker group of every role.
 
         Raises:
             Exception: the error of the first pool that failed; the other pools are shut down.
@@ -73,7 +70,6 @@ def make_cluster(config: RunConfig, backend: str | None = None) -> Cluster:
     """Make the cluster that a configuration describes.
 
     Args:
-        config: its `trainer` section gives backend, number of processes, device, timeout and environment.
         backend: "local" or "ray" instead of `trainer.backend`.
 
     Raises:
@@ -113,15 +109,10 @@ def start_pools(
     specs: Mapping[str, WorkerSpec],
     start: Callable[[dict[str, WorkerSpec], ResourcePool], Mapping[str, WorkerGroup]],
 ) -> dict[str, WorkerGroup]:
-    """The worker group of every role; the pools start at the same time, since each takes seconds to import and load.
+    """`Cluster.start`: the pools start at the same time, since each takes seconds to import and load.
 
     Args:
-        pools: as in `Cluster.start`.
-        specs: as in `Cluster.start`.
         start: makes the groups of the roles of one pool.
-
-    Raises:
-        Exception: the error of the first pool that failed; the other pools are shut down.
     """
     arguments = [({role: specs[role] for role, _ in placed}, placed[0][1]) for placed in pools.values()]
     if len(arguments) == 1:  # in this thread, where a breakpoint in a worker's constructor is one of this program

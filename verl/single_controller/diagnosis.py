@@ -28,9 +28,7 @@ class RankState:
     """The observed state of a rank.
 
     Attributes:
-        rank: Its number.
         pid: Its process.
-        host: Name of its host.
         status: State of the process, as in psutil; None if its host could not be asked.
         silent: Seconds since its last heartbeat; None before the first one.
         busy: Whether it has not replied to the call.
@@ -80,17 +78,12 @@ class CallWatch:
 
     Args:
         limits: Settings.
-        limit: Limit of the call.
-        role: Role of the call.
-        method: Method of the call.
+        limit: Limit of the call `role`.`method`().
         operator: The operator that makes the call; None for other calls.
-
-    Attributes:
-        elapsed: Time since the call started.
     """
 
     def __init__(self, limits: Limits, limit: Limit, role: str, method: str, operator: str | None):
-        self.elapsed = Elapsed()
+        self.elapsed = Elapsed()  # since the call started
         self._limits, self._limit = limits, limit
         self._call = f"{role}.{method}()" + _in_operator(operator)
         self._looked = 0.0
@@ -103,11 +96,8 @@ class CallWatch:
         return self.elapsed.seconds - self._looked >= _LOOK_SECONDS
 
     def look(self, states: Sequence[RankState]) -> bool:
-        """Log ranks that cannot work. Returns whether one of them has been stopped for too long.
-
-        Args:
-            states: States of the ranks that have not replied.
-        """
+        """Log those of the ranks that have not replied that cannot work. Returns whether one has been stopped for too
+        long."""
         now = self._looked = self.elapsed.seconds
         self._stopped = {s.rank: self._stopped.get(s.rank, now) for s in states if s.is_stopped}
         for state in states:
@@ -136,7 +126,6 @@ def _in_operator(operator: str | None) -> str:
 def format_no_reply(
     waited: str, late: Sequence[int], replied: Collection[int], limit: Limit, operator: str | None
 ) -> str:
-    """Format how long a call has waited for which ranks."""
     replies = f"replied: {sorted(replied) or 'none'}; limit: {limit.reason}"
     return f"no reply after {waited} from ranks {late} ({replies}){_in_operator(operator)}"
 

@@ -110,8 +110,6 @@ class Call:
     Ranks with the same rows share the same `args` and `kwargs` objects, so that an executor can send them once.
 
     Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
         padding: Number of padding rows at the end of each DataProto; `finish` drops their results.
         collect: Whether the result of this rank is used. If not, it is not sent.
     """
@@ -147,7 +145,8 @@ class DispatchMode:
 
     Attributes:
         dispatch: (layout, args, kwargs) -> one Call per rank; None for a rank that does not run.
-        collect: (layout, results in rank order) -> the value that the caller gets.
+        collect: (layout, results in rank order) -> the value that the caller gets. The result is None for a rank that
+            did not run or whose result is not collected.
     """
 
     dispatch: DispatchFn
@@ -161,13 +160,9 @@ def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: Colle
     """Add a custom dispatch mode, used by `@register(dispatch_mode=name)`.
 
     Args:
-        name: Name of the mode.
-        dispatch_fn: (layout, args, kwargs) -> list of one Call per rank; None for a rank that does not run.
-        collect_fn: (layout, results) -> the value that the caller gets. Results are in rank order, None for a rank
-            that did not run or whose result is not collected.
-
-    Raises:
-        ValueError: The name is taken.
+        name: Raises ValueError if it is taken.
+        dispatch_fn: See `DispatchMode`.
+        collect_fn: See `DispatchMode`.
     """
     if name in DISPATCH_MODES:
         raise ValueError(f"dispatch mode {name!r} is registered already; choose another name")
@@ -270,9 +265,6 @@ def merge_metrics(groups: Sequence[Mapping[str, Any]], keep_pairs: bool = False)
     Args:
         groups: For each group, metric name -> number or (sum, count).
         keep_pairs: Return (total sum, total count) instead of the mean.
-
-    Returns:
-        One number per metric, or one pair.
 
     Raises:
         ValueError: A plain number differs between the groups, or a value is neither a number nor a pair.
@@ -385,14 +377,7 @@ _MARK = "__registered__"
 
 @dataclass(frozen=True)
 class Registered:
-    """The arguments of `@register`.
-
-    Attributes:
-        dispatch_mode: Name of a dispatch mode.
-        execute_mode: Which ranks run the method.
-        blocking: Whether the method of the group waits for the result.
-        mesh: The mesh of the worker whose layout is used; None for the main one.
-    """
+    """The arguments of `@register`."""
 
     dispatch_mode: str
     execute_mode: Execute = Execute.ALL

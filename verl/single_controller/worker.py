@@ -14,12 +14,9 @@ class RankEnv:
     """The distributed environment of one rank, with the names that `torchrun` uses.
 
     Attributes:
-        rank: Rank in the worker group.
-        world_size: Number of ranks in the worker group.
-        local_rank: Rank on this host.
-        local_world_size: Number of ranks on this host.
-        master_addr: Address of rank 0, for `torch.distributed`.
-        master_port: A free port at that address.
+        rank, world_size: In the worker group.
+        local_rank, local_world_size: On this host.
+        master_addr, master_port: A free port at the address of rank 0, for `torch.distributed`.
     """
 
     rank: int = 0

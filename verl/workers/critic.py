@@ -16,14 +16,7 @@ from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 
 
 class CriticWorker(EngineWorker):
-    """Predicts a value for every response token. Trained on the returns.
-
-    Args:
-        config: the `critic` section.
-        device: `trainer.device`.
-        total_training_steps: length of the run, for the learning-rate schedule.
-        timeout: timeout of collectives in seconds.
-    """
+    """Predicts a value for every response token. Trained on the returns. timeout: of collectives, in seconds."""
 
     def __init__(
         self, config: schema.CriticConfig, *, device: str, total_training_steps: int, timeout: float | None = None

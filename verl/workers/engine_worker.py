@@ -27,12 +27,7 @@ logger = logging.getLogger("verl.workers")
 
 
 class EngineWorker(Worker):
-    """A worker with a training engine.
-
-    Attributes:
-        engine: the training engine.
-        checkpoint: contents of its checkpoints.
-    """
+    """A worker with a training engine."""
 
     engine: TrainEngine
     checkpoint: schema.CheckpointConfig
@@ -176,8 +171,7 @@ class EngineWorker(Worker):
 class UpdatePass:
     """The mini-batches of one pass and their metrics; made by `EngineWorker.update_pass`.
 
-    Attributes:
-        mini_batches: this rank's share of each mini-batch, in order.
+    `mini_batches` is this rank's share of each mini-batch, in order.
     """
 
     def __init__(self, engine: TrainEngine, mini_batches: list[DataProto], prefix: str, last_pass: bool):

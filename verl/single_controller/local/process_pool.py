@@ -77,10 +77,7 @@ class _PendingCall:
     Attributes:
         operator: The operator of the flow that makes the call; None for other calls.
         waiting: Ranks that have not replied.
-        replies: Reply of each rank that has.
         started: When the processes began to work on it, as far as the pool knows; None while it is queued.
-        limit: Of the time since then.
-        watch: Measures it, and looks at the ranks.
     """
 
     role: str
@@ -94,11 +91,6 @@ class _PendingCall:
     error: WorkerError | None = None
     started: float | None = None
 
-    @property
-    def name(self) -> tuple | None:
-        """Key under which the duration is recorded."""
-        return None if self.operator is None else (self.operator, self.role, self.method)
-
 
 class ProcessPool:
     """`n` processes with one worker per role. The workers are constructed when `__init__` returns.
@@ -106,7 +98,7 @@ class ProcessPool:
     Args:
         specs: Role -> how to construct its workers.
         n: Number of processes.
-        timeout: Limit of one call, or of the construction of the workers, seconds; or limits by measured durations.
+        timeout: Seconds that a call, or the construction of the workers, may take; or limits by measured durations.
         devices: Indices of the visible GPUs, rank i uses the i-th of them; None leaves CUDA_VISIBLE_DEVICES unchanged.
         env: Environment variables in addition to those of this process.
 
@@ -139,7 +131,9 @@ class ProcessPool:
         port = free_port()
         rank_envs = [RankEnv(rank, n, rank, n, master_port=port) for rank in range(n)]
         environments = [_environment(rank_env, devices, env or {}) for rank_env in rank_envs]
-        preload = _modules(specs) if _can_fork(devices) else None
+        # The driver of a GPU does not survive a fork.
+        can_fork = sys.platform == "linux" and devices is None and not torch.accelerator.is_available()
+        preload = _modules(specs) if can_fork else None
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._monitor, args=(environments, preload, started), name="worker monitor", daemon=True
@@ -261,8 +255,9 @@ class ProcessPool:
             pending.waiting.remove(rank.rank)
             if not pending.waiting:
                 del self._pending[message.call_id]
-                if pending.name is not None and pending.started is not None:
-                    self.durations.record(pending.name, time.monotonic() - pending.started)
+                if pending.operator is not None and pending.started is not None:
+                    name = pending.operator, pending.role, pending.method
+                    self.durations.record(name, time.monotonic() - pending.started)
                 for following in list(self._pending.values())[:1]:
                     following.started = following.started or time.monotonic()
                 pending.done.set()
@@ -405,11 +400,6 @@ def _environment(rank_env: RankEnv, devices: Sequence[int] | None, env: Mapping[
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return env
-
-
-def _can_fork(devices: Sequence[int] | None) -> bool:
-    """Whether processes may be forked: not those that use a GPU, whose driver does not survive a fork."""
-    return sys.platform == "linux" and devices is None and not torch.accelerator.is_available()
 
 
 def _modules(specs: Mapping[str, WorkerSpec]) -> list[str]:

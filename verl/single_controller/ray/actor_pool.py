@@ -55,23 +55,14 @@ class _Rank:
     """The actor of one rank.
 
     Attributes:
-        rank: Rank in the pool.
         actor: Ray's handle.
-        actor_id: Ray's id of the actor.
-        node: Ray's id of its node.
-        host: Address of its node.
-        pid: Its process.
-        host_name: Name of the host of its node.
+        info: Where it runs; set by `_rank_environments`.
         dropped: Keys in its ColumnStore that the controller no longer refers to.
     """
 
     rank: int
     actor: Any
-    actor_id: str = ""
-    node: str = ""
-    host: str = ""
-    pid: int = 0
-    host_name: str = ""
+    info: ActorInfo | None = None
     dropped: deque[int] = field(default_factory=deque)
 
     def rows(self, key: int, names: list[str], rows: torch.Tensor) -> ray.ObjectRef:
@@ -92,7 +83,7 @@ class _RemoteSource(Source):
             return unpack(ray.get(self.rank.rows(self.key, [name], rows)))[name]
         except RayActorError as error:
             message = f"column {name!r} was lost with the process that held it"
-            raise WorkerDied(message, "", "", self.rank.rank, self.rank.host, str(error)) from None
+            raise WorkerDied(message, "", "", self.rank.rank, self.rank.info.host, str(error)) from None
 
 
 class _Arguments:
@@ -149,8 +140,8 @@ class RayPool:
         specs: Role -> how to construct its workers.
         resources: Number of processes on each node.
         use_gpu: Request one GPU per process.
-        timeout: Limit of one call, or of the construction of the workers, seconds; or limits by measured durations.
-        start_timeout: Limit for the cluster to start the processes, seconds.
+        timeout: Seconds that a call, or the construction of the workers, may take; or limits by measured durations.
+        start_timeout: Seconds in which the cluster must start the processes.
         env: Additional environment variables of the processes.
         placement: Placement group that `reserve` returned for `resources`; None to reserve one.
 
@@ -219,12 +210,7 @@ class RayPool:
         return Future(lambda timeout: self._results(pending, timeout))
 
     def _pending_call(
-        self,
-        role: str,
-        method: str,
-        refs: dict[ray.ObjectRef, int],
-        calls: list[Call | None],
-        operator: str | None = None,
+        self, role: str, method: str, refs: dict[ray.ObjectRef, int], calls: list, operator: str | None = None
     ) -> _PendingCall:
         limit = call_limit(self.durations, role, method, operator)
         watch = CallWatch(self.durations.limits, limit, role, method, operator)
@@ -292,8 +278,9 @@ class RayPool:
         return bool(silent) and pending.watch.look([self._state(self._ranks[rank]) for rank in silent])
 
     def _state(self, rank: _Rank, busy: bool = True, responds: bool = False) -> RankState:
-        status = "running" if responds else self._heartbeats.status(rank.node, rank.pid)
-        return RankState(rank.rank, rank.pid, rank.host_name, status, self._heartbeats.silence(rank.rank), busy)
+        info = rank.info
+        status = "running" if responds else self._heartbeats.status(info.node_id, info.pid)
+        return RankState(rank.rank, info.pid, info.host_name, status, self._heartbeats.silence(rank.rank), busy)
 
     def _read_reply(self, pending: _PendingCall, ref: ray.ObjectRef) -> Failure | None:
         """Read one reply; the failure that it reports, if any."""
@@ -313,13 +300,13 @@ class RayPool:
 
     def _died(self, pending: _PendingCall, rank: int, error: RayActorError) -> WorkerDied:
         """Name the process that died: the called one, or one that had rows for it."""
-        dead = next((r for r in self._ranks if r.actor_id == error.actor_id), None)
+        dead = next((r for r in self._ranks if r.info.actor_id == error.actor_id), None)
         if dead is None:
             message = "a process of another pool, which had rows for this call, died"
-            return WorkerDied(message, pending.role, pending.method, rank, self._ranks[rank].host, str(error))
-        details = pending.role, pending.method, dead.rank, dead.host, str(error)
-        if any(n["NodeID"] == dead.node and not n["Alive"] for n in ray.nodes()):
-            return NodeLost(f"its node {dead.host} is lost", *details)
+            return WorkerDied(message, pending.role, pending.method, rank, self._ranks[rank].info.host, str(error))
+        details = pending.role, pending.method, dead.rank, dead.info.host, str(error)
+        if any(n["NodeID"] == dead.info.node_id and not n["Alive"] for n in ray.nodes()):
+            return NodeLost(f"its node {dead.info.host} is lost", *details)
         return WorkerDied("its process died", *details)
 
     def _check_deadline(self, pending: _PendingCall) -> Failure | None:
@@ -432,8 +419,7 @@ def _rank_environments(ranks: list[_Rank], use_gpu: bool, timeout: float) -> lis
     nodes = [info.node_id for info in infos]
     environments = []
     for rank, info in zip(ranks, infos):
-        rank.actor_id, rank.node, rank.host = info.actor_id, info.node_id, info.host
-        rank.pid, rank.host_name = info.pid, info.host_name
+        rank.info = info
         local_rank, local_world_size = nodes[: rank.rank].count(info.node_id), nodes.count(info.node_id)
         rank_env = RankEnv(rank.rank, len(ranks), local_rank, local_world_size, infos[0].host, infos[0].port)
         gpus = ",".join(str(gpu) for node_info in infos if node_info.node_id == info.node_id for gpu in node_info.gpus)

@@ -91,11 +91,7 @@ class Generation:
 
     @contextmanager
     def paused(self, resume_after_error: bool = False) -> Iterator[None]:
-        """Keep the rollout's engines idle.
-
-        Args:
-            resume_after_error: the block does not change the weights.
-        """
+        """Keep the rollout's engines idle. resume_after_error: the block does not change the weights."""
         rollout = self.roles["rollout"]
         rollout.pause_generation(self.partial)
         try:
@@ -137,13 +133,10 @@ class Producer:
     Args:
         prompting: prompts -> repeat -> gen.
         scoring: the operators after gen, up to the buffer.
-        generation: sends prompts and collects groups.
-        buffer: receives the groups.
     """
 
     def __init__(self, prompting: Pipeline, scoring: Pipeline, generation: Generation, buffer: SampleBuffer):
-        self.prompting, self.scoring = prompting, scoring
-        self.generation, self.buffer = generation, buffer
+        self.prompting, self.scoring, self.generation, self.buffer = prompting, scoring, generation, buffer
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._turn = threading.Lock()  # held while the thread uses operators and workers

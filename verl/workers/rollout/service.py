@@ -68,7 +68,6 @@ class GenerationService(_Service):
         engine: has the weight version, aborts requests, and leads the other ranks of its tensor-parallel group.
         complete: the engine's response to one request (`RolloutEngine.generate_one`).
         run: runs one trajectory.
-        device: the engine's device.
         pause_limit: seconds that `pause` may take.
     """
 
@@ -261,8 +260,6 @@ class FollowingService(_Service):
     A thread follows rank 0, which has the prompts and the trajectories, from `resume` to `pause`.
 
     Args:
-        engine: of this rank.
-        device: the engine's device.
         pause_limit: seconds that `pause` may take.
     """
 
