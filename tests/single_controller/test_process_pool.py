@@ -180,8 +180,10 @@ def test_a_killed_process_is_reported_before_the_errors_it_causes(executor):
     message, seconds = ends[executor]
     begun = time.monotonic()
     os.kill(pid1, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=rf"actor\.wait_in_collective\(\) on rank 1 .*{message}"):
+    with pytest.raises(WorkerDied, match=rf"actor\.wait_in_collective\(\) on rank 1 .*{message}") as caught:
         future.get()
+    assert caught.value.rank == 1, "the others are notes"
+    assert not any(f"process {pid1} was killed" in note for note in getattr(caught.value, "__notes__", []))
     assert time.monotonic() - begun < seconds
     assert executor == "ray" or gone(pid0)
     group.shutdown()

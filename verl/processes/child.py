@@ -49,7 +49,6 @@ class ChildProcess(ABC):
 
     @property
     def report_descriptors(self) -> list[int]:
-        """The descriptor of the file for reports, if there is one."""
         return [] if self._reports is None else [self._reports.fileno()]
 
     def poll(self) -> int | None:
@@ -98,7 +97,6 @@ class ChildProcess(ABC):
         self.close_reports()
 
     def close_reports(self) -> None:
-        """Close the file for reports."""
         if self._reports is not None:
             self._reports.close()
 

@@ -87,7 +87,6 @@ class ForkedProcess(ChildProcess):
         self.release()
 
     def release(self) -> None:
-        """Release the resources."""
         self._server.processes.discard(self)
         self._channel.close()
         self.close_reports()
@@ -119,7 +118,6 @@ class ForkServer:
         return not (time.monotonic() - self.handed_out < _HANDED_OUT_SECONDS or self.processes)
 
     def exit_message(self) -> str:
-        """How the server ended, as a sentence."""
         status = self._process.wait(5.0)
         end = "closed its channel" if status is None else describe_exit(status)
         return f"the fork server (process {self.pid}) {end}"
@@ -169,7 +167,6 @@ class ForkServer:
         return process
 
     def _read_pid(self, channel: Channel, cancelled: Callable[[], bool]) -> int:
-        """The process id that the server sends."""
         deadline = time.monotonic() + START_SECONDS
         while not channel.has_message(0.1):
             if cancelled():

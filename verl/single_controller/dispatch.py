@@ -332,10 +332,6 @@ def _dispatch_entry_per_group(layout: Layout, args: tuple, kwargs: dict) -> list
     return _call_per_rank(layout, _calls_from_entries(layout.dp_size, "data-parallel groups", args, kwargs))
 
 
-def _collect_zero(layout: Layout, results: list) -> Any:
-    return results[0]
-
-
 def _collect_all(layout: Layout, results: list) -> list:
     return results
 
@@ -360,7 +356,7 @@ class Execute(StrEnum):
     RANK_ZERO = "RANK_ZERO"
 
 
-register_dispatch_mode(Dispatch.RANK_ZERO, _dispatch_same_collect_zero, _collect_zero)
+register_dispatch_mode(Dispatch.RANK_ZERO, _dispatch_same_collect_zero, lambda layout, results: results[0])
 register_dispatch_mode(Dispatch.ONE_TO_ALL, _dispatch_same, _collect_all)
 register_dispatch_mode(Dispatch.ONE_TO_GROUPS, _dispatch_same_per_group, _collect_groups)
 register_dispatch_mode(Dispatch.ALL_TO_ALL, _dispatch_entry_per_rank, _collect_all)

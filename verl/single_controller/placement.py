@@ -39,7 +39,6 @@ def place_roles(
     """Assign a resource pool to each role. Roles with the same devices share a pool, i.e. one set of processes.
 
     Args:
-        roles: Roles of the run, e.g. ["actor", "ref", "critic"].
         placement: The config section: `{"actor_devices": [0, 1], "critic_devices": None, ...}`. Device d is device
             d % devices_per_node of node d // devices_per_node. A role without devices shares the actor's pool; the
             actor uses all devices by default.
@@ -110,7 +109,6 @@ def _fix(role: str, configured: Mapping[str, Sequence[int]], nnodes: int, total:
 
 
 def _assignment(role: str, devices: Iterable[int], configured: Mapping[str, Sequence[int]]) -> str:
-    """Format the devices of a role."""
     unset = "" if role in configured else " (not set: all of them)"
     return f"{role}_devices={sorted(devices)}{unset}"
 

@@ -87,12 +87,8 @@ class RemoteTensor(torch.Tensor):
     Row i is row `source_rows[i]` of column `name` of `sources[source_ids[i]]`.
 
     Args:
-        name: Column name in the sources.
-        sources: Where the rows are.
         source_ids: (B,) int64 indices into `sources`.
         source_rows: (B,) int64 row indices within each source.
-        row_shape: Shape of one row.
-        dtype: Dtype of the column.
     """
 
     @staticmethod
@@ -201,7 +197,6 @@ class RemoteTensor(torch.Tensor):
 
 
 def _to_local(value: Any) -> Any:
-    """Fetch a RemoteTensor; return anything else unchanged."""
     return value.fetch() if isinstance(value, RemoteTensor) else value
 
 
@@ -355,7 +350,6 @@ class PackedCall:
     """The arguments of a call, packed once for all ranks that get them.
 
     Args:
-        value: The arguments.
         readable: The type of Source that the called ranks can read. Columns of other sources are fetched here and sent.
 
     Attributes:

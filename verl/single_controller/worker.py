@@ -71,9 +71,6 @@ class Worker:
 
         Override it in a worker with tensor, sequence or pipeline parallelism, or with a second mesh for generation.
 
-        Args:
-            mesh: Name of the mesh; None for the main one.
-
         Raises:
             ValueError: The worker has no mesh of this name.
         """
@@ -122,7 +119,6 @@ class WorkerSpec:
 
 
 def free_port() -> int:
-    """Return a TCP port of this host that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

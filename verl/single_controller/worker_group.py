@@ -95,7 +95,7 @@ def timeout_error(
     """The error of a call that waits for a rank.
 
     Args:
-        states: States of all ranks.
+        states: Of all ranks.
         stacks: Rank -> the stacks of its threads.
         waited: For how long the call `role`.`method`() has waited, and for whom.
     """
@@ -137,14 +137,10 @@ class Future(Generic[T]):
 
     @classmethod
     def completed(cls, value: T) -> "Future[T]":
-        """A future whose result is already known."""
         return cls(lambda timeout: value)
 
     def get(self, timeout: float | None = None) -> T:
-        """Wait for the result.
-
-        Args:
-            timeout: Seconds to wait; None waits without limit.
+        """Wait for the result, at most `timeout` seconds; None waits without limit.
 
         Raises:
             TimeoutError: The call is still running. `get` can be called again.
@@ -173,11 +169,9 @@ class Future(Generic[T]):
 class WorkerGroup:
     """A Worker class over `world_size` ranks. `group.method(...)` calls the registered method on the ranks.
 
-    A subclass sets `_pool`, which executes the calls, or implements `execute`.
+    A subclass sets `_pool`, which executes the calls, or implements `execute` and `shutdown`.
 
     Args:
-        worker_class: Class of the workers.
-        world_size: Number of ranks.
         name: Role shown in errors; the name of the class by default.
 
     Raises:
@@ -201,11 +195,7 @@ class WorkerGroup:
             setattr(self, method, self._bind(method, registered))
 
     def execute(self, method: str, calls: list[Call | None]) -> Future[list]:
-        """Run `method` on every rank that has a Call.
-
-        Args:
-            method: Name of a method of the worker.
-            calls: One Call per rank; None for a rank that does not run.
+        """Run `method` on every rank that has a Call; None for a rank that does not run.
 
         Returns:
             Future of the results in rank order, each passed through `Call.finish`; None for a rank without a Call.

@@ -50,8 +50,6 @@ class LocalWorkerGroup(WorkerGroup):
     workers with `devices`, run in processes; see `process_pool` for how errors, crashes and hangs are reported.
 
     Args:
-        spec: How to construct the workers.
-        n_workers: Number of ranks.
         name: Role shown in errors; the name of the class by default.
         pool: Existing processes that host this role already (see `colocate`).
         **options: Otherwise those of `make_pool`.
@@ -96,11 +94,9 @@ def make_pool(
     """Start the workers of one or more roles, in this process or in others.
 
     Args:
-        specs: Role -> how to construct its workers.
-        n_workers: Number of ranks.
-        timeout: Limit of one call in other processes, seconds; or limits by measured durations.
+        timeout: Seconds that a call may take in other processes; or limits by measured durations.
         devices: Indices of the visible GPUs; rank i uses the i-th of them.
-        env: Additional environment variables of the processes.
+        env: Additional variables of the processes.
         separate_process: Start a process even for a single worker.
     """
     if n_workers < 1:

@@ -22,8 +22,6 @@ class RayWorkerGroup(WorkerGroup):
     Requires `ray.init()`. The actors hold their resources until `shutdown`, which a `with` block calls.
 
     Args:
-        spec: How to construct the workers.
-        resources: Number of processes on each node.
         name: Role shown in errors; the name of the class by default.
         pool: Existing actors that host this role already (see `colocate`).
         **options: Otherwise those of `RayPool`.

@@ -65,7 +65,6 @@ class RankActor:
         self._running_since: float | None = None
 
     def info(self) -> ActorInfo:
-        """The node and process of this actor."""
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         process = os.getpid(), socket.gethostname()
         return ActorInfo(context.get_actor_id(), context.get_node_id(), host, ray.get_gpu_ids(), free_port(), *process)
@@ -74,9 +73,6 @@ class RankActor:
         """Construct the workers.
 
         Args:
-            specs: By role.
-            rank_env: The rank of this actor.
-            env: Environment variables to set.
             folder: Working directory of the controller, to which relative paths of a run refer. Used if it exists on
                 this node and Ray was not given a working directory.
         """

@@ -23,7 +23,6 @@ Matcher = Callable[[str], bool]
 
 
 def default_excludes() -> list[str]:
-    """The patterns that are always excluded."""
     return list(yaml.safe_load(_DEFAULTS.read_text(encoding="utf-8"))["excludes"])
 
 

@@ -23,7 +23,6 @@ def agent_loop_names(rollout: schema.RolloutConfig) -> set[str]:
 
 
 def _loops_of_file(path: str | None) -> Collection[str]:
-    """Names of the agent loops that a YAML file lists."""
     if not path:
         return ()
     from verl.agents.public import read_loops  # imports the tools
@@ -99,7 +98,6 @@ def check_tools_in_prompts(run: Run) -> None:
 
 
 def _tools_of(section: schema.MultiTurnConfig | schema.DataConfig) -> list[dict[str, Any]]:
-    """The schemas of the tools that a section names."""
     return tool_schemas(section.tool_config_path, section.function_tool_path)
 
 

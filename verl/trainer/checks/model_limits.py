@@ -27,9 +27,7 @@ class ModelLimits:
     Attributes:
         vocab_size: token ids are 0 to vocab_size - 1.
         positions: tokens in a sequence; None if the config sets no limit.
-        architectures: class names of the saved weights.
-        sizes: its config by key.
-        hf_config: HuggingFace config of the whole model.
+        sizes: the config of the language model by key; `hf_config` is that of the whole model.
     """
 
     path: str

@@ -54,7 +54,6 @@ class Estimate:
 
 
 def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_code: bool = False) -> ModelShape:
-    """The shape of a model, from its config."""
     overrides = model.override_config if model is not None else {}
     trust = model.trust_remote_code if model is not None else trust_remote_code
     return shape_of_config(readable_config(path, overrides, trust), path)
@@ -83,7 +82,6 @@ def _vision_of(hf: Any) -> VisionShape:
 
 
 def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:
-    """Role -> shape of its model."""
     policy, reward = config.actor_rollout_ref.model, config.reward.reward_model
     policy_shape = functools.cache(lambda: shape_of(policy.path, policy))  # of several roles
     shapes = {}
@@ -177,7 +175,6 @@ def _devices(config: schema.Config) -> int:
 
 
 def _search(config: schema.Config, result: Estimate) -> "Search":
-    """The search over placements that the settings allow."""
     from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space
 
     rollout, policy = config.actor_rollout_ref.rollout, config.actor_rollout_ref

@@ -41,7 +41,6 @@ class TrainerArguments:
     reward: Any = None
 
     def add(self, settings: Mapping[str, Any]) -> None:
-        """Add settings above all others."""
         if not settings:
             return
         if isinstance(self.overrides, Mapping):

@@ -221,7 +221,6 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
 
 
 def prompt_source(data: schema.DataConfig, inputs: Inputs) -> PromptSource:
-    """The batches of training prompts."""
     size = data.train_batch_size
     return PromptSource(
         inputs.train_dataset,

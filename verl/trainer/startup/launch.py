@@ -44,11 +44,8 @@ class Planned(Protocol):
 
 
 def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
-    """Run all checks, print their number and the plan, and stop before workers start. Returns the exit status.
-
-    Args:
-        verbose: print the name of each check.
-    """
+    """Run all checks, print their number (verbose: their names) and the plan, and stop before workers start. Returns
+    the exit status."""
     setup_logging()
     try:
         command = build()

@@ -33,9 +33,7 @@ _ROUNDING = 1e-2  # by which a log-prob may exceed 0
 class CastWeightSource:
     """A view of the weights of a training engine, cast to the dtype of the rollout, for a weight sync.
 
-    Args:
-        engine: the training engine.
-        dtype: dtype of the weights; None: not cast. Adapters are not cast.
+    dtype None: not cast. Adapters are not cast.
     """
 
     def __init__(self, engine: TrainEngine, dtype: torch.dtype | None):
@@ -57,8 +55,8 @@ class Rollout:
         env: where the engine runs.
         stop_token_ids: token ids that end a response.
         stop: strings that end a response, with the tokenizer's `decode`.
-        tokenizer: the policy's tokenizer, for agent loops.
-        train_engine: the training engine in this process, if there is one.
+        tokenizer: of the policy, for agent loops.
+        train_engine: that of this process, if there is one.
     """
 
     def __init__(

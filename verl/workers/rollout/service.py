@@ -258,9 +258,6 @@ class FollowingService(_Service):
     """The service of the other ranks of a tensor-parallel group, with the calls of `GenerationService`.
 
     A thread follows rank 0, which has the prompts and the trajectories, from `resume` to `pause`.
-
-    Args:
-        pause_limit: seconds that `pause` may take.
     """
 
     def __init__(self, engine: RolloutEngine, device: torch.device, pause_limit: float = math.inf):
@@ -345,9 +342,8 @@ def extend(whole: Completion, completion: Completion, version: int, request: Req
 
     Args:
         whole: the response so far; changed in place.
-        completion: the next tokens.
         version: the version of the engine's weights, for an engine that reports no spans.
-        request: the request of the whole response.
+        request: that of the whole response.
     """
     start = len(whole.token_ids)
     spans = completion.weight_versions or ([(0, version)] if completion.token_ids else [])
