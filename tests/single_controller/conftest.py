@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -54,16 +53,6 @@ def start(executor: str, worker: str, role: str) -> WorkerGroup:
     from verl.single_controller.ray.group import RayWorkerGroup
 
     return RayWorkerGroup(spec(worker), TWO, role, timeout=60)
-
-
-def gone(pid: int, within: float = 2.0) -> bool:
-    """Whether a process ends within some seconds (a zombie has ended)."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def wide(rows: int) -> DataProto:

@@ -22,11 +22,11 @@ from tests.single_controller.conftest import (
     check_order,
     check_ranks,
     check_rows,
-    gone,
     spec,
     start,
     wide,
 )
+from tests.waiting import gone
 from verl.processes import fork_server
 from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto

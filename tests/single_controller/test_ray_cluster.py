@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from tests.single_controller.conftest import TWO, WIDTH, gone, spec, start, wide
+from tests.single_controller.conftest import TWO, WIDTH, spec, start, wide
+from tests.waiting import gone
 from verl.processes.limits import Durations, Limits
 from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
 from verl.single_controller.placement import ResourcePool

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
@@ -26,6 +25,7 @@ from tests.trainer.test_asynchronous import (
 )
 from tests.trainer.test_dynamic_sampling import Scripted
 from tests.trainer.version_engine import VersionEngine
+from tests.waiting import wait_until
 from verl.dataflow import HOLD, DataFlow, Operator
 from verl.protocol import DataProto
 from verl.rollout.base import register_rollout_engine
@@ -257,14 +257,7 @@ class InStep(PPOTrainer):
 
     def _wait(self, batch: DataProto) -> None:
         buffer = self.runner.buffer
-        wait_until(lambda: not WeightEngine.open.is_set() or not (buffer.room() or buffer.in_flight))
-
-
-def wait_until(reached: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+        wait_until(lambda: not WeightEngine.open.is_set() or not (buffer.room() or buffer.in_flight), 120)
 
 
 def steps_of(trainer: PPOTrainer, count: int) -> list[tuple]:
@@ -291,10 +284,10 @@ def test_rewind_gives_the_steps_of_a_fresh_resume(k, settings, tmp_path):
     steps_of(trainer, 2)
     trainer.save()
     undone, buffer = steps_of(trainer, 1), trainer.runner.buffer
-    wait_until(lambda: not (buffer.room() or buffer.in_flight))
+    wait_until(lambda: not (buffer.room() or buffer.in_flight), 120)
     WeightEngine.open.clear()
     undone += steps_of(trainer, 1)
-    wait_until(lambda: not buffer.room())
+    wait_until(lambda: not buffer.room(), 120)
     assert buffer.in_flight and buffer._finished, "samples of later steps are generated and in flight"
     shutil.copytree(tmp_path / "run", tmp_path / "fresh")
     trainer.rewind()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from verl.agents import Prompt, SingleTurn, Trajectory
 from verl.rollout import engine_thread
 from verl.rollout.base import RolloutEngine
@@ -87,10 +88,7 @@ def collect(service: GenerationService, groups: int) -> dict:
 
 
 def started(engine: VersionEngine, requests: int, with_tokens: int = 0) -> None:
-    deadline = time.monotonic() + 20
-    while engine.running < requests or engine.with_tokens < with_tokens:
-        time.sleep(0.002)
-        assert time.monotonic() < deadline
+    wait_until(lambda: engine.running >= requests and engine.with_tokens >= with_tokens)
 
 
 def test_groups_are_returned_as_they_end(service):

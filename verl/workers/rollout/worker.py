@@ -31,8 +31,6 @@ class RolloutWorker(RolloutMethods):
         **generation: stop_token_ids, stop and tokenizer, as for `Rollout`.
     """
 
-    _pause_limit = math.inf
-
     def __init__(
         self,
         model: schema.ModelConfig,
