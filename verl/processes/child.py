@@ -36,8 +36,7 @@ _HEARTBEAT = struct.Struct("d")  # `time.monotonic`, which all processes of a ho
 class ChildProcess(ABC):
     """A Python process in a separate session and process group. Subclasses start it and report its exit status.
 
-    Args:
-        reports: Whether the child gets a file for its heartbeat and its stacks (see `start_reports`).
+    reports: Whether the child gets a file for its heartbeat and its stacks (see `start_reports`).
     """
 
     pid: int
@@ -163,8 +162,7 @@ def process_status(pid: int) -> str:
 def resident_memory(pid: int, shared_once: bool = False) -> int:
     """Resident memory of a process and its descendants in bytes (Linux). A process that has ended has none.
 
-    Args:
-        shared_once: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
+    shared_once: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
     """
     total, pids = 0, [pid]
     while pids:

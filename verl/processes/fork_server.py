@@ -93,11 +93,8 @@ class ForkedProcess(ChildProcess):
 
 
 class ForkServer:
-    """A server process. Can be used from several threads.
-
-    Args:
-        env: Environment variables. Those that children may differ in are removed.
-    """
+    """A server process, with the environment `env` without the variables that children may differ in. Can be used from
+    several threads."""
 
     def __init__(self, env: Mapping[str, str]):
         self.processes: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()  # those that are starting included

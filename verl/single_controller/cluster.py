@@ -1,6 +1,6 @@
 """Cluster: where the workers of a run execute. A trainer has a cluster; it is not one.
 
-    cluster = make_cluster(config)              # this process, processes of this host, or Ray
+    cluster = make_cluster(config, "local")     # this process or processes of this host; or "ray"
     cluster.check(config)                       # before anything is loaded
     groups = cluster.start(pools, specs)        # role -> worker group
     cluster.shutdown()
@@ -66,16 +66,12 @@ CLUSTERS: dict[str, tuple[str, str]] = {
 }
 
 
-def make_cluster(config: RunConfig, backend: str | None = None) -> Cluster:
-    """Make the cluster that a configuration describes.
-
-    Args:
-        backend: "local" or "ray" instead of `trainer.backend`.
+def make_cluster(config: RunConfig, backend: str) -> Cluster:
+    """Make the cluster that a configuration describes, of the backend "local" or "ray".
 
     Raises:
         ModuleNotFoundError: the package of the backend is not installed; a note names it.
     """
-    backend = backend or config.trainer.backend
     try:
         make = load_object(*CLUSTERS[backend])
     except ModuleNotFoundError as error:
@@ -111,8 +107,7 @@ def start_pools(
 ) -> dict[str, WorkerGroup]:
     """`Cluster.start`: the pools start at the same time, since each takes seconds to import and load.
 
-    Args:
-        start: makes the groups of the roles of one pool.
+    start: makes the groups of the roles of one pool.
     """
     arguments = [({role: specs[role] for role, _ in placed}, placed[0][1]) for placed in pools.values()]
     if len(arguments) == 1:  # in this thread, where a breakpoint in a worker's constructor is one of this program

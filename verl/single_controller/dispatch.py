@@ -157,12 +157,9 @@ DISPATCH_MODES: Registry[DispatchMode] = Registry("dispatch mode")
 
 
 def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
-    """Add a custom dispatch mode, used by `@register(dispatch_mode=name)`.
+    """Add a custom dispatch mode (see `DispatchMode`), used by `@register(dispatch_mode=name)`.
 
-    Args:
-        name: Raises ValueError if it is taken.
-        dispatch_fn: See `DispatchMode`.
-        collect_fn: See `DispatchMode`.
+    Raises ValueError if the name is taken.
     """
     if name in DISPATCH_MODES:
         raise ValueError(f"dispatch mode {name!r} is registered already; choose another name")

@@ -326,8 +326,7 @@ class ColumnStore:
 def unpack_result(packed: Packed, source_of: Callable[[int], Source]) -> Any:
     """Unpack the output of `ColumnStore.pack_result` on the controller, with a RemoteTensor for each large column.
 
-    Args:
-        source_of: Maps the key of a stored batch to the Source that reads it.
+    source_of: Maps the key of a stored batch to the Source that reads it.
     """
 
     def resolve(reference: tuple) -> RemoteTensor:

@@ -165,10 +165,7 @@ class EngineWorker(Worker):
 
 
 class UpdatePass:
-    """The mini-batches of one pass and their metrics; made by `EngineWorker.update_pass`.
-
-    `mini_batches` is this rank's share of each mini-batch, in order.
-    """
+    """The mini-batches of one pass, in order (this rank's share of each), and their metrics."""
 
     def __init__(self, engine: TrainEngine, mini_batches: list[DataProto], prefix: str, last_pass: bool):
         self.mini_batches = mini_batches

@@ -41,7 +41,6 @@ class Generation:
     """Generation in the background, on the rollout's own devices.
 
     Args:
-        roles: with the role "rollout".
         with_columns: also send the other columns, for agent loops that read them.
         partial: interrupt requests for a push of weights; otherwise wait for their trajectories.
     """
@@ -109,8 +108,7 @@ class Generation:
 class FilterGroups:
     """`filter_groups` of asynchronous training: drops zero-variance groups as they arrive; others are generated.
 
-    Args:
-        sampling: the operator of synchronous training. Its limits hold for the groups of each training batch.
+    The limits of `sampling`, the operator of synchronous training, hold for the groups of each training batch.
     """
 
     def __init__(self, sampling: DynamicSampling):
@@ -227,16 +225,11 @@ def _uids(batch: DataProto) -> list[str]:
 
 
 class AsyncRunner(PPORunner):
-    """Turns the flow of synchronous training into that of asynchronous training, and owns its producer.
-
-    Attributes:
-        buffer: set by `finish`.
-        producer: set by `reset`. It ends with its workers.
-    """
+    """Turns the flow of synchronous training into that of asynchronous training, and owns its producer."""
 
     keeps_workers = False
-    buffer: SampleBuffer
-    producer: Producer
+    buffer: SampleBuffer  # set by `finish`
+    producer: Producer  # set by `reset`; it ends with its workers
 
     def __init__(self, view: RunView, weights: RolloutWeights):
         super().__init__(view, weights)

@@ -330,17 +330,13 @@ class AsyncPrompts(PromptQueue):
     """The prompts of asynchronous training. The saved state includes those that are not trained yet.
 
     A resumed run generates them again first, so no prompt is lost or repeated.
-
-    Attributes:
-        buffer: has the prompts that are admitted.
-        leaving: prompts that have left the queue and are not admitted yet.
     """
 
-    buffer: SampleBuffer
+    buffer: SampleBuffer  # has the prompts that are admitted
 
     def __init__(self, prompts: Prompts, size: int):
         super().__init__(prompts, size)
-        self.leaving: DataProto | None = None
+        self.leaving: DataProto | None = None  # prompts that have left the queue and are not admitted yet
         self._position: dict[str, Any] | None = None  # of the data, before the batch that is being read
 
     def __call__(self) -> DataProto:

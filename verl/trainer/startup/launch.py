@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 def print_config_errors_plainly() -> None:
     """In a script, print an uncaught ConfigError without its traceback, as the commands do. Exit status 1 as before."""
+
+    def print_uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, ConfigError):
+            print_error(error)
+        else:
+            sys.__excepthook__(kind, error, traceback)
+
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _print_uncaught
-
-
-def _print_uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    if isinstance(error, ConfigError):
-        print_error(error)
-    else:
-        sys.__excepthook__(kind, error, traceback)
+        sys.excepthook = print_uncaught
 
 
 class Planned(Protocol):

@@ -105,8 +105,7 @@ class RolloutWorker(RolloutMethods):
     def submit_prompts(self, batch: DataProto | None) -> None:
         """Start to generate in the background: one trajectory per row, in groups of rows with one uid.
 
-        Args:
-            batch: the columns of `generate_sequences`, one batch per tensor-parallel group; None: nothing.
+        batch: the columns of `generate_sequences`, one batch per tensor-parallel group; None: nothing.
         """
         if batch is None:
             return
