@@ -46,13 +46,6 @@ def run(how: Registered, layout: Layout, worker, *args, **kwargs):
     return how.collect(layout, results)
 
 
-def test_the_rows_of_one_group_are_not_copied():
-    layout, batch = Layout.grid(tp=2), rows(5)
-    collected = Registered(Dispatch.DP_COMPUTE_PROTO).collect(layout, [batch, None])
-    assert collected.batch["x"].data_ptr() == batch.batch["x"].data_ptr() and collected is not batch
-    assert_same(collected, batch)
-
-
 MESHES = [(d, t, p) for d in range(1, 65) for t in range(1, 65) for p in range(1, 65) if d * t * p <= 64]
 
 
@@ -270,10 +263,13 @@ def test_marks_are_inherited_and_checked():
         register(Dispatch.ND_COMPUTE)
 
 
-def test_object_rows_are_sent_as_views():
-    """Splitting over ranks copies no tensor data."""
-    batch = rows(8)
-    calls = Registered(Dispatch.DP_COMPUTE_PROTO).dispatch(Layout.grid(dp=4), (batch,), {})
+def test_rows_are_not_copied():
+    """Neither by the split over ranks nor by the collection of one group."""
+    how, batch = Registered(Dispatch.DP_COMPUTE_PROTO), rows(8)
+    collected = how.collect(Layout.grid(tp=2), [batch, None])
+    assert collected.batch["x"].data_ptr() == batch.batch["x"].data_ptr() and collected is not batch
+    assert_same(collected, batch)
+    calls = how.dispatch(Layout.grid(dp=4), (batch,), {})
     start = batch.batch["y"].untyped_storage().data_ptr()
     assert all(c.args[0].batch["y"].untyped_storage().data_ptr() == start for c in calls)
     assert isinstance(calls[1].args[0].non_tensor_batch["uid"], np.ndarray)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import verl
+from tests.single_controller.conftest import TWO, spec
 from verl.protocol import DataProto
-from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller import LocalWorkerGroup, WorkerGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-SPEC = WorkerSpec((str(Path(__file__).with_name("pool_workers.py")), "OnGpu"))
+SPEC = spec("OnGpu")
 
 
 def uuid_of(device: int) -> str:
@@ -45,7 +45,7 @@ def test_ray_actors_on_two_gpus(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        with RayWorkerGroup(SPEC, ResourcePool("gpus", (2,)), use_gpu=True, timeout=120) as group:
+        with RayWorkerGroup(SPEC, TWO, use_gpu=True, timeout=120) as group:
             check(group)
     finally:
         ray.shutdown()

@@ -7,7 +7,6 @@ from verl.single_controller.placement import (
     format_devices,
     idle_devices,
     place_roles,
-    pools_by_name,
     smaller_sizes,
     visible_devices,
 )
@@ -78,15 +77,10 @@ def test_a_second_device_where_there_is_one():
     )
 
 
-def test_pools_by_name():
-    found = pools_by_name({"main": [8, 8], "small": [2]}, {"actor": "main", "ref": "main", "critic": "small"})
-    assert found["actor"] is found["ref"] and found["actor"].world_size == 16 and found["critic"].world_size == 2
-    with pytest.raises(ValueError, match="role 'actor': there is no resource pool 'man': did you mean 'main'"):
-        pools_by_name({"main": [1]}, {"actor": "man"})
-    with pytest.raises(ValueError, match="no role uses the resource pool 'spare'"):
-        pools_by_name({"main": [1], "spare": [1]}, {"actor": "main"})
+def test_a_pool_has_processes_on_each_of_its_nodes():
+    assert ResourcePool("main", (8, 8)).world_size == 16
     with pytest.raises(ValueError, match="at least one process on each of its nodes"):
-        pools_by_name({"main": [1, 0]}, {"actor": "main"})
+        ResourcePool("main", (1, 0))
 
 
 def test_devices_are_counted_among_the_visible_ones():

@@ -15,30 +15,27 @@ import pytest
 import torch
 
 import verl
+from tests.single_controller.conftest import (
+    WIDTH,
+    WORKERS,
+    check_large_columns,
+    check_order,
+    check_ranks,
+    check_rows,
+    spec,
+    start,
+    wide,
+)
+from tests.waiting import gone
 from verl.processes import fork_server
-from verl.processes.fork_server import server_pids
 from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto
-from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerSpec, WorkerTimeout, colocate
+from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerTimeout, colocate
 from verl.single_controller.local import process_pool
-from verl.single_controller.local.process_pool import ProcessPool
-from verl.single_controller.remote_batch import RemoteTensor
-
-WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 
 
-def spec(name: str, **kwargs) -> WorkerSpec:
-    return WorkerSpec((WORKERS, name), kwargs)
-
-
-def gone(pid: int, within: float = 2.0) -> bool:
-    """Whether a process ends within some seconds (a zombie has ended)."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
+def server_pids() -> set[int]:
+    return {server.pid for server in fork_server._servers.values()}
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +53,9 @@ def pair():
         groups["critic"].only_zero()
 
 
-def test_ranks_and_their_environment(pair):
-    facts = pair["actor"].facts()
-    assert [f["rank"] for f in facts] == [0, 1] and len({f["pid"] for f in facts} | {os.getpid()}) == 3
-    assert [(f["RANK"], f["LOCAL_RANK"], f["WORLD_SIZE"]) for f in facts] == [("0", "0", "2"), ("1", "1", "2")]
-    assert facts[0]["MASTER_PORT"] == facts[1]["MASTER_PORT"] and facts[0]["MASTER_ADDR"] == "127.0.0.1"
-    assert [f["interface"] for f in facts] == ["lo", "lo"], "the variables that were given reach the processes"
-    assert [f["pid"] for f in pair["critic"].facts()] == [f["pid"] for f in facts], "colocated roles share processes"
+@pytest.mark.parametrize("check", [check_ranks, check_rows, check_order])
+def test_two_roles_in_two_processes(check, pair):
+    check(pair)
 
 
 def test_processes_of_pools_are_forked_from_one_server(pair):
@@ -107,44 +100,14 @@ def test_fresh_interpreters_where_a_fork_is_refused(pair, monkeypatch, caplog):
         server.close()
 
 
-def test_rows_go_out_and_come_back_in_order(pair):
-    batch = DataProto.from_dict({"x": torch.arange(1, 6)}, {"uid": list("abcde")}, {"step": 1})
-    for role, ranks in [("actor", [0, 0, 0, 1, 1]), ("critic", [0, 0, 0, 0, 0])]:
-        out = pair[role].rows(batch)
-        assert out.batch["x"].tolist() == [1, 2, 3, 4, 5] and out.non_tensor_batch["uid"].tolist() == list("abcde")
-        assert out.batch["rank"].tolist() == ranks and out.meta_info == {"step": 1}
-    assert batch.batch["x"].tolist() == [1, 2, 3, 4, 5], "what a rank writes into its rows stays there"
-    assert pair["actor"].total(batch[:4]) == {"x": 2.5}
-
-
-WIDTH = 20_000  # of columns that stay where they are
-
-
-def wide(rows: int) -> DataProto:
-    return DataProto.from_dict(
-        {"x": torch.arange(rows)[:, None].expand(rows, WIDTH).contiguous()}, {"uid": [*range(rows)]}
-    )
-
-
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_large_columns_go_from_rank_to_rank_and_not_through_the_controller(pair):
+def test_large_columns_go_from_rank_to_rank_and_their_files_are_closed(pair):
     gc.collect()  # what earlier tests left
     before = open_files()
-    out = pair["actor"].rows(wide(8))
-    assert type(out.batch["x"]) is RemoteTensor and type(out.batch["rank"]) is torch.Tensor
-    reversed_rows = out.copy().reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
-    again = pair["critic"].rows(reversed_rows.union(DataProto.from_dict({"y": torch.ones(8)})))  # it zeroes what it got
-    assert again.batch["x"][:, 7].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert pair["actor"].total(reversed_rows.select(["x"])) == {"x": 3.5 * WIDTH}, "each rank writes into its own copy"
-    assert out.batch["x"].is_remote and out.batch["x"]._copy is None, "the controller has not seen it"
-    assert out.batch["x"][2:4].sum() == 5 * WIDTH and torch.equal(out.batch["x"][[5, 1]][:, 0], torch.tensor([5, 1]))
-    assert pair["actor"].total(out[[1, 6, 6, 0]].select(["x"])) == {"x": 13 / 4 * WIDTH}
-    out.batch["x"].add_(1)  # modified locally: the local copy is sent from now on
-    assert pair["actor"].total(out.select(["x"])) == {"x": 4.5 * WIDTH}
-    del out, reversed_rows, again
+    check_large_columns(pair)
     gc.collect()
     assert open_files() == before
 
@@ -160,20 +123,6 @@ def test_rows_of_many_results_in_one_call(pair):
     """More memory files than fit into one message."""
     whole = DataProto.concat([pair["actor"].rows(wide(2)) for _ in range(140)])
     assert pair["actor"].total(whole.select(["x"])) == {"x": 0.5 * WIDTH}
-
-
-def test_calls_without_waiting_run_in_order(pair):
-    start = time.monotonic()
-    slow, after = pair["actor"].sleep(0.4), pair["critic"].submit("only_zero")
-    assert time.monotonic() - start < 0.2
-    with pytest.raises(TimeoutError, match=r"actor.sleep\(\) has not finished after 0.05 s"):
-        slow.get(timeout=0.05)
-    assert after.get(timeout=10) == 0 and time.monotonic() - start > 0.4
-    assert max(slow.get()) <= time.monotonic()
-
-
-def test_the_ranks_meet_by_the_environment(pair):
-    assert pair["actor"].all_reduce(2.0) == [6.0, 6.0]  # 2 * 1 + 2 * 2
 
 
 def test_calls_from_several_threads_do_not_cross(pair):
@@ -193,16 +142,16 @@ def test_unpicklable_arguments_are_reported_before_anything_is_sent(pair):
     assert pair["actor"].echo("still there") == ["still there"] * 2
 
 
-def test_an_exception_on_one_rank_stops_the_others(pair):
+def test_an_exception_on_one_rank_stops_the_others(executor):
     """Rank 1 raises while rank 0 waits: the caller gets the traceback of rank 1, and nothing is left of the group."""
     gc.collect()
-    before = open_files()
-    group = LocalWorkerGroup(spec("Failing"), 2, name="ref", timeout=60)
-    (pid0, child), (pid1, _) = group.pids(grandchild=True)
-    start = time.monotonic()
+    before, is_local = open_files(), executor == "processes"
+    group = start(executor, "Failing", "ref")
+    (pid0, child), (pid1, _) = group.pids(grandchild=is_local)
+    begun = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         group.raise_on(1, "weights.safetensors")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - begun < 2
     error = caught.value
     assert (error.role, error.rank, error.method) == ("ref", 1, "raise_on") and error.host
     first, *rest = str(error).splitlines()
@@ -210,36 +159,46 @@ def test_an_exception_on_one_rank_stops_the_others(pair):
         "FileNotFoundError: no file weights.safetensors"
     )
     assert "in read_the_file" in error.traceback and rest[-1] == "FileNotFoundError: no file weights.safetensors"
-    assert gone(pid0) and gone(pid1) and gone(child), "what a worker started ends with it"
     with pytest.raises(WorkerError, match=r"its processes were stopped: ref.raise_on\(\) on rank 1") as caught:
         group.pids()
-    assert caught.value.__cause__ is error and open_files() == before
+    assert caught.value.__cause__ is error
+    if is_local:
+        assert gone(pid0) and gone(pid1) and gone(child), "what a worker started ends with it"
+        assert open_files() == before
+    group.shutdown()
+    assert gone(pid0, 3.0) and gone(pid1, 3.0)
 
 
-def test_a_killed_process_is_reported_before_the_errors_it_causes():
+def test_a_killed_process_is_reported_before_the_errors_it_causes(executor):
     """Rank 0 waits for rank 1 in a collective and fails when it is killed; the caller is told of the killed process."""
-    group = LocalWorkerGroup(spec("Failing"), 2, name="actor", timeout=60)
+    group = start(executor, "Failing", "actor")
     (pid0, _), (pid1, _) = group.pids()
     future = group.wait_in_collective(1)
     with pytest.raises(TimeoutError):
         future.get(timeout=1.0)
-    start = time.monotonic()
+    ends = {"processes": (rf"process {pid1} was killed by SIGKILL", 2.0), "ray": ("its process died", 1.5)}
+    message, seconds = ends[executor]
+    begun = time.monotonic()
     os.kill(pid1, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=rf"wait_in_collective\(\) on rank 1 .*process {pid1} was killed by SIGKILL"):
+    with pytest.raises(WorkerDied, match=rf"actor\.wait_in_collective\(\) on rank 1 .*{message}") as caught:
         future.get()
-    assert time.monotonic() - start < 2 and gone(pid0)
+    assert caught.value.rank == 1, "the others are notes"
+    assert not any(f"process {pid1} was killed" in note for note in getattr(caught.value, "__notes__", []))
+    assert time.monotonic() - begun < seconds
+    assert executor == "ray" or gone(pid0)
+    group.shutdown()
+    assert gone(pid0, 3.0)
 
 
 def test_a_hang_ends_with_the_stacks_of_all_ranks():
     """Also of the rank that keeps Python's lock in C code, where no Python thread could look."""
-    pool = ProcessPool({"actor": spec("Failing")}, 2, timeout=60)
-    group = LocalWorkerGroup(spec("Failing"), 2, name="actor", pool=pool)
+    group = start("processes", "Failing", "actor")
     (pid0, _), (pid1, _) = group.pids()
-    pool.durations = Durations(Limits(0.5))
-    start = time.monotonic()
+    group._pool.durations = Durations(Limits(0.5))
+    begun = time.monotonic()
     with pytest.raises(WorkerTimeout, match=r"no reply after 0.5 s from ranks \[1\] \(replied: \[0\]; ") as caught:
         group.hang_with_the_lock(1)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - begun < 2
     rank0, rank1 = caught.value.traceback.split("--- rank 1")
     assert "in hang_with_the_lock" in rank1 and "in serve" in rank0 and gone(pid0) and gone(pid1)
 

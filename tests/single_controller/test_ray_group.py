@@ -6,15 +6,21 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import verl
+from tests.single_controller.conftest import (
+    TWO,
+    check_large_columns,
+    check_order,
+    check_ranks,
+    check_rows,
+    spec,
+    wide,
+)
 from verl.dataflow.operator import running
 from verl.processes.limits import Limits
 from verl.protocol import DataProto
-from verl.single_controller import WorkerDied, WorkerSpec, WorkerTimeout
-from verl.single_controller.placement import ResourcePool
-from verl.single_controller.remote_batch import RemoteTensor
+from verl.single_controller import WorkerDied, WorkerTimeout
 
 ray = pytest.importorskip("ray")
 
@@ -23,49 +29,29 @@ from verl.single_controller.ray.cluster import RayCluster  # noqa: E402
 from verl.single_controller.ray.group import RayWorkerGroup, colocate  # noqa: E402
 from verl.single_controller.ray.rank_actor import RankActor  # noqa: E402
 
-WORKERS = str(Path(__file__).with_name("pool_workers.py"))
-
 
 @pytest.fixture
 def groups(monkeypatch):
     """Two roles in two actors; the second role replicates its rows on both."""
     monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
-    pool, limits, env = ResourcePool("two", (2,)), Limits(60, factor=10, minimum=0.5), {"NCCL_SOCKET_IFNAME": "lo"}
+    limits, env = Limits(60, factor=10, minimum=0.5), {"NCCL_SOCKET_IFNAME": "lo"}
     cluster = RayCluster({"num_cpus": 2, "address": "local", "log_to_driver": False}, "cpu", limits, env)
-    specs = {"actor": WorkerSpec((WORKERS, "Echo")), "critic": WorkerSpec((WORKERS, "Echo"), {"tp": 2})}
     try:
-        yield cluster.start({"two": [("actor", pool), ("critic", pool)]}, specs)
+        yield cluster.start(
+            {"two": [("actor", TWO), ("critic", TWO)]}, {"actor": spec("Echo"), "critic": spec("Echo", tp=2)}
+        )
     finally:
         cluster.shutdown()
     assert not ray.is_initialized(), "what was started for the roles ends with them"
 
 
-def large(rows: int) -> DataProto:
-    x = torch.arange(rows)[:, None].expand(rows, 20_000).contiguous()
-    return DataProto.from_dict({"x": x}, {"uid": list(range(rows))}, {"step": 1})
-
-
 def test_calls_and_batches_by_reference(groups):
-    actor, critic = groups["actor"], groups["critic"]
-    facts = actor.facts()
-    assert [(f["RANK"], f["LOCAL_RANK"], f["WORLD_SIZE"]) for f in facts] == [("0", "0", "2"), ("1", "1", "2")]
-    assert [f["pid"] for f in critic.facts()] == [f["pid"] for f in facts], "colocated roles share processes"
-    assert [f["interface"] for f in facts] == ["lo", "lo"], "the variables that were given reach the processes"
-    assert actor.all_reduce(2.0) == [6.0, 6.0]
-    small = actor.rows(DataProto.from_dict({"x": torch.arange(1, 6)}))
-    assert small.batch["x"].tolist() == [1, 2, 3, 4, 5] and small.batch["rank"].tolist() == [0, 0, 0, 1, 1]
-
-    out = actor.rows(large(8))
-    assert type(out.batch["x"]) is RemoteTensor and type(out.batch["rank"]) is torch.Tensor
-    reversed_rows = out.copy().reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
-    again = critic.rows(
-        reversed_rows.union(DataProto.from_dict({"y": torch.ones(8)}))
-    )  # each row goes to the other rank
-    assert again.batch["x"][:, 7].tolist() == [7, 6, 5, 4, 3, 2, 1, 0] and again.meta_info == {"step": 1}
-    assert out.batch["x"].is_remote and out.batch["x"]._copy is None, "the controller has not seen it"
-    assert actor.total(reversed_rows.select(["x"])) == {"x": 3.5 * 20_000}
+    for check in (check_ranks, check_rows, check_large_columns, check_order):
+        check(groups)
+    actor = groups["actor"]
+    kept = actor.rows(wide(8))
     check_the_limit_of_a_start(actor)
-    check_the_limit_of_a_call(actor, out)
+    check_the_limit_of_a_call(actor, kept)
 
 
 def check_the_limit_of_a_start(actor: RayWorkerGroup) -> None:
@@ -101,7 +87,7 @@ def test_what_workers_log_is_seen_once(monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True, address="local")
     try:
-        with colocate({"actor": WorkerSpec((WORKERS, "Talker"))}, ResourcePool("two", (2,)), timeout=60)["actor"]:
+        with colocate({"actor": spec("Talker")}, TWO, timeout=60)["actor"]:
             shown, deadline = "", time.monotonic() + 20
             while not ("rank 0 has" in shown and "is short" in shown) and time.monotonic() < deadline:
                 time.sleep(0.2)

@@ -13,7 +13,6 @@ from verl.single_controller.remote_batch import (
     Source,
     load_call,
     nbytes,
-    unpack,
     unpack_result,
 )
 
@@ -28,7 +27,7 @@ class Reader(Source):
 
     def fetch(self, name, rows):
         self.rows += len(rows)
-        return unpack(self.store.pack_rows(self.key, [name], rows))[name]
+        return self.store.read(self.key, [name], rows)[name]
 
 
 def make(store: ColumnStore, start: int, rows: int) -> tuple[DataProto, DataProto]:

@@ -2,10 +2,10 @@
 
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 
+from tests.single_controller.conftest import spec
 from verl.processes.channel import Channel
 from verl.single_controller import WorkerError, WorkerSpec
 from verl.single_controller.dispatch import Call
@@ -13,8 +13,6 @@ from verl.single_controller.local.column_files import call_parcel
 from verl.single_controller.local.transport import Kind, Parcel, receive
 from verl.single_controller.local.worker_main import WorkerHost
 from verl.single_controller.worker import RankEnv
-
-WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 
 
 @pytest.fixture
@@ -36,7 +34,7 @@ def ask(monkeypatch):
         return reply.kind, reply.load()
 
     rank_env = RankEnv(rank=3, world_size=4)
-    specs = {"ref": WorkerSpec((WORKERS, "Failing")), "echo": WorkerSpec((WORKERS, "Echo"))}
+    specs = {"ref": spec("Failing"), "echo": spec("Echo")}
     assert ask(Kind.START, (specs, rank_env)) == (Kind.RESULT, None)
     yield ask
     ours.close()  # the parent has ended, so the loop ends
@@ -72,7 +70,7 @@ def test_a_result_that_cannot_be_pickled_is_a_failure(ask):
 
 
 def test_a_worker_that_cannot_be_constructed_is_named(ask):
-    specs = {"echo": WorkerSpec((WORKERS, "Echo")), "actor": WorkerSpec((WORKERS, "Failing"), {"fail_on_rank": 3})}
+    specs = {"echo": spec("Echo"), "actor": spec("Failing", fail_on_rank=3)}
     error = failure(ask(Kind.START, (specs, RankEnv(rank=3))))
     assert (error.role, error.method) == ("actor", "__init__") and "no such model" in error.message
     error = failure(ask(Kind.START, ({"actor": WorkerSpec(("no/such/file.py", "Echo"))}, RankEnv())))

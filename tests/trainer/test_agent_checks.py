@@ -9,7 +9,6 @@ import pytest
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import load_config
 from verl.protocol import DataProto
-from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
 from verl.trainer import main_ppo
 from verl.trainer.checks.agents import describe_agents
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -76,15 +75,6 @@ def settings(folder, tmp_path):
         "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={tmp_path / 'run'}",
     ]
-
-
-@pytest.fixture
-def forbid_workers(monkeypatch):
-    def start(*_):
-        raise AssertionError("workers were started")
-
-    for cluster in (InProcessCluster, ProcessCluster):
-        monkeypatch.setattr(cluster, "start", start)
 
 
 DISK = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]

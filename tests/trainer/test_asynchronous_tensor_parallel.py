@@ -227,9 +227,9 @@ def test_an_error_of_a_rank_ends_the_run(rank, settings, monkeypatch, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_dead_process_ends_the_run(rank, settings):
-    overrides = [*settings, *GRPO, *THREE, *LONG, "trainer.total_training_steps=6"]
+@pytest.mark.parametrize(("placement", "rank"), [(TWO, 0), (THREE, 0), (THREE, 1)])
+def test_a_dead_process_ends_the_run(placement, rank, settings):
+    overrides = [*settings, *GRPO, *placement, *LONG, "trainer.total_training_steps=6"]
     trainer, reports = PPOTrainer(overrides=overrides), []
 
     def kill(report: StepReport) -> None:

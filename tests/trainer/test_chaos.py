@@ -71,30 +71,15 @@ def benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
-def check_chaos(*faults: str) -> None:
-    """A part of `make chaos`: the faults are handled as in docs/trust.md."""
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("faults", [("corrupt-ckpt", "kill"), ("stop-rank", "stale-weights"), ("tracker-hang",)])
+def test_faults_are_handled_as_the_page_says(faults):
+    """A part of `make chaos`: docs/trust.md."""
     done = benchmark("chaos.py", "--faults", *faults)
     lines = [line for line in done.stdout.splitlines() if line.split("@")[0] in faults]
     assert done.returncode == 0, done.stdout
     assert len(lines) == len(faults) and all(line.endswith("yes") for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_what_the_faults_of_one_process_do():
-    check_chaos("corrupt-ckpt", "kill")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_what_the_faults_of_several_processes_do():
-    check_chaos("stop-rank", "stale-weights")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_tracker_that_hangs_does_not_change_the_run():
-    check_chaos("tracker-hang")
 
 
 @pytest.mark.slow

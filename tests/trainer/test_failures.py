@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl.processes.fork_server import server_pids
+from verl.processes import fork_server
 from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -30,7 +30,7 @@ def break_run(settings: list[str], monkeypatch, phase: str, kind: str, *more: st
         trainer.fit()
     seconds = time.monotonic() - start
     deadline = time.monotonic() + 10
-    before |= {psutil.Process(pid) for pid in server_pids()}  # they stay for the next run
+    before |= {psutil.Process(server.pid) for server in fork_server._servers.values()}  # they stay for the next run
     while (left := set(psutil.Process().children(recursive=True)) - before) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, left

@@ -28,6 +28,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_settings_of_the_page_are_settings(tmp_path):
+    pytest.importorskip("ray")
     for number, block in enumerate(blocks("yaml")):
         (tmp_path / f"{number}.yaml").write_text(block)
     travels, network = (load_config(tmp_path / f"{number}.yaml") for number in range(2))

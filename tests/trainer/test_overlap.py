@@ -9,7 +9,7 @@ import torch
 
 from verl.dataflow import Pipeline
 from verl.dataflow.operator import depends
-from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo_trainer import PPOTrainer
 
 SLOW = str(Path(__file__).resolve().parent / "slow_log_probs.py")
 PPO = [
@@ -27,10 +27,10 @@ APART = [
 STEPS = 2
 
 
-def run(settings: list[str], *more: str, trainer_class: type = LocalPPOTrainer) -> tuple[list, Pipeline, list]:
+def run(settings: list[str], *more: str) -> tuple[list, Pipeline, list]:
     """Per step the metrics without those of a clock and the columns; the pipeline; its spans per step."""
     overrides = [*settings, *PPO, *more, f"trainer.total_training_steps={STEPS}", "trainer.resume_mode=disable"]
-    trainer = trainer_class(overrides=overrides)
+    trainer = PPOTrainer(overrides=overrides)
     steps, spans = [], []
 
     def record(report) -> None:
@@ -79,28 +79,22 @@ def test_every_operator_names_the_processes_that_it_occupies(settings):
         "ref": {"ref"},
         None: {"prompts", "repeat"},
     }
-    operators = LocalPPOTrainer(overrides=[*settings, *PPO]).pipeline.operators
+    operators = PPOTrainer(overrides=[*settings, *PPO]).pipeline.operators
     assert {op.name: op.on for op in operators} == {name: on for on, names in expected.items() for name in names}
 
 
+RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
+RAY += ["ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
+
+
 @pytest.mark.slow
-def test_pools_overlap_with_the_numbers_of_one_process_to_the_last_bit(settings):
+@pytest.mark.parametrize("executor", ["processes", "ray"])
+def test_pools_overlap_with_the_numbers_of_one_process_to_the_last_bit(executor, settings):
+    if executor == "ray":
+        pytest.importorskip("ray")
     expected, one, spans = run(settings)
     assert all(at[a.name][1] <= at[b.name][0] for at, _ in spans for a, b in combinations(one.operators, 2))
-    found, pipeline, spans = run(settings, *APART)
-    check_spans(pipeline, spans)
-    check_same(found, expected)
-
-
-@pytest.mark.slow
-def test_pools_of_ray_overlap_with_the_same_numbers(settings):
-    pytest.importorskip("ray")
-    from verl.trainer.ray_trainer import RayPPOTrainer
-
-    remote = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
-    remote += ["ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
-    expected, _, _ = run(settings)
-    found, pipeline, spans = run(settings, *APART, *remote, trainer_class=RayPPOTrainer)
+    found, pipeline, spans = run(settings, *APART, *(RAY if executor == "ray" else []))
     check_spans(pipeline, spans)
     check_same(found, expected)
 

@@ -25,17 +25,6 @@ from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.startup.recipe import Recipe
 
 
-@pytest.fixture
-def forbid_workers(monkeypatch):
-    """No cluster may start."""
-
-    def start(*_):
-        raise AssertionError("workers were started")
-
-    for cluster in (InProcessCluster, ProcessCluster):
-        monkeypatch.setattr(cluster, "start", start)
-
-
 def lines_of_checks(shown: str) -> list[str]:
     return [line.removeprefix("ok  ") for line in shown.splitlines() if line.startswith("ok  ")]
 
@@ -69,11 +58,37 @@ def test_a_dry_run_of_sft(tiny, tmp_path, capsys, forbid_workers):
     assert "group size" not in shown and "would train 24 steps of SFT from" in shown
 
 
-def test_a_dry_run_fails_as_the_run_would(settings, capsys):
-    assert main_ppo.main([*settings, "--verbose"]) == 1
-    assert "--verbose lists the checks of --dry-run" in capsys.readouterr().err
-    assert main_ppo.main([*settings, "algorithm.adv_estimator=grop", "--dry-run"]) == 1
-    assert "did you mean 'grpo'?" in capsys.readouterr().err
+def subclass(**attributes) -> type[PPOTrainer]:
+    return type("Mine", (PPOTrainer,), attributes)
+
+
+WITHOUT_FILE, WITHOUT_RECIPE = subclass(recipe=Recipe(settings=Path("nowhere.yaml"))), subclass(recipe=None)
+NO_RECIPE = "Mine.recipe: expected a Recipe, found None: remove it"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "arguments", "words"),
+    [
+        (None, ["--verbose"], ["--verbose lists the checks of --dry-run"]),
+        (None, ["algorithm.adv_estimator=grop", "--dry-run"], ["did you mean 'grpo'?"]),
+        (
+            None,
+            ["algorithm.name=prime", "--dry-run"],
+            ["'adv' reads 'rm_scores'", "run python -m verl.recipe.prime.main_prime"],
+        ),
+        (
+            DAPOTrainer,
+            ["data.max_response_length=16", "--dry-run"],
+            ["set reward.reward_kwargs.overlong_buffer.len=4, or reward.reward_kwargs.overlong_buffer.enable=false"],
+        ),
+        *((WITHOUT_FILE, [flag], ["nowhere.yaml"]) for flag in ("--dry-run", "--print-config")),
+        *((WITHOUT_RECIPE, flags, [NO_RECIPE]) for flags in ([], ["--print-config"])),
+    ],
+)
+def test_a_command_fails_with_a_message(trainer, arguments, words, settings, capsys):
+    assert main_ppo.main([*settings, *arguments], trainer=trainer) == 1
+    shown = capsys.readouterr().err
+    assert all(text in shown for text in words), shown
 
 
 def test_the_list_is_in_the_order_of_its_stages():
@@ -200,20 +215,8 @@ def test_a_loss_may_read_all_columns_at_once(settings):
 
 
 def test_a_backend_of_a_subclass(settings):
-    class Mine(PPOTrainer):
-        backend = "rya"
-
     with pytest.raises(ValueError, match="no backend is called 'rya': did you mean 'ray'"):
-        Mine(overrides=settings)
-
-
-@pytest.mark.parametrize("flag", ["--dry-run", "--print-config"])
-def test_a_recipe_without_its_file(settings, capsys, flag):
-    class Mine(PPOTrainer):
-        recipe = Recipe(settings=Path("nowhere.yaml"))
-
-    assert main_ppo.main([flag, *settings], trainer=Mine) == 1
-    assert "nowhere.yaml" in capsys.readouterr().err
+        subclass(backend="rya")(overrides=settings)
 
 
 @pytest.mark.parametrize("trainer", [dict, object(), LocalPPOTrainer.__init__])
@@ -299,36 +302,11 @@ def test_keyword_arguments_for_roles_are_settings(settings):
     assert PPOTrainer(PPOTrainer(overrides=grpo).config, use_critic=False).config.critic.enable is False
 
 
-def test_an_estimator_of_a_recipe_names_its_command(settings, capsys):
-    assert main_ppo.main([*settings, "algorithm.name=prime", "--dry-run"]) == 1
-    assert "'adv' reads 'rm_scores'" in (shown := capsys.readouterr().err)
-    assert "run python -m verl.recipe.prime.main_prime" in shown
-
-
-def test_a_penalty_buffer_longer_than_the_responses_says_what_to_set(settings, capsys):
-    assert main_ppo.main([*settings, "data.max_response_length=16", "--dry-run"], trainer=DAPOTrainer) == 1
-    assert "set reward.reward_kwargs.overlong_buffer.len=4, or reward.reward_kwargs.overlong_buffer.enable=false" in (
-        capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize("method", ["build_flow", "finish_flow"])
 def test_a_flow_that_is_not_returned(method, settings):
-    class Forgetful(PPOTrainer):
-        pass
-
-    setattr(Forgetful, method, lambda self, *_: None)
-    with pytest.raises(ValueError, match=rf"Forgetful\.{method} returned None, expected a DataFlow: end it with"):
-        Forgetful(overrides=settings)
-
-
-def test_a_recipe_of_none(settings, capsys):
-    class WithoutRecipe(PPOTrainer):
-        recipe = None
-
-    assert main_ppo.main([*settings], trainer=WithoutRecipe) == 1
-    assert main_ppo.main([*settings, "--print-config"], trainer=WithoutRecipe) == 1
-    assert capsys.readouterr().err.count("WithoutRecipe.recipe: expected a Recipe, found None: remove it") == 2
+    forgetful = subclass(**{method: lambda self, *_: None})
+    with pytest.raises(ValueError, match=rf"Mine\.{method} returned None, expected a DataFlow: end it with"):
+        forgetful(overrides=settings)
 
 
 def test_an_uncaught_error_of_the_configuration_has_no_traceback(settings, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Ray runs that lose an actor or a node: they continue by themselves."""
+"""Ray runs over two nodes: they give the numbers of one process, and continue after the loss of an actor or node."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from tests.trainer.test_restarts import metrics, weights  # noqa: E402
 from verl.single_controller.ray import cluster as ray_cluster  # noqa: E402
+from verl.trainer.local_trainer import LocalPPOTrainer  # noqa: E402
 from verl.trainer.ray_trainer import RayPPOTrainer  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -45,10 +46,18 @@ def strike_at(trainer: RayPPOTrainer, step: int, strike) -> None:
     trainer.pipeline.observer = observe
 
 
+def test_two_nodes_give_the_numbers_of_one_process(nodes, settings, tmp_path):
+    more = ["trainer.total_training_steps=2", "actor_rollout_ref.actor.use_kl_loss=false"]
+    spread = run(settings, tmp_path / "spread", *more).fit()
+    alone = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", "trainer.save_freq=1", *more]).fit()
+    for name in ("critic/score/mean", "actor/entropy", "actor/grad_norm"):
+        assert spread[name] == pytest.approx(alone[name], rel=1e-3), name
+
+
 def test_a_killed_actor_changes_no_number(nodes, settings, tmp_path):
     run(settings, tmp_path / "straight").fit()
     trainer = run(settings, tmp_path / "killed", "trainer.max_restarts=1")
-    strike_at(trainer, 3, lambda: os.kill(trainer.roles["actor"]._pool._ranks[1].pid, signal.SIGKILL))
+    strike_at(trainer, 3, lambda: os.kill(trainer.roles["actor"]._pool._ranks[1].info.pid, signal.SIGKILL))
     assert trainer.fit()["training/restarts"] == 1
     assert weights(tmp_path / "killed", 4) == weights(tmp_path / "straight", 4)
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from verl.single_controller.ray.runtime_env import (
     packed_files,
     prepare_runtime_env,
 )
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray reads the patterns")
 
 
 def test_the_limit_is_that_of_ray(monkeypatch):
@@ -33,6 +36,7 @@ def fill(folder: Path, files: dict[str, int]) -> Path:
     return folder
 
 
+@needs_ray
 @pytest.mark.parametrize(
     ("pattern", "left_out", "kept"),
     [
@@ -50,11 +54,13 @@ def test_patterns_mean_what_they_mean_in_a_gitignore(pattern, left_out, kept):
     assert [path for path in [*left_out, *kept] if matches(path)] == left_out
 
 
+@needs_ray
 def test_the_last_pattern_that_fits_decides():
     matches = ignore_matcher(["*.jsonl", "!small.jsonl"])
     assert matches("a/big.jsonl") and not matches("a/small.jsonl")
 
 
+@needs_ray
 def test_code_travels_and_weights_checkpoints_and_data_do_not(tmp_path):
     code = {"train.py": 1, "pkg/model.py": 2, "pkg/data/load.py": 3, "config.yaml": 4, "pkg/reward.json": 5}
     heavy = ["model/model.safetensors", "run/global_step_3/actor/extra", "data/train.parquet", "a.jsonl", ".git/x/y"]
@@ -63,6 +69,7 @@ def test_code_travels_and_weights_checkpoints_and_data_do_not(tmp_path):
     assert dict(packed_files(tmp_path, default_excludes())) == code
 
 
+@needs_ray
 def test_ignore_files_count_where_they_lie(tmp_path):
     fill(tmp_path, {"a/keep.txt": 1, "a/drop.txt": 1, "drop.txt": 1, "b/x": 1})
     (tmp_path / "a/.rayignore").write_text("drop.txt\n")
@@ -89,6 +96,7 @@ def test_what_travels_is_what_ray_packs(tmp_path):
     )
 
 
+@needs_ray
 def test_a_folder_that_is_too_large_is_explained_by_its_parts(tmp_path):
     fill(tmp_path, {"train.py": 10, "models/a/weights.dat": 3 * 2**20, "models/b.dat": 2**20, "trace.json": 2**20})
     with pytest.raises(ValueError) as error:
@@ -99,6 +107,7 @@ def test_a_folder_that_is_too_large_is_explained_by_its_parts(tmp_path):
     check_package(tmp_path, [*default_excludes(), "/models/"], 4 * 2**20)
 
 
+@needs_ray
 def test_a_runtime_env_is_made_ready_for_ray(tmp_path, monkeypatch):
     fill(tmp_path, {"big.dat": 100})
     given = {"working_dir": str(tmp_path), "excludes": ["big.dat"], "env_vars": {"NCCL_IB_DISABLE": 1}, "pip": None}

@@ -57,9 +57,11 @@ class Run:
             self.admitted |= dict.fromkeys(batch.non_tensor_batch["uid"], self.buffer.version)
         return room
 
-    def finish(self, uids: Iterable[str]) -> None:
+    def finish(self, uids: Iterable[str], version: int | None = None) -> None:
+        """version: of an engine that reports an older one than it was given."""
         for uid in uids:
-            self.buffer.put(samples(uid, self.admitted.pop(uid)))
+            given = self.admitted.pop(uid)
+            self.buffer.put(samples(uid, given if version is None else version))
             self.buffer.settle([uid])
 
     def take(self) -> DataProto:
@@ -72,6 +74,16 @@ class Run:
 
     def push(self) -> None:
         self.buffer.set_version(self.step)
+
+
+def trained_once(max_staleness: int) -> Run:
+    """A run after the push of its first step."""
+    run = Run(max_staleness)
+    run.admit()
+    run.finish(str(i) for i in range(B))
+    run.take()
+    run.push()
+    return run
 
 
 def samples(uid: str, version: int, length: int = 2, rows: int = 2) -> DataProto:
@@ -174,15 +186,9 @@ def test_no_prompt_is_admitted_for_a_step_after_the_last():
 
 def test_a_group_of_older_weights_than_given_is_dropped_and_generated_again():
     """An engine that reports its versions itself may be behind."""
-    run = Run(max_staleness=1)
+    run = trained_once(max_staleness=1)
     run.admit()
-    run.finish(str(i) for i in range(B))
-    run.take()
-    run.push()
-    run.admit()
-    run.buffer.put(samples("4", -1))
-    run.buffer.settle(["4"])
-    run.admitted.pop("4")
+    run.finish("4", version=-1)
     assert not run.ready()
     assert run.queue.waiting.non_tensor_batch["uid"][0] == "4" and run.admit() == 1 and "4" in run.admitted
     run.finish(["5", "6", "7", "4"])
@@ -192,19 +198,13 @@ def test_a_group_of_older_weights_than_given_is_dropped_and_generated_again():
 
 def test_an_engine_that_keeps_its_weights_stops_the_run():
     """Otherwise its groups would be dropped and generated again for ever."""
-    run = Run(max_staleness=1)
-    run.admit()
-    run.finish(str(i) for i in range(B))
-    run.take()
-    run.push()
+    run = trained_once(max_staleness=1)
     for _ in range(2):
         run.admit()
-        run.buffer.put(samples("4", -1))
-        run.buffer.settle(["4"])
+        run.finish("4", version=-1)
         assert not run.ready()
     run.admit()
-    run.buffer.put(samples("4", -1))
-    run.buffer.settle(["4"])
+    run.finish("4", version=-1)
     with pytest.raises(StaleWeightsError, match=r"prompt 4 3 times with weights of version -1, .* as version 1, and"):
         run.take()
 

@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 import verl
+from tests.waiting import gone
 from verl.processes import fork_server
 from verl.processes.child import PythonProcess
-from verl.processes.fork_server import ForkServer, ForkServerError, server_for, server_pids
+from verl.processes.fork_server import ForkServer, ForkServerError, server_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 EVALUATOR = "tests.utils.evaluator"
@@ -112,7 +113,7 @@ def test_idle_servers_are_ended(monkeypatch):
     with evaluator(servers[0].start, env=ENV):
         servers += [server_for(ENV | {"NUMBER": str(n)}) for n in range(2, 6)]
         assert [server.is_alive() for server in servers] == [True, False, True, True, True, True]
-        assert server_pids() == {server.pid for server in servers} - {servers[1].pid}
+        assert {*fork_server._servers.values()} == {*servers} - {servers[1]}
     for server in servers:
         if server.is_alive():
             server.close()
@@ -181,17 +182,7 @@ def test_kill_ends_what_a_process_has_started(server):
         child = ask(connection, "subprocess.Popen(['sleep', '1000']).pid")
         process.kill()
         assert process.wait(20) == -signal.SIGKILL
-        assert gone(child)
-
-
-def gone(pid: int) -> bool:
-    """Whether a process ends soon."""
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+        assert gone(child, 5.0)
 
 
 def test_a_dead_server_is_reported_and_replaced(monkeypatch):
@@ -257,7 +248,7 @@ def test_server_and_processes_end_with_the_parent():
     env = {**ENV, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", PARENT], env=env, stdout=subprocess.PIPE, timeout=60)
     pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+    assert len(pids) == 2 and all(gone(pid, 5.0) for pid in pids)
 
 
 DYING_PARENT = f"""
@@ -278,5 +269,5 @@ def test_a_server_ends_quietly_if_the_parent_has_ended_during_an_import(tmp_path
             [sys.executable, "-c", DYING_PARENT], env=env, stdout=subprocess.PIPE, stderr=log, text=True, timeout=60
         )
     (pid,) = map(int, done.stdout.split())
-    assert done.returncode == -signal.SIGKILL and gone(pid)
+    assert done.returncode == -signal.SIGKILL and gone(pid, 5.0)
     assert (tmp_path / "log").read_text() == ""

@@ -89,14 +89,15 @@ def test_what_an_engine_returns_is_checked(completions, message):
         run(completions)
 
 
-class Loop:
-    """Runs `act(prompt, generate)` as an agent loop."""
+def loop_of(act):
+    """An agent loop that runs `act(prompt, generate)`."""
+    return type("Loop", (), {"run": staticmethod(act)})()
 
-    def __init__(self, act):
-        self.act = act
 
-    async def run(self, prompt, generate):
-        return await self.act(prompt, generate)
+async def one_turn(prompt, generate):
+    trajectory = Trajectory(prompt)
+    trajectory.add_completion(await generate(trajectory.next_request()))
+    return trajectory
 
 
 async def nothing(prompt, generate):
@@ -108,16 +109,12 @@ async def empty(prompt, generate):
 
 
 async def of_another_prompt(prompt, generate):
-    trajectory = Trajectory(Prompt([9], prompt.params, 1))
-    trajectory.add_completion(await generate(trajectory.next_request()))
-    return trajectory
+    return await one_turn(Prompt([9], prompt.params, 1), generate)
 
 
 async def changes_the_prompt(prompt, generate):
     prompt.token_ids.append(9)
-    trajectory = Trajectory(prompt)
-    trajectory.add_completion(await generate(trajectory.next_request()))
-    return trajectory
+    return await one_turn(prompt, generate)
 
 
 @pytest.mark.parametrize(
@@ -131,17 +128,16 @@ async def changes_the_prompt(prompt, generate):
 )
 def test_what_an_agent_loop_returns_is_checked(act, message):
     with pytest.raises(ValueError, match=message):
-        run([GOOD, GOOD], Loop(act))
+        run([GOOD, GOOD], loop_of(act))
 
 
 def test_a_loop_that_adds_too_many_tokens_is_truncated():
     async def act(prompt, generate):
-        trajectory = Trajectory(prompt)
-        trajectory.add_completion(await generate(trajectory.next_request()))
+        trajectory = await one_turn(prompt, generate)
         trajectory.add_tokens([8, 8])
         return trajectory
 
-    found = run([GOOD, GOOD], Loop(act))
+    found = run([GOOD, GOOD], loop_of(act))
     assert found.batch["responses"].tolist() == [[5, 6, 7, 8]] * 2
     assert found.batch["response_mask"].tolist() == [[1, 1, 1, 0]] * 2
     assert found.non_tensor_batch["finish_reason"].tolist() == ["length"] * 2

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from verl.agents import Prompt, SingleTurn, Trajectory
 from verl.rollout import engine_thread
 from verl.rollout.base import RolloutEngine
@@ -52,13 +53,26 @@ class VersionEngine(RolloutEngine):
 
 
 @pytest.fixture
-def service():
+def serve():
+    """A function that makes a service and resumes it. It ends with the test."""
+    services = []
+
+    def serve(engine: VersionEngine, run=None, complete=None, **limits) -> GenerationService:
+        run, complete = run or SingleTurn().run, complete or engine.generate_one
+        services.append(GenerationService(engine, complete, run, torch.device("cpu"), **limits))
+        services[-1].resume()
+        return services[-1]
+
+    yield serve
+    for service in services:
+        service.close()
+        assert not service._thread.is_alive()
+
+
+@pytest.fixture
+def service(serve):
     engine = VersionEngine()
-    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"))
-    service.resume()
-    yield service, engine
-    service.close()
-    assert not service._thread.is_alive()
+    return serve(engine), engine
 
 
 def prompts(count: int, tokens: int = 12) -> list[Prompt]:
@@ -74,10 +88,7 @@ def collect(service: GenerationService, groups: int) -> dict:
 
 
 def started(engine: VersionEngine, requests: int, with_tokens: int = 0) -> None:
-    deadline = time.monotonic() + 20
-    while engine.running < requests or engine.with_tokens < with_tokens:
-        time.sleep(0.002)
-        assert time.monotonic() < deadline
+    wait_until(lambda: engine.running >= requests and engine.with_tokens >= with_tokens)
 
 
 def test_groups_are_returned_as_they_end(service):
@@ -124,7 +135,7 @@ def test_a_pause_may_wait_for_the_trajectories_that_run(service):
     assert collect(service, 1)["b"][0].weight_versions == [(0, 1)]
 
 
-def test_a_pause_waits_for_requests_whose_trajectories_have_ended():
+def test_a_pause_waits_for_requests_whose_trajectories_have_ended(serve):
     """Nor does one start during the pause, such as the next one of a task that nobody waits for."""
     engine, tasks = VersionEngine(), []
 
@@ -139,8 +150,7 @@ def test_a_pause_waits_for_requests_whose_trajectories_have_ended():
             await asyncio.sleep(0)
         return Trajectory(prompt)
 
-    service = GenerationService(engine, engine.generate_one, run, torch.device("cpu"))
-    service.resume()
+    service = serve(engine, run)
     service.submit("a", prompts(1, 20))
     collect(service, 1)
     assert engine.running == 1
@@ -151,24 +161,21 @@ def test_a_pause_waits_for_requests_whose_trajectories_have_ended():
     service.resume()
     started(engine, 1)
     assert len(engine.requests) == 2
-    service.close()
 
 
-def test_a_time_limit_of_the_engine_is_an_error():
+def test_a_time_limit_of_the_engine_is_an_error(serve):
     engine = VersionEngine()
 
     def fails():
         raise TimeoutError("the other ranks do not answer")
 
     engine.leading = fails
-    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"))
     with pytest.raises(TimeoutError, match="do not answer"):
-        service.resume()
-    service.close()
+        serve(engine)
 
 
 @pytest.mark.parametrize("partial", [True, False])
-def test_the_clock_of_trajectories_stands_still_while_they_are_interrupted(partial):
+def test_the_clock_of_trajectories_stands_still_while_they_are_interrupted(partial, serve):
     """A pause that waits for trajectories needs their limits of time."""
     engine, clocks = VersionEngine(), []
 
@@ -179,15 +186,13 @@ def test_the_clock_of_trajectories_stands_still_while_they_are_interrupted(parti
         clocks.append((clock() - first, time.monotonic() - start))
         return trajectory
 
-    service = GenerationService(engine, engine.generate_one, run, torch.device("cpu"))
-    service.resume()
+    service = serve(engine, run)
     service.submit("a", prompts(1, 80))
     started(engine, 1)
     service.pause(partial)
     time.sleep(0.5)
     service.resume()
     collect(service, 1)
-    service.close()
     ((counted, passed),) = clocks
     assert passed - counted == pytest.approx(0.5 if partial else 0.0, abs=0.1)
     assert GENERATION_CLOCK.get() is time.monotonic
@@ -203,36 +208,31 @@ def test_what_is_submitted_during_a_pause_waits(service):
 
 
 @pytest.mark.parametrize("error", [KeyError("cause"), SystemExit(3)])
-def test_an_error_of_the_engine_is_raised_by_every_call(error):
+def test_an_error_of_the_engine_is_raised_by_every_call(error, serve):
     engine = VersionEngine()
 
     async def fails(request: Request) -> Completion:
         await asyncio.sleep(0.01)
         raise error
 
-    service = GenerationService(engine, fails, SingleTurn().run, torch.device("cpu"))
-    service.resume()
+    service = serve(engine, complete=fails)
     service.submit("a", prompts(2))
     calls = (lambda: service.collect(5.0), lambda: service.pause(True), service.resume)
     for call in (*calls, lambda: service.submit("b", prompts(1))):
         with pytest.raises(type(error)) as caught:
             call()
         assert caught.value is error
-    service.close()
-    assert not service._thread.is_alive()
 
 
-def test_a_trajectory_that_is_cancelled_ends_the_run():
+def test_a_trajectory_that_is_cancelled_ends_the_run(serve):
     async def cancels(prompt: Prompt, generate) -> None:
         raise asyncio.CancelledError
 
     engine = VersionEngine()
-    service = GenerationService(engine, engine.generate_one, cancels, torch.device("cpu"))
-    service.resume()
+    service = serve(engine, cancels)
     service.submit("a", prompts(2))
     with pytest.raises(RuntimeError, match="a trajectory of the group a was cancelled"):
         service.collect(5.0)
-    service.close()
 
 
 def test_an_abort_of_the_engine_itself_is_not_continued(service):
@@ -283,11 +283,10 @@ class Endless(VersionEngine):
 
 
 @pytest.mark.parametrize("partial", [True, False])
-def test_a_pause_that_does_not_end_names_its_requests(partial, monkeypatch, caplog):
+def test_a_pause_that_does_not_end_names_its_requests(partial, monkeypatch, caplog, serve):
     monkeypatch.setattr(service_module, "_REPORT_SECONDS", 0.2)
     engine = Endless()
-    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"), pause_limit=0.5)
-    service.resume()
+    service = serve(engine, pause_limit=0.5)
     service.submit("a", prompts(7))
     started(engine, 7)
     trajectories = "" if partial else ", 7 trajectories that have started"
@@ -297,19 +296,16 @@ def test_a_pause_that_does_not_end_names_its_requests(partial, monkeypatch, capl
     assert len(caplog.messages) == 2 and all("still waits for 7 requests" in text for text in caplog.messages)
     engine.end.set()
     service.pause(partial)
-    service.close()
 
 
-def test_a_pause_whose_event_loop_is_blocked_names_the_function(monkeypatch):
+def test_a_pause_whose_event_loop_is_blocked_names_the_function(monkeypatch, serve):
     monkeypatch.setattr(engine_thread, "_GRACE_SECONDS", 0.1)
     engine = Endless()
     engine.abort = engine.follow  # blocks
-    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"), pause_limit=0.3)
-    service.resume()
+    service = serve(engine, pause_limit=0.3)
     with pytest.raises(TimeoutError, match=r"event loop within 0\.3 s, found thread 'rollout service' in .*follow \("):
         service.pause(True)
     engine.end.set()
-    service.close()
 
 
 def test_a_rank_that_follows_for_ever_names_the_function(monkeypatch, caplog):
@@ -326,9 +322,11 @@ def test_a_rank_that_follows_for_ever_names_the_function(monkeypatch, caplog):
         service.close()
     assert "rank 0 has not ended generation: thread" in caplog.messages[-1]
     engine.end.set()
+    service._thread._thread.join(20)
+    assert not service._thread.is_alive(), "the thread ends with the call of follow"
 
 
-def test_an_error_of_the_end_of_leading_is_raised_by_close():
+def test_an_error_of_the_end_of_leading_is_raised_by_close(serve):
     engine = Endless()
 
     @contextmanager
@@ -337,8 +335,7 @@ def test_an_error_of_the_end_of_leading_is_raised_by_close():
         raise OSError("the other ranks are gone")
 
     engine.leading = leading
-    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"))
-    service.resume()
+    service = serve(engine)
     service.submit("a", prompts(1))  # dropped, which is no error
     started(engine, 1)
     with pytest.raises(OSError, match="the other ranks are gone"):

@@ -1,6 +1,7 @@
 """Generation in the background over tensor-parallel groups: rank 0 generates and answers, and the others follow it."""
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from verl.config import schema
 from verl.protocol import DataProto
 from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv
@@ -86,7 +88,7 @@ class Group:
             worker.rank_env = RankEnv(rank, ranks, rank, ranks)
             env = rollout_env(worker, config, torch.device("cpu"), 0, None)
             worker.rollout = Rollout(config, schema.ModelConfig(path="none"), env, stop_token_ids=())
-            worker._service, worker._is_paused = None, False
+            worker._service, worker._is_paused, worker._pause_limit = None, False, math.inf
         self.engines = [worker.rollout.engine for worker in self.workers]
 
     def layout(self, mesh: str | None = None) -> Layout:
@@ -112,10 +114,7 @@ class Group:
         return found
 
     def wait_until_running(self, requests: int) -> None:
-        deadline = time.monotonic() + 20
-        while sum(engine.running for engine in self.engines) < requests:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_until(lambda: sum(engine.running for engine in self.engines) >= requests)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -218,10 +217,7 @@ def test_an_error_of_a_following_rank_is_raised_by_every_call(group):
     error = torch.OutOfMemoryError("tried to allocate 2 GiB")
     group.engines[1].link.put(error)
     follower = group.workers[1]
-    deadline = time.monotonic() + 20
-    while follower._service._thread.error is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: follower._service._thread.error is not None)
     calls = [
         lambda: follower.collect_finished(0.01),
         lambda: follower.pause_generation(True),

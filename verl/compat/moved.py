@@ -219,6 +219,7 @@ MOVED = {
     "verl.trainer.output.display": "verl.trainer.output.summary",
     "verl.trainer.output.recording": "verl.trainer.output.samples",
     "verl.single_controller.local.heartbeat": "verl.processes.child",
+    "verl.single_controller.ray.heartbeats": "verl.single_controller.ray.actor_pool",
     "verl.trainer.state.bad_steps": "verl.trainer.guards.bad_steps",
     "verl.trainer.state.interruption": "verl.trainer.guards.interruption",
     "verl.trainer.state.operator_watch": "verl.trainer.guards.operator_watch",

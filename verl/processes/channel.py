@@ -31,7 +31,6 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
-        """Two connected ends."""
         ours, theirs = socket.socketpair()
         return cls(ours.detach()), cls(theirs.detach())
 

@@ -36,8 +36,7 @@ _HEARTBEAT = struct.Struct("d")  # `time.monotonic`, which all processes of a ho
 class ChildProcess(ABC):
     """A Python process in a separate session and process group. Subclasses start it and report its exit status.
 
-    Args:
-        reports: Whether the child gets a file for its heartbeat and its stacks (see `start_reports`).
+    reports: Whether the child gets a file for its heartbeat and its stacks (see `start_reports`).
     """
 
     pid: int
@@ -49,7 +48,6 @@ class ChildProcess(ABC):
 
     @property
     def report_descriptors(self) -> list[int]:
-        """The descriptor of the file for reports, if there is one."""
         return [] if self._reports is None else [self._reports.fileno()]
 
     def poll(self) -> int | None:
@@ -98,7 +96,6 @@ class ChildProcess(ABC):
         self.close_reports()
 
     def close_reports(self) -> None:
-        """Close the file for reports."""
         if self._reports is not None:
             self._reports.close()
 
@@ -165,8 +162,7 @@ def process_status(pid: int) -> str:
 def resident_memory(pid: int, shared_once: bool = False) -> int:
     """Resident memory of a process and its descendants in bytes (Linux). A process that has ended has none.
 
-    Args:
-        shared_once: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
+    shared_once: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
     """
     total, pids = 0, [pid]
     while pids:

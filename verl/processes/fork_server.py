@@ -87,18 +87,14 @@ class ForkedProcess(ChildProcess):
         self.release()
 
     def release(self) -> None:
-        """Release the resources."""
         self._server.processes.discard(self)
         self._channel.close()
         self.close_reports()
 
 
 class ForkServer:
-    """A server process. Can be used from several threads.
-
-    Args:
-        env: Environment variables. Those that children may differ in are removed.
-    """
+    """A server process, with the environment `env` without the variables that children may differ in. Can be used from
+    several threads."""
 
     def __init__(self, env: Mapping[str, str]):
         self.processes: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()  # those that are starting included
@@ -119,7 +115,6 @@ class ForkServer:
         return not (time.monotonic() - self.handed_out < _HANDED_OUT_SECONDS or self.processes)
 
     def exit_message(self) -> str:
-        """How the server ended, as a sentence."""
         status = self._process.wait(5.0)
         end = "closed its channel" if status is None else describe_exit(status)
         return f"the fork server (process {self.pid}) {end}"
@@ -138,9 +133,7 @@ class ForkServer:
 
         Args:
             module: The module. The server imports it.
-            inherited: File descriptors for the child. Their numbers in the child are its command-line arguments.
-            env: Environment variables of the child; PYTHONPATH is set here.
-            reports: Pass a further descriptor, of a file for the reports of the child (see `start_reports`).
+            inherited, env, reports: As for `PythonProcess`.
             preload: Further modules for the server to import. Children then need not import them.
             cancelled: Called every 0.1 s while the server imports modules; True ends the wait.
 
@@ -171,7 +164,6 @@ class ForkServer:
         return process
 
     def _read_pid(self, channel: Channel, cancelled: Callable[[], bool]) -> int:
-        """The process id that the server sends."""
         deadline = time.monotonic() + START_SECONDS
         while not channel.has_message(0.1):
             if cancelled():
@@ -216,12 +208,6 @@ def server_for(env: Mapping[str, str]) -> ForkServer:
             _servers.pop(other).close()
         _servers[key] = server
         return server
-
-
-def server_pids() -> set[int]:
-    """The process ids of the servers of this process."""
-    with _servers_lock:
-        return {server.pid for key, server in _servers.items() if key[0] == os.getpid()}
 
 
 def _without_late(env: Mapping[str, str]) -> dict[str, str]:

@@ -41,23 +41,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit of one wait.
-
-    Attributes:
-        seconds: The limit.
-        reason: Where it comes from, for a message.
-    """
+    """The limit of one wait."""
 
     seconds: float
-    reason: str
+    reason: str  # where it comes from, for a message
 
 
 class Durations:
-    """Durations of finished operations, by name. Can be used from several threads.
-
-    Args:
-        limits: Settings of waits; a number is the limit of every operation.
-    """
+    """Durations of finished operations, by name. Can be used from several threads. A number as `limits` is the limit of
+    every operation."""
 
     def __init__(self, limits: float | Limits):
         self.limits = limits if isinstance(limits, Limits) else Limits(limits)
@@ -65,13 +57,11 @@ class Durations:
         self._recorded: dict[Hashable, deque[float]] = {}
 
     def record(self, name: Hashable, seconds: float) -> None:
-        """Add the duration of an operation that has finished."""
         with self._lock:
             self._recorded.setdefault(name, deque(maxlen=_WINDOW)).append(seconds)
 
     @property
     def start_limit(self) -> Limit:
-        """The limit of starting workers and loading models."""
         limits = self.limits
         return Limit(limits.timeout if limits.start is None else limits.start, "trainer.start_timeout")
 

@@ -165,7 +165,6 @@ class BoundedText(io.TextIOBase):
         self.buffer = _TextBytes(self)
 
     def keep(self, text: str) -> None:
-        """Keep a text."""
         raise NotImplementedError
 
     def write(self, text: str) -> int:

@@ -24,14 +24,8 @@ __all__ = [
     "register_dispatch_mode",
 ]
 
-#: loaded at first use: the groups of processes on this host
-_HOME = {
-    "LocalWorkerGroup": "verl.single_controller.local.group",
-    "colocate": "verl.single_controller.local.group",
-}
-
 
 def __getattr__(name: str):
-    if name not in _HOME:
+    if name not in ("LocalWorkerGroup", "colocate"):  # loaded at first use
         raise AttributeError(f"module 'verl.single_controller' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module("verl.single_controller.local.group"), name)

@@ -1,6 +1,6 @@
 """Cluster: where the workers of a run execute. A trainer has a cluster; it is not one.
 
-    cluster = make_cluster(config)              # this process, processes of this host, or Ray
+    cluster = make_cluster(config, "local")     # this process or processes of this host; or "ray"
     cluster.check(config)                       # before anything is loaded
     groups = cluster.start(pools, specs)        # role -> worker group
     cluster.shutdown()
@@ -39,14 +39,11 @@ class Cluster(Protocol):
         """Raise ValueError for settings that the cluster does not support. Starts nothing."""
 
     def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
-        """Start all pools at the same time.
+        """Start all pools at the same time. Returns the worker group of every role.
 
         Args:
             pools: pool name -> (role, pool) of each of its roles.
             specs: role -> the worker to build.
-
-        Returns:
-            The worker group of every role.
 
         Raises:
             Exception: the error of the first pool that failed; the other pools are shut down.
@@ -69,17 +66,12 @@ CLUSTERS: dict[str, tuple[str, str]] = {
 }
 
 
-def make_cluster(config: RunConfig, backend: str | None = None) -> Cluster:
-    """Make the cluster that a configuration describes.
-
-    Args:
-        config: its `trainer` section gives backend, number of processes, device, timeout and environment.
-        backend: "local" or "ray" instead of `trainer.backend`.
+def make_cluster(config: RunConfig, backend: str) -> Cluster:
+    """Make the cluster that a configuration describes, of the backend "local" or "ray".
 
     Raises:
         ModuleNotFoundError: the package of the backend is not installed; a note names it.
     """
-    backend = backend or config.trainer.backend
     try:
         make = load_object(*CLUSTERS[backend])
     except ModuleNotFoundError as error:
@@ -113,15 +105,9 @@ def start_pools(
     specs: Mapping[str, WorkerSpec],
     start: Callable[[dict[str, WorkerSpec], ResourcePool], Mapping[str, WorkerGroup]],
 ) -> dict[str, WorkerGroup]:
-    """The worker group of every role; the pools start at the same time, since each takes seconds to import and load.
+    """`Cluster.start`: the pools start at the same time, since each takes seconds to import and load.
 
-    Args:
-        pools: as in `Cluster.start`.
-        specs: as in `Cluster.start`.
-        start: makes the groups of the roles of one pool.
-
-    Raises:
-        Exception: the error of the first pool that failed; the other pools are shut down.
+    start: makes the groups of the roles of one pool.
     """
     arguments = [({role: specs[role] for role, _ in placed}, placed[0][1]) for placed in pools.values()]
     if len(arguments) == 1:  # in this thread, where a breakpoint in a worker's constructor is one of this program

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from verl.processes.limits import HEARTBEAT_SECONDS, Durations, Elapsed, Limit, Limits
+from verl.processes.limits import HEARTBEAT_SECONDS, Durations, Elapsed
 
 logger = logging.getLogger("verl.single_controller")
 
@@ -28,9 +28,7 @@ class RankState:
     """The observed state of a rank.
 
     Attributes:
-        rank: Its number.
         pid: Its process.
-        host: Name of its host.
         status: State of the process, as in psutil; None if its host could not be asked.
         silent: Seconds since its last heartbeat; None before the first one.
         busy: Whether it has not replied to the call.
@@ -54,12 +52,11 @@ class RankState:
         return silent or self.status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
     def __str__(self) -> str:
-        silence = "" if self.silent is None else f", {self._heartbeat()}"
+        silence, seconds = "", self.silent
+        if seconds is not None:
+            recent = seconds < 5 * HEARTBEAT_SECONDS
+            silence = f", last heartbeat {seconds:.0f} s ago" if recent else f", no heartbeat for {seconds:.0f} s"
         return f"rank {self.rank} (process {self.pid}) {self._condition()}{silence}"
-
-    def _heartbeat(self) -> str:
-        recent = self.silent < 5 * HEARTBEAT_SECONDS
-        return f"last heartbeat {self.silent:.0f} s ago" if recent else f"no heartbeat for {self.silent:.0f} s"
 
     def _condition(self) -> str:
         conditions: Mapping[str | None, str] = {
@@ -76,23 +73,22 @@ class RankState:
 
 
 class CallWatch:
-    """Looks at the ranks of a running call, and logs those that cannot work.
+    """Looks at the ranks of the call `role`.`method`() while it runs, and logs those that cannot work.
 
     Args:
-        limits: Settings.
-        limit: Limit of the call.
-        role: Role of the call.
-        method: Method of the call.
+        durations: Of earlier calls.
         operator: The operator that makes the call; None for other calls.
 
     Attributes:
-        elapsed: Time since the call started.
+        limit: Of the call; for the constructors of workers, that of their start.
     """
 
-    def __init__(self, limits: Limits, limit: Limit, role: str, method: str, operator: str | None):
-        self.elapsed = Elapsed()
-        self._limits, self._limit = limits, limit
-        self._call = f"{role}.{method}()" + _in_operator(operator)
+    def __init__(self, durations: Durations, role: str, method: str, operator: str | None):
+        self.elapsed = Elapsed()  # since the call started
+        self._durations, self._name = durations, None if operator is None else (operator, role, method)
+        self.limit = durations.start_limit if method == "__init__" else durations.limit(self._name)
+        self._operator = "" if operator is None else f" in operator {operator!r}"
+        self._call = f"{role}.{method}(){self._operator}"
         self._looked = 0.0
         self._stopped: dict[int, float] = {}  # rank -> since when it is stopped
         self._reported: dict[int, float] = {}  # rank -> when it was logged
@@ -103,11 +99,8 @@ class CallWatch:
         return self.elapsed.seconds - self._looked >= _LOOK_SECONDS
 
     def look(self, states: Sequence[RankState]) -> bool:
-        """Log ranks that cannot work. Returns whether one of them has been stopped for too long.
-
-        Args:
-            states: States of the ranks that have not replied.
-        """
+        """Log those of the ranks that have not replied that cannot work. Returns whether one has been stopped for too
+        long."""
         now = self._looked = self.elapsed.seconds
         self._stopped = {s.rank: self._stopped.get(s.rank, now) for s in states if s.is_stopped}
         for state in states:
@@ -115,30 +108,19 @@ class CallWatch:
             silent = state.silent is None or state.silent >= SILENT_SECONDS
             if state.is_suspect and silent and now >= SILENT_SECONDS and now - last >= _REPEAT_SECONDS:
                 self._reported[state.rank] = now
-                limit = f"limit: {self._limit.seconds:.0f} s"
+                limit = f"limit: {self.limit.seconds:.0f} s"
                 logger.warning("%s has run for %.0f s (%s): %s", self._call, now, limit, state)
-        return self._limits.factor is not None and any(
-            now - since >= self._limits.minimum for since in self._stopped.values()
-        )
+        limits = self._durations.limits
+        return limits.factor is not None and any(now - since >= limits.minimum for since in self._stopped.values())
 
+    def record(self, seconds: float) -> None:
+        """Record the duration of the call, for the limits of later ones."""
+        if self._name is not None:
+            self._durations.record(self._name, seconds)
 
-def call_limit(durations: Durations, role: str, method: str, operator: str | None) -> Limit:
-    """The time limit of a call; for the constructors of workers, the limit of their start."""
-    if method == "__init__":
-        return durations.start_limit
-    return durations.limit(None if operator is None else (operator, role, method))
-
-
-def _in_operator(operator: str | None) -> str:
-    return "" if operator is None else f" in operator {operator!r}"
-
-
-def format_no_reply(
-    waited: str, late: Sequence[int], replied: Collection[int], limit: Limit, operator: str | None
-) -> str:
-    """Format how long a call has waited for which ranks."""
-    replies = f"replied: {sorted(replied) or 'none'}; limit: {limit.reason}"
-    return f"no reply after {waited} from ranks {late} ({replies}){_in_operator(operator)}"
+    def no_reply_message(self, waited: str, late: Sequence[int], replied: Collection[int]) -> str:
+        replies = f"replied: {sorted(replied) or 'none'}; limit: {self.limit.reason}"
+        return f"no reply after {waited} from ranks {late} ({replies}){self._operator}"
 
 
 def find_culprit(states: Sequence[RankState], stacks: Mapping[int, str]) -> tuple[RankState, str]:

@@ -110,8 +110,6 @@ class Call:
     Ranks with the same rows share the same `args` and `kwargs` objects, so that an executor can send them once.
 
     Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
         padding: Number of padding rows at the end of each DataProto; `finish` drops their results.
         collect: Whether the result of this rank is used. If not, it is not sent.
     """
@@ -147,7 +145,8 @@ class DispatchMode:
 
     Attributes:
         dispatch: (layout, args, kwargs) -> one Call per rank; None for a rank that does not run.
-        collect: (layout, results in rank order) -> the value that the caller gets.
+        collect: (layout, results in rank order) -> the value that the caller gets. The result is None for a rank that
+            did not run or whose result is not collected.
     """
 
     dispatch: DispatchFn
@@ -158,16 +157,9 @@ DISPATCH_MODES: Registry[DispatchMode] = Registry("dispatch mode")
 
 
 def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
-    """Add a custom dispatch mode, used by `@register(dispatch_mode=name)`.
+    """Add a custom dispatch mode (see `DispatchMode`), used by `@register(dispatch_mode=name)`.
 
-    Args:
-        name: Name of the mode.
-        dispatch_fn: (layout, args, kwargs) -> list of one Call per rank; None for a rank that does not run.
-        collect_fn: (layout, results) -> the value that the caller gets. Results are in rank order, None for a rank
-            that did not run or whose result is not collected.
-
-    Raises:
-        ValueError: The name is taken.
+    Raises ValueError if the name is taken.
     """
     if name in DISPATCH_MODES:
         raise ValueError(f"dispatch mode {name!r} is registered already; choose another name")
@@ -271,9 +263,6 @@ def merge_metrics(groups: Sequence[Mapping[str, Any]], keep_pairs: bool = False)
         groups: For each group, metric name -> number or (sum, count).
         keep_pairs: Return (total sum, total count) instead of the mean.
 
-    Returns:
-        One number per metric, or one pair.
-
     Raises:
         ValueError: A plain number differs between the groups, or a value is neither a number nor a pair.
     """
@@ -340,10 +329,6 @@ def _dispatch_entry_per_group(layout: Layout, args: tuple, kwargs: dict) -> list
     return _call_per_rank(layout, _calls_from_entries(layout.dp_size, "data-parallel groups", args, kwargs))
 
 
-def _collect_zero(layout: Layout, results: list) -> Any:
-    return results[0]
-
-
 def _collect_all(layout: Layout, results: list) -> list:
     return results
 
@@ -368,7 +353,7 @@ class Execute(StrEnum):
     RANK_ZERO = "RANK_ZERO"
 
 
-register_dispatch_mode(Dispatch.RANK_ZERO, _dispatch_same_collect_zero, _collect_zero)
+register_dispatch_mode(Dispatch.RANK_ZERO, _dispatch_same_collect_zero, lambda layout, results: results[0])
 register_dispatch_mode(Dispatch.ONE_TO_ALL, _dispatch_same, _collect_all)
 register_dispatch_mode(Dispatch.ONE_TO_GROUPS, _dispatch_same_per_group, _collect_groups)
 register_dispatch_mode(Dispatch.ALL_TO_ALL, _dispatch_entry_per_rank, _collect_all)
@@ -385,14 +370,7 @@ _MARK = "__registered__"
 
 @dataclass(frozen=True)
 class Registered:
-    """The arguments of `@register`.
-
-    Attributes:
-        dispatch_mode: Name of a dispatch mode.
-        execute_mode: Which ranks run the method.
-        blocking: Whether the method of the group waits for the result.
-        mesh: The mesh of the worker whose layout is used; None for the main one.
-    """
+    """The arguments of `@register`."""
 
     dispatch_mode: str
     execute_mode: Execute = Execute.ALL

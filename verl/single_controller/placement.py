@@ -11,7 +11,7 @@ class ResourcePool:
     """A set of processes that host one or more roles.
 
     Attributes:
-        name: Name of the pool, shown in errors.
+        name: Shown in errors.
         processes_per_node: Number of processes on each node, one per device.
         devices: Device indices over all nodes, if they were chosen. Local processes see exactly these; on Ray any free
             devices of each node are used.
@@ -39,15 +39,9 @@ def place_roles(
     """Assign a resource pool to each role. Roles with the same devices share a pool, i.e. one set of processes.
 
     Args:
-        roles: Roles of the run, e.g. ["actor", "ref", "critic"].
         placement: The config section: `{"actor_devices": [0, 1], "critic_devices": None, ...}`. Device d is device
             d % devices_per_node of node d // devices_per_node. A role without devices shares the actor's pool; the
             actor uses all devices by default.
-        nnodes: Number of nodes.
-        devices_per_node: Number of devices on each node.
-
-    Returns:
-        The pool of each role.
 
     Raises:
         ValueError: A role or device does not exist, or two pools overlap in some of their devices.
@@ -69,13 +63,10 @@ def place_roles(
         devices = frozenset(configured.get(role, shared))
         for other_devices, pool in pools.items():
             if devices & other_devices and devices != other_devices:
-                first, second = (
-                    _assignment(role, devices, configured),
-                    _assignment(pool.name, other_devices, configured),
-                )
                 raise ValueError(
-                    f"placement: {first} and {second} overlap in {sorted(devices & other_devices)}: give these roles "
-                    "the same devices, or none in common"
+                    f"placement: {_assignment(role, devices, configured)} and "
+                    f"{_assignment(pool.name, other_devices, configured)} overlap in "
+                    f"{sorted(devices & other_devices)}: give these roles the same devices, or none in common"
                 )
         if devices not in pools:
             counts = [sum(d // devices_per_node == node for d in devices) for node in range(nnodes)]
@@ -98,10 +89,8 @@ def format_devices(numbers: Iterable[int]) -> str:
 
 def idle_devices(pools: Iterable[ResourcePool], nnodes: int, devices_per_node: int) -> list[int]:
     """The devices of a run that no pool has."""
-    used: set[int] = set()
-    for pool in pools:
-        used |= set(range(pool.world_size) if pool.devices is None else pool.devices)
-    return sorted(set(range(nnodes * devices_per_node)) - used)
+    used = (range(pool.world_size) if pool.devices is None else pool.devices for pool in pools)
+    return sorted(set(range(nnodes * devices_per_node)).difference(*used))
 
 
 def _expected(total: int) -> str:
@@ -120,32 +109,8 @@ def _fix(role: str, configured: Mapping[str, Sequence[int]], nnodes: int, total:
 
 
 def _assignment(role: str, devices: Iterable[int], configured: Mapping[str, Sequence[int]]) -> str:
-    """Format the devices of a role."""
     unset = "" if role in configured else " (not set: all of them)"
     return f"{role}_devices={sorted(devices)}{unset}"
-
-
-def pools_by_name(pools: Mapping[str, Sequence[int]], roles: Mapping[str, str]) -> dict[str, ResourcePool]:
-    """Assign a named resource pool to each role.
-
-    Args:
-        pools: Pool name -> number of processes on each node, e.g. `{"main": [8, 8], "critic": [4]}`.
-        roles: Role -> name of its pool.
-
-    Returns:
-        The pool of each role.
-
-    Raises:
-        ValueError: A role names a pool that does not exist, or no role uses a pool.
-    """
-    named_pools = {name: ResourcePool(name, tuple(counts)) for name, counts in pools.items()}
-    for role, name in roles.items():
-        if name not in named_pools:
-            raise ValueError(f"role {role!r}: there is no resource pool {name!r}: {did_you_mean(name, named_pools)}")
-    unused = sorted(set(named_pools) - set(roles.values()))
-    if unused:
-        raise ValueError(f"no role uses the resource pool {unused[0]!r}, so its devices would be idle; remove it")
-    return {role: named_pools[name] for role, name in roles.items()}
 
 
 def visible_devices(devices: Sequence[int], visible: str | None) -> str:
@@ -173,13 +138,8 @@ def visible_devices(devices: Sequence[int], visible: str | None) -> str:
 
 
 def smaller_sizes(devices: Sequence[int], nnodes: int, per_node: int) -> list[tuple[int, int]]:
-    """(nodes, processes per node) that fit on nodes with these numbers of devices, the largest total first.
-
-    Args:
-        devices: Number of devices of each node.
-        nnodes: Maximum number of nodes.
-        per_node: Maximum number of processes per node.
-    """
+    """(nodes, processes per node), at most these, that fit on nodes with these numbers of devices, the largest total
+    first."""
     fitting = {count: min(nnodes, sum(available >= count for available in devices)) for count in range(1, per_node + 1)}
     sizes = [(nodes, count) for count, most in fitting.items() for nodes in range(1, most + 1)]
     return sorted(sizes, key=lambda size: (size[0] * size[1], size[1]), reverse=True)

@@ -39,10 +39,9 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows of a column to this process.
+        """Copy rows of the column `name` to this process.
 
         Args:
-            name: Column to read.
             rows: (n,) int64 row indices.
 
         Returns:
@@ -88,24 +87,12 @@ class RemoteTensor(torch.Tensor):
     Row i is row `source_rows[i]` of column `name` of `sources[source_ids[i]]`.
 
     Args:
-        name: Column name in the sources.
-        sources: Where the rows are.
         source_ids: (B,) int64 indices into `sources`.
         source_rows: (B,) int64 row indices within each source.
-        row_shape: Shape of one row.
-        dtype: Dtype of the column.
     """
 
     @staticmethod
-    def __new__(
-        cls,
-        name: str,
-        sources: Sequence[Source],
-        source_ids: torch.Tensor,
-        source_rows: torch.Tensor,
-        row_shape: Sequence[int],
-        dtype: torch.dtype,
-    ) -> "RemoteTensor":
+    def __new__(cls, name, sources, source_ids, source_rows, row_shape, dtype) -> "RemoteTensor":
         return torch.Tensor._make_wrapper_subclass(cls, (len(source_ids), *row_shape), dtype=dtype)
 
     def __init__(
@@ -210,7 +197,6 @@ class RemoteTensor(torch.Tensor):
 
 
 def _to_local(value: Any) -> Any:
-    """Fetch a RemoteTensor; return anything else unchanged."""
     return value.fetch() if isinstance(value, RemoteTensor) else value
 
 
@@ -332,24 +318,15 @@ class ColumnStore:
         columns = self._batches[key]
         return {name: columns[name][rows] for name in names}
 
-    def pack_rows(self, key: int, names: Iterable[str], rows: torch.Tensor) -> Packed:
-        """`read`, packed for sending."""
-        return pack(self.read(key, names, rows))
-
     def drop(self, keys: Iterable[int]) -> None:
         for key in keys:
             del self._batches[key]
 
 
 def unpack_result(packed: Packed, source_of: Callable[[int], Source]) -> Any:
-    """Unpack a `ColumnStore` result on the controller.
+    """Unpack the output of `ColumnStore.pack_result` on the controller, with a RemoteTensor for each large column.
 
-    Args:
-        packed: Output of `ColumnStore.pack_result`.
-        source_of: Maps the key of a stored batch to the Source that reads it.
-
-    Returns:
-        The result, with a RemoteTensor for each large column.
+    source_of: Maps the key of a stored batch to the Source that reads it.
     """
 
     def resolve(reference: tuple) -> RemoteTensor:
@@ -372,7 +349,6 @@ class PackedCall:
     """The arguments of a call, packed once for all ranks that get them.
 
     Args:
-        value: The arguments.
         readable: The type of Source that the called ranks can read. Columns of other sources are fetched here and sent.
 
     Attributes:
@@ -415,22 +391,16 @@ class PackedCall:
 
 
 def load_call(packed: Packed, columns: Sequence[Mapping[str, torch.Tensor]]) -> Any:
-    """Unpack a call on the rank that runs it.
+    """Unpack a call on the rank that runs it: its arguments, with an ordinary tensor for each remote column.
 
     Args:
         packed: `PackedCall.packed`.
         columns: For each of `PackedCall.refs`, its rows by column name.
-
-    Returns:
-        The arguments, with an ordinary tensor for each remote column.
     """
 
     def resolve(reference: tuple) -> torch.Tensor:
         shape, dtype, chunks = reference
-        rows = [
-            (positions, columns[number][column_or_rows] if number is not None else column_or_rows)
-            for positions, number, column_or_rows in chunks
-        ]
+        rows = [(positions, column if n is None else columns[n][column]) for positions, n, column in chunks]
         return assemble_rows(shape, rows) if rows else torch.empty(shape, dtype=dtype)
 
     return unpack(packed, resolve)

@@ -14,12 +14,9 @@ class RankEnv:
     """The distributed environment of one rank, with the names that `torchrun` uses.
 
     Attributes:
-        rank: Rank in the worker group.
-        world_size: Number of ranks in the worker group.
-        local_rank: Rank on this host.
-        local_world_size: Number of ranks on this host.
-        master_addr: Address of rank 0, for `torch.distributed`.
-        master_port: A free port at that address.
+        rank, world_size: In the worker group.
+        local_rank, local_world_size: On this host.
+        master_addr, master_port: A free port at the address of rank 0, for `torch.distributed`.
     """
 
     rank: int = 0
@@ -74,9 +71,6 @@ class Worker:
 
         Override it in a worker with tensor, sequence or pipeline parallelism, or with a second mesh for generation.
 
-        Args:
-            mesh: Name of the mesh; None for the main one.
-
         Raises:
             ValueError: The worker has no mesh of this name.
         """
@@ -125,7 +119,6 @@ class WorkerSpec:
 
 
 def free_port() -> int:
-    """Return a TCP port of this host that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -10,8 +10,8 @@
     future = group.submit("add", batch, value=2.0)   # does not wait
     out = future.get()
 
-Every registered method of the class becomes a method of the group: dispatch -> execute -> collect. Subclasses
-implement `execute`: in this process, in processes of this host, or in Ray actors.
+Every registered method of the class becomes a method of the group: dispatch -> execute -> collect. A pool executes the
+calls: in this process, in processes of this host, or in Ray actors.
 """
 
 import functools
@@ -19,7 +19,6 @@ import inspect
 import os
 import socket
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -42,10 +41,8 @@ class WorkerError(RuntimeError):
 
     Attributes:
         message: What happened, in one line.
-        role: Role of the worker, e.g. "actor".
-        method: The method that was called.
-        rank: The rank that failed.
-        host: Host name of that rank.
+        role, method: The call.
+        rank, host: The rank that failed, and the name of its host.
         traceback: Traceback of the worker as text; empty if there is none.
     """
 
@@ -98,11 +95,9 @@ def timeout_error(
     """The error of a call that waits for a rank.
 
     Args:
-        states: States of all ranks.
+        states: Of all ranks.
         stacks: Rank -> the stacks of its threads.
-        role: Role of the call.
-        method: Method of the call.
-        waited: For how long the call has waited, and for whom.
+        waited: For how long the call `role`.`method`() has waited, and for whom.
     """
     culprit, reason = find_culprit(states, stacks)
     text = "\n\n".join(f"--- {state}\n{stacks.get(state.rank, '')}".rstrip() for state in states)
@@ -136,59 +131,54 @@ class Future(Generic[T]):
     """
 
     def __init__(self, wait: Callable[[float | None], T]):
-        self._wait = wait
-        self._outcome: Callable[[], T] | None = None
+        self._wait: Callable[[float | None], T] | None = wait  # None: it has ended
+        self._value: T | None = None
+        self._error: Exception | None = None
 
     @classmethod
     def completed(cls, value: T) -> "Future[T]":
-        """A future whose result is already known."""
         return cls(lambda timeout: value)
 
     def get(self, timeout: float | None = None) -> T:
-        """Wait for the result.
-
-        Args:
-            timeout: Seconds to wait; None waits without limit.
+        """Wait for the result, at most `timeout` seconds; None waits without limit.
 
         Raises:
             TimeoutError: The call is still running. `get` can be called again.
             Exception: The error of the call.
         """
-        if self._outcome is None:
+        if self._wait is not None:
             try:
-                value = self._wait(timeout)
+                self._value = self._wait(timeout)
             except TimeoutError:
                 raise
             except Exception as error:
-                self._outcome = functools.partial(_raise, error)
-            else:
-                self._outcome = lambda: value
+                self._error = error
             self._wait = None
-        return self._outcome()
+        if self._error is not None:
+            raise self._error
+        return self._value
 
     def then(self, function: Callable[[T], Any]) -> "Future":
         """The future of `function(result)`, which is evaluated in the thread that calls `get`."""
         return Future(lambda timeout: function(self.get(timeout)))
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 # ---- the group ----------------------------------------------------------------------------------------------------
 
 
-class WorkerGroup(ABC):
+class WorkerGroup:
     """A Worker class over `world_size` ranks. `group.method(...)` calls the registered method on the ranks.
 
+    A subclass sets `_pool`, which executes the calls, or implements `execute` and `shutdown`.
+
     Args:
-        worker_class: Class of the workers.
-        world_size: Number of ranks.
         name: Role shown in errors; the name of the class by default.
 
     Raises:
         ValueError: A registered method has the name of a method of WorkerGroup.
     """
+
+    _pool: Any = None  # has `call(role, method, calls)` and `release(role)`; groups of several roles may share it
 
     def __init__(self, worker_class: type[Worker], world_size: int, name: str | None = None):
         self.worker_class = worker_class
@@ -204,25 +194,22 @@ class WorkerGroup(ABC):
                 )
             setattr(self, method, self._bind(method, registered))
 
-    @abstractmethod
     def execute(self, method: str, calls: list[Call | None]) -> Future[list]:
-        """Run `method` on every rank that has a Call.
-
-        Args:
-            method: Name of a method of the worker.
-            calls: One Call per rank; None for a rank that does not run.
+        """Run `method` on every rank that has a Call; None for a rank that does not run.
 
         Returns:
             Future of the results in rank order, each passed through `Call.finish`; None for a rank without a Call.
         """
+        return self._pool.call(self.name, method, calls)
 
     @property
     def processes(self) -> Hashable | None:
         """Identifies the processes of the workers: equal for groups that share them, None for this process."""
-        return None
+        return self._pool
 
-    def shutdown(self) -> None:  # noqa: B027
-        """Stop the workers. The group cannot be used afterwards. A group without processes has nothing to stop."""
+    def shutdown(self) -> None:
+        """Release the role. The processes stop when their last role is released."""
+        self._pool.release(self.name)
 
     def layout(self, mesh: str | None = None) -> Layout:
         """The coordinates of all ranks in a mesh. The workers are asked once, at the first use."""
@@ -233,14 +220,6 @@ class WorkerGroup(ABC):
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future:
         """Start a registered method without waiting, also if it was registered with `blocking=True`.
-
-        Args:
-            method: Name of the method.
-            *args: Its positional arguments.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            Future of the collected result.
 
         Raises:
             ValueError: There is no such method, or its dispatch mode does not accept the arguments.

@@ -1,7 +1,5 @@
 """The critic's worker: computes values and updates the critic."""
 
-from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +7,7 @@ import torch
 from verl.algorithms.kl import value_loss
 from verl.algorithms.masked import LossAggregation
 from verl.config import schema
-from verl.engines.base import Objective
+from verl.engines.base import Objective, Tensors
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
@@ -19,27 +17,14 @@ class CriticWorker(EngineWorker):
     """Predicts a value for every response token. Trained on the returns.
 
     Args:
-        config: the `critic` section.
-        device: `trainer.device`.
-        total_training_steps: length of the run, for the learning-rate schedule.
-        timeout: timeout of collectives in seconds.
+        **settings: device, total_training_steps and timeout of `build_engine`.
     """
 
-    def __init__(
-        self, config: schema.CriticConfig, *, device: str, total_training_steps: int, timeout: float | None = None
-    ):
+    def __init__(self, config: schema.CriticConfig, **settings: Any):
         self.config = config
         self.checkpoint = config.checkpoint
-        self.engine = self.build_engine(
-            config.strategy,
-            config.model,
-            config.engine,
-            config.optim,
-            kind="value",
-            device=device,
-            total_training_steps=total_training_steps,
-            timeout=timeout,
-        )
+        sections = config.model, config.engine, config.optim
+        self.engine = self.build_engine(config.strategy, *sections, kind="value", **settings)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -68,19 +53,12 @@ class CriticWorker(EngineWorker):
 
 def value_objective(cliprange_value: float, loss_coef: float, agg: LossAggregation) -> Objective:
     """loss_coef * `value_loss`. agg: counts of the whole mini-batch; other arguments as for `value_loss`."""
-    return Objective(partial(_critic_loss, cliprange_value=cliprange_value, loss_coef=loss_coef, agg=agg), ("values",))
 
+    def critic_loss(outputs: Tensors, columns: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
+        mask = columns["response_mask"]
+        loss, metrics = value_loss(
+            outputs["values"], columns["returns"], columns["values"], mask, agg, cliprange_value=cliprange_value
+        )
+        return loss_coef * loss, {**metrics, "critic/vf_loss": agg.share(loss, mask)}
 
-def _critic_loss(
-    outputs: Mapping[str, torch.Tensor],
-    columns: Mapping[str, torch.Tensor],
-    *,
-    cliprange_value: float,
-    loss_coef: float,
-    agg: LossAggregation,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    mask = columns["response_mask"]
-    loss, metrics = value_loss(
-        outputs["values"], columns["returns"], columns["values"], mask, agg, cliprange_value=cliprange_value
-    )
-    return loss_coef * loss, {**metrics, "critic/vf_loss": agg.share(loss, mask)}
+    return Objective(critic_loss, ("values",))

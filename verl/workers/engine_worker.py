@@ -27,12 +27,7 @@ logger = logging.getLogger("verl.workers")
 
 
 class EngineWorker(Worker):
-    """A worker with a training engine.
-
-    Attributes:
-        engine: the training engine.
-        checkpoint: contents of its checkpoints.
-    """
+    """A worker with a training engine."""
 
     engine: TrainEngine
     checkpoint: schema.CheckpointConfig
@@ -47,20 +42,16 @@ class EngineWorker(Worker):
         *,
         device: str,
         kind: Literal["causal_lm", "value", "reward"] = "causal_lm",
-        total_training_steps: int = -1,
-        deterministic: bool = False,
-        timeout: float | None = None,
+        **settings: Any,
     ) -> TrainEngine:
-        """Make the engine registered as `strategy` on this rank. Arguments as in `EngineSpec`; device:
-        `trainer.device`."""
+        """Make the engine registered as `strategy` on this rank. device: `trainer.device`; other arguments as in
+        `EngineSpec`."""
         spec = EngineSpec(
-            kind=kind,
-            model=model,
-            engine=engine,
-            optimizer=optimizer,
-            total_training_steps=total_training_steps,
-            deterministic=deterministic,
-            timeout=timeout,
+            kind,
+            model,
+            engine,
+            optimizer,
+            **settings,
             device=resolve_device(device, self.local_rank),
             rank=self.rank,
             world_size=self.world_size,
@@ -174,11 +165,7 @@ class EngineWorker(Worker):
 
 
 class UpdatePass:
-    """The mini-batches of one pass and their metrics; made by `EngineWorker.update_pass`.
-
-    Attributes:
-        mini_batches: this rank's share of each mini-batch, in order.
-    """
+    """The mini-batches of one pass, in order (this rank's share of each), and their metrics."""
 
     def __init__(self, engine: TrainEngine, mini_batches: list[DataProto], prefix: str, last_pass: bool):
         self.mini_batches = mini_batches
@@ -231,9 +218,7 @@ def aggregation(
     """The loss aggregation of a mini-batch; every term of its loss is divided by the same counts.
 
     Args:
-        mode: `loss_agg_mode`.
-        response_mask: (b, T) of this rank's rows of the mini-batch.
-        engine: sums the counts over the ranks.
+        response_mask: (b, T) of this rank's rows of the mini-batch. Counts are summed over the ranks.
         scale_factor: divisor of "seq-mean-token-sum-norm"; None for T.
     """
     tokens = response_mask.bool()

@@ -13,7 +13,6 @@ from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import schema
 from verl.engines.base import REPLAYS, MicroBatching, Objective, TrainEngine
 from verl.protocol import DataProto
-from verl.rollout.stop_strings import StopStrings
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
@@ -27,15 +26,9 @@ class ActorWorker(RolloutMethods, EngineWorker):
     """Computes log-probs of the policy and updates it. Also generates, unless the rollout has separate devices.
 
     Args:
-        config: the `actor_rollout_ref` section.
-        correction: `algorithm.rollout_correction`, for losses that read it.
-        device: `trainer.device`.
-        total_training_steps: length of the run.
-        pad_token_id: padding token.
-        stop_token_ids: token ids that end a response.
-        stop: strings that end a response, with the tokenizer's `decode`.
-        tokenizer: the policy's tokenizer, for agent loops.
+        correction: for losses that read it.
         hosts_rollout: whether this process also generates.
+        **generation: stop_token_ids, stop and tokenizer, as for `Rollout`.
     """
 
     def __init__(
@@ -46,10 +39,8 @@ class ActorWorker(RolloutMethods, EngineWorker):
         device: str,
         total_training_steps: int,
         pad_token_id: int,
-        stop_token_ids: tuple[int, ...],
-        stop: StopStrings | None = None,
-        tokenizer: Any = None,
         hosts_rollout: bool = True,
+        **generation: Any,
     ):
         self.config = config
         self.checkpoint = config.actor.checkpoint
@@ -78,15 +69,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
             config.actor.engine,
             self.engine.adapter_config(),
         )
-        self.rollout = Rollout(
-            config.rollout,
-            config.model,
-            env,
-            stop_token_ids=stop_token_ids,
-            stop=stop,
-            tokenizer=tokenizer,
-            train_engine=self.engine,
-        )
+        self.rollout = Rollout(config.rollout, config.model, env, train_engine=self.engine, **generation)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         return self.engine.max_over_ranks(values)

@@ -17,10 +17,8 @@ class RewardModelWorker(EngineWorker):
     """Scores dialogues.
 
     Args:
-        config: the section `reward.reward_model`.
-        device: `trainer.device`.
         policy_tokenizer: the tokenizer of the responses.
-        timeout: timeout of collectives in seconds.
+        timeout: of collectives, in seconds.
     """
 
     def __init__(

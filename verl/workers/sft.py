@@ -12,12 +12,7 @@ from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 
 
 class SFTWorker(EngineWorker):
-    """One model that is fine-tuned on demonstrations.
-
-    Args:
-        config: the whole SFT configuration.
-        total_training_steps: length of the run, for the learning-rate schedule.
-    """
+    """One model that is fine-tuned on demonstrations."""
 
     def __init__(self, config: schema.SFTConfig, *, total_training_steps: int):
         data = config.data

@@ -35,7 +35,6 @@ class Utilization:
     """The shape of a model and the peak rate of its ranks.
 
     Attributes:
-        shape: sizes of the model.
         peak: FLOP/s in 16 bits of all ranks that share a row.
         passes: FLOPs of an update, as a multiple of those of a forward pass.
         value_head: whether the model has one output instead of logits.
@@ -52,12 +51,7 @@ class Utilization:
     ) -> "Utilization | None":
         """The utilization of a model; None if its shape or the peak rate of the device is unknown, or in float32.
 
-        Args:
-            model: the `model` section.
-            kind: as in `EngineSpec`.
-            device: the device of this rank.
-            ranks: ranks that share a row.
-            dtype: dtype of the computation.
+        kind: as in `EngineSpec`. ranks: those that share a row. dtype: of the computation.
         """
         if device.type != "cuda" or dtype in ("fp32", "float32"):
             return None

@@ -50,13 +50,9 @@ class LocalWorkerGroup(WorkerGroup):
     workers with `devices`, run in processes; see `process_pool` for how errors, crashes and hangs are reported.
 
     Args:
-        spec: How to construct the workers.
-        n_workers: Number of ranks.
         name: Role shown in errors; the name of the class by default.
-        timeout: Limit of one call in other processes, seconds; or limits by measured durations.
-        devices: Indices of the visible GPUs; rank i uses the i-th of them.
-        pool: Existing processes that host this role already (see `colocate`); `timeout` and `devices` are then
-            ignored.
+        pool: Existing processes that host this role already (see `colocate`).
+        **options: Otherwise those of `make_pool`.
     """
 
     def __init__(
@@ -65,12 +61,11 @@ class LocalWorkerGroup(WorkerGroup):
         n_workers: int = 1,
         name: str | None = None,
         *,
-        timeout: float | Limits = CALL_TIMEOUT,
-        devices: Sequence[int] | None = None,
         pool: "InProcessPool | ProcessPool | None" = None,
+        **options: Any,
     ):
         super().__init__(spec.worker_class, n_workers, name)
-        self._pool = pool or make_pool({self.name: spec}, n_workers, timeout=timeout, devices=devices)
+        self._pool = pool or make_pool({self.name: spec}, n_workers, **options)
         # Release the role when the group is garbage-collected; `discard` is safe in any thread.
         self._finalizer = weakref.finalize(self, self._pool.roles.discard, self.name)
         self._finalizer.atexit = False
@@ -86,13 +81,6 @@ class LocalWorkerGroup(WorkerGroup):
     def processes(self) -> Hashable | None:
         return None if isinstance(self._pool, InProcessPool) else self._pool
 
-    def execute(self, method: str, calls: list[Call | None]) -> Future[list]:
-        return self._pool.call(self.name, method, calls)
-
-    def shutdown(self) -> None:
-        """Release the role. The processes stop when their last role is released."""
-        self._pool.release(self.name)
-
 
 def make_pool(
     specs: Mapping[str, WorkerSpec],
@@ -106,11 +94,9 @@ def make_pool(
     """Start the workers of one or more roles, in this process or in others.
 
     Args:
-        specs: Role -> how to construct its workers.
-        n_workers: Number of ranks.
-        timeout: Limit of one call in other processes, seconds; or limits by measured durations.
+        timeout: Seconds that a call may take in other processes; or limits by measured durations.
         devices: Indices of the visible GPUs; rank i uses the i-th of them.
-        env: Additional environment variables of the processes.
+        env: Additional variables of the processes.
         separate_process: Start a process even for a single worker.
     """
     if n_workers < 1:
@@ -125,15 +111,7 @@ def make_pool(
 
 
 def colocate(specs: Mapping[str, WorkerSpec], n_workers: int = 1, **options: Any) -> dict[str, LocalWorkerGroup]:
-    """Run several roles in the same process(es). Their calls run one after another, in call order.
-
-    Args:
-        specs: Role -> how to construct its workers.
-        n_workers: Number of ranks.
-        **options: timeout, devices, env and separate_process of `make_pool`.
-
-    Returns:
-        One group per role.
-    """
+    """Run several roles in the same process(es), with the arguments of `make_pool`. Their calls run one after another,
+    in call order."""
     pool = make_pool(specs, n_workers, **options)
     return {role: LocalWorkerGroup(spec, n_workers, role, pool=pool) for role, spec in specs.items()}

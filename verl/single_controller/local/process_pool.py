@@ -32,8 +32,8 @@ from verl.dataflow.operator import running_operator
 from verl.processes.channel import Channel
 from verl.processes.child import ChildProcess, PythonProcess, process_status
 from verl.processes.fork_server import ForkServerError, server_for
-from verl.processes.limits import Durations, Limit, Limits
-from verl.single_controller.diagnosis import CallWatch, RankState, call_limit, format_no_reply
+from verl.processes.limits import Durations, Limits
+from verl.single_controller.diagnosis import CallWatch, RankState
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel, load_result
 from verl.single_controller.local.transport import Kind, Message, Parcel, receive
@@ -75,18 +75,12 @@ class _PendingCall:
     """A call that has not finished.
 
     Attributes:
-        operator: The operator of the flow that makes the call; None for other calls.
         waiting: Ranks that have not replied.
-        replies: Reply of each rank that has.
         started: When the processes began to work on it, as far as the pool knows; None while it is queued.
-        limit: Of the time since then.
-        watch: Measures it, and looks at the ranks.
     """
 
     role: str
     method: str
-    operator: str | None
-    limit: Limit
     watch: CallWatch
     waiting: set[int]
     replies: dict[int, Message] = field(default_factory=dict)
@@ -94,19 +88,12 @@ class _PendingCall:
     error: WorkerError | None = None
     started: float | None = None
 
-    @property
-    def name(self) -> tuple | None:
-        """Key under which the duration is recorded."""
-        return None if self.operator is None else (self.operator, self.role, self.method)
-
 
 class ProcessPool:
     """`n` processes with one worker per role. The workers are constructed when `__init__` returns.
 
     Args:
-        specs: Role -> how to construct its workers.
-        n: Number of processes.
-        timeout: Limit of one call, or of the construction of the workers, seconds; or limits by measured durations.
+        timeout: Seconds that a call, or the construction of the workers, may take; or limits by measured durations.
         devices: Indices of the visible GPUs, rank i uses the i-th of them; None leaves CUDA_VISIBLE_DEVICES unchanged.
         env: Environment variables in addition to those of this process.
 
@@ -139,7 +126,9 @@ class ProcessPool:
         port = free_port()
         rank_envs = [RankEnv(rank, n, rank, n, master_port=port) for rank in range(n)]
         environments = [_environment(rank_env, devices, env or {}) for rank_env in rank_envs]
-        preload = _modules(specs) if _can_fork(devices) else None
+        # The driver of a GPU does not survive a fork.
+        can_fork = sys.platform == "linux" and devices is None and not torch.accelerator.is_available()
+        preload = _modules(specs) if can_fork else None
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._monitor, args=(environments, preload, started), name="worker monitor", daemon=True
@@ -171,10 +160,8 @@ class ProcessPool:
     def _send_all(self, role: str, method: str, messages: Sequence[tuple[Kind, Parcel] | None]) -> Future[list]:
         """Send one message to each rank that has one."""
         outgoing = [(rank, *message) for rank, message in zip(self._ranks, messages) if message is not None]
-        operator = running_operator()
-        limit = call_limit(self.durations, role, method, operator)
-        watch = CallWatch(self.durations.limits, limit, role, method, operator)
-        pending = _PendingCall(role, method, operator, limit, watch, {rank.rank for rank, _, _ in outgoing})
+        watch = CallWatch(self.durations, role, method, running_operator())
+        pending = _PendingCall(role, method, watch, {rank.rank for rank, _, _ in outgoing})
         with self._lock:  # all ranks must get the calls of all threads in the same order, or their collectives mismatch
             if self._fatal is not None:
                 reason = f"not called, since its processes were stopped: {str(self._fatal).splitlines()[0]}"
@@ -261,8 +248,8 @@ class ProcessPool:
             pending.waiting.remove(rank.rank)
             if not pending.waiting:
                 del self._pending[message.call_id]
-                if pending.name is not None and pending.started is not None:
-                    self.durations.record(pending.name, time.monotonic() - pending.started)
+                if pending.started is not None:
+                    pending.watch.record(time.monotonic() - pending.started)
                 for following in list(self._pending.values())[:1]:
                     following.started = following.started or time.monotonic()
                 pending.done.set()
@@ -287,14 +274,14 @@ class ProcessPool:
             return
         watch = pending.watch
         seconds = watch.elapsed.tick(time.monotonic())
-        if seconds >= pending.limit.seconds:
-            waited = f"{pending.limit.seconds:g} s"
+        if seconds >= watch.limit.seconds:
+            waited = f"{watch.limit.seconds:g} s"
         elif watch.is_due and watch.look([self._state(self._ranks[rank]) for rank in sorted(pending.waiting)]):
             waited = f"{seconds:.0f} s"
         else:
             return
         late = sorted(pending.waiting)
-        message = format_no_reply(waited, late, pending.replies, pending.limit, pending.operator)
+        message = watch.no_reply_message(waited, late, pending.replies)
         self._add_failure(2, time.monotonic(), WorkerTimeout(message, pending.role, pending.method, late[0]))
 
     def _state(self, rank: _Rank, busy: bool = True) -> RankState:
@@ -405,11 +392,6 @@ def _environment(rank_env: RankEnv, devices: Sequence[int] | None, env: Mapping[
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return env
-
-
-def _can_fork(devices: Sequence[int] | None) -> bool:
-    """Whether processes may be forked: not those that use a GPU, whose driver does not survive a fork."""
-    return sys.platform == "linux" and devices is None and not torch.accelerator.is_available()
 
 
 def _modules(specs: Mapping[str, WorkerSpec]) -> list[str]:

@@ -66,7 +66,6 @@ class Message:
     """A received message. The content stays packed until `load`.
 
     Attributes:
-        kind: Type of the message.
         call_id: The call that it belongs to.
         content: The pickle, or a mapped file with the sizes of the pickle and its buffers, and these.
         files: Further memory files that were sent with it.
@@ -93,7 +92,6 @@ class Parcel:
     """A value packed once, to be sent to any number of processes.
 
     Args:
-        value: The value.
         to_reference: Maps a value to a reference that is sent in its place, or to None to send the value itself.
         files: Memory files to send with it.
     """

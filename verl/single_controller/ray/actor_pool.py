@@ -5,6 +5,7 @@ rows go from the rank that produced them to the ranks that need them, and the co
 if an operator reads it.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -12,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +21,14 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.dataflow.operator import running_operator
-from verl.processes.limits import Durations, Limit, Limits
-from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState, call_limit, format_no_reply
+from verl.processes.child import process_status
+from verl.processes.limits import Durations, Limits
+from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
-from verl.single_controller.ray.heartbeats import Heartbeats
 from verl.single_controller.ray.placement import START_TIMEOUT, reserve
 from verl.single_controller.ray.rank_actor import ActorInfo, RankActor, StoredRows
 from verl.single_controller.remote_batch import ColumnRef, Packed, PackedCall, Source, nbytes, unpack, unpack_result
@@ -46,6 +47,8 @@ from verl.single_controller.worker_group import (
 
 _SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is the cause
 _SHUTDOWN_SECONDS = 5.0  # for an actor to end by itself, or to report its progress
+_ASK_SECONDS = 5.0  # between two heartbeats that are asked for
+_STATUS_SECONDS = 15.0  # for a node to start a process that reads the state of another
 _WAIT_SECONDS = 1.0  # one wait for replies; heartbeats are checked between two
 _MAX_INLINE_BYTES = 1 << 16  # larger arguments are put into the object store once for all ranks
 
@@ -55,27 +58,17 @@ class _Rank:
     """The actor of one rank.
 
     Attributes:
-        rank: Rank in the pool.
         actor: Ray's handle.
-        actor_id: Ray's id of the actor.
-        node: Ray's id of its node.
-        host: Address of its node.
-        pid: Its process.
-        host_name: Name of the host of its node.
+        info: Where it runs; set by `_rank_environments`.
         dropped: Keys in its ColumnStore that the controller no longer refers to.
     """
 
     rank: int
     actor: Any
-    actor_id: str = ""
-    node: str = ""
-    host: str = ""
-    pid: int = 0
-    host_name: str = ""
+    info: ActorInfo | None = None
     dropped: deque[int] = field(default_factory=deque)
 
     def rows(self, key: int, names: list[str], rows: torch.Tensor) -> ray.ObjectRef:
-        """Start reading rows from the ColumnStore of this rank."""
         return self.actor.pack_rows.options(concurrency_group="data").remote(key, names, rows)
 
 
@@ -92,7 +85,7 @@ class _RemoteSource(Source):
             return unpack(ray.get(self.rank.rows(self.key, [name], rows)))[name]
         except RayActorError as error:
             message = f"column {name!r} was lost with the process that held it"
-            raise WorkerDied(message, "", "", self.rank.rank, self.rank.host, str(error)) from None
+            raise WorkerDied(message, "", "", self.rank.rank, self.rank.info.host, str(error)) from None
 
 
 class _Arguments:
@@ -128,15 +121,59 @@ class _PendingCall:
     method: str
     refs: dict[ray.ObjectRef, int]
     calls: list[Call | None]
-    limit: Limit
     watch: CallWatch
     deadline: float
-    operator: str | None = None
     replies: dict[int, Any] = field(default_factory=dict)
 
     def is_done(self) -> bool:
         refs = list(self.refs)  # a copy: the thread that waits for the call removes them one by one
         return not refs or not ray.wait(refs, num_returns=len(refs), timeout=0)[1]
+
+
+class Heartbeats:
+    """The time of the last response of each actor (Ray's handles, in rank order), which is asked for during a wait.
+
+    An actor that does not respond has no thread that can run Python code.
+    """
+
+    def __init__(self, actors: Sequence[Any]):
+        self._actors = actors
+        self._lock = threading.Lock()
+        self._requests: dict[int, tuple[ray.ObjectRef | None, float]] = {}  # rank -> heartbeat in flight, and its time
+        self._heard: set[int] = set()
+
+    def ask(self, now: float) -> None:
+        """Collect the heartbeats that have arrived, and ask for the next ones. Does not wait."""
+        with self._lock:
+            for rank, actor in enumerate(self._actors):
+                ref, asked_at = self._requests.get(rank, (None, now - _ASK_SECONDS))
+                if ref is not None and ray.wait([ref], timeout=0)[0]:
+                    self._heard.add(rank)
+                    ref = None
+                if ref is None and now - asked_at >= _ASK_SECONDS:
+                    ref, asked_at = actor.beat.options(concurrency_group="control").remote(), now
+                self._requests[rank] = ref, asked_at
+
+    def heard(self, rank: int) -> None:
+        with self._lock:
+            self._heard.add(rank)
+            self._requests.pop(rank, None)
+
+    def silence(self, rank: int) -> float | None:
+        """Seconds since an actor stopped responding; None if it never has responded, and was not asked."""
+        with self._lock:
+            ref, asked_at = self._requests.get(rank, (None, 0.0))
+            if ref is None:
+                return 0.0 if rank in self._heard else None
+            return time.monotonic() - asked_at
+
+    def status(self, node: str, pid: int) -> str | None:
+        """The state of a process, as in psutil, which a process of its node reads; None without a response."""
+        on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(process_status).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
+        with contextlib.suppress(RayError):
+            return ray.get(task.remote(pid), timeout=_STATUS_SECONDS)
+        return None
 
 
 class RayPool:
@@ -146,11 +183,10 @@ class RayPool:
     that Ray assigned to them together, and rank LOCAL_RANK uses GPU LOCAL_RANK, as with torchrun.
 
     Args:
-        specs: Role -> how to construct its workers.
         resources: Number of processes on each node.
         use_gpu: Request one GPU per process.
-        timeout: Limit of one call, or of the construction of the workers, seconds; or limits by measured durations.
-        start_timeout: Limit for the cluster to start the processes, seconds.
+        timeout: Seconds that a call, or the construction of the workers, may take; or limits by measured durations.
+        start_timeout: Seconds in which the cluster must start the processes.
         env: Additional environment variables of the processes.
         placement: Placement group that `reserve` returned for `resources`; None to reserve one.
 
@@ -214,21 +250,13 @@ class RayPool:
                 args.run(rank, role, method, call, r): rank.rank
                 for args, (rank, call), r in zip(arguments, called, rows)
             }
-            pending = self._pending_call(role, method, refs, calls, running_operator())
+            pending = self._pending_call(role, method, refs, calls)
             self._pending.append(pending)
         return Future(lambda timeout: self._results(pending, timeout))
 
-    def _pending_call(
-        self,
-        role: str,
-        method: str,
-        refs: dict[ray.ObjectRef, int],
-        calls: list[Call | None],
-        operator: str | None = None,
-    ) -> _PendingCall:
-        limit = call_limit(self.durations, role, method, operator)
-        watch = CallWatch(self.durations.limits, limit, role, method, operator)
-        return _PendingCall(role, method, refs, calls, limit, watch, time.monotonic() + limit.seconds, operator)
+    def _pending_call(self, role: str, method: str, refs: dict[ray.ObjectRef, int], calls: list) -> _PendingCall:
+        watch = CallWatch(self.durations, role, method, running_operator())
+        return _PendingCall(role, method, refs, calls, watch, time.monotonic() + watch.limit.seconds)
 
     def _clean_up(self) -> None:
         """Discard finished calls, and drop the columns that are no longer referred to."""
@@ -292,8 +320,9 @@ class RayPool:
         return bool(silent) and pending.watch.look([self._state(self._ranks[rank]) for rank in silent])
 
     def _state(self, rank: _Rank, busy: bool = True, responds: bool = False) -> RankState:
-        status = "running" if responds else self._heartbeats.status(rank.node, rank.pid)
-        return RankState(rank.rank, rank.pid, rank.host_name, status, self._heartbeats.silence(rank.rank), busy)
+        info = rank.info
+        status = "running" if responds else self._heartbeats.status(info.node_id, info.pid)
+        return RankState(rank.rank, info.pid, info.host_name, status, self._heartbeats.silence(rank.rank), busy)
 
     def _read_reply(self, pending: _PendingCall, ref: ray.ObjectRef) -> Failure | None:
         """Read one reply; the failure that it reports, if any."""
@@ -307,29 +336,30 @@ class RayPool:
         if not succeeded:
             return 1, failed_at, content
         pending.replies[rank] = content
-        if not pending.refs and pending.operator is not None:
-            self.durations.record((pending.operator, pending.role, pending.method), seconds)
+        if not pending.refs:
+            pending.watch.record(seconds)
         return None
 
     def _died(self, pending: _PendingCall, rank: int, error: RayActorError) -> WorkerDied:
         """Name the process that died: the called one, or one that had rows for it."""
-        dead = next((r for r in self._ranks if r.actor_id == error.actor_id), None)
+        dead = next((r for r in self._ranks if r.info.actor_id == error.actor_id), None)
         if dead is None:
             message = "a process of another pool, which had rows for this call, died"
-            return WorkerDied(message, pending.role, pending.method, rank, self._ranks[rank].host, str(error))
-        details = pending.role, pending.method, dead.rank, dead.host, str(error)
-        if any(n["NodeID"] == dead.node and not n["Alive"] for n in ray.nodes()):
-            return NodeLost(f"its node {dead.host} is lost", *details)
+            return WorkerDied(message, pending.role, pending.method, rank, self._ranks[rank].info.host, str(error))
+        details = pending.role, pending.method, dead.rank, dead.info.host, str(error)
+        if any(n["NodeID"] == dead.info.node_id and not n["Alive"] for n in ray.nodes()):
+            return NodeLost(f"its node {dead.info.host} is lost", *details)
         return WorkerDied("its process died", *details)
 
     def _check_deadline(self, pending: _PendingCall) -> Failure | None:
         """After the deadline: a timeout, or a later deadline if the ranks were still running earlier calls."""
         running = [seconds for rank, (seconds, _) in self._progress().items() if rank in pending.refs.values()]
         running = [seconds for seconds in running if seconds is not None]
-        if running and max(running) < pending.limit.seconds:
-            pending.deadline = time.monotonic() + pending.limit.seconds - max(running)
+        limit = pending.watch.limit.seconds
+        if running and max(running) < limit:
+            pending.deadline = time.monotonic() + limit - max(running)
             return None
-        return self._timeout(pending, f"{pending.limit.seconds:g} s")
+        return self._timeout(pending, f"{limit:g} s")
 
     def _progress(self) -> dict[int, tuple[float | None, str | None]]:
         """Rank -> seconds of its running call (None: there is none; inf: unknown), and its stacks if it responds."""
@@ -345,12 +375,11 @@ class RayPool:
         return progress
 
     def _timeout(self, pending: _PendingCall, waited: str) -> Failure:
-        """The failure of a call that has waited for too long."""
         late = sorted(pending.refs.values())
         stacks = {rank: stack for rank, (_, stack) in self._progress().items()}
         states = [self._state(r, r.rank in late, responds=stacks[r.rank] is not None) for r in self._ranks]
         stacks = {rank: stack or "(no stacks: the process did not respond)" for rank, stack in stacks.items()}
-        message = format_no_reply(waited, late, pending.replies, pending.limit, pending.operator)
+        message = pending.watch.no_reply_message(waited, late, pending.replies)
         return 2, time.time(), timeout_error(states, stacks, pending.role, pending.method, message)
 
     def _stop_after(self, pending: _PendingCall, failure: Failure) -> WorkerError:
@@ -432,8 +461,7 @@ def _rank_environments(ranks: list[_Rank], use_gpu: bool, timeout: float) -> lis
     nodes = [info.node_id for info in infos]
     environments = []
     for rank, info in zip(ranks, infos):
-        rank.actor_id, rank.node, rank.host = info.actor_id, info.node_id, info.host
-        rank.pid, rank.host_name = info.pid, info.host_name
+        rank.info = info
         local_rank, local_world_size = nodes[: rank.rank].count(info.node_id), nodes.count(info.node_id)
         rank_env = RankEnv(rank.rank, len(ranks), local_rank, local_world_size, infos[0].host, infos[0].port)
         gpus = ",".join(str(gpu) for node_info in infos if node_info.node_id == info.node_id for gpu in node_info.gpus)

@@ -38,7 +38,6 @@ _LOCAL_ADVICE = (
 
 
 def ray_cluster(config: schema.Config) -> "RayCluster":
-    """The Ray cluster of `ray_kwargs` and the `trainer` section."""
     trainer = config.trainer
     return RayCluster(config.ray_kwargs.ray_init, trainer.device, wait_limits(config), trainer.worker_env)
 
@@ -53,7 +52,6 @@ class RayCluster:
         ray_init: arguments of `ray.init`.
         device: "auto", "cpu" or "cuda"; "auto" uses GPUs if the cluster has any.
         timeout: limits of waits; a number is the seconds that one call may take before a hang is reported.
-        env: further environment variables of the actors.
     """
 
     def __init__(
@@ -107,8 +105,12 @@ class RayCluster:
     def _connect(self) -> None:
         """Start or join a cluster, unless this process has done so."""
         if not ray.is_initialized():
-            self._started = True
-            session = self._init_ray()
+            self._started, handler = True, signal.getsignal(signal.SIGTERM)
+            try:
+                session = self._join_or_start()["session_dir"]
+            finally:  # Ray's handler of SIGTERM exits
+                if threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGTERM, handler)
             # Ray names a session after the process that started it
             self._can_grow = not session.endswith(f"_{os.getpid()}")
 
@@ -126,15 +128,6 @@ class RayCluster:
             if sizes[:1] == [(nnodes, per_node)] or time.monotonic() >= until:
                 return sizes
             time.sleep(_LOOK_SECONDS)
-
-    def _init_ray(self) -> str:
-        """Start or join a cluster, and return its session folder. Ray's handler of SIGTERM, which exits, is undone."""
-        handler = signal.getsignal(signal.SIGTERM)
-        try:
-            return self._join_or_start()["session_dir"]
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, handler)
 
     def _join_or_start(self) -> Mapping[str, Any]:
         """Join a cluster if there is one, otherwise start one that listens on the loopback interface only."""

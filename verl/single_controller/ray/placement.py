@@ -22,13 +22,9 @@ def reserve(
     """Create a placement group for each pool, with one bundle per node, all on different nodes.
 
     Args:
-        pools: The resource pools.
         use_gpu: Request one GPU per process in addition to one CPU.
         timeout: Limit for all of them, seconds.
         advice: Shown in the error if the cluster is too small.
-
-    Returns:
-        The placement group of each pool.
 
     Raises:
         ValueError: Ray is not initialized, or the resources were not available in time. Nothing stays reserved.

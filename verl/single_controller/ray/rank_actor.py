@@ -12,7 +12,7 @@ import ray
 import torch
 
 from verl.single_controller.dispatch import Call
-from verl.single_controller.remote_batch import ColumnStore, Packed, load_call, unpack
+from verl.single_controller.remote_batch import ColumnStore, Packed, load_call, pack, unpack
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
@@ -35,11 +35,9 @@ class ActorInfo:
     """The node and process of an actor, as Ray started it.
 
     Attributes:
-        actor_id: Ray's id of the actor.
-        node_id: Ray's id of the node.
-        host: Address of the node.
-        gpus: GPUs that Ray assigned to the actor.
-        port: A free port of the node.
+        actor_id, node_id: Ray's ids.
+        host, port: Address of the node, and a free port.
+        gpus: Those that Ray assigned to the actor.
         pid: The process of the actor.
         host_name: Name of the node's host.
     """
@@ -67,7 +65,6 @@ class RankActor:
         self._running_since: float | None = None
 
     def info(self) -> ActorInfo:
-        """The node and process of this actor."""
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         process = os.getpid(), socket.gethostname()
         return ActorInfo(context.get_actor_id(), context.get_node_id(), host, ray.get_gpu_ids(), free_port(), *process)
@@ -76,9 +73,6 @@ class RankActor:
         """Construct the workers.
 
         Args:
-            specs: Role -> how to construct its worker.
-            rank_env: The rank of this actor.
-            env: Environment variables to set.
             folder: Working directory of the controller, to which relative paths of a run refer. Used if it exists on
                 this node and Ray was not given a working directory.
         """
@@ -92,8 +86,7 @@ class RankActor:
             for role, spec in specs.items():
                 self._workers[role] = spec.build(rank_env)
         except BaseException as error:
-            error = WorkerError.from_exception(error, role, "__init__", rank_env.rank)
-            return False, error, time.time(), time.monotonic() - since
+            return self._failed(error, role, "__init__", since)
         return True, None, time.time(), time.monotonic() - since
 
     def run(
@@ -110,17 +103,15 @@ class RankActor:
             finished = Call(args, kwargs, padding, collect).finish(result)
             return True, self._store.pack_result(finished), time.time(), time.monotonic() - since
         except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
-            return (
-                False,
-                WorkerError.from_exception(error, role, method, self._rank),
-                time.time(),
-                time.monotonic() - since,
-            )
+            return self._failed(error, role, method, since)
         finally:
             self._running_since = None
 
+    def _failed(self, error: BaseException, role: str, method: str, since: float) -> Reply:
+        return False, WorkerError.from_exception(error, role, method, self._rank), time.time(), time.monotonic() - since
+
     def pack_rows(self, key: int, names: list[str], rows: torch.Tensor) -> Packed:
-        return self._store.pack_rows(key, names, rows)
+        return pack(self._store.read(key, names, rows))
 
     def drop(self, keys: list[int]) -> None:
         self._store.drop(keys)

@@ -5,9 +5,8 @@ packs it, with its size, its largest entries and the patterns that exclude them.
 """
 
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ Matcher = Callable[[str], bool]
 
 
 def default_excludes() -> list[str]:
-    """The patterns that are always excluded."""
     return list(yaml.safe_load(_DEFAULTS.read_text(encoding="utf-8"))["excludes"])
 
 
@@ -94,31 +92,11 @@ def _is_excluded(path: str, matchers: Sequence[tuple[str, Matcher]]) -> bool:
     return any(matches(path.removeprefix(base)) for base, matches in matchers)
 
 
-def ignore_matcher(lines: Sequence[str]) -> Matcher:
-    """Whether a path (a folder's ends in /) is excluded by the lines of a .gitignore; the last match wins."""
-    patterns = filter(_is_pattern, map(str.strip, lines))
-    rules = [(not pattern.startswith("!"), _regex(pattern.removeprefix("!"))) for pattern in patterns]
+def ignore_matcher(lines: Iterable[str]) -> Matcher:
+    """Whether a path (a folder's ends in /) is excluded by the lines of a .gitignore, as Ray reads them."""
+    from ray._private.thirdparty.pathspec import PathSpec
 
-    def matches(path: str) -> bool:
-        return next((excluded for excluded, regex in reversed(rules) if regex.fullmatch(path)), False)
-
-    return matches
-
-
-def _is_pattern(line: str) -> bool:
-    return bool(line) and not line.startswith("#")
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
-    """A pattern of .gitignore for paths of files and folders."""
-    body = pattern.strip("/")
-    anywhere = "/" not in pattern.rstrip("/")
-    parts = []
-    for token in re.findall(r"\*\*/|/\*\*$|\*|\?|\[[^\]]+\]|.", body):
-        wildcards = {"**/": "(?:.*/)?", "/**": "/.*", "*": "[^/]*", "?": "[^/]"}
-        parts.append(wildcards.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token)))
-    ending = "/.*" if pattern.endswith("/") else "(?:/.*)?"
-    return re.compile(("(?:.*/)?" if anywhere else "") + "".join(parts) + ending)
+    return PathSpec.from_lines("gitwildmatch", lines).match_file
 
 
 def _format_size(size: int) -> str:

@@ -41,7 +41,6 @@ class Generation:
     """Generation in the background, on the rollout's own devices.
 
     Args:
-        roles: with the role "rollout".
         with_columns: also send the other columns, for agent loops that read them.
         partial: interrupt requests for a push of weights; otherwise wait for their trajectories.
     """
@@ -91,11 +90,7 @@ class Generation:
 
     @contextmanager
     def paused(self, resume_after_error: bool = False) -> Iterator[None]:
-        """Keep the rollout's engines idle.
-
-        Args:
-            resume_after_error: the block does not change the weights.
-        """
+        """Keep the rollout's engines idle. resume_after_error: the block does not change the weights."""
         rollout = self.roles["rollout"]
         rollout.pause_generation(self.partial)
         try:
@@ -113,8 +108,7 @@ class Generation:
 class FilterGroups:
     """`filter_groups` of asynchronous training: drops zero-variance groups as they arrive; others are generated.
 
-    Args:
-        sampling: the operator of synchronous training. Its limits hold for the groups of each training batch.
+    The limits of `sampling`, the operator of synchronous training, hold for the groups of each training batch.
     """
 
     def __init__(self, sampling: DynamicSampling):
@@ -137,13 +131,10 @@ class Producer:
     Args:
         prompting: prompts -> repeat -> gen.
         scoring: the operators after gen, up to the buffer.
-        generation: sends prompts and collects groups.
-        buffer: receives the groups.
     """
 
     def __init__(self, prompting: Pipeline, scoring: Pipeline, generation: Generation, buffer: SampleBuffer):
-        self.prompting, self.scoring = prompting, scoring
-        self.generation, self.buffer = generation, buffer
+        self.prompting, self.scoring, self.generation, self.buffer = prompting, scoring, generation, buffer
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._turn = threading.Lock()  # held while the thread uses operators and workers
@@ -234,16 +225,11 @@ def _uids(batch: DataProto) -> list[str]:
 
 
 class AsyncRunner(PPORunner):
-    """Turns the flow of synchronous training into that of asynchronous training, and owns its producer.
-
-    Attributes:
-        buffer: set by `finish`.
-        producer: set by `reset`. It ends with its workers.
-    """
+    """Turns the flow of synchronous training into that of asynchronous training, and owns its producer."""
 
     keeps_workers = False
-    buffer: SampleBuffer
-    producer: Producer
+    buffer: SampleBuffer  # set by `finish`
+    producer: Producer  # set by `reset`; it ends with its workers
 
     def __init__(self, view: RunView, weights: RolloutWeights):
         super().__init__(view, weights)

@@ -73,11 +73,9 @@ class SampleBuffer:
     batch of a step (`take`).
 
     Args:
-        queue: the source of prompts.
         batch_size: B, groups per step.
         max_staleness: k.
         total_steps: number of the last step: no prompts are admitted for later ones.
-        pad_token_id: for padding groups of different lengths.
         limits: of the wait for a group.
 
     Attributes:
@@ -182,11 +180,8 @@ class SampleBuffer:
     def settle(self, uids: Sequence[str], runs: Sequence[RunReports] = ()) -> None:
         """Finish the operators for groups: those passed to `put` become available to steps.
 
-        The others have been filtered by an operator, and make room for new prompts.
-
-        Args:
-            uids: of the groups that the operators have processed.
-            runs: reports of the operators, which are divided among the groups that arrived.
+        The others have been filtered by an operator, and make room for new prompts. The reports of the runs are divided
+        among the groups that arrived.
         """
         with self.lock:
             arrived = [uid for uid in uids if self.groups[uid].rows is not None]
@@ -313,12 +308,12 @@ class SampleBuffer:
         now = time.perf_counter()
         versions = np.concatenate([group.rows.batch["weight_version"].numpy() for group in groups])
         staleness = self._steps_taken - 1 - versions
-        partial = sum(len({version for _, version in spans}) > 1 for group in groups for spans in _spans(group.rows))
+        spans = [each for group in groups for each in group.rows.non_tensor_batch.get("weight_versions", ())]
         metrics = {
             "async/staleness_mean": float(staleness.mean()),
             "async/staleness_max": int(staleness.max()),
             **{f"async/staleness_{k}": int((staleness == k).sum()) for k in range(self.max_staleness + 1)},
-            "async/partial": partial,
+            "async/partial": sum(len({version for _, version in each}) > 1 for each in spans),
             "async/dropped": self._dropped,
             "async/filtered": self.filtered,
             "async/buffer_groups": len(self._finished),
@@ -335,17 +330,13 @@ class AsyncPrompts(PromptQueue):
     """The prompts of asynchronous training. The saved state includes those that are not trained yet.
 
     A resumed run generates them again first, so no prompt is lost or repeated.
-
-    Attributes:
-        buffer: has the prompts that are admitted.
-        leaving: prompts that have left the queue and are not admitted yet.
     """
 
-    buffer: SampleBuffer
+    buffer: SampleBuffer  # has the prompts that are admitted
 
     def __init__(self, prompts: Prompts, size: int):
         super().__init__(prompts, size)
-        self.leaving: DataProto | None = None
+        self.leaving: DataProto | None = None  # prompts that have left the queue and are not admitted yet
         self._position: dict[str, Any] | None = None  # of the data, before the batch that is being read
 
     def __call__(self) -> DataProto:
@@ -419,7 +410,3 @@ def _sample_metrics(batch: DataProto) -> dict[str, Any]:
         if numbers and all(isinstance(v, bool | int | float | np.number) for v in numbers):
             metrics[f"reward/{name.removeprefix('reward_')}"] = sum(map(float, numbers)), len(numbers)
     return metrics
-
-
-def _spans(rows: DataProto) -> Sequence[Sequence[tuple[int, int]]]:
-    return rows.non_tensor_batch.get("weight_versions", ())

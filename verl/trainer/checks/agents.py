@@ -23,7 +23,6 @@ def agent_loop_names(rollout: schema.RolloutConfig) -> set[str]:
 
 
 def _loops_of_file(path: str | None) -> Collection[str]:
-    """Names of the agent loops that a YAML file lists."""
     if not path:
         return ()
     from verl.agents.public import read_loops  # imports the tools
@@ -99,7 +98,6 @@ def check_tools_in_prompts(run: Run) -> None:
 
 
 def _tools_of(section: schema.MultiTurnConfig | schema.DataConfig) -> list[dict[str, Any]]:
-    """The schemas of the tools that a section names."""
     return tool_schemas(section.tool_config_path, section.function_tool_path)
 
 
@@ -108,21 +106,20 @@ def describe_agents(config: schema.Config) -> dict[str, str]:
     rollout = config.actor_rollout_ref.rollout
     loop = rollout.agent.default_agent_loop
     if loop == _SERVER_LOOP:
-        return {"agent": _describe_server_agent(rollout.server)}
+        server = rollout.server
+        agent = " ".join(server.agent.command) or f"{server.agent.name}() of {server.agent.path}"
+        limits = f"at most {server.max_concurrency} concurrently per rollout process, {server.timeout:g} s each"
+        return {"agent": f"{agent}, calls the policy over HTTP; {limits}"}
     if not runs_tools(rollout):
         return {} if loop in SINGLE_TURN else {"agent loop": loop}
+    counts = {"assistant": rollout.multi_turn.max_assistant_turns, "user": rollout.multi_turn.max_user_turns}
+    limits = [f"at most {n} {role} turn{'s' * (n != 1)}" for role, n in counts.items() if n is not None]
     topics = {
         "tools": _describe_tools(rollout.multi_turn),
         "interaction": ", ".join(interaction_classes(rollout.multi_turn.interaction_config_path)),
-        "turns": _describe_turns(rollout),
+        "turns": "; ".join([*limits, f"at most {rollout.response_length} tokens after the prompt"]),
     }
     return {topic: description for topic, description in topics.items() if description}
-
-
-def _describe_server_agent(server: schema.ServerConfig) -> str:
-    agent = " ".join(server.agent.command) or f"{server.agent.name}() of {server.agent.path}"
-    limits = f"at most {server.max_concurrency} concurrently per rollout process, {server.timeout:g} s each"
-    return f"{agent}, calls the policy over HTTP; {limits}"
 
 
 def _describe_tools(turns: schema.MultiTurnConfig) -> str:
@@ -132,9 +129,3 @@ def _describe_tools(turns: schema.MultiTurnConfig) -> str:
     process = "worker processes" if turns.tool_isolation == "process" else "the rollout process"
     limit = "no time limit" if turns.tool_timeout is None else f"{turns.tool_timeout:g} s per call"
     return f"{', '.join(names)}; calls in the format {turns.format}, run in {process}, {limit}"
-
-
-def _describe_turns(rollout: schema.RolloutConfig) -> str:
-    counts = {"assistant": rollout.multi_turn.max_assistant_turns, "user": rollout.multi_turn.max_user_turns}
-    limits = [f"at most {n} {role} turn{'s' * (n != 1)}" for role, n in counts.items() if n is not None]
-    return "; ".join([*limits, f"at most {rollout.response_length} tokens after the prompt"])

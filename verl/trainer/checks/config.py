@@ -15,7 +15,6 @@ from verl.trainer.checks.agents import agent_loop_names
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.inputs import dataset_class
 from verl.trainer.startup.roles import idle_warning
-from verl.trainer.startup.torchrun import check_launcher
 
 logger = logging.getLogger("verl.trainer")
 
@@ -33,11 +32,6 @@ def check_engines(config: Schema) -> list[Problem]:
 
             names["rollout.multi_turn.format"] = TOOL_PARSERS
     return check_registered(config, names)
-
-
-def check_ranks(config: Schema) -> None:
-    """The ranks are those that torchrun started, if it did."""
-    check_launcher(config.trainer)
 
 
 def check_tracker_names(config: Schema) -> None:

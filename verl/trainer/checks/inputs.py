@@ -105,40 +105,27 @@ def check_reward_names(run: Run) -> None:
 
 
 def check_reward_function(run: Run) -> None:
-    """The data has what the reward function needs, and the function scores two trial responses to the first prompt."""
-    agent_info = None
-    if run.config.actor_rollout_ref.rollout.mode == "server":
-        from verl.server.agents import TRIAL_INFO as agent_info
-    run.reward_values = try_rewards(run.inputs, run.config.reward.reward_model.enable, agent_info)
-
-
-def try_rewards(inputs: Inputs, uses_model: bool, info: Mapping[str, Any] | None = None) -> set[str]:
-    """Score two trial responses to the first prompt: its ground truth and the prompt itself.
+    """The data has what the reward function needs, and the function scores two trial responses to the first prompt: its
+    ground truth and the prompt itself.
 
     If the function fails for it, but may fail for some rows (`reward.on_error`), the next two rows are tried. With a
     reward model, the trial uses its scores 0 and 1; if the reward is the same for both, a warning is logged.
-
-    Args:
-        inputs: the loaded inputs.
-        uses_model: whether a reward model scores the responses.
-        info: what the agent loop adds to extra_info.
-
-    Returns:
-        The names of the extra values that the reward function returns.
-
-    Raises:
-        ValueError: the data has no ground truth but the function needs it, or the function fails.
     """
-    manager = inputs.reward_manager
+    inputs, manager, agent_info = run.inputs, run.inputs.reward_manager, None
+    uses_model = run.config.reward.reward_model.enable
+    if run.config.actor_rollout_ref.rollout.mode == "server":
+        from verl.server.agents import TRIAL_INFO as agent_info
     if manager.compute_score.needs_ground_truth:
         check_ground_truth(inputs.train_dataset, f"the reward function {manager.compute_score.name}")
     rows = 1 if manager.on_error == "raise" else min(_TRIAL_ROWS, len(inputs.train_dataset))
-    for row in range(rows - 1):
+    for row in range(rows):
         try:
-            return _try_row(inputs, row, uses_model, info)
+            run.reward_values = _try_row(inputs, row, uses_model, agent_info)
+            return
         except RewardError as error:
+            if row == rows - 1:
+                raise
             logger.warning("the reward function fails for row %d of the training data: %s", row, error)
-    return _try_row(inputs, rows - 1, uses_model, info)
 
 
 def _try_row(inputs: Inputs, row: int, uses_model: bool, info: Mapping[str, Any] | None) -> set[str]:

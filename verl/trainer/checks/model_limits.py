@@ -25,12 +25,9 @@ class ModelLimits:
     """The limits of a model, read from its config without loading weights.
 
     Attributes:
-        path: the model's name in messages.
         vocab_size: token ids are 0 to vocab_size - 1.
         positions: tokens in a sequence; None if the config sets no limit.
-        architectures: class names of the saved weights.
-        sizes: its config by key.
-        hf_config: HuggingFace config of the whole model.
+        sizes: the config of the language model by key; `hf_config` is that of the whole model.
     """
 
     path: str
@@ -65,9 +62,7 @@ class ModelLimits:
         """Raise ValueError if the longest prompt plus a response exceeds the positions of the model.
 
         Args:
-            longest_prompt: tokens.
-            response_length: tokens, the limit that `key` sets.
-            key: the config key named in the message.
+            key: sets response_length, in tokens.
             instead: the fix if shorter responses do not help.
         """
         if self.positions is not None and longest_prompt + response_length > self.positions:
@@ -100,10 +95,8 @@ def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig
     """Raise ValueError if a model that reads the token ids of the policy has another tokenizer or too few embeddings.
 
     Args:
-        policy: path of the policy's model.
-        tokenizer: tokenizer of the policy.
-        model: the model that reads the sequences of the policy.
-        role: its role, for messages.
+        policy: path of the policy's model, which has the tokenizer.
+        model: the model that reads the sequences of the policy, as `role`.
         largest_id: the largest token id of the dataset.
     """
     if model.path == policy:
@@ -161,14 +154,7 @@ def check_moe(config: schema.Config) -> None:
 
 @dataclass(frozen=True)
 class MegatronRole:
-    """A model with model-parallel training.
-
-    Attributes:
-        model: its section.
-        section: its `megatron` section.
-        pool: name of the processes that host it.
-        ranks: their number.
-    """
+    """A model with model-parallel training, and the pool of processes that host it."""
 
     model: schema.ModelConfig
     section: schema.MegatronConfig
@@ -183,9 +169,8 @@ def check_megatron(roles: Mapping[str, MegatronRole]) -> None:
         roles: name of the `megatron` section -> its role.
 
     Raises:
-        ValueError: another architecture, such as one with images; sizes
-            that do not divide the model or the ranks, or differ between the models of a process; or keys of experts
-            for a model without them.
+        ValueError: another architecture, such as one with images; sizes that do not divide the model or the ranks, or
+            differ between the models of a process; or keys of experts for a model without them.
     """
     if not roles:
         return

@@ -54,7 +54,6 @@ class Estimate:
 
 
 def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_code: bool = False) -> ModelShape:
-    """The shape of a model, from its config."""
     overrides = model.override_config if model is not None else {}
     trust = model.trust_remote_code if model is not None else trust_remote_code
     return shape_of_config(readable_config(path, overrides, trust), path)
@@ -83,7 +82,6 @@ def _vision_of(hf: Any) -> VisionShape:
 
 
 def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:
-    """Role -> shape of its model."""
     policy, reward = config.actor_rollout_ref.model, config.reward.reward_model
     policy_shape = functools.cache(lambda: shape_of(policy.path, policy))  # of several roles
     shapes = {}
@@ -125,18 +123,13 @@ def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
         return f"no estimate of memory and time: {error}"
     lines = [*report.memory_lines(result.plan), *report.time_lines(result.plan)]
     if not result.plan.fits:
-        lines.append(_fix(result))
+        lines.append(_describe_change(result.change()))
     if sum(count for _, count in result.groups) > 1:
         total, search = _devices(config), _search(config, result)
         configured = report.Configured(result.plan, [numbers for _, numbers in _placed(config, names)])
         plans = search.plans(total, len(search.partitions()))
         lines += ["", *report.choice_lines(plans, total, configured)]
     return "\n".join(lines)
-
-
-def _fix(result: Estimate) -> str:
-    """The smallest change that makes an estimate fit, as text."""
-    return _describe_change(result.change())
 
 
 def _describe_change(change: tuple[Change, Plan] | None) -> str:
@@ -166,8 +159,8 @@ def check_memory(run: Run) -> None:
 
     group = max(plan.groups, key=lambda group: group.peak[1])
     message = (
-        f"{group.peak[0]} needs about {gib(plan.peak)} GiB per device, but there are "
-        f"{gib(plan.available)} GiB ({plan.device.name}); {_fix(result)}; `verl plan` prints the table"
+        f"{group.peak[0]} needs about {gib(plan.peak)} GiB per device, but there are {gib(plan.available)} GiB "
+        f"({plan.device.name}); {_describe_change(result.change())}; `verl plan` prints the table"
     )
     if plan.peak > REFUSED_FROM * plan.available:
         raise ValueError(f"memory: {message}")
@@ -182,14 +175,10 @@ def _devices(config: schema.Config) -> int:
 
 
 def _search(config: schema.Config, result: Estimate) -> "Search":
-    """The search over placements that the settings allow."""
     from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space
 
     rollout, policy = config.actor_rollout_ref.rollout, config.actor_rollout_ref
-    job = result.job
-    if "rollout" in job.names:
-        roles = tuple(role for role in job.roles if role.name != "rollout")
-        job = replace(job, roles=roles)
+    job = replace(result.job, roles=tuple(role for role in result.job.roles if role.name != "rollout"))
     fixed = policy.model.has_adapters or not job.traits.tensor_parallel or rollout.deterministic
     sizes = (rollout.tensor_model_parallel_size,) if fixed else ROLLOUT_SIZES
     models = None

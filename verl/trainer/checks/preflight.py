@@ -48,18 +48,14 @@ class Run:
     """A run before its first step. Later stages fill later attributes.
 
     Attributes:
-        config: the settings.
-        recipe: additions of a recipe.
         rows_given: the training dataset was given as an object, so no file has to exist.
         reading: how the settings were read; None: they were given as an object.
         reward_given: the reward was given as an object.
         own_reward: a reward that was given as an object, or registered by custom code.
-        backend: "local" or "ray".
         cluster: set from stage CONFIG on; None for commands without workers.
-        inputs: set from stage INPUTS on.
         reward_values: names of the values that the reward function returned in its trial call.
         columns: columns that the operators write; set from stage FLOW on.
-        passed: names of the checks that have passed.
+        passed: names of checks.
         warnings: what the checks have logged as warnings.
         is_recorded: whether its folder has results of this run, rather than none or those of an earlier run.
         working_dir: where the run started; relative paths refer to it, also if user code changes the directory.
@@ -73,7 +69,7 @@ class Run:
     own_reward: Any = None
     backend: str = "local"
     cluster: "Cluster | None" = None
-    inputs: "Inputs | None" = None
+    inputs: "Inputs | None" = None  # from stage INPUTS on
     reward_values: set[str] = field(default_factory=set)
     columns: set[str] = field(default_factory=set)
     passed: list[str] = field(default_factory=list)
@@ -123,7 +119,7 @@ CHECKS: tuple[Check, ...] = (
     Check("recipe settings", SETTINGS, "preflight.check_recipe_settings"),
     Check("imports", IMPORTS, "preflight.check_imports", Schema),
     Check("registered engines", IMPORTS, "config.check_engines", (*TRAINING, GenerationConfig)),
-    Check("launcher", CONFIG, "config.check_ranks", (*TRAINING, GenerationConfig)),
+    Check("launcher", CONFIG, "verl.trainer.startup.torchrun:check_launcher", (*TRAINING, GenerationConfig)),
     Check("trackers", CONFIG, "config.check_tracker_names"),
     Check("output folders", CONFIG, "config.check_output_folders"),
     Check("critic", CONFIG, "algorithm.check_critic_settings", Config),
@@ -175,10 +171,7 @@ def read_run(
     """Read the settings, and run the checks of the stages, of SETTINGS and IMPORTS.
 
     Args:
-        path: a file or a dictionary.
-        overrides: settings above those of the file.
-        recipe: its schema and its settings are used.
-        base: further settings below those of the file.
+        path: a file or a dictionary; `overrides` are above it, `base` and the settings of the recipe below.
         rows_given: see `Run`.
 
     Raises:
@@ -203,11 +196,8 @@ def open_run(
     base: Mapping[str, Any] | None = None,
     rows_given: bool = False,
 ) -> Run:
-    """A run that has passed SETTINGS and IMPORTS. Logs what may surprise in its settings.
-
-    Args:
-        settings: a run of the command line, which has passed SETTINGS; a configuration; or as in `read_run`.
-    """
+    """A run that has passed SETTINGS and IMPORTS. Logs what may surprise in its settings. A run of the command line has
+    passed SETTINGS already; other arguments as in `read_run`."""
     if isinstance(settings, Run) and not overrides:
         run = settings
         check_settings(run, IMPORTS)

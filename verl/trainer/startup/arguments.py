@@ -29,8 +29,7 @@ class TrainerArguments:
     """Configuration, datasets and reward as `prepare_run` and `load_inputs` take them.
 
     Attributes:
-        settings: as `open_run` takes them.
-        overrides: settings above those of the file.
+        settings, overrides: as `open_run` takes them.
         train_dataset, val_dataset: None if they are files, which are then settings.
         reward: a reward function or manager; None if it is named by a setting.
     """
@@ -42,7 +41,6 @@ class TrainerArguments:
     reward: Any = None
 
     def add(self, settings: Mapping[str, Any]) -> None:
-        """Add settings above all others."""
         if not settings:
             return
         if isinstance(self.overrides, Mapping):
@@ -70,7 +68,6 @@ def read_arguments(
         config: a configuration of the class `expected`, a dictionary or a file.
         config_path: a file; the same as `config`.
         overrides: "key=value" strings or a dictionary.
-        expected: class of the configuration.
         train_dataset, val_dataset: rows, a dataset, or a path or a list of paths.
         rewards: argument name -> reward, at most one that is not None. A string names a registered reward function.
         model: a model object of transformers; requires `tokenizer`.
@@ -108,8 +105,6 @@ def prepare_run(
     """Read the settings unless they were read, choose the cluster, and run the checks up to CONFIG.
 
     Args:
-        arguments: the settings, and datasets given as objects.
-        recipe: its schema and its settings are used.
         cluster: where the workers run; None: `make_cluster` chooses.
         backend: of that cluster; None: `trainer.backend`.
     """

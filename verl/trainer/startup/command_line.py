@@ -107,7 +107,7 @@ def print_missing_package(error: ModuleNotFoundError) -> int:
     """Print which package to install. Returns the exit status. Any other error is raised again."""
     from verl.env_check.packages import CORE
 
-    if (name := _module_name(error)) not in CORE:
+    if (name := (error.name or "").partition(".")[0]) not in CORE:
         raise error
     print(
         f"error: the package {CORE[name][0]} is not installed: pip install '{CORE[name][0]}>={CORE[name][1]}' "
@@ -115,10 +115,6 @@ def print_missing_package(error: ModuleNotFoundError) -> int:
         file=sys.stderr,
     )
     return 1
-
-
-def _module_name(error: ModuleNotFoundError) -> str:
-    return (error.name or "").partition(".")[0]
 
 
 def print_error(error: Exception) -> int:

@@ -98,7 +98,6 @@ def load_sft_inputs(
 
     data, cls = config.data, dataset_class(config, SFTDataset)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
-
     processor = load_processor(config.model, tokenizer)
     note_unused_media_keys(data, processor)
 
@@ -172,11 +171,10 @@ def _list_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], 
 
 def load_dataset(config: schema.Config, tokenizer: Any, processor: Any = None) -> Dataset:
     """The training prompts. Raises ValueError before they are tokenized if they do not fill a batch."""
-    if not config.data.custom_cls.path:
-        rows, limit = row_count(config.data.train_files), config.data.train_max_samples
-        limit *= len(config.data.train_weights) or 1
-        check_batch_size(config.data.train_batch_size, rows if limit < 0 else min(rows, limit))
     files, weights, limit = config.data.train_files, config.data.train_weights, config.data.train_max_samples
+    if not config.data.custom_cls.path:
+        rows = row_count(files)
+        check_batch_size(config.data.train_batch_size, rows if limit < 0 else min(rows, limit * (len(weights) or 1)))
     if not weights:
         return _dataset(config, tokenizer, files, limit, processor)
     if len(weights) != len(files):
@@ -207,7 +205,7 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
     Items of a custom dataset are read by at most one, since several threads may not be safe there.
     """
     parts = datasets_of(dataset)
-    is_custom = not all(_is_built_in(part) for part in parts)
+    is_custom = not all(type(part).__module__.startswith("verl.data.") for part in parts)  # also of a subclass
     threads = data.dataloader_num_workers
     if threads is None:
         has_images = not is_custom and any(part.media is not None for part in parts)
@@ -222,13 +220,7 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
     return threads
 
 
-def _is_built_in(dataset: Dataset) -> bool:
-    """Whether it is a RLHFDataset or SFTDataset, not of a subclass."""
-    return type(dataset).__module__.startswith("verl.data.")
-
-
 def prompt_source(data: schema.DataConfig, inputs: Inputs) -> PromptSource:
-    """The batches of training prompts."""
     size = data.train_batch_size
     return PromptSource(
         inputs.train_dataset,
@@ -303,9 +295,8 @@ def _row(row: Any, columns: Mapping[str, None], read: Sequence[str], truth_key: 
 
 def given_rewards(config: schema.Config, tokenizer: Any, reward: Any) -> RewardManager:
     """Return the reward manager for an object passed to a trainer: a manager, or a reward function of any form."""
-    kwargs = config.reward.custom_reward_function.reward_kwargs
-    further = {"reward_fn_key": config.data.reward_fn_key, **_limits_of(config.reward)}
-    return as_reward_manager(reward, tokenizer, kwargs, **further)
+    kwargs, key = config.reward.custom_reward_function.reward_kwargs, config.data.reward_fn_key
+    return as_reward_manager(reward, tokenizer, kwargs, reward_fn_key=key, **_limits_of(config.reward))
 
 
 def own_reward(reward: Any, manager: Any, registered: str | None) -> Any:

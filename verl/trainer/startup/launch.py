@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 def print_config_errors_plainly() -> None:
     """In a script, print an uncaught ConfigError without its traceback, as the commands do. Exit status 1 as before."""
+
+    def print_uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, ConfigError):
+            print_error(error)
+        else:
+            sys.__excepthook__(kind, error, traceback)
+
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _print_uncaught
-
-
-def _print_uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    if isinstance(error, ConfigError):
-        print_error(error)
-    else:
-        sys.__excepthook__(kind, error, traceback)
+        sys.excepthook = print_uncaught
 
 
 class Planned(Protocol):
@@ -44,11 +44,8 @@ class Planned(Protocol):
 
 
 def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
-    """Run all checks, print their number and the plan, and stop before workers start. Returns the exit status.
-
-    Args:
-        verbose: print the name of each check.
-    """
+    """Run all checks, print their number (verbose: their names) and the plan, and stop before workers start. Returns
+    the exit status."""
     setup_logging()
     try:
         command = build()

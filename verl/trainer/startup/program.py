@@ -100,7 +100,6 @@ class Program:
         return Recipe(schema=getattr(schema, self.schema)) if self.trainer is None else recipe_of(self.trainer)
 
     def print_config(self, path: str | None, overrides: list[str]) -> None:
-        """Print the resolved configuration."""
         from verl.config import dump_config, load_config
         from verl.trainer.checks.preflight import base_settings
 

@@ -20,8 +20,7 @@ from verl.utils.rendezvous import tcp_store
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from verl.config.schema.offline import OfflineTrainerConfig
-    from verl.config.schema.trainer import RunConfig
+    from verl.config.fields import Schema
 
 _REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OPTIONAL_VARIABLES = (
@@ -39,11 +38,8 @@ class Torchrun:
     """The processes that torchrun started, read from its environment variables.
 
     Attributes:
-        rank: rank of this process.
-        world_size: number of processes.
         local_world_size: number of processes on this host.
-        address: host of the rendezvous store.
-        port: port of the rendezvous store.
+        address, port: of the rendezvous store.
         agent_store: torchrun hosts the store; otherwise rank 0 does.
         restarts: how often torchrun has restarted the group.
     """
@@ -152,8 +148,9 @@ def launcher_settings() -> dict[str, Any]:
     return {} if ranks is None else {"trainer.n_gpus_per_node": ranks}
 
 
-def check_launcher(trainer: "RunConfig | OfflineTrainerConfig") -> None:
+def check_launcher(config: "Schema") -> None:
     """Raise ValueError if torchrun started another number of ranks, or a script instead of a command of the package."""
+    trainer = config.trainer
     ranks, group = _ranks.get(), Torchrun.from_env(os.environ)
     if ranks is None and group is not None and group.world_size > 1:
         raise ValueError(

@@ -33,9 +33,7 @@ _ROUNDING = 1e-2  # by which a log-prob may exceed 0
 class CastWeightSource:
     """A view of the weights of a training engine, cast to the dtype of the rollout, for a weight sync.
 
-    Args:
-        engine: the training engine.
-        dtype: dtype of the weights; None: not cast. Adapters are not cast.
+    dtype None: not cast. Adapters are not cast.
     """
 
     def __init__(self, engine: TrainEngine, dtype: torch.dtype | None):
@@ -54,13 +52,11 @@ class Rollout:
     """The rollout engine of one process, its weights and its agent loops.
 
     Args:
-        config: the `rollout` section.
-        model: the `model` section.
         env: where the engine runs.
         stop_token_ids: token ids that end a response.
         stop: strings that end a response, with the tokenizer's `decode`.
-        tokenizer: the policy's tokenizer, for agent loops.
-        train_engine: the training engine in this process, if there is one.
+        tokenizer: of the policy, for agent loops.
+        train_engine: that of this process, if there is one.
     """
 
     def __init__(
@@ -76,8 +72,6 @@ class Rollout:
     ):
         self.config = config
         self.env = env
-        self.device = env.device
-        self.pad_token_id = env.pad_token_id
         self.params = SamplingParams.from_config(config, stop_token_ids=stop_token_ids, stop=stop)
         self.engine = make_rollout_engine(config.name, config, model, env, train_engine)
         self.train_engine = train_engine
@@ -202,14 +196,8 @@ class Rollout:
         masks = [trajectory.response_mask[:limit] for trajectory in trajectories]
         widest = [float(max(map(len, prompts))), float(max(map(len, responses)))]
         prompt_width, response_width = (int(width) for width in max_over_ranks(widest))
-        columns = build_sequences(
-            prompts,
-            responses,
-            self.pad_token_id,
-            masks,
-            prompt_width=prompt_width,
-            response_width=response_width,
-        )
+        widths = {"prompt_width": prompt_width, "response_width": response_width}
+        columns = build_sequences(prompts, responses, self.env.pad_token_id, masks, **widths)
         log_probs = torch.zeros(columns["responses"].shape)
         real = columns["attention_mask"][:, prompt_width:].bool()
         log_probs[real] = torch.tensor([p for trajectory in trajectories for p in trajectory.log_probs[:limit]])
@@ -217,9 +205,11 @@ class Rollout:
             row, token = wrong.nonzero()[0].tolist()
             value = float(log_probs[row, token])
             raise ValueError(f"sample {row}, token {token}: expected a finite log-prob of at most 0, found {value:g}")
-        columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
-        if any(trajectory.routed_experts is not None for trajectory in trajectories):
-            experts = [trajectory.routed_experts for trajectory in trajectories]
+        current = self.engine.weight_version
+        oldest = [min((version for _, version in t.weight_versions), default=current) for t in trajectories]
+        columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(oldest)}
+        experts = [trajectory.routed_experts for trajectory in trajectories]
+        if any(of_sample is not None for of_sample in experts):
             columns["routed_experts"] = routed_experts_column(
                 experts, list(map(len, prompts)), prompt_width, response_width
             )
@@ -266,8 +256,8 @@ class Rollout:
 
         self.wake()
         if self.env.tp_rank > 0:
-            return FollowingService(self.engine, self.device, pause_limit)
-        return GenerationService(self.engine, self._generate_one, self._run_loop, self.device, pause_limit)
+            return FollowingService(self.engine, self.env.device, pause_limit)
+        return GenerationService(self.engine, self._generate_one, self._run_loop, self.env.device, pause_limit)
 
     async def _run_loop(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         """Run the agent loop for one prompt. Raises ValueError unless it returns a trajectory of that prompt."""
@@ -308,11 +298,6 @@ class Rollout:
             trajectories.append(Trajectory(prompt))
             trajectories[-1].add_completion(completion)
         return trajectories
-
-    def _oldest_versions(self, trajectories: Sequence[Trajectory]) -> list[int]:
-        """The weight version of each trajectory; the oldest one if it changed during generation."""
-        current = self.engine.weight_version
-        return [min((version for _, version in t.weight_versions), default=current) for t in trajectories]
 
 
 def sampling_in_mode(

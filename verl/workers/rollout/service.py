@@ -68,7 +68,6 @@ class GenerationService(_Service):
         engine: has the weight version, aborts requests, and leads the other ranks of its tensor-parallel group.
         complete: the engine's response to one request (`RolloutEngine.generate_one`).
         run: runs one trajectory.
-        device: the engine's device.
         pause_limit: seconds that `pause` may take.
     """
 
@@ -259,11 +258,6 @@ class FollowingService(_Service):
     """The service of the other ranks of a tensor-parallel group, with the calls of `GenerationService`.
 
     A thread follows rank 0, which has the prompts and the trajectories, from `resume` to `pause`.
-
-    Args:
-        engine: of this rank.
-        device: the engine's device.
-        pause_limit: seconds that `pause` may take.
     """
 
     def __init__(self, engine: RolloutEngine, device: torch.device, pause_limit: float = math.inf):
@@ -314,6 +308,7 @@ class FollowingService(_Service):
         atexit.unregister(self.close)
         if self._following is not None and concurrent.futures.wait([self._following], _JOIN_SECONDS).not_done:
             log.warning("rollout service: rank 0 has not ended generation: %s", self._thread.position())
+            self._thread.stop()  # it ends once rank 0 has
         else:
             self._thread.close()
         if not self._is_raised:
@@ -347,9 +342,8 @@ def extend(whole: Completion, completion: Completion, version: int, request: Req
 
     Args:
         whole: the response so far; changed in place.
-        completion: the next tokens.
         version: the version of the engine's weights, for an engine that reports no spans.
-        request: the request of the whole response.
+        request: that of the whole response.
     """
     start = len(whole.token_ids)
     spans = completion.weight_versions or ([(0, version)] if completion.token_ids else [])

@@ -10,7 +10,6 @@ from verl.agents import Prompt
 from verl.config import schema
 from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
-from verl.rollout.stop_strings import StopStrings
 from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective, receive_disk
@@ -24,21 +23,13 @@ class RolloutWorker(RolloutMethods):
     """A rollout engine in a separate process, which only generates.
 
     Args:
-        model: the `model` section.
-        rollout: the `rollout` section.
-        device: `trainer.device`.
-        pad_token_id: fills shorter prompts and responses.
-        stop_token_ids: token ids that end a response.
-        stop: strings that end a response, with the tokenizer's `decode`.
-        tokenizer: of the policy, for agent loops.
         train_dtype: `fsdp_config.dtype` of the actor; None without training.
-        timeout: timeout of collectives in seconds.
+        timeout: of collectives, in seconds.
         adapters: the configuration of the adapters that the actor trains, if there are any.
         pause_limit: seconds that `pause_generation` may take: less than the controller waits, whose error does not say
             what the rollout waits for.
+        **generation: stop_token_ids, stop and tokenizer, as for `Rollout`.
     """
-
-    _pause_limit = math.inf
 
     def __init__(
         self,
@@ -47,13 +38,11 @@ class RolloutWorker(RolloutMethods):
         *,
         device: str,
         pad_token_id: int,
-        stop_token_ids: tuple[int, ...],
-        stop: StopStrings | None = None,
-        tokenizer: Any = None,
         train_dtype: str | None = None,
         timeout: float | None = None,
         adapters: AdapterConfig | None = None,
         pause_limit: float = math.inf,
+        **generation: Any,
     ):
         on = resolve_device(device, self.local_rank)
         if on.type == "cuda":
@@ -65,7 +54,7 @@ class RolloutWorker(RolloutMethods):
         if train_dtype is None and model.lora_adapter_path is None:
             model = model.model_copy(update={"lora_rank": 0})  # adapters that were never trained change nothing
         self.device, self.timeout, self._pause_limit = on, timeout, pause_limit
-        self.rollout = Rollout(rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer)
+        self.rollout = Rollout(rollout, model, env, **generation)
         self._group: TransferGroup | None = None
         self._last_check: int | None = None  # version whose stored weights were compared
         self._service: GenerationService | FollowingService | None = None
@@ -116,8 +105,7 @@ class RolloutWorker(RolloutMethods):
     def submit_prompts(self, batch: DataProto | None) -> None:
         """Start to generate in the background: one trajectory per row, in groups of rows with one uid.
 
-        Args:
-            batch: the columns of `generate_sequences`, one batch per tensor-parallel group; None: nothing.
+        batch: the columns of `generate_sequences`, one batch per tensor-parallel group; None: nothing.
         """
         if batch is None:
             return
