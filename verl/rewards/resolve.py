@@ -23,7 +23,7 @@ from verl.rewards.rules.choice import multiple_choice
 from verl.rewards.rules.geo3k import geo3k
 from verl.rewards.rules.gsm8k import gsm8k_strict
 from verl.rewards.rules.maths import math_dapo, math_reward
-from verl.rewards.rules.questions import question_answering
+from verl.rewards.rules.search_r1 import search_r1
 from verl.rewards.sandbox.code_tests import code_reward
 from verl.rewards.sandbox.pool import Outcome
 
@@ -63,7 +63,7 @@ RULES_BY_DATA_SOURCE: dict[str, ScoreFunction] = {
             "allenai/ai2_arc",
             "commonsense_qa",
         ],
-        question_answering: [
+        search_r1: [
             "searchR1_nq",
             "searchR1_triviaqa",
             "searchR1_popqa",

@@ -88,13 +88,13 @@ def _as_choice(answer: str, reference: str) -> bool | None:
     expected = _CHOICE.fullmatch(reference)
     if expected is None or not (expected[1] or not expected["rest"].strip()) or not expected[2].isupper():
         return None
-    chosen = _CHOICE.fullmatch(answer)
-    if chosen is None or not chosen[2].isupper():
-        return False if _words(answer) else None
-    is_letter = not chosen["rest"].strip() or chosen[1] or chosen[3]
+    first = _CHOICE.fullmatch(answer)
+    if first is None or not first[2].isupper():
+        return False if _quoted(answer) else None
+    is_letter = not first["rest"].strip() or first[1] or first[3]
     if not is_letter:
         return None
-    if expected[2] == chosen[2]:
+    if expected[2] == first[2]:
         return True
     return False
 
@@ -206,16 +206,16 @@ def _within_digits(answer: str, reference: str) -> bool:
     value = parse_constant(b)
     if value is None or (unit_a and unit_b and unit_a != unit_b):
         return _equal(a, b)
-    exact = parse_constant(a)
-    if exact is None:
+    value_a = parse_constant(a)
+    if value_a is None:
         import sympy
 
         try:
-            exact = Fraction(str(sympy.N(parse(a), 30)))
+            value_a = Fraction(str(sympy.N(parse(a), 30)))
         except Exception:  # not an expression, or not a real constant
             return False
     digits = len(b.partition(".")[2])
-    return abs(exact - value) <= Fraction(1, 2 * 10**digits)
+    return abs(value_a - value) <= Fraction(1, 2 * 10**digits)
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------
@@ -223,21 +223,21 @@ def _within_digits(answer: str, reference: str) -> bool:
 _MONTH = re.compile("january|february|march|april|may|june|july|august|september|october|november|december")
 
 
-def _words(text: str) -> list[str]:
+def _quoted(text: str) -> list[str]:
     return WORD.findall(text)
 
 
 def _as_words(answer: str, reference: str) -> bool | None:
     """Texts with words: equal word for word. A letter or a word of an answer is never taken for a product."""
-    if not (_words(reference) or _words(answer)):
+    if not (_quoted(reference) or _quoted(answer)):
         return None
-    if not _words(reference) or not _words(answer):
-        bare = re.fullmatch(r"[A-Za-z]{1,2}", reference if _words(answer) else answer)
+    if not _quoted(reference) or not _quoted(answer):
+        bare = re.fullmatch(r"[A-Za-z]{1,2}", reference if _quoted(answer) else answer)
         if not bare:
             return False if not _is_list(answer, reference) else None
     if _is_list(answer, reference):
         return None
-    left, right = (_word_list(text) for text in (answer, reference))
+    left, right = (_tokens(text) for text in (answer, reference))
     if left == right:
         return True
     if any(word in right and _MONTH.fullmatch(word) for word in left):
@@ -250,11 +250,11 @@ def _is_list(answer: str, reference: str) -> bool:
     return len(split_elements(answer)) > 1 and len(split_elements(reference)) > 1
 
 
-def _word_list(text: str) -> list[str]:
+def _tokens(text: str) -> list[str]:
     text = re.sub(r'(?<=\d)\s*"(st|nd|rd|th)"', r"\1", text).replace('"', " ").casefold()
     text = re.sub(r"\\(?:degree|pi)|\bof\b", " ", text)
-    words = re.findall(r"[^\W_]+(?:'[a-z]+)?|[-+<>=/*^]", text)
-    return words[1:] if len(words) > 1 and words[0] in ("the", "a", "an") else words
+    tokens = re.findall(r"[^\W_]+(?:'[a-z]+)?|[-+<>=/*^]", text)
+    return tokens[1:] if len(tokens) > 1 and tokens[0] in ("the", "a", "an") else tokens
 
 
 def _ordinal(word: str) -> str:

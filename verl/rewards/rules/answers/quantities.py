@@ -39,8 +39,8 @@ UNITS: dict[str, tuple[str, Fraction]] = {
         "angle": {"degree deg °": "1"},
         "plane angle": {"radian rad": "1"},
     }.items()
-    for words, factor in names.items()
-    for name in words.split()
+    for spellings, factor in names.items()
+    for name in spellings.split()
 }
 _CURRENCY = re.compile(r"([-+]?)\s*(\\?\$|£|€|¥|₹)\s*([-+]?)(?=[\d.])")
 _QUANTITY = re.compile(r'(?P<number>[^"]*?(?:[\d}!)]|\\pi|\\infty))\s*(?P<unit>\\?%|(?:\\degree|["A-Za-z¢°£€¥₹]).*)')
@@ -77,11 +77,11 @@ def unit_name(text: str) -> str:
     if " " in text.strip():
         text = re.sub(r"\b(?:of|the|a|an|in total|total|each|old|exactly|long|away)\b", " ", text)
     text = re.sub(r"\b(square|sq|cubic|cu)\s+(\S+)", lambda m: f"{m[2]}^{2 if m[1][0] == 's' else 3}", text)
-    words = []
+    names = []
     for word in re.findall(r"[^\s/^]+|[/^]", text):
         single = word if word in UNITS else word.removesuffix("s")
-        words.append(next((n for n in UNITS if UNITS[n] == UNITS[single]), single) if single in UNITS else single)
-    return re.sub(r" ?([/^]) ?", r"\1", " ".join(words))
+        names.append(next((n for n in UNITS if UNITS[n] == UNITS[single]), single) if single in UNITS else single)
+    return re.sub(r" ?([/^]) ?", r"\1", " ".join(names))
 
 
 _PART = re.compile(r'([\d.]+(?:\s*\\frac\{\d+\}\{\d+\}|\s+\d+/\d+)?)\s*("?[A-Za-z]+\.?"?)\s*(?:,|"and"|and)?\s*')

@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
 from typing import Any
@@ -43,6 +44,7 @@ _CHEAP = re.compile(
     ){1,120}""",
     re.VERBOSE,
 )
+_DECIMAL = re.compile(r"[-+]?[0-9]{1,30}(?:\.[0-9]{1,30})?")
 # A number or words, which are compared without the parser.
 _PLAIN = re.compile(r"[-+]?\$?[0-9][0-9,]{0,20}(?:\.[0-9]{1,20})?%?|[A-Za-z][A-Za-z' -]{0,80}")
 
@@ -72,8 +74,8 @@ class AnswerRule:
         text = extract.visible_text(response)
         if not text.strip() and response.strip():
             return Answer(None, "the response is a thought that does not end, or nothing follows it")
-        answers = (extractor(text) for extractor in self.extractors)
-        return next((answer for answer in answers if answer is not None), Answer(None, "no final answer is stated"))
+        extracted = (extractor(text) for extractor in self.extractors)
+        return next((answer for answer in extracted if answer is not None), Answer(None, "no final answer is stated"))
 
     def check(self, response: str, ground_truth: Any) -> Check:
         """Compare the final answer of a response with the ground truth. Raises ValueError for a bad ground truth."""
@@ -139,8 +141,11 @@ def is_equal(answer: str, reference: str) -> bool:
 
     A comparison that takes more than 5 s of CPU time or 1 GiB is unequal, with a warning.
     """
-    if answer.strip() == reference.strip():
+    answer, reference = answer.strip(), reference.strip()
+    if answer == reference:
         return True
+    if _DECIMAL.fullmatch(answer) and _DECIMAL.fullmatch(reference):
+        return Fraction(answer) == Fraction(reference)
     if _is_cheap(answer) and _is_cheap(reference):
         return _equal_in_process(answer, reference)
     return _equal_or_stopped(answer, reference)

@@ -55,8 +55,8 @@ def parse(text: str) -> Any:
     )
     if not isinstance(parsed, (sympy.Basic, sympy.MatrixBase)):
         raise ValueError(f"not an expression: {text!r}")
-    exact = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
-    parsed = parsed.xreplace(exact) if exact else parsed
+    decimals = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
+    parsed = parsed.xreplace(decimals) if decimals else parsed
     imaginary = {s: sympy.I for s in parsed.free_symbols if s.name == "i"}
     parsed = parsed.xreplace(imaginary) if imaginary else parsed
     if parsed.has(sympy.Sum, sympy.Integral, sympy.Product, sympy.Limit, sympy.Derivative, sympy.MatMul, sympy.MatAdd):

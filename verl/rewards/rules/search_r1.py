@@ -11,7 +11,7 @@ from verl.rewards.rules.answers.rule import AnswerRule
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def exact_match(answer: str, reference: str) -> bool:
+def match_normalized(answer: str, reference: str) -> bool:
     """Whether two texts are equal without case, punctuation, articles and surplus whitespace."""
     return bool(_plain(answer)) and _plain(answer) == _plain(reference)
 
@@ -20,13 +20,11 @@ def _plain(text: str) -> str:
     return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text.casefold().translate(_PUNCTUATION)).split())
 
 
-QUESTIONS = AnswerRule((extract.tag,), exact_match)
+SEARCH_R1 = AnswerRule((extract.tag,), match_normalized)
 
 
-@register_reward("question_answering", bounded=True, needs_ground_truth=True)
-def question_answering(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
-) -> dict[str, Any]:
+@register_reward("search_r1", bounded=True, needs_ground_truth=True)
+def search_r1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
     """Return 1.0 if the last `<answer>...</answer>` is an accepted answer, otherwise 0.0; with "acc" and "pred".
 
     The exact match of public verl for `searchR1_*`.
@@ -37,5 +35,5 @@ def question_answering(
     Raises:
         ValueError: If the ground truth is empty or no answer.
     """
-    check = QUESTIONS.check(solution_str, ground_truth)
+    check = SEARCH_R1.check(solution_str, ground_truth)
     return {"score": float(check.correct), "acc": float(check.correct), "pred": check.answer.text or ""}
