@@ -111,9 +111,8 @@ def main() -> None:
             line += f"{f'{right} / {wrongly}' if pairs else '-':>27}"
         print(line)
     for name, (right, wrongly, count) in totals.items():
-        print(
-            f"{name}: {right} of {count} right ({right / count:.1%}), {wrongly} wrong answers paid ({wrongly / count:.1%})"
-        )
+        shares = f"({right / count:.1%}), {wrongly} wrong answers paid ({wrongly / count:.1%})"
+        print(f"{name}: {right} of {count} right {shares}")
 
 
 if __name__ == "__main__":

@@ -94,9 +94,7 @@ def _as_choice(answer: str, reference: str) -> bool | None:
     is_letter = not first["rest"].strip() or first[1] or first[3]
     if not is_letter:
         return None
-    if expected[2] == first[2]:
-        return True
-    return False
+    return expected[2] == first[2]
 
 
 # ---- times ----------------------------------------------------------------------------------------------------------

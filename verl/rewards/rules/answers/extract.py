@@ -90,7 +90,7 @@ _ANSWER_LINE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _STATED = re.compile(
-    rf"(?:\banswer{_MARKS}(?:(?:is|isn't|cannot be|can't be|was|(?:would|should|must|will) be|comes to|equals)\b|[:：=])"
+    rf"(?:\banswer{_MARKS}(?:(?:is|isn't|can(?:not|'t) be|was|(?:would|should|must|will) be|comes to|equals)\b|[:：=])"
     rf"|####|{_HEADING}){_MARKS}:?",
     re.IGNORECASE | re.MULTILINE,
 )
