@@ -108,6 +108,7 @@ EXAMPLES = {
     "format": ("", "<answer>7</answer>", "7", {"tags": ["answer"]}),
     "length": ("", "", "seven words " * 7, {"limit": 14}),
     "multiple_choice": ("C", "C", "D", {}),
+    "search_r1": ({"target": ["Ada", "Grace"]}, "<answer>the Ada.</answer>", "<answer>Al</answer>", {}),
     "weighted": ("7", "#### 7", "#### 8", {"rewards": [{"name": "gsm8k"}]}),
 }
 

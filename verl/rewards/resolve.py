@@ -23,6 +23,7 @@ from verl.rewards.rules.choice import multiple_choice
 from verl.rewards.rules.geo3k import geo3k
 from verl.rewards.rules.gsm8k import gsm8k_strict
 from verl.rewards.rules.maths import math_dapo, math_reward
+from verl.rewards.rules.search_r1 import search_r1
 from verl.rewards.sandbox.code_tests import code_reward
 from verl.rewards.sandbox.pool import Outcome
 
@@ -61,6 +62,15 @@ RULES_BY_DATA_SOURCE: dict[str, ScoreFunction] = {
             "gpqa",
             "allenai/ai2_arc",
             "commonsense_qa",
+        ],
+        search_r1: [
+            "searchR1_nq",
+            "searchR1_triviaqa",
+            "searchR1_popqa",
+            "searchR1_hotpotqa",
+            "searchR1_2wikimultihopqa",
+            "searchR1_musique",
+            "searchR1_bamboogle",
         ],
         code_reward: ["codecontests", "apps", "codeforces", "taco", "livecodebench", "mbpp", "humaneval"],
     }.items()

@@ -1,7 +1,8 @@
 r"""`accuracy_reward`: compares the final answer of a response with that of a short reference, a number or text.
 
-The final answer of a text is the content of `<answer>...</answer>` at its end; otherwise of the last `\boxed{...}`, or
-what follows the last "answer is", "answer:" or "####" on the same line, whichever comes later.
+The final answer of a text is the content of `<answer>...</answer>` at its end; otherwise the last `\boxed{...}`, or
+what follows the last "answer is", "answer:" or "####" on the same line, whichever comes later; without any of these,
+the number in which the last sentence ends.
 """
 
 import re
@@ -9,12 +10,51 @@ from typing import Any
 
 from verl.rewards.functions import register_reward
 from verl.rewards.rules import gsm8k
-from verl.utils.boxed import last_boxed
+from verl.rewards.rules.answers import extract
+from verl.rewards.rules.answers.extract import Answer
+from verl.rewards.rules.answers.rule import AnswerRule, is_equal, read_references
 
-_SAID = re.compile(r"(?:answer\s*(?:is|:|=)|####)\s*:?", re.IGNORECASE)
-_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*$", re.DOTALL | re.IGNORECASE)
-_UNIT = re.compile(r"([^\s%]+)(?:\s*%|\s+[^0-9]+)")
-_TEXT = re.compile(r"\\text(?:bf)?\{([^{}]*)\}")
+_CALCULATION = re.compile(r"[0-9)]\s*(?:[*+×^]|\\times|\\cdot)\s*[0-9(]")
+
+
+def _tag_at_end(text: str) -> Answer | None:
+    return extract.tag(text) if text.rstrip().lower().endswith("</answer>") else None
+
+
+def _whole(text: str) -> Answer | None:
+    """A short text alone: a number or one word."""
+    text = text.strip()
+    return Answer(text, "whole text") if re.fullmatch(r"\S{1,40}", text) else None
+
+
+def _last_number(text: str) -> Answer | None:
+    sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n", text.strip()) if part.strip()]
+    if sentences and extract.is_hedged(sentences[-1]):
+        return Answer(None, "the last sentence leaves the answer open")
+    number = gsm8k.extract(text, "flexible")
+    return None if number is None else Answer(str(number), "last number")
+
+
+def _equal(answer: str, reference: str) -> bool:
+    """Equal as in `compare`, but p% is no fraction, and a number with leading zeros ("007") is text."""
+    if _plain(answer) == _plain(reference):
+        return True
+    if re.match(r"-?0[0-9]", reference) or re.match(r"-?0[0-9]", answer):
+        return False
+    if "=" not in answer and _CALCULATION.search(answer) and not _CALCULATION.search(reference):
+        return False  # 6*7 states no final answer
+    if ("%" in answer) != ("%" in reference):
+        answer, reference = answer.replace("\\%", "").replace("%", ""), reference.replace("\\%", "").replace("%", "")
+    return is_equal(answer, reference)
+
+
+def _plain(text: str) -> str:
+    """Normalize case, whitespace, emphasis, math delimiters and closing punctuation."""
+    text = re.sub(r"\\text(?:bf)?\{([^{}]*)\}", r"\1", text)
+    return " ".join(text.casefold().split()).strip("*_`'\"$ ").rstrip(".!?,;:*_`'\"$ ")
+
+
+ACCURACY = AnswerRule((_tag_at_end, extract.statement, extract.tag, _whole, _last_number), _equal)
 
 
 @register_reward("accuracy_reward", bounded=True, needs_ground_truth=True)
@@ -23,45 +63,20 @@ def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
 
     - A number is compared as a number: 1,000 equals 1000.0; there is no tolerance. If the response states no final
       answer, its last number counts: "I have 5 and 42 apples" matches the reference 42, but not 5.
-    - A number with a unit ("42 apples") equals the number alone and the same text.
-    - Other references are compared as text, ignoring case, surrounding whitespace, emphasis and closing punctuation. A
-      number with leading zeros ("007") is text.
+    - A number with a unit ("42 apples") equals the number alone and the same text. p% equals p.
+    - Words are compared as words, ignoring case, surrounding whitespace, emphasis and closing punctuation. A number
+      with leading zeros ("007") is text.
+    - The reference may be text, a number, a list (any of) or a mapping (see `read_references`); a worked solution
+      counts by its final answer.
 
     Raises:
-        ValueError: If the reference, or its final answer, is empty.
+        ValueError: If the reference, or its final answer, is empty or no answer.
     """
-    text = "" if reference_answer is None else str(reference_answer).strip()
-    reference = final_answer(text).strip()
-    if not _plain(reference):
-        raise ValueError(f"accuracy_reward: the reference answer is empty: {reference_answer!r}")
-    final = final_answer(sampled_response)
-    if {_plain(text), _plain(reference)} & {_plain(final), _plain(sampled_response)}:
-        return 1.0
-    if re.match(r"-?0[0-9]", reference):
-        return 0.0
-    number = gsm8k.parse_number(_plain(reference))
-    if number is None:
-        unit = _UNIT.fullmatch(_plain(reference))
-        number = gsm8k.parse_number(unit[1]) if unit else None
-        return float(number is not None and gsm8k.parse_number(_plain(final)) == number)
-    answer = gsm8k.extract(sampled_response, "strict")
-    if answer is None:
-        answer = gsm8k.extract(final, "flexible")
-    return float(answer == number)
+    references = [final_answer(text) for text in read_references(reference_answer)]
+    return float(ACCURACY.check(sampled_response, references).correct)
 
 
 def final_answer(text: str) -> str:
     """Return the final answer stated in a text (see the module docstring); the whole text if none is stated."""
-    tagged = _TAGGED.search(text, max(0, text.rfind("<answer>")))
-    if tagged:
-        return tagged[1].strip()
-    begin = max((match.end() for match in _SAID.finditer(text)), default=0)
-    boxed = last_boxed(text[begin:])
-    if boxed is not None:
-        return boxed
-    return text[begin:].strip().partition("\n")[0] if begin else text
-
-
-def _plain(text: str) -> str:
-    """Normalize case, whitespace, emphasis, math delimiters and closing punctuation."""
-    return " ".join(_TEXT.sub(r"\1", text).casefold().split()).strip("*_`'\"$ ").rstrip(".!?,;:*_`'\"$ ")
+    stated = _tag_at_end(text) or extract.statement(text)
+    return text if stated is None or not stated.text else stated.text

@@ -6,19 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.rewards.functions import register_reward
-from verl.rewards.rules.accuracy import final_answer
-from verl.utils.boxed import last_boxed
+from verl.rewards.rules.answers import extract
 
 _DEFAULT_COUNT = 10  # A to J, the maximum of common benchmarks
 _MARKS = r"[^A-Za-z\n]{0,6}"  # between words; bounded, so that matching time stays linear
 _ALONE = r"(?<![A-Za-z'])(?P<letter>[A-Z])(?![A-Za-z'])"
-# "the answer is (B)", "Answer: **B**", "I choose option B"
+# Two letters for one choice: "A or B", "A and B", "A/B".
+_SECOND = re.compile(rf"{_MARKS}(?:\b(?:or|and|maybe)\b|/){_MARKS}(?:(?i:option|choice){_MARKS})?[A-Z](?![A-Za-z'])")
+# "the answer is (B)", "Answer: **B**", "I choose option B", "not A but C"
 _CUE = re.compile(
-    rf"(?i:\b(?:answer|choice|option|choose|pick|select){_MARKS}(?:is|are|must be|would be)?{_MARKS}"
-    rf"(?:option|choice|answer|letter)?{_MARKS}){_ALONE}"
+    rf"(?i:\b(?:answer|choice|option|choose|pick|select|it){_MARKS}(?:is|are|must be|would be|should be)?{_MARKS}"
+    rf"(?:not\b.{{1,40}}?\bbut{_MARKS})?(?:option|choice|answer|letter|the|best|correct){{0,3}}{_MARKS}){_ALONE}"
+)
+# "C is the answer", "option C is right"
+_PRAISED = re.compile(
+    rf"{_ALONE}[).]?{_MARKS}(?:is|must be|would be)\s+(?:the\s+)?(?:(?:only|best|most)\s+)?"
+    r"(?:correct|right|true|answer|(?:one|choice|option)\b)"
 )
 # "(B)" anywhere; "B", "B." or "B) Paris" at the beginning of a line
 _LISTED = re.compile(r"\(([A-Z])\)|^[ \t*_\"']{0,6}([A-Z])(?=[*_\"']{0,6}(?:[.):]|[ \t]{0,6}$))", re.MULTILINE)
+_I_DO = re.compile(r"\s*(?:do|don'?t|am|can|cannot|have|think|know|believe|would|will|was)\b")
 
 
 @register_reward("multiple_choice", bounded=True, needs_ground_truth=True)
@@ -28,57 +35,96 @@ def multiple_choice(
     """Return 1.0 if the chosen letter is correct, otherwise 0.0; with "acc" and "pred", the letter.
 
     Args:
-        ground_truth: A letter ("B", "(b)") or the index of the correct choice, counted from 0.
-        extra_info: May contain "choices", the texts of the choices. A final answer that equals one of them selects it.
+        ground_truth: A letter ("B", "(b)"), the index of the correct choice counted from 0 (2 or "2"), the text of the
+            choice, or one of its labels.
+        extra_info: May contain "choices": the texts, or {"text": [...], "label": [...]} as in ARC. A final answer that
+            equals a text or a label selects it.
 
     Raises:
         ValueError: If the ground truth is not one of the choices.
     """
-    choices = (extra_info or {}).get("choices")
-    texts = [] if choices is None else list(choices)
-    letter = extract_choice(solution_str, texts)
-    right = float(letter == _reference(ground_truth, len(texts) or _DEFAULT_COUNT))
+    texts, labels = _read_choices((extra_info or {}).get("choices"))
+    letter = extract_choice(solution_str, texts, labels)
+    right = float(letter == _reference(ground_truth, texts, labels))
     return {"score": right, "acc": right, "pred": letter or ""}
 
 
-def extract_choice(text: str, choices: Sequence[str] = ()) -> str | None:
-    r"""Return the letter that a text chooses, or None.
+def extract_choice(text: str, choices: Sequence[str] = (), labels: Sequence[str] = ()) -> str | None:
+    r"""Return the letter that a text chooses, or None. Two letters ("A or B") are no choice.
 
-    Searched in this order: inside `\boxed{}` or `<answer>`; after the last "answer", "choose" or similar; the last
-    "(B)" or line that begins with "B."; the text of a choice.
+    Searched in this order: inside `\boxed{}` or `<answer>`, or after "answer is"; after the last "answer", "choose" or
+    similar; "C is the answer"; the last "(B)" or line that begins with "B."; the text of a choice.
     """
     letters = string.ascii_uppercase[: len(choices) or _DEFAULT_COUNT]
-    boxed, stated = last_boxed(text), final_answer(text)
-    short = (boxed if boxed is not None else stated).strip()
-    bare = re.sub(r"\\text(?:bf)?|[^A-Za-z0-9 ]", "", short).strip()
-    if len(bare) == 1 and bare.upper() in letters:
-        return bare.upper()
-    if boxed is not None or stated != text:
-        match = re.match(rf"[^A-Za-z]{{0,12}}(?:(?i:option|choice){_MARKS})?{_ALONE}", short.replace("\\text", ""))
-        if match and match["letter"] in letters:
-            return match["letter"]
-    for pattern in (_CUE, _LISTED):
-        matches = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
-        matches = [letter for letter in matches if letter in letters]
+    text = extract.visible_text(text)
+    answer = extract.box(text) or extract.tag(text) or extract.statement(text)
+    short = (text if answer is None else answer.text or "").strip()
+    if answer is not None or len(short) < 80:
+        if short in labels:
+            return letters[list(labels).index(short)]
+        letter = _leading_letter(short, letters)
+        if letter is not None:
+            return letter or None
+        if (letter := _by_text(short, choices)) is not None:
+            return letter
+    if answer is not None and answer.source in ("box", "<answer>"):
+        return None
+    for pattern in (_CUE, _PRAISED, _LISTED):
+        matches = [match for match in pattern.finditer(text) if next(filter(None, match.groups())) in letters]
+        matches = [match for match in matches if not (match[0].endswith("I") and _I_DO.match(text, match.end()))]
         if matches:
-            return matches[-1]
-    return _by_text(short, choices)
+            hedged = pattern is not _LISTED and _SECOND.match(text, matches[-1].end("letter"))
+            return None if hedged else next(filter(None, matches[-1].groups()))
+    return None
+
+
+def _leading_letter(short: str, letters: str) -> str | None:
+    """The letter with which a short answer begins; "" if it names two; None without one."""
+    bare = re.sub(r"\\(?:text|textbf|mathrm|mathbf)|[*_`$\\{}\"]", "", short).strip()
+    if re.fullmatch(r"\W*[A-Za-z]\W*", bare):
+        letter = re.sub(r"\W", "", bare).upper()
+        return letter if letter in letters else None
+    match = re.match(rf"\(?(?:(?i:option|choice|answer|letter){_MARKS})?\(?{_ALONE}", bare)
+    if match is None or match["letter"] not in letters:
+        return None
+    if _SECOND.match(bare, match.end()) or re.match(r"\)?\s*,\s*\(?[A-Z]\b", bare[match.end() :]):
+        return ""
+    rest = bare[match.end() :]
+    if match["letter"] in "AI" and re.match(r"\s+[a-z]", rest):  # "A dog", "I don't know"
+        return None
+    return match["letter"]
+
+
+def _read_choices(choices: Any) -> tuple[list[str], list[str]]:
+    """Return the texts and the labels of "choices"."""
+    if isinstance(choices, Mapping):
+        return [str(text) for text in choices.get("text", [])], [str(label) for label in choices.get("label", [])]
+    return [str(choice) for choice in (choices if choices is not None else [])], []
 
 
 def _by_text(answer: str, choices: Sequence[str]) -> str | None:
-    plain = [" ".join(str(c).casefold().split()).rstrip(".") for c in choices]
-    same = [i for i, choice in enumerate(plain) if choice == " ".join(answer.casefold().split()).rstrip(".")]
+    same = [i for i, choice in enumerate(choices) if _plain(choice) == _plain(answer)]
     return string.ascii_uppercase[same[0]] if len(same) == 1 else None
 
 
-def _reference(ground_truth: Any, count: int) -> str:
+def _plain(text: str) -> str:
+    return " ".join(str(text).casefold().split()).strip(" .\"'*")
+
+
+def _reference(ground_truth: Any, texts: Sequence[str], labels: Sequence[str]) -> str:
+    count = len(texts) or _DEFAULT_COUNT
     letters = string.ascii_uppercase[:count]
-    if isinstance(ground_truth, int) and not isinstance(ground_truth, bool) and 0 <= ground_truth < count:
-        return letters[ground_truth]
-    letter = str(ground_truth).strip().strip("().").upper()
-    if len(letter) != 1 or letter not in letters:
-        raise ValueError(
-            f"multiple_choice: ground truth: expected one of {letters[0]} to {letters[-1]} or an index from 0 to "
-            f"{count - 1}, found {ground_truth!r}"
-        )
-    return letter
+    text = str(ground_truth).strip()
+    if text in labels:
+        return letters[list(labels).index(text)]
+    letter = text.strip("().").upper()
+    if len(letter) == 1 and letter in letters:
+        return letter
+    if (by_text := _by_text(text, texts)) is not None:
+        return by_text
+    if not isinstance(ground_truth, bool) and text.isdecimal() and int(text) < count:
+        return letters[int(text)]
+    raise ValueError(
+        f"multiple_choice: ground truth: expected one of {letters[0]} to {letters[-1]}, an index from 0 to "
+        f"{count - 1} or the text of a choice, found {ground_truth!r}"
+    )

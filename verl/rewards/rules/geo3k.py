@@ -3,7 +3,10 @@ r"""Geometry3K (Lu et al. 2021, arXiv:2105.04165): reasoning in `<think>`, and t
 from typing import Any
 
 from verl.rewards.functions import register_reward
-from verl.rewards.rules.maths import extract_final, is_equivalent
+from verl.rewards.rules.answers import extract
+from verl.rewards.rules.answers.rule import AnswerRule
+
+GEO3K = AnswerRule((extract.box,))
 
 
 @register_reward("geo3k", bounded=True, needs_ground_truth=True)
@@ -23,11 +26,11 @@ def geo3k(
     """
     if not 0 <= format_score <= 1:
         raise ValueError(f"geo3k: format_score: expected 0 to 1, found {format_score!r}")
-    answer, in_box = extract_final(solution_str)
-    correct = float(is_equivalent(solution_str, ground_truth) and in_box)
+    check = GEO3K.check(solution_str, ground_truth)
+    correct = float(check.correct)
     well_formed = float(has_format(solution_str))
     score = (1 - format_score) * correct + format_score * well_formed
-    return {"score": score, "acc": correct, "format": well_formed, "pred": answer[:1000] if in_box else ""}
+    return {"score": score, "acc": correct, "format": well_formed, "pred": (check.answer.text or "")[:1000]}
 
 
 def has_format(solution_str: str) -> bool:

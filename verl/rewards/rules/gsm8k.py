@@ -25,6 +25,8 @@ from numbers import Real
 from typing import Any
 
 from verl.rewards.functions import register_reward
+from verl.rewards.rules.answers.extract import visible_text
+from verl.rewards.rules.answers.rule import read_references
 
 _LONGEST = 120
 
@@ -39,12 +41,20 @@ _NUMBER_PATTERN = r"""
         |   (?<![0-9]\ )(?<![0-9],\ ) [1-9][0-9]{0,2} (?:\ [0-9]{3})+ (?!\ ?[0-9]|[-/][0-9A-Za-z])
         )? (?P<digits>(?(grouped)|[0-9]+))? (?P<decimals>(?<![.])[.][0-9]+)?
         (?<=[0-9])                                            # at least one digit somewhere
+        (?![.][0-9])                                          # 5.5.5 is no number
     )
 """
 _NUMBER = re.compile(_NUMBER_PATTERN, re.VERBOSE)
 # Emphasis and math delimiters that may follow "####".
-_MARKS = re.compile(r"[ \t]*(?:\*\*|__|\\\(|\\\[|\$(?=\\)|\\boxed\{)*[ \t]*")
+_MARKS = re.compile(r"[ \t]*(?:\*\*?|__?|\\\(|\\\[|\$(?=\\)|\\boxed\{)*[ \t]*")
 
+_SPACED_SIGN = re.compile(r"([-+\u2212]) ?(?=[$\\0-9.])")  # directly after "####"
+_WIDE = {0xFF10 + digit: str(digit) for digit in range(10)} | {
+    ord("＃"): "#",
+    ord("．"): ".",
+    ord("，"): ",",
+    ord("－"): "-",
+}
 _TAIL = 1500  # characters at the end of a text that are searched
 _BOXED = re.compile(r"\\boxed\{|<answer>")
 _SAID = re.compile(r"\banswer\b[*_\\ ]*(?:is|would be|comes to|[:=])[*_:\s]*", re.IGNORECASE)
@@ -68,6 +78,8 @@ def extract(text: str, method: str = "strict") -> int | Fraction | None:
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"gsm8k: expected method 'strict' or 'flexible', found {method!r}")
+    text = visible_text(text)
+    text = text if text.isascii() else text.translate(_WIDE)
     match = _after_marks(text)
     if match is None and method == "flexible":
         match = _concluded(text[-_TAIL:])
@@ -77,7 +89,10 @@ def extract(text: str, method: str = "strict") -> int | Fraction | None:
 def _after_marks(text: str) -> re.Match | None:
     # Only the last marks are tried, so that a response full of marks takes no longer than another.
     for rest in reversed(text.rsplit("####", 16)[1:]):
-        match = _NUMBER.match(rest, _MARKS.match(rest).end())
+        rest = rest[_MARKS.match(rest).end() :]
+        sign = _SPACED_SIGN.match(rest)
+        rest = rest if sign is None else (sign[1] if sign[1] != "+" else "") + rest[sign.end() :]
+        match = _NUMBER.match(rest)
         if match:
             return match
     return None
@@ -142,12 +157,12 @@ def _value(match: re.Match) -> int | Fraction | None:
 
 
 def _score(solution_str: str, ground_truth: Any, method: str, format_score: float) -> dict[str, Any]:
-    text = ground_truth.rpartition("####")[2] if isinstance(ground_truth, str) else ground_truth
-    reference = parse_number(text)
-    if reference is None:
+    texts = [text.rpartition("####")[2] for text in read_references(ground_truth)]
+    references = [parse_number(text) for text in texts]
+    if None in references:
         raise ValueError(f"gsm8k: ground truth: expected a number, found {ground_truth!r}")
     answer = extract(solution_str, method)
-    correct = answer == reference
+    correct = answer in references
     score = 1.0 if correct else (0.0 if answer is None else format_score)
     return {"score": score, "acc": float(correct), "pred": "" if answer is None else str(answer)}
 

@@ -1,0 +1,375 @@
+r"""Comparison of a final answer with the ground truth.
+
+`equal(answer, reference)` goes through `_COMPARISONS` in order. Each comparison reads both texts as one kind of answer
+(a choice, a time, a quantity, words, a collection, an expression) and returns whether they are equal, or None if one of
+them is not of that kind. The first that returns decides; what no comparison understands is unequal:
+
+- numbers are compared exactly; a decimal is no approximation: 0.33 is not 1/3. A reference that begins with `\approx`
+  states its tolerance: half a unit of its last digit
+- p% equals p and p/100; a number with a unit equals the number alone; two units must be the same, or convert exactly
+- comma lists and sets are unordered; tuples and intervals are ordered and keep their ends
+- words are compared as words, without case and punctuation, never as products of letters
+- other expressions are compared by `symbolic.equal_expressions`
+"""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import product
+
+from verl.rewards.rules.answers.constants import parse_constant
+from verl.rewards.rules.answers.normalize import join_thousands, mark_words, normalize
+from verl.rewards.rules.answers.quantities import UNITS, WORD, parse_compound, split_unit
+from verl.rewards.rules.answers.sets import SET_SIGN, to_set
+from verl.rewards.rules.answers.structure import parse_collection, parse_rows, split_elements, split_top
+from verl.rewards.rules.answers.symbolic import equal_expressions, parse
+
+_LONGEST = 1000  # characters of an answer; a longer one equals nothing
+
+
+def equal(answer: str, reference: str) -> bool:
+    """Whether two written answers are equal (see the module docstring). May take long for hostile expressions."""
+    if max(len(answer), len(reference)) > _LONGEST:
+        return answer == reference
+    answer, reference = normalize(answer), normalize(reference)
+    tolerance = re.match(r"(?:\\approx|\\sim|\"?about\"?|\"?approximately\"?)\s*", reference)
+    if tolerance:
+        return _within_digits(answer, reference[tolerance.end() :])
+    answer = re.sub(r"^(?:\\approx|\\sim)\s*", "", answer)
+    return any(_equal(a, r) for a, r in product(_readings(answer), _readings(reference)))
+
+
+def _readings(text: str) -> list[str]:
+    """A text and, if it has commas that may group thousands, the text without them."""
+    text = _PREFACE.sub("", mark_words(text)).strip()
+    text = _strip_delimiters(text)
+    return list(dict.fromkeys([join_thousands(text), text]))
+
+
+_PREFACE = re.compile(
+    r'^\s*(?:"(?:so|thus|hence|therefore|the|final|correct|answer|is|equals|result|value|option|choice|are|approximately|about|exactly)"\s*|'
+    r'"is"\s*|[:=]\s*)+(?=.*[\dA-Z\\"])',
+    re.IGNORECASE,
+)
+
+
+def _strip_delimiters(text: str) -> str:
+    """Remove emphasis, quotes, and brackets around one number: `(5)` is 5, `[34]` is 34."""
+    text = text.strip("*_` ")
+    single = re.fullmatch(r"\(\s*(.*?)\s*\)|\[\s*(.*?)\s*\]|\{\s*(.*?)\s*\}|\\\{\s*(.*?)\s*\\\}", text)
+    if single:
+        inside = next(group for group in single.groups() if group is not None)
+        if re.fullmatch(r"-?[\d.]+|\"[^\"]*\"|[A-Z]", inside):
+            return inside
+    return text
+
+
+def _equal(answer: str, reference: str) -> bool:
+    if _squeeze(answer) == _squeeze(reference):
+        return bool(answer)
+    for comparison in _COMPARISONS:
+        result = comparison(answer, reference)
+        if result is not None:
+            return result
+    return False
+
+
+def _squeeze(text: str) -> str:
+    return re.sub(r'[\s"]+', "", text)
+
+
+# ---- choices --------------------------------------------------------------------------------------------------------
+
+_CHOICE = re.compile(r'(?:"?(?:option|choice|answer)"?\s*)?(\()?\s*"?([A-Z])"?\s*([).:])?(?P<rest>.*)', re.IGNORECASE)
+
+
+def _as_choice(answer: str, reference: str) -> bool | None:
+    """A reference that is a letter, `(C)` or `Option C`, against the letter with which the answer begins."""
+    expected = _CHOICE.fullmatch(reference)
+    if expected is None or not (expected[1] or not expected["rest"].strip()) or not expected[2].isupper():
+        return None
+    first = _CHOICE.fullmatch(answer)
+    if first is None or not first[2].isupper():
+        return False if _quoted(answer) else None
+    is_letter = not first["rest"].strip() or first[1] or first[3]
+    if not is_letter:
+        return None
+    return expected[2] == first[2]
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+_TIME = re.compile(r'(\d{1,2}):(\d\d)(?::(\d\d))?\s*(?:"?([ap])\.?\s?m\.?"?\.?)?', re.IGNORECASE)
+_RATIO = re.compile(r"(\d+)\s*:\s*(\d+)(?:\s*:\s*(\d+))?")
+
+
+def _as_time(answer: str, reference: str) -> bool | None:
+    left, right = _TIME.fullmatch(answer), _TIME.fullmatch(reference)
+    if left and right:
+        half = {(m[4] or "").lower() for m in (left, right)} - {""}
+        return len(half) < 2 and [int(g or 0) for g in left.groups()[:3]] == [int(g or 0) for g in right.groups()[:3]]
+    if right and right[4]:
+        return False
+    return None
+
+
+def _as_date(answer: str, reference: str) -> bool | None:
+    """Dates, versions and telephone numbers (2020-06-05, 5/6/2020, 1.2.3) are no calculations: equal by groups."""
+    groups = [re.fullmatch(r"\d+(?:([-/.])\d+)(?:\1\d+)+", text) for text in (answer, reference)]
+    if None in groups:
+        return None
+    left, right = ([int(g) for g in re.findall(r"\d+", m[0])] for m in groups)
+    return left == right
+
+
+def _as_ratio(answer: str, reference: str) -> bool | None:
+    left, right = _RATIO.fullmatch(answer), _RATIO.fullmatch(reference)
+    if left and right:
+        a, b = ([Fraction(g) for g in m.groups() if g] for m in (left, right))
+        return len(a) == len(b) and all(x * b[0] == y * a[0] for x, y in zip(a, b))
+    if not (left or right):
+        return None
+    ratio, other = (left, reference) if left else (right, answer)
+    value = parse_constant(other)
+    return value is not None and not ratio[3] and int(ratio[2]) != 0 and value == Fraction(int(ratio[1]), int(ratio[2]))
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+_NAMES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+_BASED = re.compile(rf'([0-9A-Fa-f]+)\s*_\s*\{{?\s*(\d{{1,2}}|"?(?:{"|".join(_NAMES)})"?)\s*\}}?')
+
+
+def _as_number_in_base(answer: str, reference: str) -> bool | None:
+    r"""`1010_2`: the same digits and the same base; digits alone, as ground truths of MATH have them, are equal."""
+    left, right = _BASED.fullmatch(answer), _BASED.fullmatch(reference)
+    if not (left or right):
+        return None
+    base = {str(_NAMES.index(b) + 2) if b in _NAMES else b for b in (m[2].strip('"') for m in (left, right) if m)}
+    digits = [m[1].upper() if m else text.upper() for m, text in ((left, answer), (right, reference))]
+    if right is None and base != {"10"}:
+        return False  # the reference is a decimal number
+    return len(base) == 1 and digits[0] == digits[1]
+
+
+# ---- quantities -----------------------------------------------------------------------------------------------------
+
+
+def _as_quantity(answer: str, reference: str) -> bool | None:
+    (a, unit_a), (b, unit_b) = split_unit(answer), split_unit(reference)
+    compound = parse_compound(answer), parse_compound(reference)
+    if compound[0] and compound[1]:
+        return compound[0] == compound[1]
+    if not (unit_a or unit_b):
+        return None
+    x, y = parse_constant(a), parse_constant(b)
+    if "%" in (unit_a, unit_b):
+        return _equal_percent(a, unit_a, b, unit_b, x, y)
+    if unit_a and unit_b and unit_a != unit_b:
+        known_a, known_b = UNITS.get(unit_a), UNITS.get(unit_b)
+        if known_a and known_b and known_a[0] == known_b[0] and x is not None and y is not None:
+            return x * known_a[1] == y * known_b[1]
+        if known_a or known_b or not _same_noun(unit_a, unit_b):
+            return False
+    if "degree" in (unit_a, unit_b) and not (unit_a and unit_b) and "\\pi" in (b if unit_a else a):
+        degrees, radians = (a, b) if unit_a else (b, a)
+        return equal_expressions(f"\\frac{{({degrees})\\pi}}{{180}}", radians)
+    if any('"' in text for text in (a, b)):
+        return None
+    return x == y if x is not None and y is not None else _equal(a, b)
+
+
+def _same_noun(left: str, right: str) -> bool:
+    """Whether one unknown unit continues the other: "clip" and "clip in may"."""
+    left, right = left.split(), right.split()
+    shorter = min(len(left), len(right))
+    return left[:shorter] == right[:shorter] or left[-shorter:] == right[-shorter:]
+
+
+def _equal_percent(a: str, unit_a: str, b: str, unit_b: str, x: Fraction | None, y: Fraction | None) -> bool | None:
+    if {unit_a, unit_b} - {"", "%"}:
+        return False
+    if x is None or y is None:
+        hundredth = "\\frac{{{}}}{{100}}"
+        if unit_a and unit_b:
+            return _equal(a, b)
+        return _equal(a, b) or _equal(*((hundredth.format(a), b) if unit_a else (a, hundredth.format(b))))
+    return x == y if unit_a and unit_b else x == y or (x / 100 == y if unit_a else x == y / 100)
+
+
+def _within_digits(answer: str, reference: str) -> bool:
+    """Whether an answer rounds to a reference that states an approximation."""
+    (a, unit_a), (b, unit_b) = (split_unit(_readings(text)[0]) for text in (answer, reference))
+    a = re.sub(r"^\\approx\s*", "", a)
+    value = parse_constant(b)
+    if value is None or (unit_a and unit_b and unit_a != unit_b):
+        return _equal(a, b)
+    value_a = parse_constant(a)
+    if value_a is None:
+        import sympy
+
+        try:
+            value_a = Fraction(str(sympy.N(parse(a), 30)))
+        except Exception:  # not an expression, or not a real constant
+            return False
+    digits = len(b.partition(".")[2])
+    return abs(value_a - value) <= Fraction(1, 2 * 10**digits)
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+_MONTH = re.compile("january|february|march|april|may|june|july|august|september|october|november|december")
+
+
+def _quoted(text: str) -> list[str]:
+    return WORD.findall(text)
+
+
+def _as_words(answer: str, reference: str) -> bool | None:
+    """Texts with words: equal word for word. A letter or a word of an answer is never taken for a product."""
+    if not (_quoted(reference) or _quoted(answer)):
+        return None
+    if not _quoted(reference) or not _quoted(answer):
+        bare = re.fullmatch(r"[A-Za-z]{1,2}", reference if _quoted(answer) else answer)
+        if not bare:
+            return False if not _is_list(answer, reference) else None
+    if _is_list(answer, reference):
+        return None
+    left, right = (_tokens(text) for text in (answer, reference))
+    if left == right:
+        return True
+    if any(word in right and _MONTH.fullmatch(word) for word in left):
+        return sorted(map(_ordinal, left)) == sorted(map(_ordinal, right))
+    return False
+
+
+def _is_list(answer: str, reference: str) -> bool:
+    """Whether both are lists with words in them, whose elements are compared one by one."""
+    return len(split_elements(answer)) > 1 and len(split_elements(reference)) > 1
+
+
+def _tokens(text: str) -> list[str]:
+    text = re.sub(r'(?<=\d)\s*"(st|nd|rd|th)"', r"\1", text).replace('"', " ").casefold()
+    text = re.sub(r"\\(?:degree|pi)|\bof\b", " ", text)
+    tokens = re.findall(r"[^\W_]+(?:'[a-z]+)?|[-+<>=/*^]", text)
+    return tokens[1:] if len(tokens) > 1 and tokens[0] in ("the", "a", "an") else tokens
+
+
+def _ordinal(word: str) -> str:
+    return re.sub(r"^0*(\d+)(?:st|nd|rd|th)?$", r"\1", word)
+
+
+def _as_names(answer: str, reference: str) -> bool | None:
+    r"""Angles, triangles and lines (`\angle ABC`) are names of points: equal letter for letter."""
+    if "\\angle" in reference or "\\triangle" in reference:
+        return re.sub(r"[{}]", "", _squeeze(answer)) == re.sub(r"[{}]", "", _squeeze(reference))
+    return None
+
+
+# ---- collections ----------------------------------------------------------------------------------------------------
+
+
+def _as_collection(answer: str, reference: str) -> bool | None:
+    if SET_SIGN.search(answer) or SET_SIGN.search(reference):
+        left, right = to_set(answer), to_set(reference)
+        if left is not None and right is not None:
+            return left == right
+    (kind_a, a), (kind_b, b) = parse_collection(answer), parse_collection(reference)
+    if kind_a == kind_b == "single":
+        return _equal(a[0], b[0]) if (a[0], b[0]) != (answer, reference) else None
+    if kind_a == kind_b == "assignments":
+        return _equal_unordered(split_elements(answer), split_elements(reference))
+    unordered = {"list", "set", "single", "assignments"}
+    if kind_a in unordered and kind_b in unordered:
+        return _equal_unordered(a, b)
+    if {kind_a, kind_b} <= {"()", "list", "assignments"} or kind_a == kind_b:
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return False
+
+
+def _equal_unordered(left: list[str], right: list[str]) -> bool:
+    left, right = _distinct(left), _distinct(right)
+    if len(left) != len(right):
+        return False
+    rest = list(right)
+    for element in left:
+        match = next((other for other in rest if _equal(element, other)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
+
+
+def _distinct(elements: list[str]) -> list[str]:
+    return list({_squeeze(element): element for element in elements}.values())
+
+
+# ---- expressions ----------------------------------------------------------------------------------------------------
+
+_APPROXIMATION = re.compile(r"\s*\\approx.*$")
+
+
+def _as_matrix(answer: str, reference: str) -> bool | None:
+    """Matrices entry by entry; a column or a row equals the tuple of its entries."""
+    rows = [parse_rows(text) for text in (answer, reference)]
+    if rows[0] is None and rows[1] is None:
+        return None
+    if rows[0] is None or rows[1] is None:
+        entries = [entry for row in (rows[0] or rows[1]) for entry in row]
+        kind, other = parse_collection(answer if rows[0] is None else reference)
+        if kind != "()" or 1 not in (len(rows[0] or rows[1]), len((rows[0] or rows[1])[0])):
+            return None
+        return len(entries) == len(other) and all(map(_equal, entries, other))
+    shapes = [list(map(len, r)) for r in rows]
+    return shapes[0] == shapes[1] and all(_equal(a, b) for r, s in zip(*rows) for a, b in zip(r, s))
+
+
+def _as_number(answer: str, reference: str) -> bool | None:
+    left, right = parse_constant(answer), parse_constant(reference)
+    return None if left is None or right is None else left == right
+
+
+# The left side of a definition: x, x_1, AB, |AB|, (x,y), f(x), f^{-1}(x).
+_NAME = re.compile(
+    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'?|[A-Za-z]\w*'?\s*\([^()]*\)|[A-Za-z]\s*\^\s*\{?-1\}?\s*\([^()]*\)"
+    r"|\|?[A-Za-z]{1,3}\|?|\([A-Za-z](?:,\s*[A-Za-z])+\)"
+)
+
+
+def _as_equation(answer: str, reference: str) -> bool | None:
+    """`x = 5` equals `5`, `6/8 = 3/4` equals `3/4`, `1/2 \\approx 0.5` equals `1/2`; two equations are expressions."""
+    shortened = [_APPROXIMATION.sub("", text) for text in (answer, reference)]
+    if shortened != [answer, reference] and all(shortened):
+        return _equal(*shortened)
+    sides = [split_top(text, re.compile(r"=|\\in(?![a-z])")) for text in (answer, reference)]
+    if len(sides[0]) == len(sides[1]) == 1 or max(len(split_elements(text)) for text in (answer, reference)) > 1:
+        return None
+    if len(sides[0]) > 1 and len(sides[1]) > 1:
+        same_left = _squeeze(sides[0][0]) == _squeeze(sides[1][0]) and _NAME.fullmatch(sides[0][0])
+        return _equal(sides[0][-1], sides[1][-1]) if same_left else None
+    parts, other = (sides[0], reference) if len(sides[0]) > 1 else (sides[1], answer)
+    is_name = _NAME.fullmatch(parts[0].replace('"', "").strip())
+    if is_name or all(_equal(part, parts[-1]) for part in parts[:-1]):
+        return _equal(parts[-1], other) if len(sides[0]) > 1 else _equal(other, parts[-1])
+    return False
+
+
+def _as_expression(answer: str, reference: str) -> bool | None:
+    return equal_expressions(answer, reference)
+
+
+_COMPARISONS: list[Callable[[str, str], bool | None]] = [
+    _as_number,
+    _as_time,
+    _as_date,
+    _as_ratio,
+    _as_number_in_base,
+    _as_choice,
+    _as_names,
+    _as_matrix,
+    _as_quantity,
+    _as_words,
+    _as_equation,
+    _as_collection,
+    _as_expression,
+]

@@ -1,0 +1,187 @@
+r"""Extraction of the final answer of a response: which span of the text is the answer, and why.
+
+Each extractor takes the text that a reader sees (thoughts removed, see `visible_text`) and returns an `Answer`, or None
+if the text has no answer of its form. An `Answer` whose text is None says that there is no final answer: an open box,
+for example, ends the search.
+
+- `box`: the last `\boxed{...}`; several boxes that are listed together are one answer: `\boxed{1} and \boxed{2}`
+- `answer_line`: what follows the last "Answer:" on its line
+- `tag`: the content of the last `<answer>...</answer>`
+- `statement`: what follows the last "answer is", "answer:" or "####", or a box after that
+- `conclusion`: a last sentence that ends in a value: `Therefore x = 5.`
+"""
+
+import re
+from dataclasses import dataclass
+
+from verl.utils.boxed import find_boxes
+
+_TAIL = 10_000  # characters at the end of a response that are searched
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The final answer of a response.
+
+    Attributes:
+        text: The answer as written; None if the response has none.
+        source: Where it stands ("box", "answer line", ...), or why there is none.
+    """
+
+    text: str | None
+    source: str
+
+
+# ---- thoughts -------------------------------------------------------------------------------------------------------
+
+_THOUGHT = re.compile(
+    r"(?P<open><(?:think|thinking|thought|reasoning)>|\[THINK\]|<\|begin_of_thought\|>|◁think▷)"
+    r"|(?P<close></(?:think|thinking|thought|reasoning)>|\[/THINK\]|<\|end_of_thought\|>|◁/think▷)"
+)
+
+
+def visible_text(text: str) -> str:
+    """Return the text without thoughts. One that the prompt opened ends at its closing tag, an open one at the end."""
+    kept, begin, depth = [], 0, 0
+    for mark in _THOUGHT.finditer(text):
+        if mark["open"]:
+            if depth == 0:
+                kept.append(text[begin : mark.start()])
+            depth += 1
+        else:
+            if depth == 0:
+                kept = []
+            depth, begin = max(0, depth - 1), mark.end()
+    if depth == 0:
+        kept.append(text[begin:])
+    return "".join(kept)
+
+
+# ---- boxes ----------------------------------------------------------------------------------------------------------
+
+# Between boxes of one answer: "\boxed{1} and $x = \boxed{2}$".
+_LISTED = re.compile(
+    r"(?:[\s$,;&]|\\[(),;\[\] ]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or|either|[A-Za-z](?:_\w)?\s*=)*", re.I
+)
+
+
+def box(text: str) -> Answer | None:
+    r"""The last box. Without a closing brace: no answer."""
+    boxes = find_boxes(text[-_TAIL:])
+    if not boxes:
+        return None
+    if boxes[-1][0] is None:
+        return Answer(None, "the last box does not close")
+    contents, begin = [boxes[-1][0]], boxes[-1][1]
+    for content, start, end in boxes[-2::-1]:
+        if content is None or not _LISTED.fullmatch(text[-_TAIL:], end, begin):
+            break
+        contents.append(content)
+        begin = start
+    return Answer(", ".join(dict.fromkeys(reversed(contents))), "box" if len(contents) == 1 else "boxes")
+
+
+# ---- statements -----------------------------------------------------------------------------------------------------
+
+_MARKS = r"[*_`\s]{0,6}"
+_HEADING = rf"答案{_MARKS}(?:是|为)?{_MARKS}[:：]?|^[ \t]*#{{1,6}}\s*(?:final\s+)?answer\s*$"
+_ANSWER_LINE = re.compile(
+    rf"(?:\banswer{_MARKS}[:：]|{_HEADING}){_MARKS}",
+    re.IGNORECASE | re.MULTILINE,
+)
+_STATED = re.compile(
+    rf"(?:\banswer{_MARKS}(?:(?:is|isn't|can(?:not|'t) be|was|(?:would|should|must|will) be|comes to|equals)\b|[:：=])"
+    rf"|####|{_HEADING}){_MARKS}:?",
+    re.IGNORECASE | re.MULTILINE,
+)
+_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
+_CLAUSE = re.compile(
+    r"[.!?](?=\s|$|\*|\")|\n|;|[,\s]\s*(?:because|since|so that|which|where|given|not|but|rather than|"
+    r"instead of|as (?=[a-z])|so(?=\s+\w))\b|,?\s+(?:hence|therefore|thus)\b|\s+—|\s-\s(?=[a-z])",
+    re.IGNORECASE,
+)
+_AFTER_NUMBER = re.compile(
+    r"(?<=[\d%}$])(?:\s+[A-Za-z/%]+){0,3}?,?\s+(?:for|out of|of|at|in|on|with|when|if|after|from|per|each|to)\s.*"
+)
+_NEGATED = re.compile(
+    r"not\s+.+?[,\s]+but\s+(?:rather\s+)?(?P<right>.+)|(?:not|n't)\b.*|i don'?t know.*|unknown.*", re.I
+)
+_ENDING = re.compile(r"(?:\b(?:is|are|equals)|[=:→⇒]|\\(?:Right|right)arrow)\s*(?P<value>[^=:→⇒]+?)\s*[.!]?\s*$")
+_VALUE = re.compile(r"[-+$\\(\[{|]*(?:\d|\\|[a-zA-Z](?![a-zA-Z]))(?:(?![A-Za-z]{3,}\s+[A-Za-z]{2,}).)*")
+
+
+def tag(text: str) -> Answer | None:
+    """The content of the last `<answer>...</answer>`."""
+    tags = list(_TAG.finditer(text[-_TAIL:]))
+    if not tags:
+        return None
+    inside = tags[-1][1].strip()
+    return box(inside) or Answer(inside, "<answer>")
+
+
+def answer_line(text: str) -> Answer | None:
+    """What follows the last "Answer:" (答案：, or a heading "Answer") on its line, or on the next line with text."""
+    marks = list(_ANSWER_LINE.finditer(text))
+    if not marks:
+        return None
+    line = text[marks[-1].end() :].strip().partition("\n")[0]
+    return box(line) or Answer(stated_value(line), "answer line")
+
+
+def statement(text: str) -> Answer | None:
+    r"""The last of: a box, what follows "answer is" or "answer:", what follows "####"."""
+    text = text[-_TAIL:]
+    marks = list(_STATED.finditer(text))
+    begin = marks[-1].end() if marks else 0
+    boxed = box(text[begin:])
+    if boxed is not None or not marks:
+        return boxed
+    line = text[begin:].strip().partition("\n")[0]
+    if re.search(r"isn't|can(?:not|'t) be", marks[-1][0]):
+        return Answer(None, "the last statement says what the answer is not")
+    return Answer(stated_value(line), "####" if marks[-1][0].startswith("####") else "statement")
+
+
+def whole_statement(text: str) -> Answer | None:
+    """A statement that ends its sentence: "The answer is 12.", not "The answer is 12 so we check it"."""
+    answer = statement(text)
+    if answer is None or answer.text is None or answer.source != "statement":
+        return answer
+    marks = list(_STATED.finditer(text[-_TAIL:]))
+    sentence = re.split(r"[.!?](?=\s|$)|\n", text[-_TAIL:][marks[-1].end() :].strip(), maxsplit=1)[0]
+    whole = sentence.strip().strip("*_`\"'").strip() == answer.text
+    return answer if whole else Answer(None, "the sentence with the answer goes on after it")
+
+
+def conclusion(text: str) -> Answer | None:
+    """The value at the end of the last sentence: `Therefore x = 5.`; nothing else may follow it."""
+    last = [part for part in re.split(r"(?<=[.!?])\s+|\n", text.strip()[-500:]) if part.strip()]
+    ending = _ENDING.search(last[-1]) if last else None
+    if ending is None or not _VALUE.fullmatch(ending["value"]) or is_hedged(last[-1]):
+        return None
+    return Answer(ending["value"], "conclusion")
+
+
+_HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|might|could be|either|not|unsure|guess)\b|n't\b", re.IGNORECASE)
+
+
+def is_hedged(sentence: str) -> bool:
+    """Whether a sentence leaves open what the answer is, or denies one."""
+    return _HEDGE.search(sentence) is not None
+
+
+def stated_value(line: str) -> str | None:
+    r"""Return the value at the beginning of a statement, without the clauses that follow it.
+
+    `12, not 15.` is 12; `12 out of 20` is 12; `**34** (mod 100)` is 34; `not A but C` is C; `not 12` is none.
+    """
+    line = line.strip().strip("*_`").strip()
+    negated = _NEGATED.match(line)
+    if negated:
+        line = negated["right"] or ""
+    clause = _CLAUSE.search(line, 1)
+    line = line[: clause.start()] if clause else line
+    line = _AFTER_NUMBER.sub("", line)
+    line = re.sub(r"(?<=\S)\s+\((?!\d+\s*,)[^()]*\)\s*$", "", line)
+    line = line.strip().strip("*_`\"'").strip()
+    return line or None

@@ -1,0 +1,72 @@
+"""Sets of real numbers: unions of intervals, inequalities, complements."""
+
+import re
+from typing import Any
+
+from verl.rewards.rules.answers.structure import BRACKETED, split_elements, split_top
+from verl.rewards.rules.answers.symbolic import parse
+
+SET_SIGN = re.compile(r"\\(?:cup|cap|setminus|backslash|le|ge|ne|R|emptyset|infty)(?![a-z])|[<>]")
+_BOUND = r"((?:(?!\\le|\\ge|<|>|=|\\ne).)+?)"
+_SIGN = r"(<|>|\\le|\\ge)"
+_CHAIN = re.compile(rf"{_BOUND}\s*{_SIGN}\s*([A-Za-z])\s*{_SIGN}\s*{_BOUND}")
+_HALF = re.compile(rf"([A-Za-z])\s*(<|>|\\le|\\ge|\\ne)\s*{_BOUND}|{_BOUND}\s*(<|>|\\le|\\ge|\\ne)\s*([A-Za-z])")
+_MIRROR = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
+
+
+def to_set(text: str) -> Any | None:
+    r"""Return the set of numbers that a text describes: `[1,2) \cup (3,\infty)`, `x \ne 3`, `1 < x \le 2`, `\R`."""
+    import sympy
+
+    text = re.sub(r"^[A-Za-z]\s*\\in\s*", "", text.strip())
+    for operator, combine in _SET_OPERATORS:
+        parts = split_top(text, operator)
+        if len(parts) > 1:
+            sets = [to_set(part) for part in parts]
+            return None if None in sets else combine(sympy, sets)
+    if text in ("\\R", "\\emptyset"):
+        return sympy.S.Reals if text == "\\R" else sympy.S.EmptySet
+    try:
+        if match := re.fullmatch(r"\\\{\s*[A-Za-z](?:\s*\\in\s*\\R)?\s*[|:](.*)\\\}", text):
+            return to_set(match[1])
+        if match := BRACKETED.fullmatch(text):
+            elements = [parse(element) for element in split_elements(match[2])]
+            if match[1] == "\\{":
+                return sympy.FiniteSet(*elements)
+            return sympy.Interval(*elements, match[1] == "(", match[3] == ")") if len(elements) == 2 else None
+        if match := _CHAIN.fullmatch(text):
+            low, sign_low, _, sign_high, high = match.groups()
+            return _half_line(_MIRROR[sign_low], low) & _half_line(sign_high, high)
+        if match := _HALF.fullmatch(text):
+            return _half_line(match[2], match[3]) if match[1] else _half_line(_MIRROR[match[5]], match[4])
+        relation = parse(text)
+        if relation.is_Relational and len(relation.free_symbols) == 1 and not relation.is_Equality:
+            return relation.subs(relation.free_symbols.pop(), sympy.Symbol("x", real=True)).as_set()
+    except (TypeError, ValueError, NotImplementedError, AttributeError):  # bounds that are no constants
+        return None
+    except Exception as error:  # the parser raises plain exceptions for what it does not understand
+        if type(error) is not Exception:
+            raise
+    return None
+
+
+_SET_OPERATORS = [
+    (
+        re.compile(r'\\cup(?![a-z])|"or"|\bor\b|,(?=\s*[A-Za-z]\s*(?:<|>|\\[lg]e))'),
+        lambda sympy, sets: sympy.Union(*sets),
+    ),
+    (re.compile(r'\\cap(?![a-z])|"and"|\band\b'), lambda sympy, sets: sympy.Intersection(*sets)),
+    (re.compile(r"\\setminus|\\backslash"), lambda sympy, sets: sympy.Complement(*sets)),
+]
+
+
+def _half_line(sign: str, bound: str) -> Any:
+    """The real numbers x with `x sign bound`."""
+    import sympy
+
+    value = parse(bound)
+    if sign == "\\ne":
+        return sympy.S.Reals - sympy.FiniteSet(value)
+    if sign in ("<", "\\le"):
+        return sympy.Interval(-sympy.oo, value, True, sign == "<")
+    return sympy.Interval(value, sympy.oo, sign == ">", True)

@@ -1,0 +1,152 @@
+r"""Equality of expressions, with math-verify's LaTeX parser and exact or 50-digit arithmetic of sympy.
+
+Two constants are equal if they agree to 40 digits (rational ones exactly), so neither a tiny nor a huge value is taken
+for another. Two expressions in variables are equal if they agree at several points. What does not parse equals nothing.
+"""
+
+import itertools
+import random
+import re
+from functools import lru_cache
+from typing import Any
+
+from verl.rewards.rules.answers.constants import parse_constant
+
+_DIGITS = 50
+_TOLERANCE = 40  # digits that must agree
+_POINTS = 4
+_DEPTH = 15  # brackets in brackets
+
+
+def equal_expressions(answer: str, reference: str) -> bool:
+    """Whether two normalized LaTeX expressions, relations or matrices are equal. May take long: see `compare.equal`."""
+    if not (_is_balanced(answer) and _is_balanced(reference)):
+        return False
+    try:
+        return _equal(parse(answer), parse(reference))
+    except MemoryError:
+        raise
+    except Exception:  # the parser and sympy raise exceptions of all types for what they do not understand
+        return False
+
+
+def _is_balanced(text: str) -> bool:
+    """Whether every bracket closes, and they nest at most `_DEPTH` deep: the time to parse grows fast with it."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+        if depth < 0:
+            return False
+    return depth == 0 and deepest <= _DEPTH
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Any:
+    """Return the sympy object of a normalized LaTeX expression, with exact decimals and `i` as the imaginary unit."""
+    import sympy
+    from latex2sympy2_extended import latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig
+
+    parsed = latex2sympy(
+        _to_expression(text),
+        normalization_config=NormalizationConfig(boxed="none"),
+        conversion_config=ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False),
+    )
+    if not isinstance(parsed, (sympy.Basic, sympy.MatrixBase)):
+        raise ValueError(f"not an expression: {text!r}")
+    decimals = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
+    parsed = parsed.xreplace(decimals) if decimals else parsed
+    imaginary = {s: sympy.I for s in parsed.free_symbols if s.name == "i"}
+    parsed = parsed.xreplace(imaginary) if imaginary else parsed
+    if parsed.has(sympy.Sum, sympy.Integral, sympy.Product, sympy.Limit, sympy.Derivative, sympy.MatMul, sympy.MatAdd):
+        parsed = parsed.doit()
+    return parsed
+
+
+def _equal(left: Any, right: Any) -> bool:
+    import sympy
+    from sympy.core.relational import Relational
+
+    if isinstance(left, sympy.MatrixBase) or isinstance(right, sympy.MatrixBase):
+        return getattr(left, "shape", None) == getattr(right, "shape", 0) and all(map(_equal, left, right))
+    if isinstance(left, Relational) or isinstance(right, Relational):
+        return isinstance(left, Relational) and isinstance(right, Relational) and _equal_relations(left, right)
+    if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr)):
+        return left == right
+    if left.has(sympy.oo, sympy.zoo, sympy.nan) or right.has(sympy.oo, sympy.zoo, sympy.nan):
+        return left.doit() == right.doit()
+    values = [_same_value(a, b) for a, b in _at_points(left, right)]
+    compared = [value for value in values if value is not None]
+    return (bool(compared) and all(compared)) or (not compared and sympy.expand(left - right) == 0)
+
+
+def _equal_relations(left: Any, right: Any) -> bool:
+    """Whether one relation is a multiple of the other: `y = 2x + 1` and `4x - 2y + 2 = 0`; `x > 1` and `1 < x`."""
+    import sympy
+
+    left, right = (r.reversed if isinstance(r, (sympy.StrictLessThan, sympy.LessThan)) else r for r in (left, right))
+    if type(left) is not type(right):
+        return False
+    ratios = []
+    for a, b in _at_points(left.lhs - left.rhs, right.lhs - right.rhs):
+        if a.is_number and b.is_number and not _is_zero(a) and not _is_zero(b):
+            ratios.append(a / b)
+    if not ratios or not all(_same_value(ratio, ratios[0]) for ratio in ratios):
+        return False
+    has_direction = isinstance(left, (sympy.StrictGreaterThan, sympy.GreaterThan))
+    return not has_direction or bool(sympy.N(ratios[0]) > 0)
+
+
+def _at_points(left: Any, right: Any) -> list[tuple[Any, Any]]:
+    """The values of two expressions at several points; the expressions alone if they have no variables."""
+    import sympy
+
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    if not symbols:
+        return [(left, right)]
+    draw = random.Random(0)
+    points = [
+        {s: sympy.Rational(sign * draw.randint(100, 999), draw.randint(101, 331)) for s in symbols}
+        for sign in itertools.islice(itertools.cycle((1, 1, -1)), _POINTS)
+    ]
+    return [(left.xreplace(point), right.xreplace(point)) for point in points]
+
+
+def _same_value(left: Any, right: Any) -> bool | None:
+    """Whether two constants agree to 40 digits; None if one of them has no value."""
+    import sympy
+
+    if left == right:
+        return True
+    if left.is_Rational and right.is_Rational:
+        return False
+    a, b = sympy.N(left, _DIGITS), sympy.N(right, _DIGITS)
+    if not all(part.is_Float or part.is_Rational for value in (a, b) for part in value.as_real_imag()):
+        return None
+    if _is_zero(a) or _is_zero(b):
+        return (_is_zero(a) and _is_zero(b)) or bool((left - right).equals(0))
+    if abs(a - b) > abs(a) * sympy.Float(10, _DIGITS) ** -_TOLERANCE:
+        return False
+    left, right = left.doit(), right.doit()
+    return not (left.is_Rational and right.is_Rational) or left == right
+
+
+def _is_zero(value: Any) -> bool:
+    return bool(value == 0)
+
+
+_ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\\degree")
+
+
+def _to_expression(text: str) -> str:
+    """Write what the parser reads otherwise: mixed numbers, products of brackets, repeating decimals, degrees."""
+    text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
+    text = re.sub(r"\d*\.\d*(?:\\(?:overline|bar|dot)\{\d+\})", lambda m: _fraction_text(m[0]), text)
+    text = re.sub(r"(?<![\d.}_^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
+    return re.sub(r"\)\s*(?=\()", r")\\cdot ", text).replace("\\R", "\\mathbb{R}")
+
+
+def _fraction_text(text: str) -> str:
+    value = parse_constant(text)
+    return f"(\\frac{{{value.numerator}}}{{{value.denominator}}})"
