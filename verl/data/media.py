@@ -211,7 +211,7 @@ class MediaReader:
         Raises:
             MediaError: an image that cannot be used, or a chat template without placeholders.
         """
-        return encode(self.tokenizer, [self.expander(prompt)(self._text(prompt))], add_special_tokens=False)[0]
+        return encode(self.tokenizer, [self.expander(prompt)(self.render(prompt))], add_special_tokens=False)[0]
 
     def expander(self, prompt: MediaPrompt) -> Callable[[str], str]:
         """A function that expands the placeholders of the rendered prompt, or of its parts one after the other."""
@@ -235,7 +235,7 @@ class MediaReader:
         Raises:
             MediaError: an image or video that cannot be used, or that the processor refuses.
         """
-        text = self._text(prompt)
+        text = self.render(prompt)
         media = _video_inputs(prompt.videos)
         if prompt.images:
             media["images"] = [image.decode() for image in prompt.images]
@@ -296,12 +296,8 @@ class MediaReader:
             )
         return processed.inputs
 
-    def check_text(self, prompt: MediaPrompt) -> None:
-        """Raise MediaError if the rendered chat has another number of placeholders than images and videos."""
-        self._text(prompt)
-
-    def _text(self, prompt: MediaPrompt) -> str:
-        """The rendered chat, with one placeholder for each image and video."""
+    def render(self, prompt: MediaPrompt) -> str:
+        """The rendered chat. Raises MediaError if it has not one placeholder for each image and video."""
         if self._rendering["chat_template"] is None and self.tokenizer.chat_template is None:
             raise MediaError(f"{prompt.location}: images need a chat template: set model.custom_chat_template")
         (text,) = render_chats(

@@ -8,6 +8,7 @@ PromptSource       either as a source of `DataProto` batches: the first operator
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,12 +52,8 @@ class ResumableSampler:
         check_batch_size(batch_size, num_rows)
         if seed < 0:
             raise ValueError(f"seed: expected int >= 0, found {seed}")
-        self.num_rows = num_rows
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epoch = 0
-        self.step_in_epoch = 0
+        self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
+        self.epoch = self.step_in_epoch = 0
         self._order: np.ndarray | None = None  # order of the current epoch; None: not computed yet
 
     @property
@@ -92,12 +89,7 @@ class ResumableSampler:
         return {}
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "num_rows": self.num_rows,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        return {name: getattr(self, name) for name in ("num_rows", "batch_size", "seed", "shuffle")}
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and everything that the order depends on."""
@@ -278,8 +270,7 @@ class PromptSource(Stateful):
         workers: int = 0,
         batches_ahead: int = 1,
     ):
-        self.dataset = dataset
-        self.collate = collate
+        self.dataset, self.collate = dataset, collate
         self._prefetcher = None
         if workers:
             from verl.data.prefetch import Prefetcher
@@ -347,17 +338,9 @@ class PromptSource(Stateful):
         """Seconds that threads have spent on the last batch; 0 without threads."""
         return 0.0 if self._prefetcher is None else self._prefetcher.seconds
 
-    @property
-    def epoch(self) -> int:
-        return self.sampler.epoch
-
-    @property
-    def step_in_epoch(self) -> int:
-        return self.sampler.step_in_epoch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.sampler.steps_per_epoch
+    epoch = property(attrgetter("sampler.epoch"))
+    step_in_epoch = property(attrgetter("sampler.step_in_epoch"))
+    steps_per_epoch = property(attrgetter("sampler.steps_per_epoch"))
 
     def describe(self, unit: str = "prompts") -> str:
         reading = f"; {self._prefetcher.describe()}" if self._prefetcher is not None else ""

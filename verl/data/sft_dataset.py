@@ -248,7 +248,7 @@ class SFTDataset(TokenizedDataset):
         pairs = [i for i, e in enumerate(examples) if isinstance(e, _Pair)]
         media = {i: e for i, e in enumerate(examples) if isinstance(e, MediaPrompt)}
         for example in media.values():
-            self.media.check_text(example)
+            self.media.render(example)
         chats = [i for i, example in enumerate(examples) if not isinstance(example, _Pair)]
         if chats and not self._has_template():
             raise ValueError(
