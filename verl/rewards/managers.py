@@ -373,19 +373,17 @@ class DAPORewardManager(NaiveRewardManager):
         max_resp_len: Maximum response length in tokens; required if the buffer is enabled.
         overlong_buffer: {"enable": bool, "len": int, "penalty_factor": float, "log": bool}. `log` adds the extra values
             "overlong_reward" and "overlong".
-        **kwargs: Arguments of RewardManager.
+        *args, **kwargs: Arguments of RewardManager.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
-        compute_score: Callable | ScoreFunction,
-        *,
+        *args: Any,
         max_resp_len: int | None = None,
         overlong_buffer: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ):
-        super().__init__(tokenizer, compute_score, **kwargs)
+        super().__init__(*args, **kwargs)
         defaults = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
         for name in overlong_buffer or {}:
             if name not in defaults:
@@ -424,17 +422,10 @@ class PrimeRewardManager(NaiveRewardManager):
 
     Args:
         num_processes: Size of the pool; default: the number of cores, at most 16.
-        **kwargs: Arguments of RewardManager.
+        *args, **kwargs: Arguments of RewardManager.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        compute_score: Callable | ScoreFunction,
-        *,
-        num_processes: int | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(tokenizer, compute_score, **kwargs)
+    def __init__(self, *args: Any, num_processes: int | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         address_of(self.compute_score.func)
         self.pool = ProcessPool(min(16, os.cpu_count() or 1) if num_processes is None else num_processes)

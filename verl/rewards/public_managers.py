@@ -53,15 +53,8 @@ class ColumnsRewardManager(RewardManager):
 
     forms = COLUMN_FORMS
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        compute_score: Callable | ScoreFunction,
-        *,
-        scores_with: ScoreFunction | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(tokenizer, compute_score, **kwargs)
+    def __init__(self, *args: Any, scores_with: ScoreFunction | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._call = self.compute_score
         if scores_with is not None:
             self.compute_score = scores_with
