@@ -20,7 +20,7 @@ from verl.data.bad_rows import RepeatedRows, check_values
 from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, extra_info_column, is_streamed, read_rows
-from verl.data.media import MediaPrompt, media_columns
+from verl.data.media import MediaPrompt, first_and_spread, media_columns
 from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.readers import RowTable
 from verl.data.tokenization import TokenTable, encode_prompts, read_prompt, refuse_media, truncate
@@ -29,8 +29,7 @@ from verl.registry import load_object
 logger = logging.getLogger("verl.data")
 
 Prompt = str | list[dict[str, Any]] | MediaPrompt
-_FIRST = 1024  # rows at the start of the data that are checked before training
-_SPREAD = 1024  # further rows, spread evenly over the data
+_CHECKED = 1024  # rows at the start of the data that are checked before training, and as many evenly spaced
 
 
 class LazyPrompts:
@@ -60,11 +59,6 @@ class LazyPrompts:
 
     def __getitem__(self, item: int) -> list[int]:
         return self._tokenize(self.rows, item)
-
-    @staticmethod
-    def sample(count: int) -> list[int]:
-        """The rows of a dataset of `count` that are checked before training."""
-        return sorted({*range(min(_FIRST, count)), *range(0, count, max(count // _SPREAD, 1))})
 
 
 class RLHFDataset(TokenizedDataset):
@@ -164,7 +158,7 @@ class RLHFDataset(TokenizedDataset):
             kept = self._tokenize(rows)
         else:
             kept = range(count)
-            self._tokenize(rows, self._prompt_ids.sample(count))
+            self._tokenize(rows, first_and_spread(count, _CHECKED))
             logger.info(
                 "streaming %s prompts: a sample of %s is checked now, the others when they are read",
                 f"{count:,}",
@@ -242,7 +236,7 @@ class RLHFDataset(TokenizedDataset):
         prompt = self._prompt(rows[item], rows.location(item), rows.folder(item))
         if not isinstance(prompt, MediaPrompt):
             return self.tokenizer.decode(ids), []
-        return self.tokenizer.decode(self.media.process(prompt).raw_prompt_ids), prompt.describe()
+        return self.tokenizer.decode(self.media.process(prompt)["raw_prompt_ids"]), prompt.describe()
 
     def _data_source(self, row: Mapping[str, Any], rows: Rows, index: int) -> str:
         """The row's own source; otherwise the column that selects the reward; otherwise the name of its file."""
