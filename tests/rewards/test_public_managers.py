@@ -11,6 +11,7 @@ from verl.registry import import_module
 from verl.rewards import RewardError, as_reward_manager, load_reward_manager, register_reward_manager
 from verl.rewards.outcome import QuarantineError
 
+CONFIG = {"data": {"max_response_length": 3}}
 EXAMPLE = "examples/reward_fn/public_reward_manager.py"
 
 SINGLE = """
@@ -54,13 +55,8 @@ def judge(tmp_path):
 
 
 def load(tokenizer, function="compute_score", **kwargs):  # noqa: F811
-    return load_reward_manager(
-        tokenizer,
-        function_path=SAMPLES,
-        function_name=function,
-        config={"data": {"max_response_length": 3}},
-        **kwargs,
-    )
+    settings = {"function_path": SAMPLES, "function_name": function, "config": CONFIG}
+    return load_reward_manager(tokenizer, **(settings | kwargs))
 
 
 @pytest.mark.parametrize("by_path", [False, True])
@@ -82,13 +78,7 @@ def test_a_manager_that_is_called_with_the_batch(tokenizer, by_path):  # noqa: F
 def test_a_manager_that_scores_single_samples(tokenizer, judge, kind, tmp_path):  # noqa: F811
     function = "compute_score(data_source, solution_str, ground_truth, extra_info=None)"
     (tmp_path / "score.py").write_text(f"{kind} {function}:\n    return float(solution_str == ground_truth)\n")
-    scored = load_reward_manager(
-        tokenizer,
-        function_path=str(tmp_path / "score.py"),
-        manager="Judge",
-        manager_path=judge,
-        config={"data": {"max_response_length": 3}},
-    )
+    scored = load(tokenizer, function_path=str(tmp_path / "score.py"), manager="Judge", manager_path=judge)
     batch = make_batch(["abc", "cd", "a"], truths=["abc", "x", "a"])
     result = scored(batch, return_dict=True)
     assert result["reward_tensor"].nonzero().tolist() == [[0, 2], [2, 0]]
