@@ -59,10 +59,9 @@ class MultiTurnLoop:
     Args:
         config: the `rollout` section.
         tokenizer: the policy's tokenizer, with a chat template.
-        runner: runs the tools; by default the one of `multi_turn.tool_isolation`.
     """
 
-    def __init__(self, config: BaseModel, tokenizer: Any, runner: ToolRunner | None = None):
+    def __init__(self, config: BaseModel, tokenizer: Any):
         self.config, self.tokenizer = config.multi_turn, tokenizer
         files = self.config.tool_config_path, self.config.function_tool_path
         schemas = tool_schemas(*files)
@@ -82,10 +81,11 @@ class MultiTurnLoop:
             self.config.max_tool_response_length,
             self.config.tool_response_truncate_side,
         )
-        in_process = self.config.tool_isolation == "none"
-        self.runner = runner or (
-            ToolsInProcess(settings) if in_process else ToolProcesses(settings, self.config.tool_processes)
-        )
+        self.runner: ToolRunner
+        if self.config.tool_isolation == "none":
+            self.runner = ToolsInProcess(settings)
+        else:
+            self.runner = ToolProcesses(settings, self.config.tool_processes)
         self._number = 0
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:

@@ -332,8 +332,8 @@ def _normal(tokenizer: Any, text: str) -> str:
     return text.replace("▁", " ").strip(" ")
 
 
-def _shorten(text: str, width: int = 60) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def load_tokenizer(model: schema.ModelConfig) -> Any:

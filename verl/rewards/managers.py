@@ -205,7 +205,7 @@ class RewardManager(ABC):
         """
         scores, extras = [self.failure_score] * len(uids), [{"acc": 0.0} for _ in uids]
         failures: dict[int, RewardError] = {}
-        for todo, is_last in self._attempts(failures, len(uids)):
+        for todo, is_last in self.attempts(failures, len(uids)):
             # Closed explicitly, so that busy workers are stopped if a sample raises.
             with closing(outcomes(todo)) as results:
                 for k, function, outcome in results:
@@ -220,7 +220,7 @@ class RewardManager(ABC):
                         if self.on_error == "raise" and is_last:
                             raise error  # noqa: B904 (its cause is set)
                         failures[i] = error
-        self._judge(failures, uids)
+        self.judge(failures, uids)
         if failures and (lowest := min(scores)) < self.failure_score:
             logger.warning(
                 "reward.failure_score=%g is above the lowest score of this batch, so a sample that fails is preferred "
@@ -230,7 +230,7 @@ class RewardManager(ABC):
             )
         return scores, extras, len(failures)
 
-    def _attempts(self, failures: dict[int, RewardError], total: int) -> Iterator[tuple[list[int], bool]]:
+    def attempts(self, failures: dict[int, RewardError], total: int) -> Iterator[tuple[list[int], bool]]:
         """Yields the samples to score, and whether it is the last attempt: all, then those that failed, after a pause.
 
         failures: Index of a sample -> its error. The caller adds those of an attempt.
@@ -249,7 +249,7 @@ class RewardManager(ABC):
             failures.clear()
             yield todo, attempt == retries
 
-    def _judge(self, failures: Mapping[int, RewardError], uids: Sequence[Any]) -> None:
+    def judge(self, failures: Mapping[int, RewardError], uids: Sequence[Any]) -> None:
         """Handle the samples that have failed, as `on_error` says. Raises RewardError if the function is to blame,
         because it fails for many samples."""
         if not failures:
