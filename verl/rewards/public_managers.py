@@ -291,15 +291,18 @@ class IsolatedFunction:
         functools.update_wrapper(self, function.func)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        keywords = inspect.signature(self._function.func).bind(*args, **self._function.kwargs, **kwargs).arguments
-        more = keywords.pop("kwargs", {})
-        outcome = self._pool.run(remote_call(self._function, {**keywords, **more}), self._limits)
+        bound = inspect.signature(self._function.func).bind(*args, **self._function.kwargs, **kwargs)
+        keywords = dict(bound.arguments)
+        for name, parameter in bound.signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                keywords |= keywords.pop(name, {})
+        outcome = self._pool.run(remote_call(self._function, keywords), self._limits)
         if outcome.failure is not None:
             raise RewardError(f"reward function {self._function.location} {outcome.failure}") from outcome.cause
         return outcome.value
 
     def __reduce__(self) -> tuple:
-        return functools.partial, (self._function.func,), None
+        return functools.partial(self._function.func, **self._function.kwargs).__reduce__()
 
 
 def _called_by_manager(function: ScoreFunction, isolation: Isolation, timeout: float | None) -> Callable:
