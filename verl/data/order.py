@@ -265,8 +265,15 @@ class PromptSource(Stateful):
         self._batch_size = batch_size
         self.sampler: ResumableSampler | MixtureSampler
         if weights:
-            names, sizes = Mixture.parts_of(dataset, len(weights))
-            self.sampler = MixtureSampler(names, sizes, weights, batch_size, seed=seed, shuffle=shuffle)
+            if not isinstance(dataset, Mixture):
+                raise ValueError(
+                    "data.train_weights mixes the files of data.train_files, but the dataset was given as an object: "
+                    "remove data.train_weights"
+                )
+            if len(dataset.datasets) != len(weights):
+                raise ValueError(f"data.train_weights: expected {len(dataset.datasets)} weights, found {len(weights)}")
+            sources = dataset.names, dataset.sizes, weights
+            self.sampler = MixtureSampler(*sources, batch_size, seed=seed, shuffle=shuffle)
         else:
             self.sampler = ResumableSampler(len(dataset), batch_size, seed=seed, shuffle=shuffle)
 
