@@ -435,11 +435,6 @@ def _has_parts(messages: Sequence[Any]) -> bool:
     return any(isinstance(p, Mapping) and p.get("type", "image") != "text" for p in parts)
 
 
-def has_media(message: Message) -> bool:
-    """Whether a message of a MediaPrompt has an image or video."""
-    return not isinstance(message["content"], str)
-
-
 def _texts(content: Any) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 

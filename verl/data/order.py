@@ -30,11 +30,6 @@ def check_batch_size(batch_size: int, rows: int) -> None:
         )
 
 
-def shuffled(rows: int, *key: int) -> np.ndarray:
-    """The row numbers 0 .. rows-1 in an order that depends only on `key`."""
-    return np.random.default_rng(key).permutation(rows)
-
-
 class _Sampler:
     """Endless batches, of which `step` have been drawn.
 
@@ -55,7 +50,8 @@ class _Sampler:
     def _order(self, dataset: int, number: int, rows: int, *key: int) -> np.ndarray:
         """The order of pass `number` over a dataset, which depends only on `key`; that of the last pass is kept."""
         if self._orders.get(dataset, (-1,))[0] != number:
-            self._orders[dataset] = number, shuffled(rows, *key) if self.shuffle else np.arange(rows)
+            order = np.random.default_rng(key).permutation(rows) if self.shuffle else np.arange(rows)
+            self._orders[dataset] = number, order
         return self._orders[dataset][1]
 
 

@@ -12,7 +12,7 @@ from verl.config import schema
 from verl.data.chat import encode_conversations
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
-from verl.data.media import MediaPrompt, has_media
+from verl.data.media import MediaPrompt
 from verl.data.media_source import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
@@ -213,7 +213,8 @@ class SFTDataset(TokenizedDataset):
             return self._chat_or_pair(row, location)
         roles = [message["role"] for message in prompt.messages]
         turns = [t for t, role in enumerate(roles) if role == "assistant" and t > 0]
-        if any(has_media(message) for message in prompt.messages[turns[0] if turns else 0 :]):
+        # a message with images or videos has a list of parts
+        if any(not isinstance(message["content"], str) for message in prompt.messages[turns[0] if turns else 0 :]):
             raise MediaError(
                 f"{location}: expected all images and videos before the first assistant turn, found the roles "
                 f"{', '.join(roles)} with some after it: write one row per assistant turn"
