@@ -33,7 +33,7 @@ _CHECKED = 1024  # rows at the start of the data that are checked before trainin
 
 
 class LazyPrompts:
-    """The interface of `TokenTable` without the tokens: lengths and largest id are of the rows that were checked.
+    """A `TokenTable` without the tokens: lengths and largest id are of the rows that were checked.
 
     Args:
         rows: the rows.
@@ -53,9 +53,6 @@ class LazyPrompts:
     def append(self, ids: Sequence[int]) -> None:
         self.checked += 1
         self.largest = max(self.largest, max(ids))
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, item: int) -> list[int]:
         return self._tokenize(self.rows, item)

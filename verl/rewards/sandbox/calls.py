@@ -23,6 +23,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
+import psutil
+
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import Sample
 from verl.rewards.sandbox.pool import (
@@ -33,7 +35,6 @@ from verl.rewards.sandbox.pool import (
     WorkerError,
     address_of,
     late,
-    machine_memory,
     shared_pool,
     value_outcome,
 )
@@ -104,7 +105,7 @@ class Isolation:
         if mode not in ("process", "none"):
             raise ValueError(f"reward manager: isolation: expected 'process' or 'none', found {mode!r}")
         self.mode = mode
-        self.memory_bytes = memory_limit_mb << 20 if memory_limit_mb else machine_memory() // 2
+        self.memory_bytes = memory_limit_mb << 20 if memory_limit_mb else psutil.virtual_memory().total // 2
         self._pool = ProcessPool(1)
         self._can_be_sent: dict[int, bool] = {}
 
