@@ -384,14 +384,19 @@ class Http(Target):
     def case(self, draw: Callable, folder: Path) -> bool:
         path = draw(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/models", "/x", "/v1/../health"]))
         message = st.fixed_dictionaries({}, optional={"role": st.sampled_from(["user", "x"]), "content": values})
-        options = {
-            name: values for name in ("n", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "stream")
-        }
-        options |= {
-            "tools": values,
-            "max_tokens": st.one_of(values, st.just(2)),
-            "return_token_ids": values,
-        }
+        names = (
+            "n",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "stop",
+            "logprobs",
+            "stream",
+            "tools",
+            "return_token_ids",
+        )
+        options = dict.fromkeys(names, values) | {"max_tokens": st.one_of(values, st.just(2))}
         fields = {"messages": st.one_of(st.lists(message, max_size=2), values), "prompt": values, **options}
         body = draw(st.one_of(st.fixed_dictionaries({"model": st.just("tiny")}, optional=fields), values))
         content = json.dumps(body)
@@ -405,6 +410,7 @@ class Http(Target):
         return answer.status_code == 200
 
 
+PHASES = [Phase.generate, Phase.shrink]
 KEY = {"Authorization": "Bearer the-key"}
 TARGETS = {"config": Config, "data": Data, "checkpoint": Checkpoint, "calls": Calls, "http": Http}
 
@@ -419,13 +425,7 @@ def fuzz(name: str, cases: int, first_seed: int = 0, guard: Guard | None = None)
         target = TARGETS[name](here)
 
         @seed(first_seed)
-        @settings(
-            max_examples=cases,
-            database=None,
-            deadline=None,
-            phases=[Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(max_examples=cases, database=None, deadline=None, phases=PHASES, suppress_health_check=[*HealthCheck])
         @given(st.data())
         def run(data: st.DataObject) -> None:
             folder = here / "case"

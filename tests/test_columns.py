@@ -20,21 +20,9 @@ def good() -> DataProto:
     Prompts of 4, 2 and 1 tokens padded on the left, responses of 5, 3 and 1 tokens padded on the right; the second
     response has a token of a tool (position 1), which the policy did not sample. Padding is filled with NaN.
     """
-    attention = torch.tensor(
-        [
-            [1, 1, 1, 1, 1, 1, 1, 1, 1],
-            [0, 0, 1, 1, 1, 1, 1, 0, 0],
-            [0, 0, 0, 1, 1, 0, 0, 0, 0],
-        ]
-    )
+    attention = torch.tensor([[1] * 9, [0, 0, 1, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0, 0, 0, 0]])
     chosen = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 0], [1, 0, 0, 0, 0]])
-    positions = torch.tensor(
-        [
-            [0, 1, 2, 3, 4, 5, 6, 7, 8],
-            [0, 0, 0, 1, 2, 3, 4, 0, 0],
-            [0, 0, 0, 0, 1, 0, 0, 0, 0],
-        ]
-    )
+    positions = torch.tensor([[*range(9)], [0, 0, 0, 1, 2, 3, 4, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0, 0]])
     ids = torch.arange(B * (P + T)).reshape(B, P + T)
     tensors = {
         "prompts": ids[:, :P],
@@ -156,79 +144,53 @@ def changed(name: str, row: int, position: int | None, value: float) -> DataProt
     return batch
 
 
+#: name -> (column, row, position, value), message
 VIOLATIONS = {
     "mask not binary": (
-        "response_mask",
-        0,
-        1,
-        2,
+        ("response_mask", 0, 1, 2),
         r"'response_mask': expected 0 or 1 everywhere, found 2 at row 0, position 1",
     ),
     "negative mask": (
-        "attention_mask",
-        0,
-        1,
-        -1,
+        ("attention_mask", 0, 1, -1),
         r"'attention_mask': expected 0 or 1 .* found -1 at row 0, position 1",
     ),
     "hole in a prompt": (
-        "attention_mask",
-        0,
-        1,
-        0,
+        ("attention_mask", 0, 1, 0),
         r"prompts padded on the left only, found a hole in row 0 after token 0",
     ),
     "hole in a response": (
-        "attention_mask",
-        1,
-        5,
-        0,
+        ("attention_mask", 1, 5, 0),
         r"responses padded on the right only, found a hole in row 1 at resp",
     ),
     "chosen padding": (
-        "response_mask",
-        1,
-        4,
-        1,
+        ("response_mask", 1, 4, 1),
         r"'response_mask': expected 0 where attention_mask is 0, found 1 at row 1",
     ),
-    "wrong position": ("position_ids", 1, 3, 7, r"'position_ids': expected 1 at row 1, position 3 .*found 7"),
+    "wrong position": (("position_ids", 1, 3, 7), r"'position_ids': expected 1 at row 1, position 3 .*found 7"),
     "id of the vocabulary's size": (
-        "responses",
-        2,
-        4,
-        27,
+        ("responses", 2, 4, 27),
         r"'responses': expected token ids from 0 to 26, found 27 at row 2",
     ),
     "negative id": (
-        "prompts",
-        0,
-        0,
-        -100,
+        ("prompts", 0, 0, -100),
         r"'prompts': expected token ids from 0 to 26, found -100 at row 0, position 0",
     ),
     "other ids": (
-        "input_ids",
-        1,
-        6,
-        3,
+        ("input_ids", 1, 6, 3),
         r"'input_ids': expected prompts followed by responses: 15, found 3 at row 1, pos",
     ),
-    "NaN": ("values", 1, 2, float("nan"), r"'values': expected finite values, found nan at row 1, token 2"),
+    "NaN": (("values", 1, 2, float("nan")), r"'values': expected finite values, found nan at row 1, token 2"),
     "infinity": (
-        "advantages",
-        0,
-        4,
-        float("inf"),
+        ("advantages", 0, 4, float("inf")),
         r"'advantages': expected finite values, found inf at row 0, token 4",
     ),
-    "NaN of a row": ("reward_baselines", 2, None, float("nan"), r"'reward_baselines': .* found nan at row 2$"),
+    "NaN of a row": (("reward_baselines", 2, None, float("nan")), r"'reward_baselines': .* found nan at row 2$"),
 }
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_strict_check_of_contents(name, monkeypatch):
-    *entry, message = VIOLATIONS[name]
+    entry, message = VIOLATIONS[name]
     batch = changed(*entry)
     monkeypatch.delenv("VERL_STRICT_DATA_CHECK", raising=False)
     check(batch)
@@ -274,21 +236,15 @@ def test_ids_without_a_known_vocabulary(strict):
 
 def test_no_rows_and_no_tokens_pass(strict):
     check(good()[[]])
-    none = {
-        "prompts": torch.zeros(1, 2).long(),
-        "responses": torch.zeros(1, 0).long(),
-        "attention_mask": torch.ones(1, 2),
-    }
-    check(DataProto.from_dict(none | {"response_mask": torch.zeros(1, 0), "values": torch.zeros(1, 0)}))
-
-
-@pytest.mark.parametrize(("value", "enabled"), [("1", True), ("0", False), ("", False)])
-def test_the_switch(value, enabled, monkeypatch):
-    monkeypatch.setenv("VERL_STRICT_DATA_CHECK", value)
-    assert strict_check_enabled() is enabled
+    none = {"prompts": torch.zeros(1, 2).long(), "responses": torch.zeros(1, 0).long()}
+    none |= {"attention_mask": torch.ones(1, 2), "response_mask": torch.zeros(1, 0), "values": torch.zeros(1, 0)}
+    check(DataProto.from_dict(none))
 
 
 def test_the_switch_is_not_guessed(monkeypatch):
+    for value, enabled in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("VERL_STRICT_DATA_CHECK", value)
+        assert strict_check_enabled() is enabled
     monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "yes")
     with pytest.raises(ValueError, match="VERL_STRICT_DATA_CHECK: expected 0 or 1, found 'yes'"):
         strict_check_enabled()
@@ -349,11 +305,7 @@ WRITERS = {
     "function": (reward_fn, "reward_fn", "def reward_fn"),
     "lambda": (lambda batch: reward_fn(batch), "<lambda>", '    "lambda": ('),
     "partial": (functools.partial(configured_fn, scale=2), "configured_fn", "def configured_fn"),
-    "partial of a partial": (
-        functools.partial(functools.partial(configured_fn, scale=2)),
-        "configured_fn",
-        "def configured_fn",
-    ),
+    "partials": (functools.partial(functools.partial(configured_fn, scale=2)), "configured_fn", "def configured_fn"),
     "decorated": (decorated_fn, "decorated_fn", "@logged"),
     "bound method": (Scorer().method, "method", "    @logged"),
     "static method": (Scorer.static, "static", "    @staticmethod"),

@@ -8,18 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.test_protocol import numbered
 from verl import DataProto, DataProtoValidationError
 from verl.utils.equality import same
-
-
-def numbered(rows: int) -> DataProto:
-    """A batch with columns of every kind."""
-    number = torch.arange(rows)
-    return DataProto.from_dict(
-        {"flat": number, "wide": (number[:, None] * 10 + torch.arange(3)).double(), "flag": number % 2 == 0},
-        {"name": [f"row{i}" for i in range(rows)], "ids": [[i, i + 1] for i in range(rows)]},
-        {"temperature": 0.7},
-    )
 
 
 def assert_rows(batch: DataProto, expected: list[int]) -> None:

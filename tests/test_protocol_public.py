@@ -148,12 +148,8 @@ def test_unions_of_containers_are_in_place():
 
 
 def test_serialized_tensors():
-    for tensor in (
-        torch.tensor([[1.5, -2.0]]).bfloat16(),
-        torch.arange(6)[::2],
-        torch.tensor([True]),
-        torch.zeros(0, 3),
-    ):
+    odd = torch.tensor([[1.5, -2.0]]).bfloat16()
+    for tensor in (odd, torch.arange(6)[::2], torch.tensor([True]), torch.zeros(0, 3)):
         back = protocol.deserialize_single_tensor(protocol.serialize_single_tensor(tensor))
         assert back.dtype == tensor.dtype and torch.equal(back, tensor)
     whole = batch_of(3).batch

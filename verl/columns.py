@@ -215,10 +215,11 @@ def check_contents(batch: "DataProto") -> None:
         return
     tensors = batch.tensors
     for name, value in tensors.items():
-        if name in COLUMNS and COLUMNS[name].dtype == "mask":
-            _check_binary(name, value)
+        if name in COLUMNS and COLUMNS[name].dtype == "mask" and (index := _first((value != 0) & (value != 1))):
+            _fail(name, "0 or 1 everywhere", f"{value[index].item()} at row {index[0]}, position {index[1]}")
     _check_attention(tensors)
-    _check_finite(tensors)
+    for bad in find_bad_values(tensors, bounded=False):
+        _fail(bad.column, "finite values", str(bad))
     _check_positions(tensors, batch.non_tensor_batch.get("multi_modal_inputs"))
     _check_ids(tensors, batch.meta_info.get("vocab_size"))
     _check_routed_experts(tensors)
@@ -229,11 +230,6 @@ def _first(condition: torch.Tensor) -> tuple[int, int] | None:
     """(row, position) of the first true entry of a (B, W) tensor, or None."""
     indices = condition.nonzero()
     return tuple(indices[0].tolist()) if len(indices) else None
-
-
-def _check_binary(name: str, mask: torch.Tensor) -> None:
-    if index := _first((mask != 0) & (mask != 1)):
-        _fail(name, "0 or 1 everywhere", f"{mask[index].item()} at row {index[0]}, position {index[1]}")
 
 
 def _check_attention(tensors: dict[str, torch.Tensor]) -> None:
@@ -311,12 +307,6 @@ def find_bad_values(tensors: Mapping[str, torch.Tensor], bounded: bool = True) -
             positions = bad.nonzero()
             bad_columns.append(BadValues(name, positions, value[tuple(positions[0].tolist())].item()))
     return bad_columns
-
-
-def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise for NaN or infinity at valid positions."""
-    for bad in find_bad_values(tensors, bounded=False):
-        _fail(bad.column, "finite values", str(bad))
 
 
 def _check_positions(tensors: dict[str, torch.Tensor], media: Any) -> None:

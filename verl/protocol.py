@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from verl.batch.containers import MERGED_ENTRIES, Containers, concat_meta_info
-from verl.batch.padding import DataProtoConfig
+from verl.batch.containers import MERGED_ENTRIES, Containers, DataProtoConfig, concat_meta_info
 from verl.batch.rows import DataProtoItem, Rows
 from verl.batch.serialization import (
     deserialize_single_tensor,

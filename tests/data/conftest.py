@@ -1,14 +1,20 @@
 """Real tokenizers and real files for the tests of `verl.data`."""
 
 import copy
+import io
 import json
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from tests.trainer.conftest import make_tiny, run_settings
+from tests.vl_models import save_vl_model
+from verl.config.schema import ModelConfig
+from verl.data.processor import load_processor
+from verl.data.tokenization import load_tokenizer
 from verl.registry import import_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +64,28 @@ def write(tmp_path):
         return str(path)
 
     return write
+
+
+def written(image: Image.Image, kind: str = "PNG", **settings) -> bytes:
+    """The bytes of an image file."""
+    out = io.BytesIO()
+    image.save(out, kind, **settings)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """family -> (tokenizer, processor), loaded from the files of a model as a run does."""
+    loaded = {}
+
+    def load(family="qwen2_vl"):
+        if family not in loaded:
+            folder = save_vl_model(family, tmp_path_factory.mktemp("models") / family, weights=False)
+            model = ModelConfig(path=folder)
+            loaded[family] = (tokenizer := load_tokenizer(model)), load_processor(model, tokenizer)
+        return loaded[family]
+
+    return load
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,9 @@ def test_missing_files_and_folders_and_wrong_lists(tmp_path, write):
 
 
 def batches(sampler, count):
-    return [sampler.next_batch() for _ in range(count)]
+    """[(epoch, rows)]."""
+    drawn = [sampler.next_items() for _ in range(count)]
+    return [(items[0][0], [row for _, row in items]) for items in drawn]
 
 
 def test_every_epoch_is_a_permutation_less_the_rows_left_out():
@@ -144,30 +146,17 @@ def test_without_shuffle_rows_come_in_order():
 
 @pytest.mark.parametrize("num_rows, batch_size", [(10, 3), (9, 3), (4, 4)])
 def test_resume_is_exact_at_every_position(num_rows, batch_size):
+    """In a new sampler, and in one that has moved on."""
     straight = batches(ResumableSampler(num_rows, batch_size, seed=5), 13)
     for stop in range(13):
         first = ResumableSampler(num_rows, batch_size, seed=5)
         before = batches(first, stop)
         second = ResumableSampler(num_rows, batch_size, seed=5)
         second.load_state_dict(first.state_dict())
+        assert (second.epoch, second.step_in_epoch) == divmod(stop, num_rows // batch_size)
         assert before + batches(second, 13 - stop) == straight
-
-
-def test_on_an_epoch_boundary_the_next_epoch_comes_next():
-    sampler = ResumableSampler(6, 3, seed=0)
-    batches(sampler, 2)
-    assert (sampler.epoch, sampler.step_in_epoch) == (1, 0)
-    resumed = ResumableSampler(6, 3, seed=0)
-    resumed.load_state_dict(sampler.state_dict())
-    assert resumed.next_batch()[0] == 1
-
-
-def test_loading_into_a_sampler_that_has_moved_on():
-    sampler = ResumableSampler(8, 2, seed=2)
-    state, expected = sampler.state_dict(), batches(sampler, 3)
-    batches(sampler, 2)
-    sampler.load_state_dict(state)
-    assert batches(sampler, 3) == expected
+        second.load_state_dict(first.state_dict())
+        assert before + batches(second, 13 - stop) == straight
 
 
 @pytest.mark.parametrize(
@@ -179,17 +168,13 @@ def test_loading_into_a_sampler_that_has_moved_on():
         ({"shuffle": False}, "shuffle is True, but False in the"),
         ({"step_in_epoch": 3}, "not a position in 3 steps"),
         ({"epoch": -1}, "not a position"),
+        ({"more": 1}, "expected the keys"),
     ],
 )
 def test_a_position_in_a_different_order_is_refused(change, message):
     sampler = ResumableSampler(10, 3)
     with pytest.raises(ValueError, match=message):
         sampler.load_state_dict({**sampler.state_dict(), **change})
-
-
-def test_a_position_with_other_keys_is_refused():
-    with pytest.raises(ValueError, match="expected the keys"):
-        ResumableSampler(10, 3).load_state_dict({"epoch": 1})
 
 
 def test_describe_counts_steps_and_dropped_rows():
@@ -200,15 +185,15 @@ def test_describe_counts_steps_and_dropped_rows():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((5, 6), "is 6 prompts, but the training data has 5 rows: set data.train_batch_size=5 or less"),
-        ((5, 0), "int >= 1, found 0"),
+        ((5, 6, 0), "is 6 prompts, but the training data has 5 rows: set data.train_batch_size=5 or less"),
+        ((5, 0, 0), "int >= 1, found 0"),
+        ((5, 1, -1), "seed: expected int >= 0, found -1"),
     ],
 )
 def test_impossible_batches(arguments, message):
+    num_rows, batch_size, seed = arguments
     with pytest.raises(ValueError, match=message):
-        ResumableSampler(*arguments)
-    with pytest.raises(ValueError, match="seed"):
-        ResumableSampler(5, 1, seed=-1)
+        ResumableSampler(num_rows, batch_size, seed=seed)
 
 
 def test_a_prompt_source_gives_batches_with_one_uid_per_row():

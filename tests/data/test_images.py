@@ -15,15 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.data.conftest import written
 from verl.data.images import ImageLimits, MediaError, RowImage
 
 RED = (255, 0, 0)
-
-
-def written(image: Image.Image, kind: str = "PNG", **settings) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **settings)
-    return out.getvalue()
 
 
 def plain(width: int = 12, height: int = 8, mode: str = "RGB", color=RED) -> Image.Image:
@@ -162,10 +157,9 @@ def test_a_path_that_is_no_file_says_what_it_is(tmp_path):
 
 
 def test_damaged_exif_data_are_an_error_with_the_row():
-    written = io.BytesIO()
-    Image.new("RGB", (8, 4)).save(written, "PNG", exif=b"not EXIF at all")
+    image = written(Image.new("RGB", (8, 4)), exif=b"not EXIF at all")
     with pytest.raises(MediaError, match=r"^row 3: expected a complete image, found a damaged file"):
-        RowImage(written.getvalue(), "row 3").size()
+        RowImage(image, "row 3").size()
 
 
 def test_a_text_file_with_the_name_of_an_image(tmp_path):
@@ -213,28 +207,9 @@ def test_limits_of_pixels():
     assert RowImage(plain(), "x", limits=ImageLimits(96, 96)).size() == (12, 8)
 
 
-def test_a_url_is_downloaded_once_if_allowed(tmp_path, monkeypatch):
-    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
-    asked = []
-
-    def urlopen(url, timeout):
-        asked.append(url)
-        return io.BytesIO(written(plain()))
-
-    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", urlopen)
-    for _ in range(2):
-        assert RowImage("https://a.example/b.png", "x", limits=ImageLimits(allow_urls=True)).size() == (12, 8)
-    assert asked == ["https://a.example/b.png"]
-
-    def down(url, timeout):
-        raise OSError("no route")
-
-    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", down)
-    with pytest.raises(MediaError, match=r"expected a file at https://a.example/c.png, found OSError: no route"):
-        RowImage("https://a.example/c.png", "x", limits=ImageLimits(allow_urls=True)).size()
-
-
-def test_a_damaged_or_unusable_store_of_downloads_is_not_used(tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def downloads(tmp_path, monkeypatch):
+    """The URLs that were downloaded; each is the plain image."""
     monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path / "cache"))
     asked = []
 
@@ -242,25 +217,39 @@ def test_a_damaged_or_unusable_store_of_downloads_is_not_used(tmp_path, monkeypa
         asked.append(url)
         return io.BytesIO(written(plain()))
 
-    def size() -> tuple[int, int]:
-        return RowImage("https://a.example/b.png", "x", limits=ImageLimits(allow_urls=True)).size()
-
     monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", urlopen)
-    assert size() == size() == (12, 8) and len(asked) == 1
+    return asked
+
+
+def size_of(url: str = "https://a.example/b.png") -> tuple[int, int]:
+    return RowImage(url, "x", limits=ImageLimits(allow_urls=True)).size()
+
+
+def test_a_url_is_downloaded_once_if_allowed(downloads, monkeypatch):
+    assert size_of() == size_of() == (12, 8)
+    assert downloads == ["https://a.example/b.png"]
+
+    def down(url, timeout):
+        raise OSError("no route")
+
+    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", down)
+    with pytest.raises(MediaError, match=r"expected a file at https://a.example/c.png, found OSError: no route"):
+        size_of("https://a.example/c.png")
+
+
+def test_a_damaged_or_unusable_store_of_downloads_is_not_used(downloads, tmp_path, caplog):
+    assert size_of() == size_of() == (12, 8) and len(downloads) == 1
     (stored,) = (tmp_path / "cache" / "images").iterdir()
     stored.write_bytes(stored.read_bytes()[:-20])
-    assert size() == size() == (12, 8) and len(asked) == 2  # downloaded once more
+    assert size_of() == size_of() == (12, 8) and len(downloads) == 2  # downloaded once more
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("no folder")
-    assert size() == (12, 8)
+    assert size_of() == (12, 8)
     assert "downloaded images are not stored in" in caplog.text
 
 
-def test_two_threads_may_download_the_same_url(tmp_path, monkeypatch, caplog):
+def test_two_threads_may_download_the_same_url(downloads, tmp_path, monkeypatch, caplog):
     """Both have written their file before one of them is renamed."""
-    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
-    image = written(plain())
-    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", lambda url, timeout: io.BytesIO(image))
     both, write = threading.Barrier(2), Path.write_bytes
 
     def write_together(path: Path, data: bytes) -> None:
@@ -268,7 +257,6 @@ def test_two_threads_may_download_the_same_url(tmp_path, monkeypatch, caplog):
         both.wait(60)
 
     monkeypatch.setattr(Path, "write_bytes", write_together)
-    row = RowImage("https://a.example/b.png", "x", limits=ImageLimits(allow_urls=True))
     with ThreadPoolExecutor(2) as pool:
-        assert [found.result() for found in [pool.submit(row.size) for _ in range(2)]] == [(12, 8)] * 2
-    assert caplog.text == "" and len(list((tmp_path / "images").iterdir())) == 1
+        assert [found.result() for found in [pool.submit(size_of) for _ in range(2)]] == [(12, 8)] * 2
+    assert caplog.text == "" and len(list((tmp_path / "cache" / "images").iterdir())) == 1

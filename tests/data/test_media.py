@@ -1,7 +1,6 @@
 """Rows with images: from columns and messages to token ids and the tensors of the processor."""
 
 import gc
-import io
 import json
 import logging
 import pickle
@@ -15,18 +14,17 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.vl_models import FAMILIES, PLACEHOLDER, processor, random_image, save_vl_model
+from tests.data.conftest import written
+from tests.vl_models import FAMILIES, PLACEHOLDER, processor, random_image
 from verl.columns import DataProtoValidationError, check
-from verl.config.schema import DataConfig, GenerationConfig, ModelConfig
+from verl.config.schema import DataConfig, GenerationConfig
 from verl.data.collate import PromptCollator
 from verl.data.files import read_rows
 from verl.data.media import MediaReader
 from verl.data.media_files import media_digest
 from verl.data.mixture import Mixture
-from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset, collate_sft
-from verl.data.tokenization import load_tokenizer
 from verl.evaluation.prompts import read_prompts
 from verl.protocol import DataProto
 from verl.single_controller.remote_batch import dumps, loads
@@ -36,29 +34,8 @@ LIMITS = {"max_prompt_length": 200}
 TORCHVISION = find_spec("torchvision") is not None
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """family -> (tokenizer, processor), loaded from the files of a model as a run does."""
-    loaded = {}
-
-    def load(family="qwen2_vl"):
-        if family not in loaded:
-            folder = save_vl_model(family, tmp_path_factory.mktemp("models") / family, weights=False)
-            model = ModelConfig(path=folder)
-            loaded[family] = (tokenizer := load_tokenizer(model)), load_processor(model, tokenizer)
-        return loaded[family]
-
-    return load
-
-
-def png(image: Image.Image) -> bytes:
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return out.getvalue()
-
-
 def row(prompt="<image>How many?", images=None, **more):
-    return {"prompt": prompt, "answer": "3", "images": [png(random_image(1))] if images is None else images, **more}
+    return {"prompt": prompt, "answer": "3", "images": [written(random_image(1))] if images is None else images, **more}
 
 
 def dataset_of(models, rows, family="qwen2_vl", **settings):
@@ -82,7 +59,7 @@ def chat(text: str) -> str:
 def test_an_item_has_what_the_processor_returns(models, family):
     first, second = random_image(1), random_image(2, 40, 24)
     text = "Here <image> and <image>?"
-    item = dataset_of(models, [row(text, [png(first), {"bytes": png(second), "path": None}])], family)[0]
+    item = dataset_of(models, [row(text, [written(first), {"bytes": written(second), "path": None}])], family)[0]
     rendered = chat(text.replace("<image>", PLACEHOLDER[family]))
     expected = processor(family)(text=rendered, images=[first, second])
     assert item["prompt_ids"] == expected.pop("input_ids")[0].tolist()
@@ -110,7 +87,7 @@ def test_placeholders_are_as_many_as_the_patches(models):
 
 
 def test_forms_of_prompts_with_the_same_meaning(models, tmp_path):
-    (tmp_path / "a.png").write_bytes(png(random_image(1)))
+    (tmp_path / "a.png").write_bytes(written(random_image(1)))
     text, image = {"type": "text", "text": "How many?"}, {"type": "image"}
     path = tmp_path / "rows.jsonl"
     lines = [
@@ -133,7 +110,7 @@ def test_forms_of_prompts_with_the_same_meaning(models, tmp_path):
 
 def test_a_parquet_file_as_public_verl_writes_it(models, tmp_path):
     images = pa.array(
-        [[{"bytes": png(random_image(1)), "path": "1.png"}], []],
+        [[{"bytes": written(random_image(1)), "path": "1.png"}], []],
         pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})),
     )
     prompts = [[{"role": "user", "content": text}] for text in ("<image>How many?", "How many?")]
@@ -148,13 +125,8 @@ def test_a_parquet_file_as_public_verl_writes_it(models, tmp_path):
 
 def test_a_dataset_of_the_datasets_library(models, tmp_path):
     datasets = pytest.importorskip("datasets")
-    features = datasets.Features(
-        {
-            "prompt": datasets.Value("string"),
-            "answer": datasets.Value("string"),
-            "images": datasets.List(datasets.Image()),
-        }
-    )
+    columns = {"prompt": datasets.Value("string"), "answer": datasets.Value("string")}
+    features = datasets.Features(columns | {"images": datasets.List(datasets.Image())})
     rows = datasets.Dataset.from_list([row(), row("text", [])], features=features)
     rows.save_to_disk(str(tmp_path / "saved"))
     dataset = dataset_of(models, [str(tmp_path / "saved")])
@@ -165,12 +137,11 @@ def test_a_dataset_of_the_datasets_library(models, tmp_path):
 
 
 def test_columns_and_limits_can_be_set(models):
-    rows = [{"prompt": "<image>?", "answer": "3", "shots": [png(random_image(1, 160, 160))], "note": "n"}]
+    rows = [{"prompt": "<image>?", "answer": "3", "shots": [written(random_image(1, 160, 160))], "note": "n"}]
     item = dataset_of(models, rows, image_key="shots", max_pixels=64)[0]
     assert item["multi_modal_data"]["images"][0].size == (8, 8) and item["note"] == "n" and "shots" not in item
-    sized = dataset_of(
-        models, rows, image_key="shots", mm_processor_kwargs={"size": {"shortest_edge": 64, "longest_edge": 64}}
-    )
+    size = {"size": {"shortest_edge": 64, "longest_edge": 64}}
+    sized = dataset_of(models, rows, image_key="shots", mm_processor_kwargs=size)
     assert sized[0]["multi_modal_inputs"]["image_grid_thw"].tolist() == [[1, 2, 2]]
 
 
@@ -189,7 +160,7 @@ def test_columns_and_limits_can_be_set(models):
         ({"prompt": "a <|video_pad|>", "answer": "3"}, r"row 1 .*expected text without <\|video_pad\|>"),
         (row([{"role": "user", "content": [{"type": "text", "text": "<|image_pad|>"}]}], images=[]), "expected text"),
         (
-            row(images=[png(Image.new("RGB", (5000, 8)))]),
+            row(images=[written(Image.new("RGB", (5000, 8)))]),
             "row 1 .*, image 0: the model's processor rejects it: .*ratio",
         ),
         (row([{"role": "user", "content": [{"type": "sound"}]}]), "expected parts like .*found {'type': 'sound'}"),
@@ -207,7 +178,7 @@ def test_a_column_of_images_with_another_name_is_found(models):
     assert len(dataset_of(models, [renamed], image_key="image")) == 1
 
 
-@pytest.mark.parametrize("value", [png(random_image(1)), ["a/1.PNG"], {"path": "1.jpeg"}, [random_image(1)]])
+@pytest.mark.parametrize("value", [written(random_image(1)), ["a/1.PNG"], {"path": "1.jpeg"}, [random_image(1)]])
 def test_a_column_of_images_with_any_name_is_found(models, value):
     renamed = {key: entry for key, entry in row().items() if key != "images"} | {"seen": value}
     with pytest.raises(ValueError, match=r"no column 'images' .*, only 'seen': set data.image_key=seen"):
@@ -224,7 +195,7 @@ def test_placeholders_in_a_file_without_images_are_text_with_one_warning(models,
 
 def test_too_many_images(models):
     with pytest.raises(ValueError, match=r"expected at most 1 images \(data.max_images_per_prompt\), found 2"):
-        dataset_of(models, [row("<image><image>", [png(random_image(1))] * 2)], max_images_per_prompt=1)
+        dataset_of(models, [row("<image><image>", [written(random_image(1))] * 2)], max_images_per_prompt=1)
 
 
 def test_a_text_model_refuses_images(models):
@@ -233,14 +204,8 @@ def test_a_text_model_refuses_images(models):
 
 
 def test_bad_rows_can_be_skipped(models, caplog):
-    rows = [
-        row(),
-        row(images=[png(random_image(2))[:60]]),
-        row("no placeholder"),
-        row(images=[b"x"]),
-        row(images=[png(Image.new("RGB", (5000, 8)))]),
-        row(),
-    ]
+    bad = [[written(random_image(2))[:60]], [b"x"], [written(Image.new("RGB", (5000, 8)))]]
+    rows = [row(), *(row(images=images) for images in bad), row("no placeholder"), row()]
     with caplog.at_level(logging.WARNING, logger="verl.data"):
         dataset = dataset_of(models, rows, max_bad_rows=4)
     assert len(dataset) == 2 and [dataset[i]["index"] for i in range(2)] == [0, 5]
@@ -252,13 +217,13 @@ def test_bad_rows_can_be_skipped(models, caplog):
 
 def test_a_damaged_image_is_found_at_the_start(models):
     with pytest.raises(ValueError, match=r"row 1 .*, image 0: expected a complete image, found a damaged file"):
-        dataset_of(models, [row(), row(images=[png(random_image(2, 64, 64))[:3000]])])
+        dataset_of(models, [row(), row(images=[written(random_image(2, 64, 64))[:3000]])])
 
 
 def test_an_image_that_changes_after_the_start(models, tmp_path):
-    (tmp_path / "a.png").write_bytes(png(random_image(1)))
+    (tmp_path / "a.png").write_bytes(written(random_image(1)))
     dataset = dataset_of(models, [row(images=[str(tmp_path / "a.png")])])
-    (tmp_path / "a.png").write_bytes(png(random_image(1, 80, 80)))
+    (tmp_path / "a.png").write_bytes(written(random_image(1, 80, 80)))
     with pytest.raises(ValueError, match="the files of the images or videos have changed"):
         dataset[0]
 
@@ -279,7 +244,7 @@ def test_the_digest_is_that_of_the_files_and_texts_are_no_paths(tmp_path, write)
 
 
 def test_image_tokens_count_for_the_length(models):
-    rows = [row(), row(images=[png(random_image(1, 64, 64))])]  # the second has 64 patches more: 10 tokens more
+    rows = [row(), row(images=[written(random_image(1, 64, 64))])]  # the second has 64 patches more: 10 tokens more
     lengths = [len(dataset_of(models, rows)[i]["prompt_ids"]) for i in range(2)]
     assert lengths[1] - lengths[0] == 16 - 6
     kept = dataset_of(models, rows, max_prompt_length=lengths[0], filter_overlong_prompts=True)
@@ -294,7 +259,7 @@ def test_image_tokens_count_for_the_length(models):
 
 
 def test_samples_of_a_prompt_share_its_pixels(models):
-    dataset = dataset_of(models, [row(images=[png(random_image(i, 60, 60))]) for i in range(2)])
+    dataset = dataset_of(models, [row(images=[written(random_image(i, 60, 60))]) for i in range(2)])
     batch = PromptCollator(models()[0], DataConfig(), models()[1])([dataset[i] for i in range(2)])
     pixels = batch.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"]
     one = len(pickle.dumps(batch))
@@ -313,7 +278,7 @@ def test_samples_of_a_prompt_share_its_pixels(models):
 
 
 def test_pixels_are_sent_to_a_worker_once_per_prompt(models):
-    dataset = dataset_of(models, [row(images=[png(random_image(i, 60, 60))]) for i in range(2)])
+    dataset = dataset_of(models, [row(images=[written(random_image(i, 60, 60))]) for i in range(2)])
     batch = PromptCollator(models()[0], DataConfig(), models()[1])([dataset[i] for i in range(2)]).repeat(8)
     head, buffers = dumps(batch.select([], ["multi_modal_inputs"]))
     pixels = [batch.non_tensor_batch["multi_modal_inputs"][i]["pixel_values"] for i in (0, 8)]
@@ -357,9 +322,8 @@ def test_the_strict_check_of_images(models, monkeypatch):
     check(strict_batch(models))
     batch = strict_batch(models)
     batch.batch["prompts"][0, batch.batch["prompts"][0].tolist().index(batch.meta_info["media_tokens"]["image"])] = 5
-    with pytest.raises(
-        DataProtoValidationError, match="expected 6 image tokens in row 0, as its image_grid_thw has, found 5"
-    ):
+    message = "expected 6 image tokens in row 0, as its image_grid_thw has, found 5"
+    with pytest.raises(DataProtoValidationError, match=message):
         check(batch)
     batch = strict_batch(models)
     batch.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"][3, 1] = float("nan")
@@ -378,7 +342,7 @@ def test_the_strict_check_of_images(models, monkeypatch):
 
 def test_items_are_not_kept(models):
     """The dataset keeps the compressed bytes; a decoded image and its tensors live as long as the item."""
-    dataset = dataset_of(models, [row(images=[png(random_image(i, 32, 32))]) for i in range(4)])
+    dataset = dataset_of(models, [row(images=[written(random_image(i, 32, 32))]) for i in range(4)])
     pixels = [weakref.ref(dataset[i]["multi_modal_inputs"]["pixel_values"]) for i in (0, 1, 0)]
     images = [weakref.ref(dataset[i]["multi_modal_data"]["images"][0]) for i in (0, 1, 0)]
     gc.collect()
@@ -393,12 +357,8 @@ def test_items_of_custom_datasets(models):
     collate = PromptCollator(tokenizer, DataConfig(max_prompt_length=200), loaded)
     own = dataset_of(models, [row()])[0]
     further = {"data_source": "x", "reward_model": {"ground_truth": "3"}}
-    messages = [
-        {
-            "role": "user",
-            "content": [{"type": "image", "image": random_image(1)}, {"type": "text", "text": "How many?"}],
-        }
-    ]
+    content = [{"type": "image", "image": random_image(1)}, {"type": "text", "text": "How many?"}]
+    messages = [{"role": "user", "content": content}]
     typed = [{"role": "user", "content": "<image>How many?"}]
     given = [
         {**further, "raw_prompt": messages},
@@ -418,11 +378,9 @@ def test_items_of_custom_datasets(models):
         assert torch.equal(found["multi_modal_inputs"][0]["pixel_values"], own["multi_modal_inputs"]["pixel_values"])
     length = len(own["prompt_ids"])
     limited = PromptCollator(tokenizer, DataConfig(max_prompt_length=length - 1), loaded)
+    message = rf"item 0 of the batch: the prompt has {length} tokens, .* {length - 1}:.*or reduce data.max_pixels"
     for item in given[:2]:
-        with pytest.raises(
-            ValueError,
-            match=rf"item 0 of the batch: the prompt has {length} tokens, .* {length - 1}:.*or reduce data.max_pixels",
-        ):
+        with pytest.raises(ValueError, match=message):
             limited([item])
     text = collate([{**further, "raw_prompt": "text"}]).non_tensor_batch
     assert text["multi_modal_inputs"][0] is None
@@ -443,7 +401,7 @@ def test_text_and_images_mix(models):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sft_examples_have_images_before_the_loss(models, family):
     tokenizer, loaded = models(family)
-    rows = [{"prompt": "<image>How many?", "response": "three", "images": [png(random_image(1))]}]
+    rows = [{"prompt": "<image>How many?", "response": "three", "images": [written(random_image(1))]}]
     rows += [{"prompt": "text", "response": "ok", "images": None}]
     dataset = SFTDataset(rows, tokenizer, {"max_length": 200}, processor=loaded)
     rendered = chat(PLACEHOLDER[family] + "How many?")
@@ -463,15 +421,12 @@ def test_sft_examples_have_images_before_the_loss(models, family):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        (
-            [("user", "a"), ("assistant", "b"), ("user", "<image>"), ("assistant", "c")],
-            "before the first assistant turn",
-        ),
+        ([("user", "a"), ("assistant", "b"), ("user", "<image>"), ("assistant", "c")], "before the first assistant"),
         ([("user", "a"), ("assistant", "b")], "found 0 in the prompt and 1 in the column"),
     ],
 )
 def test_sft_refuses(models, bad, message):
-    rows = [{"messages": [{"role": role, "content": text} for role, text in bad], "images": [png(random_image(1))]}]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in bad], "images": [written(random_image(1))]}]
     with pytest.raises(ValueError, match=f"row 0 .*{message}"):
         SFTDataset(rows, models()[0], {"max_length": 200}, processor=models()[1])
     with pytest.raises(ValueError, match="use a vision-language model"):
@@ -479,13 +434,13 @@ def test_sft_refuses(models, bad, message):
 
 
 def test_sft_skips_bad_rows(models):
-    rows = [{"prompt": "<image>?", "response": "a", "images": [image]} for image in (b"", png(random_image(1)))]
+    rows = [{"prompt": "<image>?", "response": "a", "images": [image]} for image in (b"", written(random_image(1)))]
     dataset = SFTDataset(rows, models()[0], {"max_length": 200, "max_bad_rows": 1}, processor=models()[1])
     assert len(dataset) == 1 and dataset[0]["index"] == 1 and dataset.bad_rows[0]["row"] == 0
 
 
 def test_prompts_of_offline_generation(models, tmp_path):
-    (tmp_path / "a.png").write_bytes(png(random_image(1)))
+    (tmp_path / "a.png").write_bytes(written(random_image(1)))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "<image>?", "images": ["a.png"]}) + "\n" + json.dumps({"prompt": "b"}) + "\n")
     config = GenerationConfig.model_validate(

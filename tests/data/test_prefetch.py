@@ -1,29 +1,22 @@
 """Batches that threads prepare are those that are read without threads, and saved positions are of batches in use."""
 
 import gc
-import io
 import json
 import random
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from PIL import Image
 
-from tests.vl_models import save_vl_model
-from verl.config.schema import ModelConfig
 from verl.data import prefetch
 from verl.data.collate import collate_prompts
-from verl.data.images import RowImage
 from verl.data.mixture import Mixture
 from verl.data.order import PromptSource
-from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset, collate_sft
-from verl.data.tokenization import load_tokenizer
 from verl.protocol import DataProto
 
 NAME = "data reader"
@@ -131,22 +124,8 @@ def test_an_error_of_collate_is_raised_with_its_batch():
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_a_bounded_number_of_batches_is_in_memory(ahead):
-    class Row(dict):
-        """Counts its objects."""
-
-    class Rows(Slow):
-        def __getitem__(self, row):
-            return Row(super().__getitem__(row))
-
-    held = []
-    rows = PromptSource(
-        Rows(1000),
-        4,
-        shuffle=False,
-        workers=4,
-        batches_ahead=ahead,
-        collate=lambda found: held.append(len(found)) or collate([dict(row) for row in found]),
-    )
+    settings = {"shuffle": False, "workers": 4, "batches_ahead": ahead}
+    rows = PromptSource(Slow(1000), 4, collate=collate, **settings)
     for step in range(1, 6):
         rows()
         deadline = time.monotonic() + 10
@@ -285,12 +264,6 @@ def test_a_source_that_is_forgotten_leaves_no_thread():
 # ---- the datasets of this package -----------------------------------------------------------------------------------
 
 
-def reading(family, folder):
-    """The tokenizer and the processor of a model, loaded from its files as a run does."""
-    model = ModelConfig(path=save_vl_model(family, folder / "model", weights=False))
-    return (tokenizer := load_tokenizer(model)), load_processor(model, tokenizer)
-
-
 def write_images(folder, count):
     draw = random.Random(0)
     lines = []
@@ -318,9 +291,9 @@ def assert_same(mine, other):
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_images_are_the_same_bit_for_bit(tmp_path, family, streaming):
+def test_images_are_the_same_bit_for_bit(tmp_path, models, family, streaming):
     settings = {"max_prompt_length": 256, "streaming": streaming}
-    tokenizer, processor = reading(family, tmp_path)
+    tokenizer, processor = models(family)
     dataset = RLHFDataset(write_images(tmp_path, 20), tokenizer, settings, processor=processor)
     plain = source_of(dataset, 8, collate=collate_prompts)
     threaded = source_of(dataset, 8, collate=collate_prompts, workers=6)
@@ -329,8 +302,8 @@ def test_images_are_the_same_bit_for_bit(tmp_path, family, streaming):
     threaded.close()
 
 
-def test_sft_rows_that_are_tokenized_when_they_are_read(tmp_path):
-    file, (tokenizer, processor) = write_images(tmp_path, 20), reading("qwen2_vl", tmp_path)
+def test_sft_rows_that_are_tokenized_when_they_are_read(tmp_path, models):
+    file, (tokenizer, processor) = write_images(tmp_path, 20), models()
 
     def make(**more):
         dataset = SFTDataset(file, tokenizer, {"max_length": 256}, lambda _: {0}, processor)
@@ -343,14 +316,3 @@ def test_sft_rows_that_are_tokenized_when_they_are_read(tmp_path):
             del batch.non_tensor_batch["index"]  # rows are tokenized in any order
         assert_same(mine, other)
     threaded.close()
-
-
-def test_rows_may_share_an_image():
-    """Pillow reads the pixels of an image when they are first used, which only one thread may do."""
-    for _ in range(30):
-        given, file = Image.effect_noise((64, 64), 50).convert("RGB"), io.BytesIO()
-        given.save(file, "PNG")
-        rows = [RowImage(opened, "row") for opened in [Image.open(file)] * 4]
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda row: row.decode().tobytes(), rows))
-        assert found == [given.tobytes()] * 4

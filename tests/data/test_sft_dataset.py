@@ -19,6 +19,9 @@ CHAT = [
     {"role": "assistant", "content": "2"},
 ]
 
+NESTED = {"prompt_key": "info", "prompt_dict_keys": ["question"]}
+NESTED |= {"response_key": "info", "response_dict_keys": ["answer"]}
+
 
 def segments(tokenizer, item):
     """The text of an item cut where the mask changes: [(trained or not, text)]."""
@@ -55,19 +58,8 @@ def test_the_tokens_before_a_turn_are_those_of_a_rollout(write, chat_tokenizer):
         ({"question": "One?", "answer": "1"}, {}),
         ({"q": "One?", "a": "1", "answer": "x"}, {"prompt_key": "q", "response_key": "a"}),
         ({"prompt": [{"role": "user", "content": "One?"}], "response": "1"}, {}),
-        (
-            {"info": {"question": "One?", "answer": "1"}},
-            {
-                "prompt_key": "info",
-                "prompt_dict_keys": ["question"],
-                "response_key": "info",
-                "response_dict_keys": ["answer"],
-            },
-        ),
-        (
-            {"chat": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]},
-            {"messages_key": "chat"},
-        ),
+        ({"info": {"question": "One?", "answer": "1"}}, NESTED),
+        ({"chat": CHAT[1:3]}, {"messages_key": "chat"}),
     ],
 )
 def test_the_forms_of_a_row_give_the_same_item(write, chat_tokenizer, row, config):
@@ -131,9 +123,8 @@ OTHER_START = (
 def test_a_template_that_writes_a_prefix_differently_is_refused(chat_tokenizer, template, contents, turn):
     roles = ["user", "assistant"] * 2
     chat = [{"role": role, "content": content} for role, content in zip(roles, contents)]
-    with pytest.raises(
-        ValueError, match=f"chat 0: the chat template renders the messages before turn {turn} differently"
-    ):
+    message = f"chat 0: the chat template renders the messages before turn {turn} differently"
+    with pytest.raises(ValueError, match=message):
         encode_conversations(chat_tokenizer, [chat], chat_template=template)
 
 
@@ -145,40 +136,45 @@ def test_a_template_that_ends_with_another_token_is_said_once(chat_tokenizer, ca
     assert caplog.text.count("not with the eos token '<|endoftext|>'") == 1
 
 
+PAIR = {"prompt": "a", "response": "b"}
+INFO = {**PAIR, "info": {"q": "x"}}
+
+
 @pytest.mark.parametrize(
-    "rows, message",
+    "rows, config, message",
     [
+        ([{"messages": CHAT[:2]}], {}, r"line 1: .* no assistant turn after the first message.*\['system', 'user'\]"),
+        ([{"messages": CHAT}, {"messages": []}], {}, "line 2: expected a list of chat messages"),
+        ([PAIR, {"prompt": "a", "response": None}], {}, "line 2: the response .* is missing"),
+        ([{"prompt": "a", "response": 2}], {}, r"line 1: the response .* is not text: found 2 \(int\)"),
+        ([PAIR, {"prompt": "", "response": "b"}], {}, "line 2: the prompt is empty"),
+        ([{"prompt": "a", "response": "x<|im_end|>y"}], {}, r"line 1: .* contains the eos token .* 2 times"),
         (
-            [{"messages": CHAT[:2]}],
-            r"line 1: the chat has no assistant turn after the first message.*\['system', 'user'\]",
+            [{"prompt": "a", "output": "b"}],
+            {},
+            "expected a column 'messages', or prompt or question with response or ans",
         ),
-        ([{"messages": CHAT}, {"messages": []}], "line 2: expected a list of chat messages"),
-        ([{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}], "line 2: the response .* is missing"),
-        ([{"prompt": "a", "response": 2}], r"line 1: the response .* is not text: found 2 \(int\)"),
-        ([{"prompt": "a", "response": "b"}, {"prompt": "", "response": "b"}], "line 2: the prompt is empty"),
-        ([{"prompt": "a", "response": "x<|im_end|>y"}], r"line 1: an assistant turn contains the eos token .* 2 times"),
-        ([{"prompt": "a", "output": "b"}], "expected a column 'messages', or prompt or question with response or ans"),
+        ([PAIR], {"prompt_key": "promt"}, r"no column 'promt' \(data.prompt_key\): did you mean 'prompt'"),
+        ([PAIR], {"messages_key": "chat"}, "no column 'chat'"),
+        ([INFO], {"prompt_key": "info", "prompt_dict_keys": ["r"]}, "line 1: column 'info' has no 'r'"),
+        ([PAIR], {"truncation": "middle"}, r"data\.truncation: found 'middle' .*, expected one of error, left, right"),
     ],
 )
-def test_bad_rows_are_refused_with_the_line(write, chat_tokenizer, rows, message):
+def test_bad_rows_columns_and_settings_are_refused(write, chat_tokenizer, rows, config, message):
     with pytest.raises(ValueError, match=message):
-        SFTDataset(write("a.jsonl", rows), chat_tokenizer)
+        SFTDataset(write("a.jsonl", rows), chat_tokenizer, config)
 
 
-def test_bad_columns_and_settings(write, chat_tokenizer, char_tokenizer):
-    path = write("a.jsonl", [{"prompt": "a", "response": "b", "info": {"q": "x"}}])
-    with pytest.raises(ValueError, match=r"no column 'promt' \(data.prompt_key\): did you mean 'prompt'"):
-        SFTDataset(path, chat_tokenizer, {"prompt_key": "promt"})
-    with pytest.raises(ValueError, match="no column 'chat'"):
-        SFTDataset(path, chat_tokenizer, {"messages_key": "chat"})
-    with pytest.raises(ValueError, match="line 1: column 'info' has no 'r'"):
-        SFTDataset(path, chat_tokenizer, {"prompt_key": "info", "prompt_dict_keys": ["r"]})
-    with pytest.raises(ValueError, match=r"data\.truncation: found 'middle' .*, expected one of error, left, right"):
-        SFTDataset(path, chat_tokenizer, {"truncation": "middle"})
-    with pytest.raises(ValueError, match="the row is a chat, but the tokenizer has no chat template"):
-        SFTDataset(write("b.jsonl", [{"messages": CHAT}]), char_tokenizer)
-    with pytest.raises(ValueError, match="loses text: 'aXY' decodes to"):
-        SFTDataset(write("c.jsonl", [{"prompt": "a=", "response": "aXY"}]), char_tokenizer)
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"messages": CHAT}, "the row is a chat, but the tokenizer has no chat template"),
+        ({"prompt": "a=", "response": "aXY"}, "loses text: 'aXY' decodes to"),
+    ],
+)
+def test_rows_that_the_tokenizer_does_not_read(write, char_tokenizer, row, message):
+    with pytest.raises(ValueError, match=message):
+        SFTDataset(write("a.jsonl", [row]), char_tokenizer)
 
 
 def test_the_config_may_be_a_section_or_a_mapping(write, char_tokenizer):
@@ -192,14 +188,9 @@ def test_a_batch_has_the_columns_of_a_rollout(write, char_tokenizer):
     rows = [{"prompt": "ab=", "response": "ba"}, {"prompt": "abc=", "response": "c"}]
     dataset = SFTDataset(write("a.jsonl", rows), char_tokenizer)
     batch = PromptSource(dataset, 2, shuffle=False, collate=lambda items: collate_sft(items, 0))()
-    assert {k: tuple(v.shape) for k, v in batch.tensors.items()} == {
-        "prompts": (2, 4),
-        "responses": (2, 3),
-        "input_ids": (2, 7),
-        "attention_mask": (2, 7),
-        "position_ids": (2, 7),
-        "response_mask": (2, 3),
-    }
+    whole = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), (2, 7))
+    shapes = {"prompts": (2, 4), "responses": (2, 3), "response_mask": (2, 3), **whole}
+    assert {k: tuple(v.shape) for k, v in batch.tensors.items()} == shapes
     assert batch.batch["response_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch.batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]]
     assert list(batch.non_tensor_batch["uid"]) == ["0:0", "0:1"]

@@ -89,7 +89,7 @@ def test_overlong_prompts_are_dropped_by_a_pass_that_keeps_numbers(write, char_t
     assert len(dataset) == 2500 - 833
     assert [dataset[i]["index"] for i in range(4)] == [0, 1, 3, 4]
     assert dataset[2]["prompt_ids"] == char_tokenizer.encode("ab=", add_special_tokens=False)
-    assert len(dataset._prompt_ids) == len(dataset) and dataset._prompt_ids.checked == len(dataset)
+    assert dataset._prompt_ids.checked == len(dataset)
 
 
 def test_overlong_prompts_are_errors_in_the_sample_and_when_they_are_read(write, char_tokenizer, monkeypatch):

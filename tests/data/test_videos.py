@@ -15,13 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.vl_models import PATCH, QWEN, make_config, save_vl_model, video, video_patches
-from verl.config.schema import ModelConfig
+from tests.data.conftest import written
+from tests.vl_models import PATCH, QWEN, make_config, video, video_patches
 from verl.data import videos
 from verl.data.images import ImageLimits, MediaError
-from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.tokenization import load_tokenizer
 from verl.data.videos import Video
 from verl.modeling.positions import multimodal_positions
 
@@ -31,12 +29,6 @@ needs_av = pytest.mark.skipif(not find_spec("av"), reason="needs PyAV")
 
 def plain(value: int = 255, width: int = 12, height: int = 8) -> Image.Image:
     return Image.new("RGB", (width, height), (value, 0, 200 - value // 2))
-
-
-def written(image: Image.Image, kind: str = "PNG", **settings) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **settings)
-    return out.getvalue()
 
 
 def animated(kind: str = "GIF") -> bytes:
@@ -168,16 +160,6 @@ def test_bad_video_files(tmp_path):
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    def load(family: str) -> tuple[Any, Any]:
-        folder = save_vl_model(family, tmp_path_factory.mktemp(family), weights=False)
-        model = ModelConfig(path=folder)
-        return (tokenizer := load_tokenizer(model)), load_processor(model, tokenizer)
-
-    return load
 
 
 def row(*clips: Any, prompt: str = "<video>What?") -> dict[str, Any]:

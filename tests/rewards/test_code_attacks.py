@@ -154,11 +154,7 @@ def double(x):
 """
 
 
-@pytest.mark.parametrize(
-    "code, tests",
-    [("def double(x):\n    raise StopIteration", BY_LOOP), (INTERFACE, BY_NUMPY)],
-    ids=["the end of a loop", "protocols of numpy"],
-)
+@pytest.mark.parametrize("code, tests", [("def double(x):\n    raise StopIteration", BY_LOOP), (INTERFACE, BY_NUMPY)])
 def test_what_tests_are_written_with_does_not_help(code, tests):
     assert code_reward("apps", response(code), tests)["score"] == 0.0
 

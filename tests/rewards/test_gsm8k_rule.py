@@ -110,14 +110,11 @@ STRICT = [
 ]
 
 
-@pytest.mark.parametrize("text, number", LABELLED)
-def test_flexible_takes_the_number_a_reader_would_take(text, number):
-    assert gsm8k.extract(text, "flexible") == number
-
-
-@pytest.mark.parametrize("text, number", STRICT)
-def test_strict_takes_the_number_after_the_marks(text, number):
-    assert gsm8k.extract(text, "strict") == number
+@pytest.mark.parametrize(
+    "method, text, number", [("flexible", *row) for row in LABELLED] + [("strict", *row) for row in STRICT]
+)
+def test_the_number_is_that_of_a_reader_or_the_one_after_the_marks(method, text, number):
+    assert gsm8k.extract(text, method) == number
 
 
 @pytest.mark.parametrize(

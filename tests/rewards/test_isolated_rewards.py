@@ -92,14 +92,8 @@ def path(tmp_path_factory):
 
 def load(tokenizer, path, name="compute_score", kwargs=None, manager="naive", **settings):  # noqa: F811
     settings = {"isolation": "process", "timeout": 20.0} | settings
-    return load_reward_manager(
-        tokenizer,
-        function_path=path,
-        function_name=name,
-        reward_kwargs=kwargs,
-        manager=manager,
-        manager_kwargs=settings,
-    )
+    function = {"function_path": path, "function_name": name, "reward_kwargs": kwargs}
+    return load_reward_manager(tokenizer, **function, manager=manager, manager_kwargs=settings)
 
 
 def test_what_ends_or_blocks_its_process_fails_its_sample_only(tokenizer, path, caplog):  # noqa: F811
@@ -214,12 +208,8 @@ def test_a_weighted_sum_with_a_custom_term_is_called_in_the_worker(tokenizer, tm
     )
     import_module(str(file))
     terms = [{"name": "by_path", "path": str(file)}, {"name": "by_name"}, {"name": "by_class"}, {"name": "format"}]
-    scored = load_reward_manager(
-        tokenizer,
-        registered_function="weighted",
-        reward_kwargs={"rewards": terms},
-        manager_kwargs={"isolation": "process", "timeout": 20.0},
-    )
+    function = {"registered_function": "weighted", "reward_kwargs": {"rewards": terms}}
+    scored = load_reward_manager(tokenizer, **function, manager_kwargs={"isolation": "process", "timeout": 20.0})
     values = scored(make_batch(["1"]), return_dict=True)["reward_extra_info"]
     assert values["by_path"] == values["by_name"] == values["by_class"] != [os.getpid()]
     builtin = resolve_reward_function(registered="weighted", reward_kwargs={"rewards": [{"name": "format"}]})

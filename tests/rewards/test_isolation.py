@@ -13,6 +13,7 @@ import pytest
 from verl.registry import import_module
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import Sample
+from verl.rewards.sandbox import pool as pool_module
 from verl.rewards.sandbox.calls import DeadlineExceeded, alarm, call_samples
 from verl.rewards.sandbox.pool import Call, Limits, ProcessPool, _Worker, address_of
 
@@ -72,12 +73,6 @@ def test_an_exception_comes_back_with_its_traceback(pool):
     assert "return 1 / x" in str(outcome.cause) and "sample_rewards.py" in str(outcome.cause)
 
 
-def test_a_call_that_ends_its_process_is_reported_with_the_exit_status(pool):
-    arguments = {"data_source": "", "solution_str": "b", "ground_truth": ""}
-    outcome = pool.run(Call(address_of(SAMPLES.dies_on_b), arguments), Limits())
-    assert outcome.failure == "ended its process, which exited with status 7" and outcome.over_limit
-
-
 @pytest.mark.parametrize("x", [0, 1])
 def test_the_fork_of_a_worker_does_not_reply(pool, x):
     calls = [call("forks", x), call("inverse", 2), call("inverse", 4), call("inverse", 8)]
@@ -123,13 +118,6 @@ def test_whatever_an_async_function_raises_is_the_outcome_of_its_sample(timeout)
     assert time.monotonic() - begun < 10
 
 
-def test_calls_keep_their_positions_and_one_hanging_call_stops_no_other(pool):
-    calls = [call("inverse", x) if x != 3 else call("sleep") for x in range(1, 9)]
-    outcomes = dict(pool.map(calls, Limits(wall_seconds=0.5)))
-    assert "did not end" in outcomes.pop(2).failure
-    assert {i: o.value for i, o in outcomes.items()} == {i: 1 / (i + 1) for i in range(8) if i != 2}
-
-
 def test_calls_that_share_a_message_have_their_own_limits_and_failures(tmp_path, monkeypatch, capsys):
     """400 calls in a few messages. Each call runs once, whatever the others of its message do."""
     names = [str(x) for x in range(400)]
@@ -157,6 +145,7 @@ def test_calls_that_share_a_message_have_their_own_limits_and_failures(tmp_path,
             assert found[position].value == name
         else:
             assert failure in found[position].failure
+            assert found[position].over_limit == (position != 200)
     assert log.read_text().split() == names
     kept = [name for name in names if name not in ("exit", "segfault", "hang")]
     assert capsys.readouterr().out.splitlines() == [f"output of {name}" for name in kept]
@@ -206,14 +195,31 @@ def test_unpicklable_arguments_are_named(pool):
     assert "arguments that cannot be sent" in outcome.failure
 
 
-def inner_function():
-    def inside(x):
-        return x
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(pool_module, "STOPPED_SECONDS", 1.0)
+    pool = ProcessPool(1)
+    yield pool
+    pool.close()
 
-    return inside
+
+def test_a_stopped_process_that_had_not_begun_its_call_is_replaced(impatient, caplog):
+    pid, _ = impatient.run(call("which_process"), Limits(wall_seconds=5)).value
+    os.kill(pid, signal.SIGSTOP)
+    results = dict(impatient.map([call("which_process")] * 3, Limits(wall_seconds=5)))
+    assert sorted(results) == [0, 1, 2]
+    assert all(outcome.failure is None and outcome.value[0] != pid for outcome in results.values())
+    assert f"process {pid} of a reward function is stopped (SIGSTOP): it is killed" in caplog.text
 
 
-@pytest.mark.parametrize("func", [lambda x: x, inner_function(), print, Path.exists])
+def test_the_call_of_a_stopped_process_has_failed(impatient):
+    """Also without a limit of its time."""
+    results = dict(impatient.map([call("stop_itself"), call("which_process")], Limits()))
+    assert "was stopped by SIGSTOP" in results[0].failure and results[0].over_limit
+    assert results[1].failure is None
+
+
+@pytest.mark.parametrize("func", [lambda x: x, (lambda: lambda x: x)(), print, Path.exists])
 def test_functions_without_an_address_raise(func):
     with pytest.raises(ValueError, match="cannot be called in another process"):
         address_of(func)

@@ -144,14 +144,17 @@ def short_limits(monkeypatch):
 
 
 SLOW = r"\sum_{i=1}^{300000} \frac{\sin i}{i^i}"
+ANSWERS = [SLOW, "9^{9^9}", "10000000!", "(" * 300 + "1" + ")" * 300, r"\frac{" * 200 + "1"]
+HOSTILE = [rf"\boxed{{{answer}}}" for answer in ANSWERS]
+HOSTILE += ["9**9**9", "x " * 500_000, r"\boxed{" * 100_000, "$" * 100_000, "1/" * 100_000]  # without a box
 
 
-@pytest.mark.parametrize("answer", [SLOW, "9^{9^9}", "10000000!", "(" * 300 + "1" + ")" * 300, r"\frac{" * 200 + "1"])
+@pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("where", ["main thread", "thread"])
-def test_hostile_responses_end_in_time_and_score_zero(answer, where, short_limits):
+def test_hostile_responses_end_in_time_and_score_zero(text, where, short_limits):
     maths.is_equivalent(r"\boxed{\ln 1}", "0")  # exclude the start of the worker from the measured time
     begun, found = time.monotonic(), []
-    score = lambda: found.append(maths.math_reward("math", f"\\boxed{{{answer}}}", "3")["acc"])  # noqa: E731
+    score = lambda: found.append(maths.math_reward("math", text, "3")["acc"])  # noqa: E731
     if where == "thread":
         thread = threading.Thread(target=score)
         thread.start()
@@ -159,14 +162,6 @@ def test_hostile_responses_end_in_time_and_score_zero(answer, where, short_limit
     else:
         score()
     assert found == [0.0]
-    assert time.monotonic() - begun < 3
-
-
-@pytest.mark.parametrize("text", ["9**9**9", "x " * 500_000, r"\boxed{" * 100_000, "$" * 100_000, "1/" * 100_000])
-def test_hostile_texts_without_a_box_end_in_time(text, short_limits):
-    maths.is_equivalent(r"\boxed{\ln 1}", "0")  # exclude the start of the worker from the measured time
-    begun = time.monotonic()
-    assert maths.math_reward("math", text, "3")["score"] == 0.0
     assert time.monotonic() - begun < 3
 
 

@@ -56,38 +56,26 @@ def test_a_system_call_by_its_number_is_refused_too():
 
 
 @needs_landlock
-@pytest.mark.parametrize("act", ["open({!r}).read()", "import os; os.listdir(os.path.dirname({!r}))"])
-def test_no_program_reads_the_files_of_the_user(act, tmp_path):
-    (tmp_path / "secret").write_text("of the user")
-    assert refused(act.format(str(tmp_path / "secret")))
-
-
-@needs_landlock
-def test_no_program_reads_the_command_lines_of_other_processes():
-    assert refused(f"open('/proc/{os.getpid()}/cmdline').read()")
-
-
-@needs_landlock
 @pytest.mark.parametrize(
     "act",
     [
-        "open({!r}, 'a').write('x')",
-        "import os; os.remove({!r})",
-        "import os; os.link({!r}, 'link')",
-        "import os; os.symlink({!r}, 'link'); open('link').read()",
-        "import os; os.rename({!r}, 'mine')",
+        "open({file!r}).read()",
+        "os.listdir({folder!r})",
+        f"open('/proc/{os.getpid()}/cmdline').read()",
+        "open({file!r}, 'a').write('x')",
+        "open({folder!r} + '/new', 'w')",
+        "os.remove({file!r})",
+        "os.link({file!r}, 'link')",
+        "os.symlink({file!r}, 'link'); open('link').read()",
+        "os.rename({file!r}, 'mine')",
+        *(f"os.open('/proc/self/fd/{stream}', os.O_WRONLY)" for stream in range(3)),
     ],
 )
-def test_no_program_changes_or_takes_a_file(act, tmp_path):
+def test_no_program_reads_or_changes_what_is_not_its_own(act, tmp_path):
+    """The files of the user, the command lines of other processes, and its standard streams."""
     (tmp_path / "file").write_text("of the user")
-    assert refused(act.format(str(tmp_path / "file")))
+    assert refused("import os; " + act.format(file=str(tmp_path / "file"), folder=str(tmp_path)))
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "of the user"
-
-
-@needs_landlock
-def test_no_program_writes_outside_of_its_folder(tmp_path):
-    assert refused(f"open({str(tmp_path / 'new')!r}, 'w')")
-    assert not os.listdir(tmp_path)
 
 
 USES_OF_MULTIPROCESSING = {
@@ -153,12 +141,6 @@ def test_standard_input_cannot_be_written(mounts, monkeypatch):
     code = "import os\ntry:\n    os.write(0, b'x')\nexcept OSError as error:\n    print(error.errno, input())\n"
     limits = Limits(60.0, memory_bytes=1 << 30)
     assert run_program(code, limits=limits, stdin="given\n")[0].stdout == "9 given\n"  # EBADF
-
-
-@needs_landlock
-@pytest.mark.parametrize("stream", [0, 1, 2])
-def test_standard_streams_cannot_be_opened_again_for_writing(stream):
-    assert refused(f"import os; os.open('/proc/self/fd/{stream}', os.O_WRONLY)")
 
 
 @needs_seccomp

@@ -1,6 +1,7 @@
 """Reward managers in the form of public verl, and functions of the whole batch."""
 
 import asyncio
+import pickle
 
 import numpy as np
 import pytest
@@ -8,9 +9,18 @@ import torch
 
 from tests.rewards.test_reward_managers import SAMPLES, WIDTH, make_batch, tokenizer  # noqa: F401 (a fixture)
 from verl.registry import import_module
-from verl.rewards import RewardError, as_reward_manager, load_reward_manager, register_reward_manager
+from verl.rewards import (
+    RewardError,
+    as_reward_manager,
+    load_reward_manager,
+    register_reward_manager,
+    resolve_reward_function,
+)
 from verl.rewards.outcome import QuarantineError
+from verl.rewards.public_managers import IsolatedFunction
+from verl.rewards.sandbox.pool import Limits, ProcessPool
 
+CONFIG = {"data": {"max_response_length": 3}}
 EXAMPLE = "examples/reward_fn/public_reward_manager.py"
 
 SINGLE = """
@@ -54,13 +64,8 @@ def judge(tmp_path):
 
 
 def load(tokenizer, function="compute_score", **kwargs):  # noqa: F811
-    return load_reward_manager(
-        tokenizer,
-        function_path=SAMPLES,
-        function_name=function,
-        config={"data": {"max_response_length": 3}},
-        **kwargs,
-    )
+    settings = {"function_path": SAMPLES, "function_name": function, "config": CONFIG}
+    return load_reward_manager(tokenizer, **(settings | kwargs))
 
 
 @pytest.mark.parametrize("by_path", [False, True])
@@ -82,13 +87,7 @@ def test_a_manager_that_is_called_with_the_batch(tokenizer, by_path):  # noqa: F
 def test_a_manager_that_scores_single_samples(tokenizer, judge, kind, tmp_path):  # noqa: F811
     function = "compute_score(data_source, solution_str, ground_truth, extra_info=None)"
     (tmp_path / "score.py").write_text(f"{kind} {function}:\n    return float(solution_str == ground_truth)\n")
-    scored = load_reward_manager(
-        tokenizer,
-        function_path=str(tmp_path / "score.py"),
-        manager="Judge",
-        manager_path=judge,
-        config={"data": {"max_response_length": 3}},
-    )
+    scored = load(tokenizer, function_path=str(tmp_path / "score.py"), manager="Judge", manager_path=judge)
     batch = make_batch(["abc", "cd", "a"], truths=["abc", "x", "a"])
     result = scored(batch, return_dict=True)
     assert result["reward_tensor"].nonzero().tolist() == [[0, 2], [2, 0]]
@@ -162,6 +161,17 @@ def test_parameters_of_the_constructor(tokenizer):  # noqa: F811
         load(tokenizer, manager="mine", manager_kwargs={"limits": 1})
     with pytest.raises(ValueError, match="expected a subclass of RewardManager, or a class with the method"):
         register_reward_manager("other")(dict)
+
+
+def test_a_function_in_a_worker_gets_its_parameters_and_further_keywords():
+    """Also when a manager sends it to a process of its own."""
+    pool, sample = ProcessPool(1), ("any", "a", "a")
+    function = resolve_reward_function(SAMPLES, "weighted", reward_kwargs={"weight": 3.0})
+    called = IsolatedFunction(function, pool, Limits(60.0))
+    assert called(*sample, more=1) == pickle.loads(pickle.dumps(called))(*sample, more=1) == 3.0
+    called = IsolatedFunction(resolve_reward_function(SAMPLES, "keywords"), pool, Limits(60.0))
+    assert called(*sample, extra_info={}, more=1) == {"score": 1.0, "names": ["extra_info", "more"]}
+    pool.close()
 
 
 def per_token(batch):

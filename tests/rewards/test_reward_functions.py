@@ -48,10 +48,8 @@ def test_the_name_is_optional_and_parameters_come_in_any_order():
 
 def test_kwargs_set_other_parameters():
     assert score(resolve_reward_function(SAMPLES, "weighted", reward_kwargs={"weight": 3.0})) == 3.0
-    assert score(ScoreFunction(lambda solution_str, ground_truth, **kwargs: sorted(kwargs))) == [
-        "data_source",
-        "extra_info",
-    ]
+    names = score(ScoreFunction(lambda solution_str, ground_truth, **kwargs: sorted(kwargs)))
+    assert names == ["data_source", "extra_info"]
 
 
 class Judge:
@@ -113,20 +111,18 @@ EXAMPLES = {
 }
 
 
-def test_model_score_returns_the_score_of_the_reward_model():
-    score = resolve_reward_function(registered="model_score")
-    sample = {"data_source": "any", "solution_str": "yes", "ground_truth": None}
-    assert score(**sample, extra_info={"rm_score": -1.5}) == -1.5
-    with pytest.raises(ValueError, match=r"set reward\.reward_model\.enable=true"):
-        score(**sample, extra_info={})
-
-
-def test_the_score_of_an_agent():
-    score = resolve_reward_function(registered="agent_score")
-    sample = {"data_source": "any", "solution_str": "yes", "ground_truth": None}
-    assert score(**sample, extra_info={"agent_score": 0.5}) == 0.5
-    with pytest.raises(ValueError, match="return one from the agent"):
-        score(**sample, extra_info={"agent_score": None})
+@pytest.mark.parametrize(
+    ("name", "key", "missing", "message"),
+    [
+        ("model_score", "rm_score", {}, r"set reward\.reward_model\.enable=true"),
+        ("agent_score", "agent_score", {"agent_score": None}, "return one from the agent"),
+    ],
+)
+def test_scores_that_were_computed_before(name, key, missing, message):
+    function = resolve_reward_function(registered=name)
+    assert score(function, extra={key: -1.5}) == -1.5
+    with pytest.raises(ValueError, match=message):
+        score(function, extra=missing)
 
 
 @pytest.mark.parametrize("name", sorted({*REWARD_FUNCTION_REGISTRY} - {"model_score", "agent_score"}))
@@ -198,6 +194,17 @@ def test_a_data_source_can_be_registered(monkeypatch):
         ("<think>4 or 5</think><answer> 5 </answer>", "5", True),
         ("<think>5</think><answer>4</answer>", "5", False),
         ("", "7", False),
+        # references in words
+        ("Paris", "The answer is Paris.", True),
+        (r"\boxed{\text{Paris}}", "The answer is Paris.", True),
+        ("London", "The answer is Paris.", False),
+        ("#### 42", "The answer is 42 apples.", True),
+        ("The answer is 42 apples.", "42 apples", True),
+        ("42", "42%", True),
+        ("The answer is 12 Monkeys.", "The answer is 12 Angry Men.", False),
+        ("The answer is 4 August.", "4 July", False),
+        ("I counted 66", "Route 66", False),
+        ("The answer is 7.", "#### 007", False),
     ],
 )
 def test_accuracy_reward(response, reference, right):
@@ -215,25 +222,6 @@ def test_accuracy_reward_takes_the_final_answer_of_the_reference(reference):
     wrong += [r"42, so \boxed{43}", "The answer is 42? No, the answer is 43.", "142"]
     assert [r for r in right if accuracy_reward(r, reference) != 1.0] == []
     assert [w for w in wrong if accuracy_reward(w, reference) != 0.0] == []
-
-
-@pytest.mark.parametrize(
-    "response, reference, right",
-    [
-        ("Paris", "The answer is Paris.", True),
-        (r"\boxed{\text{Paris}}", "The answer is Paris.", True),
-        ("London", "The answer is Paris.", False),
-        ("#### 42", "The answer is 42 apples.", True),
-        ("The answer is 42 apples.", "42 apples", True),
-        ("42", "42%", True),
-        ("The answer is 12 Monkeys.", "The answer is 12 Angry Men.", False),
-        ("The answer is 4 August.", "4 July", False),
-        ("I counted 66", "Route 66", False),
-        ("The answer is 7.", "#### 007", False),
-    ],
-)
-def test_accuracy_reward_with_references_in_words(response, reference, right):
-    assert accuracy_reward(response, reference) == float(right)
 
 
 MINE = """

@@ -86,11 +86,8 @@ def test_a_tool_of_public_verl_keeps_an_instance_per_trajectory(public_tool):
 def test_the_schema_is_what_the_template_receives(public_tool):
     (schema,) = tool_schemas(public_tool, None)
     parameters = {"type": "object", "properties": {"answer": {"type": "string", "description": "the answer"}}}
-    function = {
-        "name": "check",
-        "description": "Check an answer.",
-        "parameters": {**parameters, "required": ["answer"]},
-    }
+    parameters["required"] = ["answer"]
+    function = {"name": "check", "description": "Check an answer.", "parameters": parameters}
     assert schema == {"type": "function", "function": function}
 
 
@@ -184,21 +181,18 @@ def test_missing_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("side", "expected"),
+    ("side", "limit", "expected"),
     [
-        ("left", "abcd...(truncated)"),
-        ("right", "(truncated)...ghij"),
-        ("middle", "ab...(truncated)...ij"),
+        ("left", 4, "abcd...(truncated)"),
+        ("right", 4, "(truncated)...ghij"),
+        ("middle", 4, "ab...(truncated)...ij"),
+        ("middle", 5, "ab...(truncated)...ij"),
+        ("middle", 1, "...(truncated)..."),
     ],
 )
-def test_truncation(side, expected):
-    assert truncate_text("abcdefghij", 4, side) == expected
-    assert truncate_text("abcd", 4, side) == "abcd"
-
-
-def test_truncation_in_the_middle_keeps_the_shorter_half_for_odd_limits():
-    assert truncate_text("abcdefghij", 5, "middle") == "ab...(truncated)...ij"
-    assert truncate_text("abcdefghij", 1, "middle") == "...(truncated)..."
+def test_truncation(side, limit, expected):
+    assert truncate_text("abcdefghij", limit, side) == expected
+    assert truncate_text("abcdefghij"[:limit], limit, side) == "abcdefghij"[:limit]
 
 
 def test_arguments_get_the_types_of_the_schema():

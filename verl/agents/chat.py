@@ -63,7 +63,8 @@ class ChatContinuation:
             )
         self.tokenizer = tokenizer
         self._settings = {**(template_kwargs or {}), "tools": list(tools) or None, "tokenize": False}
-        self._check_shown("user", "message")
+        if "message" not in self.between([{"role": "user", "content": "message"}]):
+            raise ValueError("the chat template does not show a user message after an assistant message")
 
     def between(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text from the end of a turn of the policy up to the start of its next turn.
@@ -106,8 +107,3 @@ class ChatContinuation:
         if sampled and sampled[-1] in end_ids and ids and ids[0] in end_ids:
             return ids[1:]
         return ids
-
-    def _check_shown(self, role: str, content: str) -> None:
-        """Raise ValueError unless the template writes a message after a turn of the policy."""
-        if content not in self.between([{"role": role, "content": content}]):
-            raise ValueError(f"the chat template does not show a {role} message after an assistant message")

@@ -59,10 +59,9 @@ class MultiTurnLoop:
     Args:
         config: the `rollout` section.
         tokenizer: the policy's tokenizer, with a chat template.
-        runner: runs the tools; by default the one of `multi_turn.tool_isolation`.
     """
 
-    def __init__(self, config: BaseModel, tokenizer: Any, runner: ToolRunner | None = None):
+    def __init__(self, config: BaseModel, tokenizer: Any):
         self.config, self.tokenizer = config.multi_turn, tokenizer
         files = self.config.tool_config_path, self.config.function_tool_path
         schemas = tool_schemas(*files)
@@ -82,7 +81,11 @@ class MultiTurnLoop:
             self.config.max_tool_response_length,
             self.config.tool_response_truncate_side,
         )
-        self.runner = runner or make_runner(settings, self.config)
+        self.runner: ToolRunner
+        if self.config.tool_isolation == "none":
+            self.runner = ToolsInProcess(settings)
+        else:
+            self.runner = ToolProcesses(settings, self.config.tool_processes)
         self._number = 0
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
@@ -156,9 +159,12 @@ class MultiTurnLoop:
         calls: list[FunctionCall] = []
         if self.parser is not None:
             _, calls = await self.parser.extract_tool_calls(completion.token_ids)
-        max_turns, max_user_turns = self.config.max_assistant_turns, self.config.max_user_turns
-        no_turn_left = max_turns is not None and trajectory.turns >= max_turns
-        if calls and (no_turn_left or (max_user_turns is not None and trajectory.user_turns >= max_user_turns)):
+        limits = (
+            (self.config.max_assistant_turns, trajectory.turns),
+            (self.config.max_user_turns, trajectory.user_turns),
+        )
+        is_last = any(limit is not None and count >= limit for limit, count in limits)
+        if calls and is_last:
             return []
         if state.interaction is not None:
             text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
@@ -170,7 +176,6 @@ class MultiTurnLoop:
         else:
             return []
         state.messages += messages
-        is_last = no_turn_left or (max_user_turns is not None and trajectory.user_turns >= max_user_turns)
         return [] if is_last else messages
 
     async def _run_tools(
@@ -257,13 +262,6 @@ class MultiTurnLoop:
         logger.warning("%s: %s", operation, error)
         trajectory.count("tool_errors")
         trajectory.count("tool_timeouts", error.timed_out)
-
-
-def make_runner(settings: ToolSettings, config: BaseModel) -> ToolRunner:
-    """The runner of `multi_turn.tool_isolation`. config: the `multi_turn` section."""
-    if config.tool_isolation == "none":
-        return ToolsInProcess(settings)
-    return ToolProcesses(settings, config.tool_processes)
 
 
 def _checked(name: str, value: Any) -> Mapping[str, Any]:

@@ -1,7 +1,6 @@
 """The implementation of `verl.protocol.DataProto`, by subject.
 
-containers     the three containers; operations on columns and metadata
+containers     the three containers; operations on columns and metadata; `DataProtoConfig`
 rows           operations on rows
-padding        the setting for chunks of unequal size
 serialization  tensors as plain containers
 """

@@ -1,6 +1,7 @@
 """The containers of a batch, and operations on columns and metadata; `rows.py` has the operations on rows."""
 
 import copy
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -8,13 +9,39 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from verl.batch.padding import DataProtoConfig
 from verl.columns import DataProtoValidationError, check_layout
 from verl.registry import did_you_mean
 from verl.utils.equality import same
 
 # entries of meta_info that every operator adds to: merged, while other entries are replaced
 MERGED_ENTRIES = ("metrics", "timing")
+
+
+class _AutoPadding(type):
+    """Gives `DataProtoConfig` a class property."""
+
+    auto_padding_key = "_verl_auto_padding"
+    _enabled = False
+
+    @property
+    def auto_padding(cls) -> bool:
+        """Whether every batch may be split into chunks of unequal size; VERL_AUTO_PADDING=1 sets it too."""
+        return cls._enabled or os.environ.get("VERL_AUTO_PADDING", "").upper() in ("TRUE", "1")
+
+    @auto_padding.setter
+    def auto_padding(cls, enabled: bool) -> None:
+        if not isinstance(enabled, bool):
+            raise ValueError(f"DataProtoConfig.auto_padding: expected True or False, found {enabled!r}")
+        cls._enabled = enabled
+
+
+class DataProtoConfig(metaclass=_AutoPadding):
+    """Settings of all batches of this process.
+
+    Attributes:
+        auto_padding: let `chunk` split a number of rows that the number of chunks does not divide.
+        auto_padding_key: the `meta_info` entry that does the same for one batch.
+    """
 
 
 class Containers:

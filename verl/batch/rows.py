@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from verl.batch.padding import DataProtoConfig
+from verl.batch.containers import DataProtoConfig
 from verl.columns import DataProtoValidationError
 
 

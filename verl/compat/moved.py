@@ -67,6 +67,7 @@ MOVED = {
     "verl.rollout.joint_memory": "verl.rollout.native.model",
     "verl.rollout.kernels": "verl.rollout.native.triton_kernels",
     "verl.rollout.stopping": "verl.rollout.stop_strings",
+    "verl.batch.padding": "verl.batch.containers",
     "verl.rewards.gsm8k": "verl.rewards.rules.gsm8k",
     "verl.rewards.maths": "verl.rewards.rules.maths",
     "verl.rewards.choice": "verl.rewards.rules.choice",

@@ -64,17 +64,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_values(row: Mapping[str, Any], location: str) -> None:
-    """Raise ValueError for values nested too deeply, and for a ground truth that is infinite."""
-    level: list[Any] = list(row.values())
-    for _ in range(_DEEPEST):
-        level = [x for each in level if isinstance(each, dict | list) for x in _children(each)]
+    """Raise ValueError for values nested too deeply."""
+    level: list[Any] = [dict(row)]
+    for _ in range(_DEEPEST + 1):
+        children = (x for each in level for x in (each.values() if isinstance(each, dict) else each))
+        level = [x for x in children if isinstance(x, dict | list)]
         if not level:
             return
     raise ValueError(f"{location}: values are nested more than {_DEEPEST} deep")
-
-
-def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return [x for x in (value.values() if isinstance(value, dict) else value) if isinstance(x, dict | list)]
 
 
 def usable_rows(

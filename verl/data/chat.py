@@ -131,7 +131,8 @@ class DialogueReader:
 
     def __init__(self, policy: Any, reader: Any):
         self.policy, self.reader = policy, reader
-        self.same = reader.chat_template == policy.chat_template and _same_tokens(policy, reader)
+        self.same = reader.chat_template == policy.chat_template and reader.get_vocab() == policy.get_vocab()
+        self.same = self.same and reader.special_tokens_map == policy.special_tokens_map
 
     def __call__(self, batch: DataProto) -> list[list[int]]:
         """Token ids of the B dialogues of a batch.
@@ -161,11 +162,6 @@ class DialogueReader:
         ]
         texts = render_chats(self.reader, chats, add_generation_prompt=False, location=lambda i: f"dialogue {i}")
         return encode(self.reader, texts, add_special_tokens=False)
-
-
-def _same_tokens(a: Any, b: Any) -> bool:
-    """Whether two tokenizers map ids to the same tokens."""
-    return a.get_vocab() == b.get_vocab() and a.special_tokens_map == b.special_tokens_map
 
 
 def _unpadded(ids: torch.Tensor, attended: torch.Tensor) -> list[list[int]]:

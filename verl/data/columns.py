@@ -19,6 +19,14 @@ PROMPT_KEY = _DEFAULTS.prompt_key
 GROUND_TRUTH_KEY = _DEFAULTS.ground_truth_key
 #: columns of TRL that replace missing default columns
 _OTHER_PROMPT, _OTHER_TRUTH = "messages", "solution"
+#: settings that name a column -> what it is for; the rows need those that are not the default, and the prompt
+_PURPOSES = {
+    "prompt_key": " for the prompt",
+    "ground_truth_key": " for the ground truth",
+    "image_key": "",
+    "video_key": "",
+    "reward_fn_key": " to select the reward by",
+}
 
 
 def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
@@ -43,24 +51,11 @@ def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
 
 def check_columns(rows: Rows, config: schema.DataConfig) -> None:
     """Raise ValueError if the rows lack a column that the settings name: prompt, media, ground truth or reward key."""
-    if config.prompt_key not in rows.columns:
-        raise ValueError(
-            f"{rows.names}: no column {config.prompt_key!r} for the prompt (data.prompt_key): "
-            f"{did_you_mean(config.prompt_key, rows.columns)}"
-        )
-    if config.ground_truth_key != GROUND_TRUTH_KEY and config.ground_truth_key not in rows.columns:
-        raise ValueError(
-            f"{rows.names}: no column {config.ground_truth_key!r} for the ground truth (data.ground_truth_key): "
-            f"{did_you_mean(config.ground_truth_key, rows.columns)}"
-        )
-    for name, key in (("image_key", config.image_key), ("video_key", config.video_key)):
-        if key != getattr(_DEFAULTS, name) and key not in rows.columns:
-            raise ValueError(f"{rows.names}: no column {key!r} (data.{name}): {did_you_mean(key, rows.columns)}")
-    if config.reward_fn_key != "data_source" and config.reward_fn_key not in rows.columns:
-        raise ValueError(
-            f"{rows.names}: no column {config.reward_fn_key!r} to select the reward by (data.reward_fn_key): "
-            f"{did_you_mean(config.reward_fn_key, rows.columns)}"
-        )
+    for name, purpose in _PURPOSES.items():
+        key = config[name]
+        if key not in rows.columns and (name == "prompt_key" or key != _DEFAULTS[name]):
+            fix = did_you_mean(key, rows.columns)
+            raise ValueError(f"{rows.names}: no column {key!r}{purpose} (data.{name}): {fix}")
 
 
 def other_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:
@@ -96,9 +91,8 @@ def reward_model(row: Mapping[str, Any], location: str, ground_truth_key: str) -
         raise ValueError(
             f"{location}: the ground truth (column {column!r}) is {value}: expected a finite number or text"
         )
-    missing = truth is None or truth != truth or (isinstance(truth, str | list) and len(truth) == 0)
-    if isinstance(truth, str) and not truth.strip():
-        missing = True
+    is_empty = not truth.strip() if isinstance(truth, str) else isinstance(truth, list) and not truth
+    missing = truth is None or truth != truth or is_empty
     if entry["style"] == "rule" and missing:
         raise ValueError(f"{location}: the ground truth (column {column!r}) is missing: found {row.get(column)!r}")
     return entry

@@ -1,27 +1,27 @@
-"""Shared by RLHFDataset and SFTDataset: the `data` section that they read, and tokenizing rows in chunks."""
+"""The base class of RLHFDataset and SFTDataset: files or rows, checked and tokenized in chunks."""
 
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
 from verl.config.fields import Schema, Section
 from verl.config.load import load_section
-from verl.data.files import Rows
-from verl.data.tokenization import CHUNK, ROUND_TRIPS, check_round_trips
+from verl.data.bad_rows import RepeatedRows, usable_rows
+from verl.data.files import Rows, file_list, fingerprint, rows_in_memory
+from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
+from verl.data.media_files import media_digest
+from verl.data.tokenization import CHUNK, ROUND_TRIPS, check_round_trips, prepare_tokenizer
 
 logger = logging.getLogger("verl.data")
 
-Example = TypeVar("Example")
 Encoded = tuple[list[int], list[int]]
 """Token ids, and a mask of the tokens to train on (empty for a prompt)."""
-
-
-class TokenizedDataset(Dataset):
-    """RLHFDataset or SFTDataset: it reads files or rows, checks and tokenizes them."""
 
 
 class HasGet(Protocol):
@@ -31,6 +31,103 @@ class HasGet(Protocol):
 
 
 DatasetConfig = Section | Mapping[str, Any] | HasGet | None
+
+
+class TokenizedDataset(Dataset):
+    """RLHFDataset or SFTDataset: it reads files or rows, checks and tokenizes them.
+
+    Attributes:
+        bad_rows: place and reason of rows that were dropped (`data.max_bad_rows`).
+    """
+
+    bad_rows: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: Any,
+        config: DatasetConfig,
+        processor: Any,
+        schema: type[Schema],
+    ):
+        self._rows = rows_in_memory(data_files)
+        self.data_files = [] if self._rows is not None else [str(path) for path in file_list(data_files)]
+        self.tokenizer, self.processor = tokenizer, processor
+        self.config, self.chat_template = read_data_section(config, schema)
+        self.tools = self._load_tools()
+        prepare_tokenizer(tokenizer)
+        self.media, self._refused = None, ("audios", "images", "videos", *media_columns(self.config))
+        if processor is not None:
+            kwargs = {"template_kwargs": self.config.apply_chat_template_kwargs, "chat_template": self.chat_template}
+            self.media = MediaReader(processor, tokenizer, self.config, tools=self.tools, **kwargs)
+            self._refused = ("audios",)
+
+    def _load_tools(self) -> Sequence[Mapping[str, Any]]:
+        return ()
+
+    @property
+    def fingerprint(self) -> str:
+        """See `verl.data.files.fingerprint`."""
+        return fingerprint(self._rows, self.data_files)
+
+    def _media_digest(self, rows: Rows, prompt_column: str) -> str | None:
+        """See `media_digest`; None without images."""
+        return None if self.media is None else media_digest(rows, (*media_columns(self.config), prompt_column))
+
+    def _has_template(self) -> bool:
+        return self.chat_template is not None or self.tokenizer.chat_template is not None
+
+    # ---- checks and tokens ------------------------------------------------------------------------------------------
+
+    def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Any:
+        """A row as an example. Raises ValueError if the row cannot be used."""
+        raise NotImplementedError
+
+    def _encode(self, examples: list[Any], location: Callable[[int], str]) -> Sequence[Encoded]:
+        """Tokenize examples. location: the name of example i in errors."""
+        raise NotImplementedError
+
+    def _texts(self, example: Any) -> list[str]:
+        return prompt_texts(example)
+
+    def _check_and_decode(self, row: Mapping[str, Any], rows: Rows, index: int, decoded: Collection[int]) -> Any:
+        """`_check_row`; images of the rows `decoded` are decoded."""
+        example = self._check_row(row, rows, index)
+        if isinstance(example, MediaPrompt) and index in decoded:
+            example.decode()
+        return example
+
+    def _check_fully(self, rows: Rows, row: Mapping[str, Any], index: int) -> None:
+        """Check a row, decode its images, and render it. Raises ValueError if the row cannot be used."""
+        self._encode([self._check_and_decode(row, rows, index, [index])], lambda _: rows.location(index))
+
+    def _drop_bad_rows(self, rows: Rows, count: int, only: Collection[int] | None) -> Collection[int] | None:
+        """The rows to tokenize, of the first `count` or of `only`: with `data.max_bad_rows`, those that can be used."""
+        limit = self.config.max_bad_rows
+        if limit:
+            checked = range(count) if only is None else sorted(only)
+            only, self.bad_rows = usable_rows(rows, checked, partial(self._check_fully, rows), limit)
+        return only
+
+    def _tokenized_rows(
+        self, rows: Rows, count: int, only: Collection[int] | None, repeated: RepeatedRows | None = None
+    ) -> Iterator[tuple[int, Encoded]]:
+        """Check and tokenize the first `count` rows, or `only` some, in chunks; yields row numbers and token ids.
+
+        On a sample of the rows, it is checked that the tokenizer loses no text. repeated: gets every row.
+        """
+        stride, decoded = max(count // ROUND_TRIPS, 1), rows_to_decode(count)
+        remaining = itertools.islice(enumerate(rows), count) if only is None else ((i, rows[i]) for i in sorted(only))
+        while chunk := list(itertools.islice(remaining, CHUNK)):
+            indices, examples = [index for index, _ in chunk], []
+            for index, row in chunk:
+                if repeated is not None:
+                    repeated.add(index, row)
+                examples.append(self._check_and_decode(row, rows, index, decoded))
+            encoded = self._encode(examples, lambda i, indices=indices: rows.location(indices[i]))
+            texts = [self._texts(example) for example in examples]
+            check_round_trips(self.tokenizer, texts, [ids for ids, _ in encoded], stride, indices, rows.location)
+            yield from zip(indices, encoded)
 
 
 def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any, str | None]:
@@ -75,38 +172,6 @@ def rows_to_use(rows: Rows, max_samples: int) -> int:
     if count < len(rows):
         logger.info("using the first %s of %s rows", f"{count:,}", f"{len(rows):,}")
     return count
-
-
-def tokenize_rows(
-    tokenizer: Any,
-    rows: Rows,
-    count: int,
-    *,
-    read: Callable[[Mapping[str, Any], int], Example],
-    texts_of: Callable[[Example], list[str]],
-    encode: Callable[[list[Example], Callable[[int], str]], Sequence[Encoded]],
-    only: Collection[int] | None = None,
-) -> Iterator[tuple[int, Encoded]]:
-    """Tokenize the first `count` rows in chunks, and check on a sample of them that the tokenizer loses no text.
-
-    Args:
-        only: indices of the rows to tokenize; None: all of the first `count`.
-        read: (row, its number) -> example; raises ValueError for an invalid row.
-        texts_of: example -> its texts.
-        encode: (examples, name of example i in errors) -> their token ids.
-
-    Yields:
-        The number of a row and its token ids.
-    """
-    stride = max(count // ROUND_TRIPS, 1)
-    remaining = itertools.islice(enumerate(rows), count) if only is None else ((i, rows[i]) for i in sorted(only))
-    while chunk := list(itertools.islice(remaining, CHUNK)):
-        indices = [index for index, _ in chunk]
-        examples = [read(row, index) for index, row in chunk]
-        encoded = encode(examples, lambda i, indices=indices: rows.location(indices[i]))
-        texts = [texts_of(example) for example in examples]
-        check_round_trips(tokenizer, texts, [ids for ids, _ in encoded], stride, indices, rows.location)
-        yield from zip(indices, encoded)
 
 
 def describe_overlong(overlong: Mapping[int, int], rows: Rows) -> str:

@@ -10,12 +10,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from verl.data.readers import RowTable, count_rows, open_file
+from verl.data.readers import File, RowTable, count_rows, open_file
 from verl.utils.data_names import SUFFIXES, DataName, is_data_file
 from verl.utils.paths import expanded
 
@@ -29,24 +29,6 @@ IN_MEMORY = "rows in memory"
 
 STREAMED_BYTES = 1 << 30
 """Files of more bytes than this in total are streamed if data.streaming is null."""
-
-
-class File(Protocol):
-    """The rows of one file or dataset. source: the data source of rows that name none."""
-
-    path: Path
-    source: str
-    columns: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> dict[str, Any]: ...
-
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
-
-    def location(self, row: int) -> str: ...
-
-    def to_table(self) -> pa.Table: ...
 
 
 class Rows(Sequence):
@@ -93,13 +75,11 @@ class Rows(Sequence):
 
     def source(self, row: int) -> str:
         """The data source of a row that names none: the name of its file or dataset."""
-        file, _ = self._locate(row)
-        return file.source
+        return self._locate(row)[0].source
 
     def folder(self, row: int) -> Path:
         """The folder of the file of a row, where relative paths in it start; that of rows in memory is the current."""
-        file, _ = self._locate(row)
-        return file.path.parent
+        return self._locate(row)[0].path.parent
 
     def location(self, row: int) -> str:
         """File, and row or line number, as shown in errors."""

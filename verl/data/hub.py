@@ -7,7 +7,7 @@ for `data.val_files`).
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,9 +37,6 @@ class _Converted(Sequence):
             return self._convert(self._rows[index], self._name.split, index)
         except ValueError as error:
             raise ValueError(f"{self._name}, row {index} (the first is 0): {error}") from error
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
 
 
 @functools.lru_cache(maxsize=16)  # a run opens a dataset twice: to count its rows, and to read them

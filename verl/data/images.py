@@ -189,10 +189,8 @@ class RowImage:
         if isinstance(source, Image.Image):
             self._is_shared = True
             return source
-        if isinstance(source, bytes | bytearray | memoryview):
-            return bytes(source)
-        if isinstance(source, str | Path):
-            return load_media(str(source), self._folder, self._limits.allow_urls, self._error)
+        if (data := load_media(source, self._folder, self._limits.allow_urls, self._error)) is not None:
+            return data
         if (
             isinstance(source, np.ndarray)
             and source.dtype == np.uint8

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verl.utils.boxed import last_boxed
@@ -65,16 +66,13 @@ def gsm8k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
     return _row(GSM8K, prompt, GSM8K_INSTRUCTION, final_number(solution), info)
 
 
-def _math_row(source: str) -> Callable[[Mapping[str, Any], str, int], dict[str, Any]]:
-    def convert(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
-        """Convert a problem of MATH (Hendrycks et al. 2021, arXiv 2103.03874): the answer is the last box."""
-        problem, solution = _texts(row, "problem", "solution")
-        truth = last_boxed(solution)
-        if truth is None:
-            raise ValueError(f"expected a solution with \\boxed{{...}}, found {solution[-60:]!r}")
-        return _row(source, problem, MATH_INSTRUCTION, truth, {"split": split, "index": index})
-
-    return convert
+def _math_row(source: str, row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
+    """Convert a problem of MATH (Hendrycks et al. 2021, arXiv 2103.03874): the answer is the last box."""
+    problem, solution = _texts(row, "problem", "solution")
+    truth = last_boxed(solution)
+    if truth is None:
+        raise ValueError(f"expected a solution with \\boxed{{...}}, found {solution[-60:]!r}")
+    return _row(source, problem, MATH_INSTRUCTION, truth, {"split": split, "index": index})
 
 
 def geo3k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
@@ -95,7 +93,7 @@ def geo3k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
 KNOWN: dict[str, KnownDataset] = {
     GSM8K: KnownDataset(gsm8k_row, config="main"),
     GEO3K: KnownDataset(geo3k_row),
-    MATH: KnownDataset(_math_row(MATH)),
-    MATH_500: KnownDataset(_math_row(MATH_500)),
+    MATH: KnownDataset(partial(_math_row, MATH)),
+    MATH_500: KnownDataset(partial(_math_row, MATH_500)),
 }
 """Name on the hub -> its conversion. Other datasets are read as they are."""

@@ -64,16 +64,6 @@ class MediaPrompt:
         return [text for message in self.messages for text in _texts(message["content"])]
 
 
-@dataclass(frozen=True)
-class ProcessedPrompt:
-    """A decoded prompt: the columns `prompt_ids`, `raw_prompt_ids`, `multi_modal_data`, `multi_modal_inputs`."""
-
-    prompt_ids: list[int]
-    raw_prompt_ids: list[int]
-    data: dict[str, list[Any]]
-    inputs: dict[str, Any]
-
-
 #: names of columns, without a plural s, that a dataset with another `data.image_key` or `data.video_key` may have
 _NAMES = {"image": {"image", "img", "picture", "photo", "image_path"}, "video": {"video", "clip", "video_path"}}
 _SUFFIXES = {"image": r"\.(png|jpe?g|webp|bmp|tiff?)", "video": r"\.(mp4|avi|mov|webm|mkv|gif)"}
@@ -211,7 +201,7 @@ class MediaReader:
         Raises:
             MediaError: an image that cannot be used, or a chat template without placeholders.
         """
-        return encode(self.tokenizer, [self.expander(prompt)(self._text(prompt))], add_special_tokens=False)[0]
+        return encode(self.tokenizer, [self.expander(prompt)(self.render(prompt))], add_special_tokens=False)[0]
 
     def expander(self, prompt: MediaPrompt) -> Callable[[str], str]:
         """A function that expands the placeholders of the rendered prompt, or of its parts one after the other."""
@@ -229,13 +219,16 @@ class MediaReader:
         pattern = re.compile("|".join(map(re.escape, modalities)))
         return lambda text: pattern.sub(expanded, text)
 
-    def process(self, prompt: MediaPrompt) -> ProcessedPrompt:
+    def process(self, prompt: MediaPrompt) -> dict[str, Any]:
         """Decode the images and videos, and run the processor.
+
+        Returns:
+            The columns prompt_ids, raw_prompt_ids, multi_modal_data and multi_modal_inputs.
 
         Raises:
             MediaError: an image or video that cannot be used, or that the processor refuses.
         """
-        text = self._text(prompt)
+        text = self.render(prompt)
         media = _video_inputs(prompt.videos)
         if prompt.images:
             media["images"] = [image.decode() for image in prompt.images]
@@ -247,7 +240,8 @@ class MediaReader:
         if prompt.videos:  # engines need the times of the frames, and must not choose among them
             metadata = ({**entry, "do_sample_frames": False} for entry in media["video_metadata"])
             data["videos"] = list(zip(media["videos"], metadata))
-        return ProcessedPrompt(outputs["input_ids"][0].tolist(), raw, data, inputs)
+        ids = outputs["input_ids"][0].tolist()
+        return {"prompt_ids": ids, "raw_prompt_ids": raw, "multi_modal_data": data, "multi_modal_inputs": inputs}
 
     def columns(self, prompt: Any, prompt_ids: list[int]) -> dict[str, Any]:
         """The columns of media of an item, decoded if the prompt is a MediaPrompt.
@@ -261,17 +255,13 @@ class MediaReader:
         """
         if not isinstance(prompt, MediaPrompt):
             return {"raw_prompt_ids": prompt_ids, "multi_modal_data": None, "multi_modal_inputs": None}
-        processed = self.process(prompt)
-        if processed.prompt_ids != prompt_ids:
+        columns = self.process(prompt)
+        if (ids := columns.pop("prompt_ids")) != prompt_ids:
             raise MediaError(
                 f"{prompt.location}: expected the {len(prompt_ids):,} tokens that the prompt had when the data was "
-                f"read, found {len(processed.prompt_ids):,}: the files of the images or videos have changed"
+                f"read, found {len(ids):,}: the files of the images or videos have changed"
             )
-        return {
-            "raw_prompt_ids": processed.raw_prompt_ids,
-            "multi_modal_data": processed.data,
-            "multi_modal_inputs": processed.inputs,
-        }
+        return columns
 
     def tensors(self, example: Any, ids: Sequence[int]) -> dict[str, Any] | None:
         """The processor's tensors of an SFT example; None for a text-only one.
@@ -288,20 +278,16 @@ class MediaReader:
         processed = self.process(example)
         tokens = filter(None, map(self._token, _MODALITIES))
         special = {self.tokenizer.convert_tokens_to_ids(token) for token in tokens}
-        expected, count = (sum(token in special for token in tokens) for tokens in (ids, processed.prompt_ids))
+        expected, count = (sum(token in special for token in tokens) for tokens in (ids, processed["prompt_ids"]))
         if count != expected:
             raise MediaError(
                 f"{example.location}: expected {expected:,} image and video tokens, found {count:,}: the files of the "
                 "images or videos have changed"
             )
-        return processed.inputs
+        return processed["multi_modal_inputs"]
 
-    def check_text(self, prompt: MediaPrompt) -> None:
-        """Raise MediaError if the rendered chat has another number of placeholders than images and videos."""
-        self._text(prompt)
-
-    def _text(self, prompt: MediaPrompt) -> str:
-        """The rendered chat, with one placeholder for each image and video."""
+    def render(self, prompt: MediaPrompt) -> str:
+        """The rendered chat. Raises MediaError if it has not one placeholder for each image and video."""
         if self._rendering["chat_template"] is None and self.tokenizer.chat_template is None:
             raise MediaError(f"{prompt.location}: images need a chat template: set model.custom_chat_template")
         (text,) = render_chats(
@@ -368,7 +354,12 @@ def rows_to_decode(count: int) -> Collection[int]:
     """The rows whose images are decoded when the data is read: evenly spaced ones; all in a strict check."""
     if strict_check_enabled():
         return range(count)
-    return {*range(min(_DECODED, count)), *range(0, count, max(count // _DECODED, 1))}
+    return first_and_spread(count, _DECODED)
+
+
+def first_and_spread(count: int, number: int) -> set[int]:
+    """The first `number` of `count` rows, and as many evenly spaced ones."""
+    return {*range(min(number, count)), *range(0, count, max(count // number, 1))}
 
 
 def note_unused_media_keys(data: schema.MediaSection, processor: Any) -> None:
@@ -442,11 +433,6 @@ def _has_parts(messages: Sequence[Any]) -> bool:
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
     parts = [p for c in contents if c is not None and not isinstance(c, str) for p in _as_list(c)]
     return any(isinstance(p, Mapping) and p.get("type", "image") != "text" for p in parts)
-
-
-def has_media(message: Message) -> bool:
-    """Whether a message of a MediaPrompt has an image or video."""
-    return not isinstance(message["content"], str)
 
 
 def _texts(content: Any) -> list[str]:

@@ -36,11 +36,11 @@ class MediaError(ValueError):
     """An image or video that cannot be used. The message names file and row, expected and found value."""
 
 
-def load_media(text: str, folder: Path, allow_urls: bool, error: Callable[[str], MediaError]) -> bytes:
-    """The bytes of an image or video.
+def load_media(source: Any, folder: Path, allow_urls: bool, error: Callable[[str], MediaError]) -> bytes | None:
+    """The bytes of an image or video; None for a source of another kind.
 
     Args:
-        text: a path, a data URI, base64 text or a URL.
+        source: bytes, or as text a path, a data URI, base64 text or a URL.
         folder: the folder that relative paths start from.
         allow_urls: whether URLs are downloaded (data.allow_image_urls).
         error: returns an error that names the row, for a message "expected ..., found ...".
@@ -49,6 +49,11 @@ def load_media(text: str, folder: Path, allow_urls: bool, error: Callable[[str],
         MediaError: no such file, one that cannot be read, invalid base64 text, or a URL that is not allowed or cannot
             be downloaded.
     """
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    if not isinstance(source, str | Path):
+        return None
+    text = str(source)
     if text[:5].lower() == "data:":
         return _from_base64(urllib.parse.unquote(text.partition(",")[2]), error)
     if _URL.match(text):

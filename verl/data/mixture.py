@@ -52,18 +52,6 @@ class Mixture(Dataset):
         row = self.datasets[number][item - self._ends[number] + self.sizes[number]]
         return {key: row[key] for key in self._keys}
 
-    @staticmethod
-    def parts_of(dataset: Any, count: int) -> tuple[list[str], list[int]]:
-        """Names and sizes of the datasets of a mixture. Raises ValueError unless there are `count` datasets."""
-        if not isinstance(dataset, Mixture):
-            raise ValueError(
-                "data.train_weights mixes the files of data.train_files, but the dataset was given as an object: "
-                "remove data.train_weights"
-            )
-        if len(dataset.datasets) != count:
-            raise ValueError(f"data.train_weights: expected {len(dataset.datasets)} weights, found {count}")
-        return dataset.names, dataset.sizes
-
 
 def datasets_of(dataset: Any) -> list[Any]:
     """The datasets of a mixture; a list of `dataset` itself if it is no mixture."""

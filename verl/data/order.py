@@ -8,6 +8,7 @@ PromptSource       either as a source of `DataProto` batches: the first operator
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,20 +30,36 @@ def check_batch_size(batch_size: int, rows: int) -> None:
         )
 
 
-def shuffled(rows: int, *key: int) -> np.ndarray:
-    """The row numbers 0 .. rows-1 in an order that depends only on `key`."""
-    return np.random.default_rng(key).permutation(rows)
-
-
-class ResumableSampler:
-    """Endless batches of row numbers, shuffled in every epoch.
-
-    The order of an epoch depends only on (seed, epoch). Rows that do not fill the last batch of an epoch are dropped;
-    with `shuffle` these are different rows in each epoch.
+class _Sampler:
+    """Endless batches, of which `step` have been drawn.
 
     Attributes:
         epoch: the epoch of the next batch.
         step_in_epoch: the position of the next batch in its epoch.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool):
+        self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
+        self.step = 0
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # dataset -> (pass, its order)
+
+    steps_per_epoch = property(lambda self: self.num_rows // self.batch_size)
+    epoch = property(lambda self: self.step // self.steps_per_epoch)
+    step_in_epoch = property(lambda self: self.step % self.steps_per_epoch)
+
+    def _order(self, dataset: int, number: int, rows: int, *key: int) -> np.ndarray:
+        """The order of pass `number` over a dataset, which depends only on `key`; that of the last pass is kept."""
+        if self._orders.get(dataset, (-1,))[0] != number:
+            order = np.random.default_rng(key).permutation(rows) if self.shuffle else np.arange(rows)
+            self._orders[dataset] = number, order
+        return self._orders[dataset][1]
+
+
+class ResumableSampler(_Sampler):
+    """Endless batches of row numbers, shuffled in every epoch.
+
+    The order of an epoch depends only on (seed, epoch). Rows that do not fill the last batch of an epoch are dropped;
+    with `shuffle` these are different rows in each epoch.
     """
 
     def __init__(self, num_rows: int, batch_size: int, *, seed: int = 0, shuffle: bool = True):
@@ -51,17 +68,7 @@ class ResumableSampler:
         check_batch_size(batch_size, num_rows)
         if seed < 0:
             raise ValueError(f"seed: expected int >= 0, found {seed}")
-        self.num_rows = num_rows
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epoch = 0
-        self.step_in_epoch = 0
-        self._order: np.ndarray | None = None  # order of the current epoch; None: not computed yet
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.num_rows // self.batch_size
+        super().__init__(num_rows, batch_size, seed, shuffle)
 
     def describe(self, unit: str = "prompts") -> str:
         """Text such as "7,473 prompts: 29 steps of 256 per epoch, last 49 prompts dropped"."""
@@ -70,34 +77,19 @@ class ResumableSampler:
         steps = f"{self.num_rows:,} {unit}: {self.steps_per_epoch:,} steps of {self.batch_size:,} per epoch"
         return f"{steps}, last {dropped:,} {unit_dropped} dropped" if dropped else steps
 
-    def next_batch(self) -> tuple[int, list[int]]:
-        """The epoch and the row numbers of the next batch; advances by one step."""
-        if self._order is None:
-            key = (self.num_rows, self.seed, self.epoch)
-            self._order = shuffled(*key) if self.shuffle else np.arange(self.num_rows)
-        start = self.step_in_epoch * self.batch_size
-        epoch, rows = self.epoch, self._order[start : start + self.batch_size].tolist()
-        self.step_in_epoch += 1
-        if self.step_in_epoch == self.steps_per_epoch:
-            self.epoch, self.step_in_epoch, self._order = self.epoch + 1, 0, None
-        return epoch, rows
-
     def next_items(self) -> list[tuple[int, int]]:
         """(epoch, row number) of every prompt of the next batch; advances by one step."""
-        epoch, rows = self.next_batch()
-        return [(epoch, row) for row in rows]
+        epoch, start = self.epoch, self.step_in_epoch * self.batch_size
+        order = self._order(0, epoch, self.num_rows, self.num_rows, self.seed, epoch)
+        self.step += 1
+        return [(epoch, row) for row in order[start : start + self.batch_size].tolist()]
 
     def shares(self) -> dict[str, float]:
         """No shares of sources: there is one dataset."""
         return {}
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "num_rows": self.num_rows,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        return {name: getattr(self, name) for name in ("num_rows", "batch_size", "seed", "shuffle")}
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and everything that the order depends on."""
@@ -111,10 +103,10 @@ class ResumableSampler:
                 f"data position: epoch {state['epoch']}, step {state['step_in_epoch']} is not a position in "
                 f"{self.steps_per_epoch} steps per epoch"
             )
-        self.epoch, self.step_in_epoch, self._order = state["epoch"], state["step_in_epoch"], None
+        self.step = state["epoch"] * self.steps_per_epoch + state["step_in_epoch"]
 
 
-class MixtureSampler:
+class MixtureSampler(_Sampler):
     """Endless batches from several datasets with weights.
 
     Prompt n of the run comes from the dataset that is furthest behind its share: the one with the largest
@@ -142,28 +134,14 @@ class MixtureSampler:
         shuffle: bool = True,
     ):
         check_batch_size(batch_size, sum(sizes))
-        self.names, self.sizes, self.batch_size = list(names), list(sizes), batch_size
-        self.seed, self.shuffle = seed, shuffle
+        super().__init__(sum(sizes), batch_size, seed, shuffle)
+        self.names, self.sizes = list(names), list(sizes)
         self.weights = [float(weight) for weight in weights]
         ratios = [Fraction(str(weight)) for weight in self.weights]
         self._weights = [weight / sum(ratios) for weight in ratios]
         self._first = np.cumsum([0, *self.sizes]).tolist()
-        self.step = 0
         self.taken = [0] * len(self.sizes)
         self._last = [0] * len(self.sizes)  # prompts of each dataset in the last batch
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # dataset -> (pass, its order)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return sum(self.sizes) // self.batch_size
-
-    @property
-    def epoch(self) -> int:
-        return self.step // self.steps_per_epoch
-
-    @property
-    def step_in_epoch(self) -> int:
-        return self.step % self.steps_per_epoch
 
     def describe(self, unit: str = "prompts") -> str:
         """Text such as "8,473 prompts: 0.7 gsm8k (7,473), 0.3 own (1,000); 33 steps of 256 per epoch"."""
@@ -171,7 +149,7 @@ class MixtureSampler:
             f"{float(weight):.3g} {name} ({size:,})"
             for weight, name, size in zip(self._weights, self.names, self.sizes)
         ]
-        total = f"{sum(self.sizes):,} {unit}"
+        total = f"{self.num_rows:,} {unit}"
         return f"{total}: {', '.join(parts)}; {self.steps_per_epoch:,} steps of {self.batch_size:,} per epoch"
 
     def next_items(self) -> list[tuple[int, int]]:
@@ -185,7 +163,8 @@ class MixtureSampler:
             behind = [weight * count - taken for weight, taken in zip(self._weights, self.taken)]
             dataset = behind.index(max(behind))
             number, position = divmod(self.taken[dataset], self.sizes[dataset])
-            items.append((number, self._first[dataset] + int(self._order(dataset, number)[position])))
+            order = self._order(dataset, number, self.sizes[dataset], self.seed, dataset, number)
+            items.append((number, self._first[dataset] + int(order[position])))
             self.taken[dataset] += 1
         self._last = [after - start for after, start in zip(self.taken, before)]
         self.step += 1
@@ -194,13 +173,6 @@ class MixtureSampler:
     def shares(self) -> dict[str, float]:
         """The share of each dataset in the last batch."""
         return {name: count / self.batch_size for name, count in zip(self.names, self._last)}
-
-    def _order(self, dataset: int, number: int) -> np.ndarray:
-        if self._orders.get(dataset, (-1,))[0] != number:
-            rows = self.sizes[dataset]
-            order = shuffled(rows, self.seed, dataset, number) if self.shuffle else np.arange(rows)
-            self._orders[dataset] = (number, order)
-        return self._orders[dataset][1]
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -225,7 +197,7 @@ class MixtureSampler:
                 f"data position: {taken} prompts taken is not a position of {len(self.sizes)} datasets after step "
                 f"{state['step']} with {self.batch_size} prompts per step"
             )
-        self.step, self.taken, self._orders = state["step"], taken, {}
+        self.step, self.taken = state["step"], taken
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any], position: Sequence[str]) -> None:
@@ -278,8 +250,7 @@ class PromptSource(Stateful):
         workers: int = 0,
         batches_ahead: int = 1,
     ):
-        self.dataset = dataset
-        self.collate = collate
+        self.dataset, self.collate = dataset, collate
         self._prefetcher = None
         if workers:
             from verl.data.prefetch import Prefetcher
@@ -290,8 +261,15 @@ class PromptSource(Stateful):
         self._batch_size = batch_size
         self.sampler: ResumableSampler | MixtureSampler
         if weights:
-            names, sizes = Mixture.parts_of(dataset, len(weights))
-            self.sampler = MixtureSampler(names, sizes, weights, batch_size, seed=seed, shuffle=shuffle)
+            if not isinstance(dataset, Mixture):
+                raise ValueError(
+                    "data.train_weights mixes the files of data.train_files, but the dataset was given as an object: "
+                    "remove data.train_weights"
+                )
+            if len(dataset.datasets) != len(weights):
+                raise ValueError(f"data.train_weights: expected {len(dataset.datasets)} weights, found {len(weights)}")
+            sources = dataset.names, dataset.sizes, weights
+            self.sampler = MixtureSampler(*sources, batch_size, seed=seed, shuffle=shuffle)
         else:
             self.sampler = ResumableSampler(len(dataset), batch_size, seed=seed, shuffle=shuffle)
 
@@ -347,17 +325,9 @@ class PromptSource(Stateful):
         """Seconds that threads have spent on the last batch; 0 without threads."""
         return 0.0 if self._prefetcher is None else self._prefetcher.seconds
 
-    @property
-    def epoch(self) -> int:
-        return self.sampler.epoch
-
-    @property
-    def step_in_epoch(self) -> int:
-        return self.sampler.step_in_epoch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.sampler.steps_per_epoch
+    epoch = property(attrgetter("sampler.epoch"))
+    step_in_epoch = property(attrgetter("sampler.step_in_epoch"))
+    steps_per_epoch = property(attrgetter("sampler.steps_per_epoch"))
 
     def describe(self, unit: str = "prompts") -> str:
         reading = f"; {self._prefetcher.describe()}" if self._prefetcher is not None else ""

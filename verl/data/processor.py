@@ -73,17 +73,12 @@ def media_tokens(processor: Any) -> dict[str, int] | None:
 
 def _load(path: str, config: Any, tokenizer: Any, trust_remote_code: bool) -> Any:
     from transformers import AutoImageProcessor, AutoProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.utils import is_torchvision_available
 
-    if is_torchvision_available() or trust_remote_code:
+    registered = None if is_torchvision_available() or trust_remote_code else PROCESSOR_MAPPING[type(config)]
+    if registered is None or "video_processor" not in registered.get_attributes():
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-        processor.tokenizer = tokenizer
-        return processor
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-
-    registered = PROCESSOR_MAPPING[type(config)]
-    if "video_processor" not in registered.get_attributes():
-        processor = AutoProcessor.from_pretrained(path)
         processor.tokenizer = tokenizer
         return processor
     logger.info("torchvision is not installed: images are read by Pillow, videos are not supported")

@@ -1,7 +1,6 @@
 """Readers of one data file: its rows as dicts, in memory or from disk.
 
-A reader has `path`, `source` (the data source of rows that name none), `columns`, a length, `[row]`, iteration,
-`location(row)` (file and position, for errors) and `to_table()`. JSON Lines are always read from disk by byte offsets.
+JSON Lines are always read from disk by byte offsets.
 Parquet and CSV files are read into memory, or with streaming from a memory-mapped Arrow copy in the cache folder, which
 gives any row in constant time.
 """
@@ -9,13 +8,15 @@ gives any row in constant time.
 import array
 import csv
 import hashlib
+import itertools
 import json
 import logging
 import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,22 @@ _LOCK = threading.RLock()  # for readers that are not thread-safe
 _SAMPLE = 1024  # lines of a streamed file that define its columns
 
 
-class _File:
-    """Base class of the readers."""
+class File(ABC):
+    """The rows of one file or dataset: a reader. source: the data source of rows that name none."""
 
-    def __init__(self, path: Path):
-        self.path, self.source = path, source_name(path)
+    columns: tuple[str, ...]
+
+    def __init__(self, path: Path, source: str | None = None):
+        self.path, self.source = path, source_name(path) if source is None else source
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))  # iterating a torch dataset may not end
 
     def location(self, row: int) -> str:
         return f"{self.path}, row {row} (the first is 0)"
@@ -54,15 +66,12 @@ class _File:
             raise ValueError(f"{self.path}: a value has no type of Arrow: {error}") from error
 
 
-class ParquetFile(_File):
+class ParquetFile(File):
     """The rows of a parquet file in memory, converted to Python objects on access."""
 
     def __init__(self, path: Path):
-        try:
-            self.table = pq.read_table(path)
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: not a valid parquet file: {error}") from error
         super().__init__(path)
+        self.table = _read_parquet(pq.read_table, path)
         self.columns = tuple(self.table.column_names)
 
     def __len__(self) -> int:
@@ -79,7 +88,7 @@ class ParquetFile(_File):
         return self.table
 
 
-class JsonLines(_File):
+class JsonLines(File):
     """The rows of a file with one JSON object per line. Only the offsets of the lines are in memory.
 
     A missing key is None. With `streaming` the first lines define the columns; otherwise all lines are parsed once.
@@ -123,14 +132,11 @@ class JsonLines(_File):
             )
         return self._empty | record
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[row] for row in range(len(self)))
-
     def location(self, row: int) -> str:
         return f"{self.path}, line {self._lines[row]}"
 
 
-class JsonList(_File):
+class JsonList(File):
     """The rows of a JSON file that is a list of objects. A missing key is None."""
 
     def __init__(self, path: Path):
@@ -152,11 +158,8 @@ class JsonList(_File):
     def __getitem__(self, row: int) -> dict[str, Any]:
         return json.loads(self._rows[row])
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(json.loads, self._rows)
 
-
-class ArrowCopy(_File):
+class ArrowCopy(File):
     """The rows of a parquet or CSV file, from a memory-mapped copy in the cache folder.
 
     The copy is written once, in chunks, and used again while the file is unchanged.
@@ -201,7 +204,7 @@ class ArrowCopy(_File):
         return self._reader.read_all()
 
 
-class RowTable(_File):
+class RowTable(File):
     """Rows in memory (a sequence of dicts, such as a Hugging Face dataset or the rows of a CSV file) as a file.
 
     Args:
@@ -211,7 +214,8 @@ class RowTable(_File):
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "", source: str = "default"):
-        self.path, self.source, self._rows, self._name = Path(name or "dataframe"), source, rows, name
+        super().__init__(Path(name or "dataframe"), source)
+        self._rows, self._name = rows, name
         self.columns = tuple(rows[0]) if len(rows) else ()
 
     def __len__(self) -> int:
@@ -221,14 +225,11 @@ class RowTable(_File):
         with _LOCK:
             return dict(self._rows[row])
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[row] for row in range(len(self)))  # iterating a torch dataset may not end
-
     def location(self, row: int) -> str:
         return super().location(row) if self._name else f"row {row} (the first is 0)"
 
 
-def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonList | ArrowCopy | RowTable":
+def open_file(path: Path, streaming: bool) -> File:
     """Open a data file of any of the supported suffixes. Raises ValueError if it cannot be read."""
     suffix = path.suffix.lower()
     if suffix in (".json", ".jsonl"):
@@ -248,16 +249,20 @@ def count_rows(path: Path) -> int:
     """The number of rows of a data file, without keeping them. Of a parquet file, only the metadata is read."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        try:
-            return pq.read_metadata(path).num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: not a valid parquet file: {error}") from error
+        return _read_parquet(pq.read_metadata, path).num_rows
     if suffix == ".csv":
         return sum(1 for _ in _csv_rows(path))
     if _is_list(path):
         return len(JsonList(path))
     with path.open("rb") as file:
         return sum(1 for line in file if line.strip())
+
+
+def _read_parquet(read: Callable[[Path], Any], path: Path) -> Any:
+    try:
+        return read(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a valid parquet file: {error}") from error
 
 
 def _is_list(path: Path) -> bool:
@@ -344,16 +349,6 @@ def _batches(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         return file.schema_arrow, file.iter_batches(batch_size=_CHUNK, use_threads=False)
     rows = _csv_rows(path)
     first = next(rows, {})
-    schema = pa.schema([(name, pa.string()) for name in first])
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        chunk = [first] if first else []
-        for row in rows:
-            chunk.append(row)
-            if len(chunk) == _CHUNK:
-                yield pa.RecordBatch.from_pylist(chunk, schema)
-                chunk = []
-        if chunk:
-            yield pa.RecordBatch.from_pylist(chunk, schema)
-
-    return schema, batches()
+    schema, rows = pa.schema([(name, pa.string()) for name in first]), itertools.chain([first] if first else [], rows)
+    chunks = iter(lambda: list(itertools.islice(rows, _CHUNK)), [])
+    return schema, (pa.RecordBatch.from_pylist(chunk, schema) for chunk in chunks)

@@ -6,7 +6,6 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +16,24 @@ from verl.agents.tools.load import tool_schemas
 from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.public.upstream import upstream_defaults
-from verl.data.bad_rows import RepeatedRows, check_values, usable_rows
+from verl.data.bad_rows import RepeatedRows, check_values
 from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
-from verl.data.dataset import (
-    DatasetConfig,
-    Encoded,
-    TokenizedDataset,
-    describe_overlong,
-    read_data_section,
-    rows_to_use,
-    tokenize_rows,
-)
-from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
-from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
-from verl.data.media_files import media_digest
+from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
+from verl.data.files import Rows, extra_info_column, is_streamed, read_rows
+from verl.data.media import MediaPrompt, first_and_spread, media_columns
 from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.readers import RowTable
-from verl.data.tokenization import (
-    TokenTable,
-    encode_prompts,
-    prepare_tokenizer,
-    read_prompt,
-    refuse_media,
-    truncate,
-)
+from verl.data.tokenization import TokenTable, encode_prompts, read_prompt, refuse_media, truncate
 from verl.registry import load_object
 
 logger = logging.getLogger("verl.data")
 
 Prompt = str | list[dict[str, Any]] | MediaPrompt
-_FIRST = 1024  # rows at the start of the data that are checked before training
-_SPREAD = 1024  # further rows, spread evenly over the data
+_CHECKED = 1024  # rows at the start of the data that are checked before training, and as many evenly spaced
 
 
 class LazyPrompts:
-    """The interface of `TokenTable` without the tokens: lengths and largest id are of the rows that were checked.
+    """A `TokenTable` without the tokens: lengths and largest id are of the rows that were checked.
 
     Args:
         rows: the rows.
@@ -72,16 +54,8 @@ class LazyPrompts:
         self.checked += 1
         self.largest = max(self.largest, max(ids))
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __getitem__(self, item: int) -> list[int]:
         return self._tokenize(self.rows, item)
-
-    @staticmethod
-    def sample(count: int) -> list[int]:
-        """The rows of a dataset of `count` that are checked before training."""
-        return sorted({*range(min(_FIRST, count)), *range(0, count, max(count // _SPREAD, 1))})
 
 
 class RLHFDataset(TokenizedDataset):
@@ -111,14 +85,9 @@ class RLHFDataset(TokenizedDataset):
         processor: the processor of a vision-language model; None: rows with images or videos are an error.
         max_samples: number of rows to use, from the first on; -1: `config.train_max_samples`.
 
-    Attributes:
-
     Raises:
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
     """
-
-    #: place and reason of rows that were dropped (data.max_bad_rows)
-    bad_rows: Sequence[Mapping[str, Any]] = ()
 
     def __init__(
         self,
@@ -128,26 +97,20 @@ class RLHFDataset(TokenizedDataset):
         processor: Any = None,
         max_samples: int = -1,
     ):
-        self._rows = rows_in_memory(data_files)
-        self.data_files = [] if self._rows is not None else [str(path) for path in file_list(data_files)]
-        self.tokenizer, self.processor = tokenizer, processor
-        self.config, self.chat_template = read_data_section(config, schema.Config)
+        super().__init__(data_files, tokenizer, config, processor, schema.Config)
         self.max_samples = max_samples if max_samples >= 0 else self.config.train_max_samples
         self.prompt_key, self.truncation = self.config.prompt_key, self.config.truncation
         self.max_prompt_length = self.config.max_prompt_length
         self.filter_overlong_prompts = self.config.filter_overlong_prompts
         self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
-        self.tools = tool_schemas(self.config.tool_config_path, self.config.function_tool_path)
-        prepare_tokenizer(tokenizer)
-        self.media = None
-        if processor is not None:
-            kwargs = {"template_kwargs": self.apply_chat_template_kwargs, "chat_template": self.chat_template}
-            self.media = MediaReader(processor, tokenizer, self.config, tools=self.tools, **kwargs)
         self._tokenized: Rows | None = None
         self.streaming = self._rows is None and is_streamed(self.data_files, self.config.streaming)
         self._read_files_and_tokenize()
         if type(self).__getitem__ is RLHFDataset.__getitem__:
             self._ensure_tokenized()
+
+    def _load_tools(self) -> Sequence[Mapping[str, Any]]:
+        return tool_schemas(self.config.tool_config_path, self.config.function_tool_path)
 
     def _read_files_and_tokenize(self) -> None:
         """Set `self.dataframe` to the rows to use."""
@@ -172,7 +135,6 @@ class RLHFDataset(TokenizedDataset):
         self.prompt_key = self.config.prompt_key
         check_columns(rows, self.config)
         self._extra_info = extra_info_column(rows)
-        self._refused = ("audios",) if self.media else ("audios", "images", "videos", *media_columns(self.config))
         self._other_columns = other_columns(rows, self.config, media_columns(self.config) if self.media else ())
         if self.streaming:
             return self._stream(rows)
@@ -193,7 +155,7 @@ class RLHFDataset(TokenizedDataset):
             kept = self._tokenize(rows)
         else:
             kept = range(count)
-            self._tokenize(rows, self._prompt_ids.sample(count))
+            self._tokenize(rows, first_and_spread(count, _CHECKED))
             logger.info(
                 "streaming %s prompts: a sample of %s is checked now, the others when they are read",
                 f"{count:,}",
@@ -235,16 +197,9 @@ class RLHFDataset(TokenizedDataset):
         return len(self.dataframe)
 
     @property
-    def fingerprint(self) -> str:
-        """See `verl.data.files.fingerprint`."""
-        return fingerprint(self._rows, self.data_files)
-
-    @property
     def media_fingerprint(self) -> str | None:
         """See `verl.data.media_files.media_digest`; None without images."""
-        if self.media is None:
-            return None
-        return media_digest(self.dataframe, (*media_columns(self.config), self.prompt_key))
+        return self._media_digest(self.dataframe, self.prompt_key)
 
     @property
     def largest_token_id(self) -> int:
@@ -278,7 +233,7 @@ class RLHFDataset(TokenizedDataset):
         prompt = self._prompt(rows[item], rows.location(item), rows.folder(item))
         if not isinstance(prompt, MediaPrompt):
             return self.tokenizer.decode(ids), []
-        return self.tokenizer.decode(self.media.process(prompt).raw_prompt_ids), prompt.describe()
+        return self.tokenizer.decode(self.media.process(prompt)["raw_prompt_ids"]), prompt.describe()
 
     def _data_source(self, row: Mapping[str, Any], rows: Rows, index: int) -> str:
         """The row's own source; otherwise the column that selects the reward; otherwise the name of its file."""
@@ -291,38 +246,19 @@ class RLHFDataset(TokenizedDataset):
 
     def _prompt(self, row: Mapping[str, Any], location: str, folder: Path) -> Prompt:
         """Messages if the prompt goes through the chat template, otherwise text."""
-        has_template = self.chat_template is not None or self.tokenizer.chat_template is not None
         if type(self)._build_messages is not RLHFDataset._build_messages:
             row = copy.deepcopy(row)  # it may change the messages in place
         messages = self._build_messages(row)
         media_prompt = self.media.read(row, messages, folder, location) if self.media is not None else None
-        return media_prompt or read_prompt(messages, self.config.prompt_format, has_template, location)
+        return media_prompt or read_prompt(messages, self.config.prompt_format, self._has_template(), location)
 
     def _tokenize(self, rows: Rows, only: Collection[int] | None = None) -> array.array:
         """Check the rows, or `only` some, and tokenize their prompts. Returns the indices of those that fit."""
         config, overlong, kept = self.config, {}, array.array("q")  # overlong: row -> tokens
         count = rows_to_use(rows, self.max_samples)
-        if config.max_bad_rows:
-            checked = range(count) if only is None else sorted(only)
-            only, self.bad_rows = usable_rows(rows, checked, partial(self._check_fully, rows), config.max_bad_rows)
-        decoded = rows_to_decode(count)
+        only = self._drop_bad_rows(rows, count, only)
         repeated = RepeatedRows() if strict_check_enabled() else None
-
-        def read(row: Mapping[str, Any], index: int) -> Prompt:
-            if repeated is not None:
-                repeated.add(index, row)
-            return self._check_and_decode(row, rows, index, decoded)
-
-        tokenized = tokenize_rows(
-            self.tokenizer,
-            rows,
-            count,
-            read=read,
-            texts_of=prompt_texts,
-            encode=self._encode,
-            only=only,
-        )
-        for index, (ids, _) in tokenized:
+        for index, (ids, _) in self._tokenized_rows(rows, count, only, repeated):
             if len(ids) > config.max_prompt_length:
                 overlong[index] = len(ids)
                 if config.filter_overlong_prompts or config.truncation == "error":
@@ -336,17 +272,6 @@ class RLHFDataset(TokenizedDataset):
         if repeated is not None:
             repeated.report(rows, count)
         return kept
-
-    def _check_fully(self, rows: Rows, row: Mapping[str, Any], index: int) -> None:
-        """Check a row, decode its images, and render its prompt. Raises ValueError if the row cannot be used."""
-        self._encode([self._check_and_decode(row, rows, index, [index])], lambda _: rows.location(index))
-
-    def _check_and_decode(self, row: Mapping[str, Any], rows: Rows, index: int, decoded: Collection[int]) -> Prompt:
-        """`_check_row`; images of the rows `decoded` are decoded."""
-        prompt = self._check_row(row, rows, index)
-        if isinstance(prompt, MediaPrompt) and index in decoded:
-            prompt.decode()
-        return prompt
 
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
         """The prompt of a row. Raises ValueError if the row cannot be used."""

@@ -9,20 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import schema
-from verl.data.bad_rows import usable_rows
 from verl.data.chat import encode_conversations
-from verl.data.dataset import (
-    DatasetConfig,
-    Encoded,
-    TokenizedDataset,
-    describe_overlong,
-    read_data_section,
-    rows_to_use,
-    tokenize_rows,
-)
-from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
-from verl.data.media import MediaPrompt, MediaReader, has_media, media_columns, rows_to_decode
-from verl.data.media_files import media_digest
+from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
+from verl.data.files import Rows, read_rows
+from verl.data.media import MediaPrompt
 from verl.data.media_source import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
@@ -33,7 +23,6 @@ from verl.data.tokenization import (
     check_messages,
     encode,
     encode_plain_prompts,
-    prepare_tokenizer,
     refuse_media,
     truncate,
 )
@@ -62,13 +51,11 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns of a sample: messages, or prompt and response, each with the path to a nested value."""
+    """The columns of a sample: messages, or prompt and response, each a column and the path to a nested value."""
 
     messages: str | None = None
-    prompt: str = ""
-    prompt_path: tuple[str, ...] = ()
-    response: str = ""
-    response_path: tuple[str, ...] = ()
+    prompt: tuple[str, ...] = ()
+    response: tuple[str, ...] = ()
 
 
 _Example = list[Message] | MediaPrompt | _Pair
@@ -100,9 +87,6 @@ class SFTDataset(TokenizedDataset):
             if `truncation` may drop rows.
         processor: the processor of a vision-language model; None: rows with images or videos are an error.
 
-    Attributes:
-        bad_rows: place and reason of rows that were dropped (`data.max_bad_rows`).
-
     Raises:
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
     """
@@ -115,18 +99,8 @@ class SFTDataset(TokenizedDataset):
         needed: Callable[[int], Collection[int] | None] | None = None,
         processor: Any = None,
     ):
-        rows = rows_in_memory(data_files)
-        self.data_files = [] if rows is not None else [str(path) for path in file_list(data_files)]
-        self.tokenizer = tokenizer
-        self.config, self.chat_template = read_data_section(config, schema.SFTConfig)
-        self.rows = rows or read_rows(self.data_files)
-        prepare_tokenizer(tokenizer)
-        self.media = None
-        if processor is not None:
-            kwargs = {"template_kwargs": self.config.apply_chat_template_kwargs, "chat_template": self.chat_template}
-            self.media = MediaReader(processor, tokenizer, self.config, **kwargs)
-        self._refused = ("audios",) if self.media else ("audios", "images", "videos", *media_columns(self.config))
-        self.bad_rows: list[dict[str, Any]] = []
+        super().__init__(data_files, tokenizer, config, processor, schema.SFTConfig)
+        self.rows = self._rows or read_rows(self.data_files)
         self._columns = _find_columns(self.rows, self.config)
         start = time.perf_counter()
         self._kept: list[int] = []  # entry of the tables -> row
@@ -144,17 +118,9 @@ class SFTDataset(TokenizedDataset):
         return len(self._kept) if self._entries is None else self._count
 
     @property
-    def fingerprint(self) -> str:
-        """See `verl.data.files.fingerprint`."""
-        return fingerprint(None if self.data_files else self.rows, self.data_files)
-
-    @property
     def media_fingerprint(self) -> str | None:
         """See `verl.data.media_files.media_digest`; None without images."""
-        if self.media is None:
-            return None
-        columns = self._columns.messages or self._columns.prompt
-        return media_digest(self.rows, (*media_columns(self.config), columns))
+        return self._media_digest(self.rows, self._columns.messages or self._columns.prompt[0])
 
     @property
     def largest_token_id(self) -> int:
@@ -164,7 +130,7 @@ class SFTDataset(TokenizedDataset):
     @property
     def prompt_column(self) -> str | None:
         """The column of prompts, set or detected; None if the rows are chats, or the prompts are inside a column."""
-        return None if self._columns.messages or self._columns.prompt_path else self._columns.prompt
+        return self._columns.prompt[0] if len(self._columns.prompt) == 1 else None
 
     @property
     def longest_row(self) -> int:
@@ -183,7 +149,7 @@ class SFTDataset(TokenizedDataset):
         }
         if self.media is not None:
             row = self._kept[entry]
-            fields["multi_modal_inputs"] = self.media.tensors(self._example(self.rows[row], row), ids)
+            fields["multi_modal_inputs"] = self.media.tensors(self._check_row(self.rows[row], self.rows, row), ids)
         return fields
 
     def _entry(self, row: int) -> int:
@@ -199,21 +165,8 @@ class SFTDataset(TokenizedDataset):
     def _tokenize(self, rows: Collection[int] | None) -> None:
         """Add the given rows to the tables; None: all rows."""
         overlong = {}  # row -> tokens
-        usable, limit = rows, self.config.max_bad_rows
-        if limit:
-            checked = range(self._count) if rows is None else rows
-            usable, self.bad_rows = usable_rows(self.rows, checked, self._check_fully, limit)
-        decoded = rows_to_decode(self._count)
-        tokenized = tokenize_rows(
-            self.tokenizer,
-            self.rows,
-            self._count,
-            read=lambda row, index: self._check_and_decode(row, index, decoded),
-            texts_of=_example_texts,
-            encode=self._encode,
-            only=usable,
-        )
-        for index, (ids, mask) in tokenized:
+        usable = self._drop_bad_rows(self.rows, self._count, rows)
+        for index, (ids, mask) in self._tokenized_rows(self.rows, self._count, usable):
             if len(ids) > self.config.max_length:
                 overlong[index] = len(ids)
             self._keep(index, ids, mask)
@@ -228,7 +181,8 @@ class SFTDataset(TokenizedDataset):
         if len(ids) > limit:
             if truncation == "error":
                 return
-            if self.media is not None and isinstance(self._example(self.rows[index], index), MediaPrompt):
+            row = self.rows[index]
+            if self.media is not None and isinstance(self._check_row(row, self.rows, index), MediaPrompt):
                 raise ValueError(
                     f"{self.rows.location(index)}: the sample has {len(ids):,} tokens with those of its images, "
                     f"more than data.max_length={limit:,}, and truncation would cut an image: increase the limit, or "
@@ -241,21 +195,9 @@ class SFTDataset(TokenizedDataset):
             self._ids.append(ids)
             self._mask.append(mask)
 
-    def _check_and_decode(self, row: Mapping[str, Any], index: int, decoded: Collection[int]) -> _Example:
-        """`_example`; images of the rows `decoded` are decoded."""
-        example = self._example(row, index)
-        if isinstance(example, MediaPrompt) and index in decoded:
-            example.decode()
-            self.media.token_ids(example)
-        return example
-
-    def _check_fully(self, row: Mapping[str, Any], index: int) -> None:
-        """Check a row, decode its images, and render it. Raises ValueError if the row cannot be used."""
-        self._encode([self._check_and_decode(row, index, [index])], lambda _: self.rows.location(index))
-
-    def _example(self, row: Mapping[str, Any], index: int) -> _Example:
+    def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> _Example:
         """The row as a chat, with its images if it has any, or as two plain texts."""
-        location = self.rows.location(index)
+        location = rows.location(index)
         refuse_media(row, self._refused, location)
         if self.media is None:
             return self._chat_or_pair(row, location)
@@ -263,16 +205,16 @@ class SFTDataset(TokenizedDataset):
         if columns.messages is not None:
             chat = row[columns.messages]
         else:
-            chat = _follow(row, columns.prompt, columns.prompt_path, location)
-            response = _follow(row, columns.response, columns.response_path, location)
+            chat, response = (_follow(row, path, location) for path in (columns.prompt, columns.response))
             chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else list(chat or ())
             chat.append({"role": "assistant", "content": response})
-        prompt = self.media.read(row, chat, self.rows.folder(index), location)
+        prompt = self.media.read(row, chat, rows.folder(index), location)
         if prompt is None:
             return self._chat_or_pair(row, location)
         roles = [message["role"] for message in prompt.messages]
         turns = [t for t, role in enumerate(roles) if role == "assistant" and t > 0]
-        if any(has_media(message) for message in prompt.messages[turns[0] if turns else 0 :]):
+        # a message with images or videos has a list of parts
+        if any(not isinstance(message["content"], str) for message in prompt.messages[turns[0] if turns else 0 :]):
             raise MediaError(
                 f"{location}: expected all images and videos before the first assistant turn, found the roles "
                 f"{', '.join(roles)} with some after it: write one row per assistant turn"
@@ -287,31 +229,27 @@ class SFTDataset(TokenizedDataset):
                 if row.get(name) not in (None, [], ""):
                     raise ValueError(f"{location}: the column {name!r} is not supported with chats: {fix}")
             return check_messages(row[columns.messages], location)
-        response = _follow(row, columns.response, columns.response_path, location)
+        response, name = _follow(row, columns.response, location), f"the response (column {columns.response[0]!r})"
         if not isinstance(response, str) and response is not None:
             actual = f"{response!r} ({type(response).__name__})"
-            raise ValueError(f"{location}: the response (column {columns.response!r}) is not text: found {actual}")
+            raise ValueError(f"{location}: {name} is not text: found {actual}")
         if response is None or not response.strip():
-            raise ValueError(f"{location}: the response (column {columns.response!r}) is missing: found {response!r}")
-        check_encodable(response, f"{location}: the response (column {columns.response!r})")
-        prompt = as_chat_or_text(
-            _follow(row, columns.prompt, columns.prompt_path, location),
-            self.config.prompt_format,
-            self._has_template(),
-            location,
-        )
+            raise ValueError(f"{location}: {name} is missing: found {response!r}")
+        check_encodable(response, f"{location}: {name}")
+        prompt = _follow(row, columns.prompt, location)
+        prompt = as_chat_or_text(prompt, self.config.prompt_format, self._has_template(), location)
         if isinstance(prompt, str):
             return _Pair(prompt, response)
         return [*prompt, {"role": "assistant", "content": response}]
 
-    def _has_template(self) -> bool:
-        return self.chat_template is not None or self.tokenizer.chat_template is not None
+    def _texts(self, example: _Example) -> list[str]:
+        return [example.prompt, example.response] if isinstance(example, _Pair) else super()._texts(example)
 
     def _encode(self, examples: list[_Example], location: Callable[[int], str]) -> list[Encoded]:
         pairs = [i for i, e in enumerate(examples) if isinstance(e, _Pair)]
         media = {i: e for i, e in enumerate(examples) if isinstance(e, MediaPrompt)}
         for example in media.values():
-            self.media.check_text(example)
+            self.media.render(example)
         chats = [i for i, example in enumerate(examples) if not isinstance(example, _Pair)]
         if chats and not self._has_template():
             raise ValueError(
@@ -363,12 +301,8 @@ def _find_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
     prompt = _named_or_common(rows, config.prompt_key, "prompt_key", _PROMPT_COLUMNS)
     response = _named_or_common(rows, config.response_key, "response_key", _RESPONSE_COLUMNS)
     logger.info("%s: column %r is the prompt, column %r the response", rows.names, prompt, response)
-    return _Columns(
-        prompt=prompt,
-        prompt_path=tuple(config.prompt_dict_keys or ()),
-        response=response,
-        response_path=tuple(config.response_dict_keys or ()),
-    )
+    paths = (prompt, *(config.prompt_dict_keys or ())), (response, *(config.response_dict_keys or ()))
+    return _Columns(None, *paths)
 
 
 def _require(rows: Rows, name: str, key: str) -> str:
@@ -389,22 +323,15 @@ def _named_or_common(rows: Rows, name: str | None, key: str, common: tuple[str, 
     )
 
 
-def _follow(row: Mapping[str, Any], column: str, path: tuple[str, ...], location: str) -> Any:
-    """The value of a column, or the nested value at `path`."""
+def _follow(row: Mapping[str, Any], path: tuple[str, ...], location: str) -> Any:
+    """The value of a column, or a nested value in it. path: the column, and the keys."""
+    column, *path = path
     value = row[column]
     for key in path:
         if not isinstance(value, Mapping) or key not in value:
             raise ValueError(f"{location}: column {column!r} has no {'.'.join(path)!r}: found {value!r:.200}")
         value = value[key]
     return value
-
-
-def _example_texts(example: _Example) -> list[str]:
-    if isinstance(example, _Pair):
-        return [example.prompt, example.response]
-    if isinstance(example, MediaPrompt):
-        return example.texts()
-    return [message["content"] for message in example]
 
 
 def collate_sft(items: Sequence[Mapping[str, Any]], pad_token_id: int) -> DataProto:

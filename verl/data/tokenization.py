@@ -218,13 +218,10 @@ def encode_prompts(
         tools=tools,
         location=lambda k: location(chats[k]),
     )
-    encoded: list[list[int]] = [[]] * len(prompts)
-    for i, ids in zip(chats, encode(tokenizer, rendered, add_special_tokens=False)):
-        encoded[i] = ids
+    chat_ids = encode(tokenizer, rendered, add_special_tokens=False)
     plain_ids = encode_plain_prompts(tokenizer, [prompts[i] for i in plain], lambda k: location(plain[k]))
-    for i, ids in zip(plain, plain_ids):
-        encoded[i] = ids
-    return encoded
+    encoded = dict(zip([*chats, *plain], [*chat_ids, *plain_ids]))
+    return [encoded[i] for i in range(len(prompts))]
 
 
 def encode_plain_prompts(tokenizer: Any, prompts: Sequence[str], location: Callable[[int], str]) -> list[list[int]]:
@@ -335,8 +332,8 @@ def _normal(tokenizer: Any, text: str) -> str:
     return text.replace("▁", " ").strip(" ")
 
 
-def _shorten(text: str, width: int = 60) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def load_tokenizer(model: schema.ModelConfig) -> Any:

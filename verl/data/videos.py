@@ -94,10 +94,10 @@ class Video:
         """
         source = self._opened()
         if not source.total:
-            raise MediaError(f"{self.location}: expected at least one frame, found none")
+            raise self._error("expected at least one frame, found none")
         fps = source.fps if self._fps is None else self._fps
         if isinstance(fps, bool) or not isinstance(fps, int | float | np.number) or not 0 < fps < math.inf:
-            raise MediaError(f"{self.location}: expected fps, frames per second, above 0, found {fps!r:.80}")
+            raise self._error(f"expected fps, frames per second, above 0, found {fps!r:.80}")
         kept: Sequence[int] = range(source.total)
         if self._max_frames is not None and source.total > self._max_frames:
             kept = np.linspace(0, source.total - 1, self._max_frames).round().astype(int).tolist()
@@ -114,7 +114,7 @@ class Video:
             )
         sizes = {frame.shape for frame in frames}
         if len(sizes) > 1:
-            raise MediaError(f"{self.location}: expected frames of one size, found the shapes {sorted(sizes)}")
+            raise self._error(f"expected frames of one size, found the shapes {sorted(sizes)}")
         return DecodedVideo(np.stack(frames), float(fps), list(kept), source.total)
 
     def _check_size(self, size: tuple[int, int], count: int) -> None:
@@ -135,17 +135,15 @@ class Video:
             return _Source(len(source), DEFAULT_FPS, lambda kept: (source[i] for i in kept))
         data = self._bytes()
         if not data:
-            raise MediaError(f"{self.location}: expected a video, found 0 bytes: write it again, or remove the row")
+            raise self._error("expected a video, found 0 bytes: write it again, or remove the row")
         return self._animation(data) or self._video_file(data)
 
     def _bytes(self) -> bytes:
         source = self._source
         if isinstance(source, Mapping):
             source = next((source[key] for key in ("bytes", "path", "url") if source.get(key) is not None), source)
-        if isinstance(source, bytes | bytearray | memoryview):
-            return bytes(source)
-        if isinstance(source, str | Path):
-            return load_media(str(source), self._folder, self._limits.allow_urls, self._error)
+        if (data := load_media(source, self._folder, self._limits.allow_urls, self._error)) is not None:
+            return data
         raise self._error(
             "expected a list of frames, bytes, a path, or a dict with 'video', 'bytes', 'path' or 'url', found "
             f"{describe(source)}"

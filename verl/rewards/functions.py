@@ -58,14 +58,8 @@ _FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "columns (data)": (("data",), ()),
 }
 COLUMN_FORMS = ("columns (batch)", "columns (data)")
-# The parameter names that identify a form; the others may be received through **kwargs.
-_IDENTIFYING = {
-    "sample": {"solution_str", "ground_truth"},
-    "plugin": {"sampled_response", "reference_answer"},
-    "batch": {"solution_strs", "ground_truths"},
-    "columns (batch)": {"batch"},
-    "columns (data)": {"data"},
-}
+# Required parameters that may be received through **kwargs; the others identify a form.
+_SOURCES = {"data_source", "data_sources"}
 
 
 def _names(form: str) -> tuple[str, ...]:
@@ -256,7 +250,7 @@ def _form(func: Callable) -> str:
     if not callable(func) or inspect.isclass(func):
         raise ValueError(f"a reward function must be callable, found {type(func).__name__}: {func!r}")
     parameters, accepts_any = _parameters(func)
-    forms = [form for form, names in _IDENTIFYING.items() if names <= parameters.keys()]
+    forms = [form for form, (required, _) in _FORMS.items() if {*required} - _SOURCES <= parameters.keys()]
     if len(forms) != 1:
         raise _wrong_signature(func, "its parameter names match none of the accepted forms")
     missing = [n for n in _FORMS[forms[0]][0] if n not in parameters and not accepts_any]

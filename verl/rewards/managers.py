@@ -186,15 +186,54 @@ class RewardManager(ABC):
             name -> list of B values, "metrics": name -> float}.
         """
 
-    def attempts(self, failures: dict[int, RewardError], total: int) -> Iterator[tuple[list[int], bool]]:
-        """Yields the samples to score: all, then those that failed, after a pause.
+    def score_samples(
+        self,
+        uids: Sequence[Any],
+        outcomes: Callable[[list[int]], Generator[tuple[int, ScoreFunction | None, Outcome]]],
+        message: Callable[[int, ScoreFunction | None, BadOutcome], str],
+    ) -> tuple[list[float], list[dict[str, Any]], int]:
+        """Score B samples; those that fail are scored again, and handled as `on_error` says.
 
         Args:
-            failures: Index of a sample -> its error. The caller adds those of an attempt.
-            total: Number of samples.
+            uids: The prompt of every sample.
+            outcomes: Scores the samples with these indices; yields (position in the list, the function that scored the
+                sample, outcome).
+            message: (index, function, failure) -> the text of an error.
 
-        Yields:
-            Their indices, and whether it is the last attempt.
+        Returns:
+            Scores, extra values and the number of failed samples.
+        """
+        scores, extras = [self.failure_score] * len(uids), [{"acc": 0.0} for _ in uids]
+        failures: dict[int, RewardError] = {}
+        for todo, is_last in self.attempts(failures, len(uids)):
+            # Closed explicitly, so that busy workers are stopped if a sample raises.
+            with closing(outcomes(todo)) as results:
+                for k, function, outcome in results:
+                    i = todo[k]
+                    try:
+                        scores[i], extra = read_outcome(outcome)
+                        is_accuracy = function is not None and function.is_accuracy
+                        extras[i] = {**({"acc": scores[i]} if is_accuracy else {}), **extra}
+                    except BadOutcome as bad:
+                        error = RewardError(message(i, function, bad))
+                        error.__cause__ = bad.__cause__
+                        if self.on_error == "raise" and is_last:
+                            raise error  # noqa: B904 (its cause is set)
+                        failures[i] = error
+        self.judge(failures, uids)
+        if failures and (lowest := min(scores)) < self.failure_score:
+            logger.warning(
+                "reward.failure_score=%g is above the lowest score of this batch, so a sample that fails is preferred "
+                "to a wrong one: set reward.failure_score=%g",
+                self.failure_score,
+                lowest,
+            )
+        return scores, extras, len(failures)
+
+    def attempts(self, failures: dict[int, RewardError], total: int) -> Iterator[tuple[list[int], bool]]:
+        """Yields the samples to score, and whether it is the last attempt: all, then those that failed, after a pause.
+
+        failures: Index of a sample -> its error. The caller adds those of an attempt.
         """
         retries = max(1, self.retries) if self.on_error == "quarantine" else self.retries
         yield list(range(total)), retries == 0
@@ -211,16 +250,8 @@ class RewardManager(ABC):
             yield todo, attempt == retries
 
     def judge(self, failures: Mapping[int, RewardError], uids: Sequence[Any]) -> None:
-        """Handle the samples that have failed, as `on_error` says.
-
-        Args:
-            failures: Index of a sample -> its error, after the last attempt.
-            uids: The prompt of every sample.
-
-        Raises:
-            QuarantineError: With on_error="quarantine".
-            RewardError: The function is to blame, because it fails for many samples.
-        """
+        """Handle the samples that have failed, as `on_error` says. Raises RewardError if the function is to blame,
+        because it fails for many samples."""
         if not failures:
             return
         first = failures[min(failures)]
@@ -258,10 +289,15 @@ class NaiveRewardManager(RewardManager):
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         responses = read_responses(data, self.tokenizer, self.reward_fn_key)
-        scores, extras, failed = self._score(responses.samples)
+        samples = responses.samples
+        scores, extras, failed = self.score_samples(
+            [sample.uid for sample in samples],
+            lambda todo: self.outcomes([samples[i] for i in todo]),
+            lambda i, function, bad: f"reward function {function.location} {bad}\n{samples[i].describe()}",
+        )
         scores = self.shape(scores, extras, responses.lengths.tolist())
         if self.num_examine:
-            self._print_examples(data, responses.samples, scores)
+            self._print_examples(data, samples, scores)
         reward_tensor = responses.reward_tensor(scores)
         if not return_dict:
             return reward_tensor
@@ -289,50 +325,6 @@ class NaiveRewardManager(RewardManager):
             lengths: B response lengths in tokens.
         """
         return scores
-
-    def _score(self, samples: Sequence[Sample]) -> tuple[list[float], list[dict[str, Any]], int]:
-        """Return scores, extra values and the number of failed samples."""
-        scores, extras = [self.failure_score] * len(samples), [{"acc": 0.0} for _ in samples]
-        failures: dict[int, RewardError] = {}
-        for todo, is_last in self.attempts(failures, len(samples)):
-            failures |= self._score_once(samples, todo, scores, extras, is_last)
-        self.judge(failures, [sample.uid for sample in samples])
-        if failures and (lowest := min(scores)) < self.failure_score:
-            logger.warning(
-                "reward.failure_score=%g is above the lowest score of this batch, so a sample that fails is preferred "
-                "to a wrong one: set reward.failure_score=%g",
-                self.failure_score,
-                lowest,
-            )
-        return scores, extras, len(failures)
-
-    def _score_once(
-        self,
-        samples: Sequence[Sample],
-        todo: Sequence[int],
-        scores: list[float],
-        extras: list[dict[str, Any]],
-        is_last: bool,
-    ) -> dict[int, RewardError]:
-        """Score the samples `todo`; fills `scores` and `extras`. Returns the errors of those that failed.
-
-        With on_error="raise", the first error of the last attempt is raised.
-        """
-        failures: dict[int, RewardError] = {}
-        # Closed explicitly, so that busy workers are stopped if a sample raises.
-        with closing(self.outcomes([samples[i] for i in todo])) as outcomes:
-            for k, function, outcome in outcomes:
-                i = todo[k]
-                try:
-                    scores[i], extra = read_outcome(outcome)
-                    extras[i] = {**({"acc": scores[i]} if function.is_accuracy else {}), **extra}
-                except BadOutcome as bad:
-                    error = RewardError(f"reward function {function.location} {bad}\n{samples[i].describe()}")
-                    if self.on_error == "raise" and is_last:
-                        raise error from bad.__cause__
-                    error.__cause__ = bad.__cause__
-                    failures[i] = error
-        return failures
 
     def _print_examples(self, data: DataProto, samples: Sequence[Sample], scores: Sequence[float]) -> None:
         seen: Counter[str] = Counter()
@@ -381,19 +373,17 @@ class DAPORewardManager(NaiveRewardManager):
         max_resp_len: Maximum response length in tokens; required if the buffer is enabled.
         overlong_buffer: {"enable": bool, "len": int, "penalty_factor": float, "log": bool}. `log` adds the extra values
             "overlong_reward" and "overlong".
-        **kwargs: Arguments of RewardManager.
+        *args, **kwargs: Arguments of RewardManager.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
-        compute_score: Callable | ScoreFunction,
-        *,
+        *args: Any,
         max_resp_len: int | None = None,
         overlong_buffer: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ):
-        super().__init__(tokenizer, compute_score, **kwargs)
+        super().__init__(*args, **kwargs)
         defaults = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
         for name in overlong_buffer or {}:
             if name not in defaults:
@@ -432,17 +422,10 @@ class PrimeRewardManager(NaiveRewardManager):
 
     Args:
         num_processes: Size of the pool; default: the number of cores, at most 16.
-        **kwargs: Arguments of RewardManager.
+        *args, **kwargs: Arguments of RewardManager.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        compute_score: Callable | ScoreFunction,
-        *,
-        num_processes: int | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(tokenizer, compute_score, **kwargs)
+    def __init__(self, *args: Any, num_processes: int | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         address_of(self.compute_score.func)
         self.pool = ProcessPool(min(16, os.cpu_count() or 1) if num_processes is None else num_processes)

@@ -71,12 +71,10 @@ class Sample:
         )
 
 
-def shorten(value: Any, limit: int = 200) -> str:
-    """Return the repr of a value; if it is longer than `limit` characters, without its middle."""
+def shorten(value: Any) -> str:
+    """Return the repr of a value; if it is longer than 200 characters, without its middle."""
     text = repr(value)
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit * 2 // 3]} ... {text[-limit // 3 :]} ({len(text)} characters)"
+    return text if len(text) <= 200 else f"{text[:133]} ... {text[-67:]} ({len(text)} characters)"
 
 
 def read_outcome(outcome: Outcome) -> tuple[float, dict[str, Any]]:

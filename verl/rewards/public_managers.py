@@ -16,8 +16,7 @@ import asyncio
 import functools
 import inspect
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +33,10 @@ from verl.rewards.managers import (
     reward_result,
     scores_single_samples,
 )
-from verl.rewards.outcome import BadOutcome, RewardError, read_outcome
+from verl.rewards.outcome import RewardError
 from verl.rewards.responses import reward_positions
-from verl.rewards.sandbox.calls import Isolation, remote_call
-from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_error, late
+from verl.rewards.sandbox.calls import Isolation, call_async, remote_call
+from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +53,8 @@ class ColumnsRewardManager(RewardManager):
 
     forms = COLUMN_FORMS
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        compute_score: Callable | ScoreFunction,
-        *,
-        scores_with: ScoreFunction | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(tokenizer, compute_score, **kwargs)
+    def __init__(self, *args: Any, scores_with: ScoreFunction | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._call = self.compute_score
         if scores_with is not None:
             self.compute_score = scores_with
@@ -156,60 +148,33 @@ class SingleRewardManager(RewardManager):
         self.manager = manager
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        rewards, extras = torch.zeros(data.column("responses").shape), [{"acc": 0.0} for _ in range(len(data))]
         positions, lengths = reward_positions(data)
-        rewards[torch.arange(len(data)), positions] = self.failure_score
-        failures: dict[int, RewardError] = {}
-        for todo, is_last in self.attempts(failures, len(data)):
-            for i, outcome in zip(todo, self._outcomes(data, todo)):
-                try:
-                    rewards[i, positions[i]], extras[i] = read_outcome(outcome)
-                except BadOutcome as bad:
-                    error = RewardError(f"reward manager {self._name} {bad}\n  sample {i} of {len(data)}")
-                    error.__cause__ = bad.__cause__
-                    if self.on_error == "raise" and is_last:
-                        raise error from bad.__cause__
-                    failures[i] = error
-        self.judge(failures, data.non_tensor_batch.get("uid", [None] * len(data)))
-        if not return_dict:
-            return rewards
-        return reward_result(rewards, extras, len(failures), int((lengths == 0).sum()))
-
-    @property
-    def _name(self) -> str:
-        return f"{type(self.manager).__name__}.run_single"
-
-    def _outcomes(self, data: DataProto, rows: Sequence[int]) -> list[Outcome]:
-        """Score samples in an event loop in a thread, since the caller may be inside a loop."""
-        outcomes: list[Outcome] = []
-        thread = threading.Thread(
-            target=lambda: outcomes.extend(asyncio.run(self._gather(data, rows))), name="reward manager"
+        name = f"{type(self.manager).__name__}.run_single"
+        scores, extras, failed = self.score_samples(
+            data.non_tensor_batch.get("uid", [None] * len(data)),
+            lambda todo: self._outcomes(data, todo),
+            lambda i, _, bad: f"reward manager {name} {bad}\n  sample {i} of {len(data)}",
         )
-        thread.start()
-        thread.join()
-        if len(outcomes) != len(rows):
-            raise RewardError(
-                f"reward manager {self._name} ended its event loop: see the traceback of its thread above"
-            )
-        return outcomes
+        rewards = torch.zeros(data.column("responses").shape)
+        rewards[torch.arange(len(data)), positions] = torch.tensor(scores)
+        return reward_result(rewards, extras, failed, int((lengths == 0).sum())) if return_dict else rewards
 
-    async def _gather(self, data: DataProto, rows: Sequence[int]) -> list[Outcome]:
-        slots = asyncio.Semaphore(self.max_concurrency)
+    def _outcomes(self, data: DataProto, rows: Sequence[int]) -> Generator[tuple[int, None, Outcome]]:
+        """The outcomes of samples, in their order."""
 
-        async def score(row: int) -> Outcome:
-            async with slots:
-                try:
-                    async with asyncio.timeout(self.timeout) as deadline:
-                        return _as_outcome(await self.manager.run_single(data[row : row + 1].copy()))
-                except BaseException as error:  # whatever a user's manager raises is an error of this sample
-                    timed_out = isinstance(error, TimeoutError) and deadline.expired()
-                    return late(self.timeout, error) if timed_out else Outcome.raised(error)
+        async def score(row: int) -> Any:
+            return await self.manager.run_single(data[row : row + 1].copy())
 
-        return await asyncio.gather(*map(score, rows))
+        outcomes = dict(call_async(score, rows, self.timeout, self.max_concurrency))
+        for k, row in enumerate(rows):
+            yield k, None, _as_outcome(outcomes[row])
 
 
-def _as_outcome(returned: Any) -> Outcome:
-    """{"reward_score": number, "reward_extra_info": {...}} as the outcome of a reward function."""
+def _as_outcome(outcome: Outcome) -> Outcome:
+    """The outcome of a reward function, from the dict with "reward_score" and "reward_extra_info" of `run_single`."""
+    if outcome.failure is not None:
+        return outcome
+    returned = outcome.value
     if not isinstance(returned, Mapping) or "reward_score" not in returned:
         return Outcome(failure=f"returned {returned!r:.200}: expected a dict with 'reward_score'")
     extra = {name: value for name, value in (returned.get("reward_extra_info") or {}).items() if name != "score"}
@@ -326,15 +291,18 @@ class IsolatedFunction:
         functools.update_wrapper(self, function.func)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        keywords = inspect.signature(self._function.func).bind(*args, **self._function.kwargs, **kwargs).arguments
-        more = keywords.pop("kwargs", {})
-        outcome = self._pool.run(remote_call(self._function, {**keywords, **more}), self._limits)
+        bound = inspect.signature(self._function.func).bind(*args, **self._function.kwargs, **kwargs)
+        keywords = dict(bound.arguments)
+        for name, parameter in bound.signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                keywords |= keywords.pop(name, {})
+        outcome = self._pool.run(remote_call(self._function, keywords), self._limits)
         if outcome.failure is not None:
             raise RewardError(f"reward function {self._function.location} {outcome.failure}") from outcome.cause
         return outcome.value
 
     def __reduce__(self) -> tuple:
-        return functools.partial, (self._function.func,), None
+        return functools.partial(self._function.func, **self._function.kwargs).__reduce__()
 
 
 def _called_by_manager(function: ScoreFunction, isolation: Isolation, timeout: float | None) -> Callable:

@@ -55,8 +55,7 @@ def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Respo
     width = responses.shape[1]
     if width == 0 and len(responses):
         raise DataProtoValidationError("column 'responses': expected at least one token position, found width 0")
-    present = data.column("attention_mask").cpu()[:, -width:].bool()
-    sampled = present & data.column("response_mask").cpu().bool() if "response_mask" in data else present
+    present, sampled = _token_masks(data)
     positions, lengths = reward_positions(data)
     flat, ends = responses[present].tolist(), lengths.cumsum(0).tolist()
     ids = [flat[end - length : end] for end, length in zip(ends, lengths.tolist())]
@@ -76,10 +75,14 @@ def reward_positions(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         (B,) int64, the index of the last token sampled by the policy (0 if there is none); (B,) int64, lengths.
     """
-    width = data.column("responses").shape[1]
-    present = data.column("attention_mask").cpu()[:, -width:].bool()
-    sampled = present & data.column("response_mask").cpu().bool() if "response_mask" in data else present
-    return (sampled * torch.arange(1, width + 1)).amax(1).sub(1).clamp(min=0), present.sum(1)
+    present, sampled = _token_masks(data)
+    return (sampled * torch.arange(1, present.shape[1] + 1)).amax(1).sub(1).clamp(min=0), present.sum(1)
+
+
+def _token_masks(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) bool: the tokens of the responses, and those sampled by the policy."""
+    present = data.column("attention_mask").cpu()[:, -data.column("responses").shape[1] :].bool()
+    return present, present & data.column("response_mask").cpu().bool() if "response_mask" in data else present
 
 
 def prompt_texts(data: DataProto, tokenizer: Any, indices: list[int]) -> list[str]:

@@ -219,7 +219,9 @@ def read_result(result: Any) -> Observation:
     """
     reward = 0.0
     if isinstance(result, tuple) and _has_reward(result):
-        result, reward = result[0], _read_reward(result[1:])
+        result, *values = result
+        if values and values[0] is not None:
+            reward = finite("(ToolResponse, reward, metrics): reward", values[0])
     if isinstance(result, ToolResponse):
         if result.image or result.video:
             raise ValueError("images and video of tools are not supported")
@@ -227,13 +229,6 @@ def read_result(result: Any) -> Observation:
     if not isinstance(result, str):
         result = json.dumps(result, ensure_ascii=False, default=str)
     return Observation(str.__str__(result), reward)  # exact type: a subclass might not be importable in the trainer
-
-
-def _read_reward(values: Sequence[Any]) -> float:
-    """The reward in the values after a response: (reward, metrics), or none. Raises ValueError for others."""
-    if not values or values[0] is None:
-        return 0.0
-    return finite("(ToolResponse, reward, metrics): reward", values[0])
 
 
 def finite(name: str, value: Any) -> float:

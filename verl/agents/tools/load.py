@@ -36,8 +36,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
     if tool_config_path is not None:
         for location, entry in _entries(tool_config_path, "tools", {"class_name", "config", "tool_schema"}):
             cls = load_class(entry, location, tool_config_path)
-            schema = entry.get("tool_schema")
-            tool_schema = None if schema is None else _read_schema(schema, location)
+            tool_schema = _read_schema(entry.get("tool_schema"), location)
             with _code_of_user(location, cls.__name__):
                 tool = cls(config=dict(entry.get("config") or {}), tool_schema=tool_schema)
             _add(tools, tool, location)
@@ -138,7 +137,7 @@ def read_yaml_list(path: str, key: str | None) -> list[Any]:
 
 
 def _entries(path: str, key: str, keys: set[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Yield (name for error messages, entry) of a list of mappings."""
+    """(name for error messages, entry) of a list of mappings."""
     entries = []
     for position, entry in enumerate(read_yaml_list(path, key)):
         location = f"{path}: {key}[{position}]"
@@ -151,11 +150,11 @@ def _entries(path: str, key: str, keys: set[str]) -> list[tuple[str, dict[str, A
     return entries
 
 
-def _read_schema(schema: Any, location: str) -> "OpenAIFunctionToolSchema":
+def _read_schema(schema: Any, location: str) -> "OpenAIFunctionToolSchema | None":
     from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 
     try:
-        return OpenAIFunctionToolSchema.model_validate(schema)
+        return None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
     except ValueError as error:
         raise ValueError(f"{location}: tool_schema: {error}") from error
 

@@ -18,10 +18,12 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
+
+import psutil
 
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import Sample
@@ -33,7 +35,6 @@ from verl.rewards.sandbox.pool import (
     WorkerError,
     address_of,
     late,
-    machine_memory,
     shared_pool,
     value_outcome,
 )
@@ -104,7 +105,7 @@ class Isolation:
         if mode not in ("process", "none"):
             raise ValueError(f"reward manager: isolation: expected 'process' or 'none', found {mode!r}")
         self.mode = mode
-        self.memory_bytes = memory_limit_mb << 20 if memory_limit_mb else machine_memory() // 2
+        self.memory_bytes = memory_limit_mb << 20 if memory_limit_mb else psutil.virtual_memory().total // 2
         self._pool = ProcessPool(1)
         self._can_be_sent: dict[int, bool] = {}
 
@@ -142,7 +143,7 @@ def call_samples(
     if pool is not None and function.is_async:
         return _call_async_in(pool, function, samples, timeout, concurrency, memory_bytes)
     if pool is None and function.is_async:
-        return _call_async(function, samples, timeout, concurrency)
+        return _call_async_here(function, samples, timeout, concurrency)
     if pool is None and (timeout is None or function.bounded):
         return _call_in_process(function, samples, None)
     if pool is None and threading.current_thread() is threading.main_thread():
@@ -285,7 +286,7 @@ def run_async(
     func = _object(spec.arguments["spec"]) if "spec" in spec.arguments else find_function(*spec.address)
     function = ScoreFunction(func, kwargs)
     results = []
-    for index, outcome in _call_async(function, samples, timeout, concurrency):
+    for index, outcome in _call_async_here(function, samples, timeout, concurrency):
         value = b""
         if outcome.failure is None:
             try:
@@ -297,17 +298,26 @@ def run_async(
     return results
 
 
-def _call_async(
+def _call_async_here(
     function: ScoreFunction, samples: Sequence[Sample], timeout: float | None, concurrency: int
 ) -> Iterator[tuple[int, Outcome]]:
-    """Run all samples in an event loop in a separate thread, since the caller may be inside a loop.
+    async def score(index: int) -> Any:
+        return await function.func(**arguments(function, samples[index]))
+
+    return call_async(score, range(len(samples)), timeout, concurrency)
+
+
+def call_async(
+    score: Callable[[int], Awaitable[Any]], indices: Sequence[int], timeout: float | None, concurrency: int
+) -> Iterator[tuple[int, Outcome]]:
+    """Run `score(index)` for all indices in an event loop in a separate thread, since the caller may be inside a loop.
 
     A coroutine that never yields blocks all others. If no result arrives in time, the blocking coroutine is abandoned
     with its thread, and the remaining samples are restarted in a new loop.
     """
-    todo = list(range(len(samples)))
+    todo = list(indices)
     while todo:
-        loop = _Loop(function, samples, todo, timeout, concurrency)
+        loop = _Loop(score, todo, timeout, concurrency)
         try:
             while todo:
                 try:
@@ -329,18 +339,13 @@ class _Loop:
     """An event loop in a daemon thread that scores samples and puts (index, outcome) into `results`."""
 
     def __init__(
-        self,
-        function: ScoreFunction,
-        samples: Sequence[Sample],
-        todo: Sequence[int],
-        timeout: float | None,
-        concurrency: int,
+        self, score: Callable[[int], Awaitable[Any]], todo: Sequence[int], timeout: float | None, concurrency: int
     ):
         self.results: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-        self._function, self._samples, self._timeout = function, samples, timeout
+        self._score, self._timeout = score, timeout
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(concurrency)
-        self._tasks = [self._loop.create_task(self._score(i), name=str(i)) for i in todo]
+        self._tasks = [self._loop.create_task(self._run_one(i), name=str(i)) for i in todo]
         for task in self._tasks:
             task.add_done_callback(self._report)
         threading.Thread(target=self._run, name="reward functions", daemon=True).start()
@@ -369,12 +374,11 @@ class _Loop:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         self.results.put((int(task.get_name()), Outcome.raised(error) if error is not None else task.result()))
 
-    async def _score(self, index: int) -> Outcome:
+    async def _run_one(self, index: int) -> Outcome:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout) as deadline:
-                    keywords = arguments(self._function, self._samples[index])
-                    return Outcome(await self._function.func(**keywords))
+                    return Outcome(await self._score(index))
             except BaseException as error:  # whatever a user's function raises is an error of this sample
                 timed_out = isinstance(error, TimeoutError) and deadline.expired()
                 return late(self._timeout, error) if timed_out else Outcome.raised(error)

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.rewards.functions import register_reward
 from verl.rewards.sandbox.pool import Limits
+from verl.rewards.sandbox.programs import run_program
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(?:[\w+-]*)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -116,8 +117,6 @@ def _start(code: str, tests: Mapping[str, Any], limits: Limits) -> tuple[int, It
 
 
 def _run_inputs(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
-    from verl.rewards.sandbox.programs import run_program
-
     for case, expected in zip(tests["inputs"], tests["outputs"]):
         stdin = "\n".join(map(str, case)) if isinstance(case, list) else str(case)
         expected_text = "\n".join(map(str, expected)) if isinstance(expected, list) else str(expected)
@@ -133,16 +132,12 @@ def _run_asserts(code: str, tests: str, limits: Limits) -> Iterator[bool]:
         ast.parse(tests)
     except SyntaxError as error:
         raise ValueError(f"code: the tests are not valid Python: {error}: {tests!r:.300}") from error
-    from verl.rewards.sandbox.programs import run_program
-
     files = {"solution.py": code, "tests.py": tests}
     finished, _ = run_program(_ASSERTS.read_text(encoding="utf-8"), limits=limits, files=files)
     yield finished.failure is None
 
 
 def _run_calls(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
-    from verl.rewards.sandbox.programs import run_program
-
     calls = [_arguments(case) for case in tests["inputs"]]
     files = {"solution.py": code, "calls.json": json.dumps(calls), "results": ""}
     _, files = run_program(_CALLS, limits=limits, files=files, arguments=(tests["fn_name"],))

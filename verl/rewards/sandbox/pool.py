@@ -129,11 +129,6 @@ def address_of(func: Callable) -> tuple[str, str, str]:
     return module, inspect.getfile(func), name
 
 
-def machine_memory() -> int:
-    """Physical memory of the host in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def late(seconds: float, cause: BaseException | None = None) -> Outcome:
     """The outcome of a call that was stopped at its deadline. cause: has the stack of the function, if it is known."""
     return Outcome(failure=f"did not end within {seconds:g} s and was stopped", cause=cause, over_limit=True)

@@ -174,10 +174,8 @@ def _remove(folder: str) -> None:
     descriptors of a process and recursion allow.
     """
     with contextlib.suppress(OSError):
-        names, remaining = (
-            [],
-            [[folder]],
-        )  # the path of the current folder, and the entries of each folder of it that remain
+        # the path of the current folder, and the entries of each folder of it that remain
+        names, remaining = [], [[folder]]
         current = os.open("/", os.O_RDONLY)
         try:
             while names or remaining[-1]:

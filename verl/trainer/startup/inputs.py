@@ -128,7 +128,7 @@ def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
     if steps is None or steps * data.train_batch_size >= count:
         return None
     sampler = ResumableSampler(count, data.train_batch_size, seed=data.seed, shuffle=data.shuffle)
-    return {row for _ in range(steps) for row in sampler.next_batch()[1]}
+    return {row for _ in range(steps) for _, row in sampler.next_items()}
 
 
 def files_of_datasets(train: Dataset | None, val: Dataset | None) -> dict[str, list[str]]:
