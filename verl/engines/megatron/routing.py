@@ -108,7 +108,7 @@ class ChunkRouting:
             self.records.append(torch.stack(experts, 1) if experts else torch.empty(real, 0, stage.top_k))
         if not stage.counts:
             return
-        recorded = self._given(model_input)
+        recorded = self._recorded(model_input)
         differs = torch.zeros(real, dtype=torch.bool, device=model_input.input_ids.device)
         for layer in self.layers:
             layer.load += count(layer.used[:real].flatten(), stage.experts)
