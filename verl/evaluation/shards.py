@@ -66,10 +66,8 @@ class ResponseShards:
     """The shards of one output file.
 
     Args:
-        output: The output file.
         settings: Everything the responses depend on.
-        prompts: Number of prompts.
-        prompts_per_shard: Number of prompts in a shard.
+        prompts, prompts_per_shard: Numbers of prompts.
         n: Number of responses per prompt.
     """
 

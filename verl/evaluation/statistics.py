@@ -128,14 +128,10 @@ class PairedComparison:
     """Two models on the same prompts.
 
     Attributes:
-        prompts: Number of prompts.
         difference: Mean of first - second.
-        low: Lower bound of its bootstrap interval; None for a single prompt.
-        high: Upper bound.
+        low, high: Its bootstrap interval; None for a single prompt.
         p_value: Two-sided p-value of the sign-flip test.
-        wins: Prompts on which the first model is better.
-        losses: Prompts on which it is worse.
-        ties: Prompts on which both are equal.
+        wins, losses, ties: Prompts on which the first model is better, worse, or equal.
         sign_test_p: Exact two-sided p-value of the sign test.
     """
 
