@@ -95,7 +95,7 @@ def test_a_damaged_adapter_is_refused(saved, tmp_path, capsys):
     content[-5] ^= 1
     file.write_bytes(content)
     merged(copy / "actor", tmp_path / "merged", status=1)
-    assert "adapter_model.safetensors has changed since it was written" in capsys.readouterr().err
+    assert "adapter_model.safetensors: expected sha256" in capsys.readouterr().err
 
 
 def test_generation_says_how_to_get_the_weights(saved, tiny, tmp_path, capsys):

@@ -147,14 +147,6 @@ def _check_layers(module: nn.Module) -> None:
             raise ValueError(f"target_modules: the weight of {name} is shared ({tied}); exclude it")
 
 
-def merge_adapters(module: nn.Module) -> nn.Module:
-    """Merge the adapters into the base weights and remove them, in place."""
-    for name, layer in _layers(module).items():
-        layer.merge(adapter_names=[TRAINED])
-        module.set_submodule(name, layer.get_base_layer())
-    return module.requires_grad_(False)
-
-
 def _layers(module: nn.Module) -> dict[str, nn.Module]:
     from peft.tuners.lora import LoraLayer
 

@@ -172,7 +172,7 @@ class TorchEngine(TrainEngine):
                     outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature, media)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
-                    self._backward(loss)
+                    self.sharding.scale_loss(loss).backward()
                     losses.append(loss.detach())
                     sums.add(metrics, rows=len(rows))
             metrics = sums.result(self.max_over_ranks) | self._step(torch.stack(losses).sum())
@@ -195,9 +195,6 @@ class TorchEngine(TrainEngine):
         if ROUTED_EXPERTS in outputs:
             values_by_name[ROUTED_EXPERTS] = recorded(self.model.routing, model_input)
         return values_by_name
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        self.sharding.scale_loss(loss).backward()
 
     def _fixed_weights(self, training: bool) -> AbstractContextManager[None]:
         """Context without weight updates: fused layers may cache casts and, in training, accumulate gradients."""

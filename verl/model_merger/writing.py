@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from verl.checkpoints.atomic import fsync
-from verl.model_merger.sources import INDEX, SINGLE_FILE, TensorInfo
+from verl.checkpoints.safetensors_files import INDEX, SINGLE_FILE
+from verl.model_merger.sources import TensorInfo
 from verl.utils.paths import read_json
 
 #: weight files of a HuggingFace folder, of all formats

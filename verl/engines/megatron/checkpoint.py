@@ -17,8 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from verl.checkpoints.boxes import Boxes, BoxLoadPlanner, Region
-from verl.checkpoints.shard_files import ShardReader
-from verl.engines.checkpoint import load_shards
+from verl.engines.checkpoint import load_shards, open_shards
 from verl.engines.megatron.layout import Conversion
 from verl.engines.megatron.runtime import ParallelRanks
 from verl.engines.megatron.weights import local_parameters, rank_of
@@ -78,7 +77,7 @@ class EngineState:
     @torch.no_grad()
     def load(self, folder: Path, with_optimizer: bool) -> None:
         """Restore weights, and the optimizer state. Raises ValueError if the files are of a different model."""
-        stored = _stored_keys(folder)
+        stored = open_shards(folder).read_metadata().state_dict_metadata.keys()
         requested: Boxes = {}
         fills = [
             (parameter, self._request(requested, conversion, "model.module.{}", parameter.dtype))
@@ -115,12 +114,6 @@ class EngineState:
 
     def _join(self, conversion: Conversion, values: list[torch.Tensor]) -> torch.Tensor:
         return conversion.join(values, rank_of(conversion, self._ranks))
-
-
-def _stored_keys(folder: Path) -> set[str]:
-    if not (folder / "shards").is_dir():
-        raise ValueError(f"the checkpoint has no shards (expected {folder / 'shards'}): was it saved without them?")
-    return set(ShardReader(folder / "shards").read_metadata().state_dict_metadata)
 
 
 # ---- megatron-core's optimizers -------------------------------------------------------------------------------------
