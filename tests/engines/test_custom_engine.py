@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import make_tiny, run_settings
-from verl.config.schema import ModelConfig
-from verl.engines.base import EngineSpec, make_engine, register_train_engine
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -66,11 +64,3 @@ def test_it_resumes_from_its_own_checkpoint(tiny, tmp_path):
     run(tiny, tmp_path / "run", [*saved, "trainer.total_training_steps=1"])
     resumed = run(tiny, tmp_path / "run", saved)
     assert resumed == whole[1:]
-
-
-def test_a_factory_that_returns_no_engine():
-    register_train_engine("forgotten")(lambda spec: None)
-    with pytest.raises(
-        ValueError, match="strategy=forgotten: expected a factory that returns a TrainEngine, found None"
-    ):
-        make_engine("forgotten", EngineSpec(kind="causal_lm", model=ModelConfig()))

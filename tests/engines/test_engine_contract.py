@@ -7,7 +7,7 @@ import torch
 
 import verl.engines
 from tests.engines.ranks import OPTIMIZER, SETTINGS, make_batch, make_spec, qwen2, save_model, train
-from verl.engines.base import MicroBatching, TrainEngine, make_engine
+from verl.engines.base import MicroBatching, TrainEngine, make_engine, register_train_engine
 from verl.registry import import_module
 from verl.workers.engine_worker import EngineWorker, aggregation
 from verl.workers.policy import policy_objective
@@ -64,9 +64,17 @@ def test_a_name_that_is_not_registered_lists_those_that_are(path):
         make_engine("fdsp", make_spec(path))
 
 
+def test_a_factory_that_returns_no_engine(path):
+    register_train_engine("forgotten")(lambda spec: None)
+    with pytest.raises(
+        ValueError, match="strategy=forgotten: expected a factory that returns a TrainEngine, found None"
+    ):
+        make_engine("forgotten", make_spec(path))
+
+
 def test_names_of_the_package():
     assert {"fsdp", "fsdp2"} <= set(verl.engines.ENGINES)
-    assert verl.engines.TrainEngine is TrainEngine
+    assert verl.engines.TrainEngine is TrainEngine and verl.engines.MetricSums.__module__ == "verl.engines.metrics"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         verl.engines.nothing  # noqa: B018
 

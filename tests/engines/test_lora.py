@@ -26,7 +26,6 @@ from tests.engines.ranks import (
 from verl.config.schema import OptimConfig
 from verl.engines.base import MicroBatching
 from verl.engines.loading import load_module, resolve_model
-from verl.engines.lora import merge_adapters
 from verl.engines.torch_engine import TorchEngine
 
 pytest.importorskip("peft")
@@ -189,15 +188,6 @@ def test_excluded_modules_get_no_adapter_and_the_log_says_what_is_trained(path, 
     }
     # q: 2 x (32 + 32), v: 2 x (32 + 16), twice
     assert "rank 2 on 3 layers; 320 of " in caplog.text
-
-
-def test_a_module_with_merged_adapters_is_a_plain_one(path, tmp_path):
-    engine = make_engine(path, OPTIMIZER, **LORA)
-    train(engine, make_batch(), MicroBatching())
-    engine.save(tmp_path, ("model",))
-    spec = make_spec(path, lora_adapter_path=str(tmp_path / "lora_adapter"))
-    merged = merge_adapters(load_module(resolve_model(spec)))
-    assert_close(dict(merged.named_parameters()), dict(engine.weights()))
 
 
 @pytest.mark.parametrize(

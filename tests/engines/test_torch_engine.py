@@ -16,7 +16,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from tests.engines.ranks import FLOAT64, SIZES, make_engine, save_model
+from tests.engines.ranks import FLOAT64, SETTINGS, SIZES, make_engine, save_model, train
 from verl.config.schema import ModelConfig, OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, Objective
@@ -108,14 +108,7 @@ def gradients(
     if kind == "value":
         objective = value_objective(0.5, 1.0, agg)
     else:
-        settings = {
-            "clip_ratio": 0.2,
-            "entropy_coeff": 0.01,
-            "use_kl_loss": True,
-            "kl_loss_coef": 0.1,
-            "kl_loss_type": "low_var_kl",
-        }
-        objective = policy_objective("vanilla", settings, agg)
+        objective = policy_objective("vanilla", SETTINGS, agg)
     engine.train_batch(batch, objective, micro)
     return {name: before[name] - value for name, value in engine.module.state_dict().items()}
 
@@ -145,20 +138,9 @@ def test_a_gradient_is_scaled_to_the_largest_norm(tmp_path):
 
 
 def test_metrics_do_not_depend_on_the_cut_either(tmp_path):
-    path = save_model(FAMILIES["llama"], tmp_path)
-    settings = {
-        "clip_ratio": 0.2,
-        "entropy_coeff": 0.01,
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.1,
-        "kl_loss_type": "k1",
-    }
-    found = []
+    path, found = save_model(FAMILIES["llama"], tmp_path), []
     for micro in (MicroBatching(), MicroBatching(rows=2), MicroBatching(tokens=9)):
-        engine = make_engine(path, OptimConfig())
-        batch = make_batch()
-        agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
-        metrics = engine.train_batch(batch, policy_objective("vanilla", settings, agg), micro)
+        metrics = train(make_engine(path, OptimConfig()), make_batch(), micro, steps=1)
         found.append({k: v[0] / v[1] if isinstance(v, tuple) else v for k, v in metrics.items()})
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-4)
@@ -180,31 +162,21 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(tmp_path, capl
     before = copy.deepcopy(engine.module.state_dict())
     batch = make_batch()
     batch.batch["advantages"][0, 0] = float("inf")
-    agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
-    settings = {"clip_ratio": 0.2, "entropy_coeff": 0, "use_kl_loss": False}
-    metrics = engine.train_batch(batch, policy_objective("vanilla", settings, agg), MicroBatching())
-    assert metrics["grad_skipped"] == 1.0
+    assert train(engine, batch, MicroBatching(), steps=1)["grad_skipped"] == 1.0
     assert "skipping this update" in caplog.text
     assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
 
 
 def test_save_and_load_restore_weights_optimizer_and_schedule(tmp_path):
     path = save_model(FAMILIES["qwen2"], tmp_path / "model")
-    settings = {"clip_ratio": 0.2, "entropy_coeff": 0, "use_kl_loss": False}
     optimizer = OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1, total_training_steps=5)
-
-    def step(engine):
-        batch = make_batch()
-        agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
-        engine.train_batch(batch, policy_objective("vanilla", settings, agg), MicroBatching())
-        return engine.lr_step()
-
-    first = make_engine(path, optimizer)
-    step(first)
+    first, second = (make_engine(path, optimizer) for _ in range(2))
+    train(first, make_batch(), MicroBatching(), steps=1)
     first.save(tmp_path / "ckpt", ("model", "optimizer", "extra"))
-    second = make_engine(path, optimizer)
     second.load(tmp_path / "ckpt", ("model", "optimizer", "extra"))
-    assert step(first) == step(second)
+    for engine in (first, second):
+        train(engine, make_batch(), MicroBatching(), steps=1)
+    assert first.lr_step() == second.lr_step()
     for (name, a), (_, b) in zip(first.weights(), second.weights()):
         assert torch.equal(a, b), name
 
@@ -265,15 +237,10 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(tmp_path, monke
 
 
 def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
-    path = save_model(FAMILIES["llama"], tmp_path)
-    settings = {"clip_ratio": 0.2, "entropy_coeff": 0, "use_kl_loss": False}
-    norms = []
+    path, norms = save_model(FAMILIES["llama"], tmp_path), []
     for checkpointing in (False, True):
         engine = make_engine(path, OptimConfig(), enable_gradient_checkpointing=checkpointing)
-        batch = make_batch()
-        agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
-        metrics = engine.train_batch(batch, policy_objective("vanilla", settings, agg), MicroBatching())
-        norms.append(metrics["grad_norm"])
+        norms.append(train(engine, make_batch(), MicroBatching(), steps=1)["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
