@@ -2,21 +2,17 @@
 
 import json
 import os
-import re
 import time
 
 import pytest
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
+from tests.tracking.test_console import CODES, HOSTILE
 from verl.cli.app import app
 from verl.tracking.curves import save_comparison
 from verl.tracking.report import report_data, write_report
-from verl.tracking.runs import differing_settings, find_runs, labels, open_run, read_metrics
-
-#: a lone surrogate, codes of a terminal, a text that is written from right to left, markup, and a formula
-HOSTILE = "\ud800 \x1b[2J\x1b]8;;http://x\x07 \r \u202e \x9b31m [/b] :smile: $\\frac{$"
-CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
+from verl.tracking.runs import differing_settings, labels, open_run, read_metrics, run_folders
 
 
 def make_run(folder, lr=1e-3, gain=0.01, **about):
@@ -148,7 +144,7 @@ def test_runs_are_found_newest_first(folder):
     os.utime(folder / "a" / "run.json", (1, 1))
     (folder / "b" / "global_step_1").mkdir()
     (folder / "b" / "global_step_1" / "metrics.jsonl").touch()  # not a run
-    assert [run.name for run in find_runs(folder.parent)] == ["b", "a"]
+    assert [path.name for path in run_folders(folder.parent)] == ["b", "a"]
 
 
 @pytest.mark.parametrize(

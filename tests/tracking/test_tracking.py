@@ -55,15 +55,8 @@ def test_jsonl_resumed_holds_no_step_twice_and_loses_nothing(tmp_path):
     with tracking(tmp_path, "jsonl", resume_step=3) as run:
         for step in range(4, 8):
             run.log({"loss": 10 * step}, step)
-    assert [(x["step"], x["loss"]) for x in lines(tmp_path)] == [
-        (1, 1),
-        (2, 2),
-        (3, 3),
-        (4, 40),
-        (5, 50),
-        (6, 60),
-        (7, 70),
-    ]
+    losses = {x["step"]: x["loss"] for x in lines(tmp_path)}
+    assert losses == {1: 1, 2: 2, 3: 3, 4: 40, 5: 50, 6: 60, 7: 70} and len(lines(tmp_path)) == 7
     assert (tmp_path / "metrics.dropped.jsonl").read_text().count("\n") == 3
     with tracking(tmp_path, "jsonl") as run:  # from the beginning, in the same folder
         run.log({"val-core/acc": 0}, 0)
@@ -109,14 +102,8 @@ def test_tensorboard_resumed_shows_each_step_once(tmp_path):
             run.log({"actor/loss": 10 * step}, step)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [
-        (1, 1),
-        (2, 2),
-        (3, 3),
-        (4, 40),
-        (5, 50),
-        (6, 60),
-    ]
+    shown = [(e.step, e.value) for e in events.Scalars("actor/loss")]
+    assert shown == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50), (6, 60)]
 
 
 def test_the_hparams_tab_has_the_settings_that_differ(tmp_path):
@@ -299,10 +286,6 @@ def test_a_hanging_tracker_does_not_stop_training(tmp_path, caplog, monkeypatch,
     waiting, lost = [record.getMessage() for record in caplog.records]
     assert waiting.startswith("tracker blocked has not responded for ") and waiting.endswith("1 calls are waiting")
     assert lost.startswith("tracker blocked did not finish within 0 s: up to ")
-    blocked.gate.set()
-    for thread in threading.enumerate():
-        if thread.name == "blocked":
-            thread.join(20)  # it logs a failure, which is not of the next test
 
 
 def test_a_slow_tracker_gets_every_call_in_order(tmp_path, blocked, caplog):

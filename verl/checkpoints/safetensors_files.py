@@ -21,7 +21,6 @@ class SafetensorsFiles:
     """The tensors of a folder, read one at a time.
 
     Args:
-        folder: The folder.
         single_file: Name of the file if there is no index.
 
     Raises:

@@ -471,7 +471,6 @@ def _read(folder: Path) -> _Saved:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Replace the contents of a file atomically."""
     set_aside_irregular(path)
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")

@@ -47,7 +47,6 @@ class ShardWriter:
     communicate, so it can run in a background thread during training.
 
     Args:
-        folder: the folder to write.
         state: nested dictionary of tensors, or another form that `planner` supports.
         planner: selects the values that this rank writes; default: torch's.
 
@@ -143,11 +142,8 @@ class CheckpointWriter:
         """Write the shards and then the rest. The previous write must be finished.
 
         Args:
-            folder: the checkpoint.
             shards: nested state for `folder / "shards"`; may be empty.
-            write_files: writes the other files of this rank.
             background: return immediately; `finish` waits for the write. The state must not change until then.
-            planner: see `ShardWriter`.
 
         Raises:
             OSError: the checkpoint cannot be written; raised on every rank if shards cannot be written.
@@ -289,7 +285,6 @@ def load_model(folder: Path, model: nn.Module, module: nn.Module) -> None:
     """Restore weights from `huggingface/` if it contains them, otherwise from the shards.
 
     Args:
-        folder: the checkpoint.
         model: the module with the parameter names of the shards.
         module: the HuggingFace module inside of it.
     """

@@ -40,10 +40,7 @@ class ModelSpec:
     """A `model` section with the settings that the engine derived from the configuration and the device.
 
     Attributes:
-        section: the `model` section.
         kind: as in `EngineSpec`.
-        device: device of the parameters.
-        model_dtype: dtype of the parameters.
         compute_dtype: dtype of the forward pass; autocast if it differs from model_dtype.
         kernels: how norms, MLPs and rotary embeddings are computed (`modeling.layers`).
         random_init: initialize at random instead of loading weights (for tests and benchmarks).
@@ -365,10 +362,6 @@ class TokenModel(nn.Module):
     """A HuggingFace model whose forward pass returns the inputs of losses, at response tokens only.
 
     It is the single entry point for everything that wraps a forward pass: sharding, compilation, autocast.
-
-    Args:
-        module: the HuggingFace model.
-        spec: dtypes and kernels.
     """
 
     def __init__(self, module: nn.Module, spec: ModelSpec):

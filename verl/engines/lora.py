@@ -35,7 +35,6 @@ def add_adapters(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
     New adapters do not change the outputs (B is 0).
 
     Args:
-        module: the HuggingFace model.
         model: the `model` section: its lora_* keys, or the adapter to start from.
 
     Raises:
@@ -72,12 +71,15 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
     if model.lora_adapter_path is None:
         _check_names(module, model)
         targets = _targets(module, model)
+        excluded = list(model.exclude_modules or ())
+        if model.exclude_modules is None and is_vision_config(module.config):
+            excluded = outside_language_model(module)
         alpha = model.lora_alpha
         return PeftLoraConfig(
             r=model.lora_rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
             target_modules="all-linear" if targets == ["all-linear"] else targets,
-            exclude_modules=[*_excluded(module, model), *head] or None,
+            exclude_modules=[*excluded, *head] or None,
             base_model_name_or_path=model.path,
             task_type="TOKEN_CLS" if head else "CAUSAL_LM",
         )
@@ -109,13 +111,6 @@ def _targets(module: nn.Module, model: schema.ModelConfig) -> list[str]:
     head = module.get_output_embeddings() if module.can_generate() else None
     names = (name for name, layer in module.named_modules() if type(layer) is nn.Linear and layer is not head)
     return sorted({name.rpartition(".")[2] for name in names})
-
-
-def _excluded(module: nn.Module, model: schema.ModelConfig) -> list[str]:
-    """Names of modules without adapters: the configured ones; by default those outside the language model."""
-    if model.exclude_modules is None and is_vision_config(module.config):
-        return outside_language_model(module)
-    return list(model.exclude_modules or ())
 
 
 def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:

@@ -55,8 +55,6 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a mini-batch is computed."""
-
     rows: list[list[int]]  # row indices of each micro-batch
     shared_prefix: bool  # compute a prompt once for all its rows
 
@@ -273,7 +271,6 @@ class TorchEngine(TrainEngine):
         return self._forward(columns, False, outputs, 1.0, None)
 
     def _checkpoint_activations(self, on: bool) -> None:
-        """Enable or disable activation checkpointing."""
         if on == self._checkpoints_activations:
             return
         self._checkpoints_activations = on

@@ -122,9 +122,6 @@ class GenerationRun:
             "remove longer prompts from the file",
         )
 
-    def _check_output(self) -> None:
-        check_output(self.prompts, self.output)
-
     def _find_finished(self) -> None:
         """Look for the output, or shards of it, of an earlier run."""
         self.shards = ResponseShards(
@@ -239,7 +236,6 @@ class GenerationRun:
         return self.output
 
     def _generate(self, missing: Sequence[int]) -> None:
-        """Run the flow on the missing shards and log the progress."""
         total = len(self.prompts)
         done = total - self._count(missing)
         if done:
@@ -268,14 +264,13 @@ class GenerationRun:
             self.roles["rollout"].shutdown()
 
     def _count(self, shards: Sequence[int]) -> int:
-        """Return the number of prompts in these shards."""
         return sum(len(self.shards.prompt_indices(shard)) for shard in shards)
 
 
 CHECKS: dict[str, Callable[[GenerationRun], None]] = {
     "prompts": GenerationRun._read_prompts,
     "model limits": GenerationRun._check_limits,
-    "output file": GenerationRun._check_output,
+    "output file": lambda run: check_output(run.prompts, run.output),
     "earlier output": GenerationRun._find_finished,
 }
 """The checks after those of the settings (`verl.trainer.checks.preflight`), in the order in which they run."""

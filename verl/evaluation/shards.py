@@ -30,7 +30,6 @@ class Responses:
     """The responses to one prompt. The attributes are the keys of a line of a shard.
 
     Attributes:
-        responses: The texts.
         tokens: Their lengths in tokens.
         finish_reasons: "stop" or "length".
     """
@@ -67,7 +66,6 @@ class ResponseShards:
 
     Args:
         settings: Everything the responses depend on.
-        prompts, prompts_per_shard: Numbers of prompts.
         n: Number of responses per prompt.
     """
 

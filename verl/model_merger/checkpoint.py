@@ -66,7 +66,6 @@ def find_base(folder: Path, base: str | None) -> tuple[Path | None, str]:
     """Return the folder of the base model, if it is on this machine, and otherwise the reason.
 
     Args:
-        folder: The checkpoint of one role.
         base: The base model; None: those that the checkpoint names.
     """
     names = [base] if base is not None else base_models(folder)

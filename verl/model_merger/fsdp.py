@@ -230,8 +230,6 @@ class DTensorShard:
     """The shard of a DTensor on one rank.
 
     Attributes:
-        local: The local tensor.
-        shape: Shape of the full tensor.
         coordinate: Coordinate of the rank in the device mesh.
         placements: For each mesh dimension, the tensor dimension that is sharded along it; None if replicated.
     """
@@ -247,7 +245,6 @@ class ShardedTensorShard:
     """The shards of a ShardedTensor on one rank (FSDP1 without a device mesh).
 
     Attributes:
-        shape: Shape of the full tensor.
         local_shards: (offset in the full tensor, contents).
     """
 

@@ -77,8 +77,6 @@ def assemble(name: str, info: TensorInfo, shards: Iterable[tuple[str, Shape, tor
     """Copy the shards of a tensor into one tensor.
 
     Args:
-        name: Name of the tensor, for messages.
-        info: Shape and dtype of the full tensor.
         shards: (file name, offset in the full tensor, contents). Shards with the same offset are replicas, as in
             hybrid sharding, and must be bitwise equal.
 

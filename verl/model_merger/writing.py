@@ -109,8 +109,6 @@ def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dty
     Other entries are not changed: rewritten by transformers, the file might not be readable by older releases.
 
     Args:
-        source: Folder with the config and tokenizer.
-        architecture: Class name of the model.
         num_labels: Number of outputs of a critic, otherwise None.
     """
     weights = set(weight_files(source))

@@ -326,7 +326,6 @@ def _cell(value: Any) -> str | float:
 
 
 def _markdown(rows: Rows) -> str:
-    """Format rows as a Markdown table."""
     columns = list(rows[0])
     lines = [columns, ["---"] * len(columns), *([str(row[c]) for c in columns] for row in rows)]
     return "\n".join("| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in line) + " |" for line in lines)

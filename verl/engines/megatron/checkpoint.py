@@ -31,9 +31,6 @@ class EngineState:
     """The weights and the optimizer state of a rank as boxes of HuggingFace tensors.
 
     Args:
-        chunks: this rank's chunks of the model.
-        table: its conversions.
-        ranks: the position of this rank.
         optimizer: megatron-core's; None for a model that is not trained.
     """
 
@@ -123,10 +120,8 @@ class _Slot:
     """The state of one parameter in an optimizer.
 
     Attributes:
-        parameter: the parameter of the model.
         main: the tensor that the optimizer updates: the parameter, a float32 copy, or a run of its elements.
         run: the elements of this run; None for all.
-        group: the parameter group.
     """
 
     def __init__(self, parameter: torch.Tensor, main: torch.Tensor, run: slice | None, group: dict[str, Any]):

@@ -130,11 +130,6 @@ class ChunkRouting:
 class StageRouting:
     """The routers of this rank.
 
-    Args:
-        chunks: this rank's chunks of the model.
-        hf: the HuggingFace config.
-        ranks: the position of this rank.
-
     Attributes:
         replays: whether recorded choices are repeated; otherwise they are only compared.
         trains: whether the pass has a backward pass.
@@ -165,9 +160,6 @@ class StageRouting:
 
         Args:
             recorded: the column routed_experts, if the batch has it.
-            trains: whether the pass has a backward pass.
-            records: keep the choices, for `recorded`.
-            counts: keep statistics, for `metrics`.
 
         Raises:
             ValueError: the choices are not those of this model.
