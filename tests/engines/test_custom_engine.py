@@ -39,21 +39,18 @@ def built_in(tiny, tmp_path_factory) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    "processes", [[], pytest.param(TWO, marks=pytest.mark.slow)], ids=["one process", "two processes"]
+    "processes",
+    [[], pytest.param(TWO, marks=pytest.mark.slow), pytest.param(RAY, marks=pytest.mark.slow)],
+    ids=["one process", "two processes", "ray"],
 )
 def test_it_equals_the_built_in_engine(processes, built_in, tiny, tmp_path):
-    found = run(tiny, tmp_path / "run", [*CUSTOM, *processes])
+    trainer_class = LocalPPOTrainer
+    if processes is RAY:
+        pytest.importorskip("ray")
+        from verl.trainer.ray_trainer import RayPPOTrainer as trainer_class
+
+    found = run(tiny, tmp_path / "run", [*CUSTOM, *processes], trainer_class)
     assert len(found) == 2
-    for step, expected in zip(found, built_in, strict=True):
-        assert step == pytest.approx(expected, rel=1e-3, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_it_equals_the_built_in_engine_on_ray(built_in, tiny, tmp_path):
-    pytest.importorskip("ray")
-    from verl.trainer.ray_trainer import RayPPOTrainer
-
-    found = run(tiny, tmp_path / "run", [*CUSTOM, *RAY], RayPPOTrainer)
     for step, expected in zip(found, built_in, strict=True):
         assert step == pytest.approx(expected, rel=1e-3, abs=1e-6)
 

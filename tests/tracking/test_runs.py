@@ -12,7 +12,7 @@ from tests.tracking.test_console import CODES, HOSTILE
 from verl.cli.app import app
 from verl.tracking.curves import save_comparison
 from verl.tracking.report import report_data, write_report
-from verl.tracking.runs import differing_settings, labels, open_run, read_metrics, run_folders
+from verl.tracking.runs import differing_settings, labels, open_run, run_folders
 
 
 def make_run(folder, lr=1e-3, gain=0.01, **about):
@@ -178,6 +178,8 @@ def test_lines_that_are_no_metrics_are_skipped(tmp_path):
         '{"step": 1, "critic/score/mean": NaN, "name": "x"}',
         '{"step": 2, "critic/score/mean": 0.5, "actor/kl": Infinity}',
         "[" * 100_000,
+        f'{{"step": 3, "a": {"9" * 400}, "b": 0.5}}',  # no finite float
+        '{"step": 4, "a": -Infinity, "b": 1e308}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     steps = [
@@ -187,7 +189,7 @@ def test_lines_that_are_no_metrics_are_skipped(tmp_path):
     ]
     (tmp_path / "steps.jsonl").write_text("\n".join(steps))
     (tmp_path / "samples.jsonl").write_text('{"name": "val/generations"}\n')
-    assert open_run(tmp_path).metrics == {"critic/score/mean": [(2, 0.5)]}
+    assert open_run(tmp_path).metrics == {"critic/score/mean": [(2, 0.5)], "b": [(3, 0.5), (4, 1e308)]}
     data = report_data(open_run(tmp_path))
     assert [record["step"] for record in data["steps"]] == [2]
     assert data["extremes"] == {"best": [(2, 1)], "worst": [(2, 1)]} and data["validation"] == []
@@ -204,12 +206,6 @@ def test_outputs_that_cannot_be_written(folder, tmp_path):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 1 and isinstance(result.exception, SystemExit), words
         assert result.output.startswith("error: ") and str(tmp_path) in result.output
-
-
-def test_numbers_that_are_no_finite_floats_are_skipped(tmp_path):
-    lines = [f'{{"step": 1, "a": {"9" * 400}, "b": 0.5}}', '{"step": 2, "a": -Infinity, "b": 1e308}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert read_metrics(tmp_path / "metrics.jsonl") == {"b": [(1, 0.5), (2, 1e308)]}
 
 
 def test_no_name_of_a_run_controls_the_terminal_or_is_markup(tmp_path):

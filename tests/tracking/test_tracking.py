@@ -32,6 +32,15 @@ def lines(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def events_of(folder):
+    """What TensorBoard reads."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return events
+
+
 def test_jsonl_holds_each_call_at_once(tmp_path):
     run = tracking(tmp_path, "jsonl")
     run.log({"critic/score/mean": np.float32(0.5), "actor/kl": torch.tensor(0.25)}, 1)
@@ -71,15 +80,12 @@ def test_jsonl_resumed_holds_no_step_twice_and_loses_nothing(tmp_path):
 
 def test_images_of_samples(tmp_path):
     """TensorBoard shows the first image of a sample; files have all of them, and texts their number."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     colors = [(250, 0, 0), (0, 0, 250)]
     images = [thumbnail(Image.new("RGB", (256, 64), color)) for color in colors]
     rows = [{"input": "a", "images": images}, {"input": "b", "images": []}]
     with tracking(tmp_path, "tensorboard", "jsonl") as run:
         run.log_samples("samples/train", rows, 1)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events = events_of(tmp_path)
     assert events.Tags()["images"] == ["samples/train/0"]
     (shown,) = events.Images("samples/train/0")
     assert (shown.width, shown.height) == (128, 32)
@@ -91,8 +97,6 @@ def test_images_of_samples(tmp_path):
 
 
 def test_tensorboard_resumed_shows_each_step_once(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     with tracking(tmp_path, "tensorboard") as run:
         for step in range(1, 6):
             run.log({"actor/loss": step}, step)
@@ -100,19 +104,15 @@ def test_tensorboard_resumed_shows_each_step_once(tmp_path):
     with tracking(tmp_path, "tensorboard", resume_step=3) as run:
         for step in range(4, 7):
             run.log({"actor/loss": 10 * step}, step)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    shown = [(e.step, e.value) for e in events.Scalars("actor/loss")]
+    shown = [(e.step, e.value) for e in events_of(tmp_path).Scalars("actor/loss")]
     assert shown == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50), (6, 60)]
 
 
 def test_the_hparams_tab_has_the_settings_that_differ(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     def found(folder):
-        events = EventAccumulator(str(folder / "tensorboard"))
-        events.Reload()
+        events = events_of(folder)
         contents = events.PluginTagToContent("hparams").items()
         return {tag: plugin_data_pb2.HParamsPluginData.FromString(content) for tag, content in contents}, events
 
