@@ -196,6 +196,17 @@ class TensorboardTracker(Tracker):
         self._writer.close()
 
 
+def _init_arguments(run: Run, tracker: str, id_bytes: int) -> dict[str, Any]:
+    """Arguments of a service's `init`, with the id under which a resumed run continues."""
+    return {
+        "project": run.project_name,
+        "name": run.experiment_name,
+        "id": run.tracker_id(tracker, partial(secrets.token_hex, id_bytes)),
+        "resume": "allow",
+        "config": dict(run.config),
+    }
+
+
 class WandbTracker(Tracker):
     """Weights & Biases; WANDB_MODE=offline logs locally. A resumed run continues the same wandb run.
 
@@ -207,14 +218,7 @@ class WandbTracker(Tracker):
     def __init__(self, run: Run):
         super().__init__(run)
         self._wandb = importlib.import_module("wandb")
-        self._run = self._wandb.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            id=run.tracker_id("wandb", partial(secrets.token_hex, 4)),
-            resume="allow",
-            config=dict(run.config),
-            dir=str(run.folder),
-        )
+        self._run = self._wandb.init(**_init_arguments(run, "wandb", 4), dir=str(run.folder))
         self._run.define_metric("training/global_step")
         self._run.define_metric("*", step_metric="training/global_step")
 
@@ -293,14 +297,7 @@ class SwanlabTracker(Tracker):
     def __init__(self, run: Run):
         super().__init__(run)
         self._swanlab = importlib.import_module("swanlab")
-        self._run = self._swanlab.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            id=run.tracker_id("swanlab", partial(secrets.token_hex, 8)),
-            resume="allow",
-            config=dict(run.config),
-            log_dir=str(run.folder / "swanlab"),
-        )
+        self._run = self._swanlab.init(**_init_arguments(run, "swanlab", 8), log_dir=str(run.folder / "swanlab"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
