@@ -45,9 +45,9 @@ def complaint(refused, monkeypatch) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+#: folder of the run -> overrides and the message
+REFUSED = {
+    "all_unreadable": [
         (["algorithm.adv_estimator=grop"], "no advantage estimator is called 'grop': did you mean 'grpo'?"),
         (["algorithm.adv_estimator=gdpo"], "gdpo needs the setting 'gdpo_reward_keys'"),
         ([LOSS + "vanila"], "no policy loss is called 'vanila': did you mean 'vanilla'?"),
@@ -79,14 +79,7 @@ def complaint(refused, monkeypatch) -> Callable[..., str]:
         ([MODEL + "lora_rank=2", MODEL + "target_modules=[q_prj]"], "did you mean 'q_proj'?"),
         ([MODEL + "lora_rank=2", MODEL + "exclude_modules=[q_prj]"], "did you mean 'q_proj'?"),
     ],
-)
-def test_settings(complaint, all_unreadable, overrides, message):
-    assert message in complaint(all_unreadable, *overrides)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+    "rows_unreadable": [  # a reward may read the tokenizer
         (["reward.custom_reward_function.path=nowhere.py"], "no file 'nowhere.py'"),
         (
             ["reward.custom_reward_function.name=compute_scor"],
@@ -98,20 +91,19 @@ def test_settings(complaint, all_unreadable, overrides, message):
         ),
         (["reward.reward_manager.name=naiv"], "no reward manager is called 'naiv': did you mean 'naive'?"),
     ],
-)
-def test_rewards_which_may_read_the_tokenizer(complaint, rows_unreadable, overrides, message):
-    assert message in complaint(rows_unreadable, *overrides)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+    "tiny": [  # found by the trial of the reward
         (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acuracy"], "return 'acuracy'"),
         (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[reward,acuracy]"], "return 'acuracy'"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("folder", "overrides", "message"),
+    [(folder, *row) for folder, rows in REFUSED.items() for row in rows],
 )
-def test_figures_beside_the_reward_by_the_trial(complaint, tiny, overrides, message):
-    assert message in complaint(tiny, *overrides)
+def test_what_is_refused(folder, overrides, message, complaint, request):
+    assert message in complaint(request.getfixturevalue(folder), *overrides)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
