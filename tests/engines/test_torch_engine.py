@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ FAMILIES = {
     "gemma2": Gemma2Config(**SMALL, sliding_window=4, query_pre_attn_scalar=8),
 }
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [12, 13], [3, 3, 3, 3]]
+WHOLE = MicroBatching()
 RESPONSES = [[3, 4, 5, 6], [7], [8, 9, 10, 11, 12, 13], [14, 15], [2]]
 
 
@@ -93,10 +95,10 @@ def test_entropy_and_sum_pi_squared_by_definition(tmp_path):
 
 
 def gradients(
-    path: str, packed: bool, micro: MicroBatching, kind: str, mode: str, clip: float = 1e9
+    path: str, micro: MicroBatching = WHOLE, *, kind: str = "causal_lm", mode: str = "token-mean", clip=1e9, **keys: Any
 ) -> dict[str, torch.Tensor]:
     """Parameters after one step of plain descent direction: AdamW is replaced by SGD, so the step is the gradient."""
-    engine = make_engine(path, OptimConfig(clip_grad=clip), kind=kind, use_remove_padding=packed, **FLOAT64)
+    engine = make_engine(path, OptimConfig(clip_grad=clip), kind=kind, **FLOAT64, **keys)
     engine.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
     before = copy.deepcopy(engine.module.state_dict())
     batch = make_batch()
@@ -106,24 +108,24 @@ def gradients(
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("kind", ["causal_lm", "value"])
-def test_the_gradient_does_not_depend_on_the_cut_or_the_padding(mode, kind, tmp_path):
+def test_the_gradient_does_not_depend_on_the_cut_the_padding_or_recomputation(mode, kind, tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path, kind)
-    whole = gradients(path, True, MicroBatching(), kind, mode)
+    whole = gradients(path, kind=kind, mode=mode)
     assert max(g.abs().max().item() for g in whole.values()) > 1e-3
-    for packed in (True, False):
-        for micro in (MicroBatching(rows=1), MicroBatching(rows=3), MicroBatching(), MicroBatching(tokens=11)):
-            cut = gradients(path, packed, micro, kind, mode)
+    for keys in ({}, {"use_remove_padding": False}, {"enable_gradient_checkpointing": True}):
+        for micro in (MicroBatching(rows=1), MicroBatching(rows=3), WHOLE, MicroBatching(tokens=11)):
+            cut = gradients(path, micro, kind=kind, mode=mode, **keys)
             for name in whole:
-                assert torch.allclose(whole[name], cut[name], rtol=1e-6, atol=1e-9), (packed, micro, name)
+                assert torch.allclose(whole[name], cut[name], rtol=1e-6, atol=1e-9), (keys, micro, name)
 
 
 def test_a_gradient_is_scaled_to_the_largest_norm(tmp_path):
     """AdamW would hide it: its first step hardly depends on the scale."""
-    given = save_model(FAMILIES["llama"], tmp_path), False, MicroBatching(), "causal_lm", "token-mean"
-    whole = gradients(*given)
+    path = save_model(FAMILIES["llama"], tmp_path)
+    whole = gradients(path)
     norm = sum(float(gradient.square().sum()) for gradient in whole.values()) ** 0.5
     for share in (0.25, 4.0):
-        clipped = gradients(*given, clip=share * norm)
+        clipped = gradients(path, clip=share * norm)
         for name, gradient in whole.items():
             torch.testing.assert_close(clipped[name], min(share, 1.0) * gradient, rtol=1e-4, atol=1e-12)
 
@@ -140,10 +142,10 @@ def test_metrics_do_not_depend_on_the_cut_either(tmp_path):
 @pytest.mark.parametrize("kept", [0, 2**29], ids=["recomputed", "kept"])
 def test_chunked_log_probs_have_the_gradient_of_whole_ones(kept, tmp_path, monkeypatch):
     path = save_model(FAMILIES["qwen2"], tmp_path)
-    whole = gradients(path, True, MicroBatching(), "causal_lm", "token-mean")
+    whole = gradients(path)
     monkeypatch.setitem(log_probs.CHUNK_ELEMENTS, "cpu", 3 * 32)
     monkeypatch.setattr(log_probs, "KEPT_BYTES", kept)
-    cut = gradients(path, True, MicroBatching(), "causal_lm", "token-mean")
+    cut = gradients(path)
     assert all(torch.allclose(whole[name], cut[name], rtol=1e-9, atol=1e-12) for name in whole)
 
 
@@ -205,14 +207,6 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(tmp_path, monke
     assert type(trusted.hf_config).__name__ == "MineConfig"
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         _ = ModelSpec(ModelConfig(**given)).hf_config
-
-
-def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
-    path, norms = save_model(FAMILIES["llama"], tmp_path), []
-    for checkpointing in (False, True):
-        engine = make_engine(path, OptimConfig(), enable_gradient_checkpointing=checkpointing)
-        norms.append(train(engine, make_batch(), MicroBatching(), steps=1)["grad_norm"])
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 def test_the_learning_rate_schedules_by_hand():
