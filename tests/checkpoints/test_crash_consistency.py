@@ -4,6 +4,7 @@
 the folder. From each moment of a save it builds the states that a file system may show after a crash.
 """
 
+import json
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.test_store import save
 from verl.checkpoints.store import CheckpointStore
 
 VARIANTS = ("lost", "entries only", "torn", "root only")
@@ -154,18 +156,10 @@ def recorded(top: Path, monkeypatch):
         monkeypatch.setattr(os, "fsync", fsync)
 
 
-def save(store: CheckpointStore, step: int) -> None:
-    with store.writing(step) as folder:
-        for role in ("actor", "critic"):
-            (folder / role).mkdir()
-            (folder / role / "model.bin").write_text(f"{role} of step {step}" * 20)
-        (folder / "trainer.json").write_text(str(step))
-
-
 def newest_step(top: Path) -> int:
     """The step from which a run would resume; 0: it starts."""
     folder = CheckpointStore(top / "runs" / "run").latest()
-    return 0 if folder is None else int((folder / "trainer.json").read_text())
+    return 0 if folder is None else json.loads((folder / "trainer.json").read_text())["step"]
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
-"""Manifests that are edited, or that are none, are damage of their checkpoint."""
+"""Files and manifests that are changed, or that are none, are damage of their checkpoint."""
 
 import json
+import os
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from tests.checkpoints.test_store import save
-from verl.checkpoints.store import CheckpointStore
+from tests.checkpoints.test_store import flip_byte, save
+from verl.checkpoints.store import CheckpointError, CheckpointStore
 
 ENTRY = {"bytes": 850, "sha256": "0" * 64}
 MALFORMED = [
@@ -24,26 +27,40 @@ MALFORMED = [
     ({"files": {"/etc/passwd": ENTRY}}, "a path inside the checkpoint, found '/etc/passwd'"),
     ({"dropped": "actor"}, "dropped: expected a list of names"),
     ({"dropped": [1]}, "dropped: expected a list of names"),
+    *((text, "is damaged: manifest.json") for text in ("", "[]", "null", "\ud800", "[" * 100_000, '{"format": 1}')),
 ]
 
 
-@pytest.mark.parametrize(("change", "fault"), MALFORMED)
-def test_a_malformed_manifest_is_rejected_and_the_previous_checkpoint_is_used(tmp_path, caplog, change, fault):
-    store = CheckpointStore(tmp_path)
-    for step in (1, 2):
-        save(store, step)
-    manifest = tmp_path / "global_step_2" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
-    assert store.latest() == tmp_path / "global_step_1"
-    assert fault in caplog.text and "global_step_2 is damaged" in caplog.text
-    save(store, 3)  # the run continues beside it
-    assert store.latest() == tmp_path / "global_step_3"
+#: what happens to the folder of a checkpoint, and its fault
+DAMAGE = [
+    (lambda folder: flip_byte(folder / "critic/model.bin"), "critic/model.bin: expected sha256"),
+    (lambda folder: os.truncate(folder / "actor/model.bin", 10), "actor/model.bin: expected 800 bytes, found 10"),
+    (lambda folder: (folder / "actor/model.bin").unlink(), "actor/model.bin is missing"),
+    (lambda folder: (folder / "manifest.json").unlink(), "has no manifest.json"),
+    (lambda folder: os.truncate(folder / "manifest.json", 30), "manifest.json cannot be read"),
+]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "\ud800", "[" * 100_000, '{"format": 1}'])
-def test_a_manifest_that_is_no_manifest(tmp_path, text):
+def rewrite_manifest(folder: Path, change: dict | str) -> None:
+    """Change entries of the manifest, or its text."""
+    manifest = folder / "manifest.json"
+    text = json.dumps(json.loads(manifest.read_text()) | change) if isinstance(change, dict) else change
+    manifest.write_bytes(text.encode(errors="surrogatepass"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [*DAMAGE, *((partial(rewrite_manifest, change=change), fault) for change, fault in MALFORMED)],
+)
+def test_damage_is_refused_by_name_and_the_checkpoint_before_is_used(tmp_path, caplog, damage, fault):
     store = CheckpointStore(tmp_path)
-    for step in (1, 2):
-        save(store, step)
-    (tmp_path / "global_step_2" / "manifest.json").write_bytes(text.encode(errors="surrogatepass"))
-    assert store.latest() == tmp_path / "global_step_1"
+    save(store, 10)
+    save(store, 20)
+    damage(tmp_path / "global_step_20")
+    assert store.latest() == tmp_path / "global_step_10"
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any("global_step_20" in message and fault in message for message in errors)
+    with pytest.raises(CheckpointError, match="global_step_20"):
+        store.resume_path(tmp_path / "global_step_20")
+    save(store, 20)  # the damaged step is reached and saved again
+    assert store.latest() == tmp_path / "global_step_20"

@@ -141,37 +141,10 @@ def test_full_disk_is_found_out_where_the_error_says_nothing_of_it(tmp_path):
     assert names(tmp_path) == []
 
 
-DAMAGE = {
-    "one byte changed": (lambda f: flip_byte(f / "critic/model.bin"), "critic/model.bin: expected sha256"),
-    "cut short": (lambda f: os.truncate(f / "actor/model.bin", 10), "actor/model.bin: expected 800 bytes, found 10"),
-    "file gone": (lambda f: (f / "actor/model.bin").unlink(), "actor/model.bin is missing"),
-    "manifest gone": (lambda f: (f / "manifest.json").unlink(), "has no manifest.json"),
-    "manifest cut": (lambda f: os.truncate(f / "manifest.json", 30), "manifest.json cannot be read"),
-    "manifest of another kind": (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
-}
-
-
 def flip_byte(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_refused_by_name_and_the_one_before_is_used(tmp_path, caplog, kind):
-    damage, message = DAMAGE[kind]
-    store = CheckpointStore(tmp_path)
-    save(store, 10)
-    save(store, 20)
-    damage(tmp_path / "global_step_20")
-    with caplog.at_level(logging.ERROR):
-        assert store.latest() == tmp_path / "global_step_10"
-    assert "global_step_20" in caplog.text and message in caplog.text
-    with pytest.raises(CheckpointError, match="global_step_20"):
-        store.resume_path(tmp_path / "global_step_20")
-    # The damaged step is reached and saved again.
-    save(store, 20)
-    assert store.latest() == tmp_path / "global_step_20"
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose reading fails")
@@ -349,18 +322,14 @@ for step in (3, 4, 3):  # new, new with pruning, and one that replaces
     with store.writing(step) as folder:
         for part in ("actor", "critic"):
             (folder / part).mkdir()
-            (folder / part / "model.bin").write_text(f"{part} {step}")
+            (folder / part / "model.bin").write_text(f"{part} of step {step}" * 50)
     store.prune_subfolder("critic", 1)
 """
 
 
 def prepared(root):
-    store = CheckpointStore(root, keep=2)
     for step in (1, 2):
-        with store.writing(step) as folder:
-            for part in PARTS:
-                (folder / part).mkdir()
-                (folder / part / "model.bin").write_text(f"{part} {step}")
+        save(CheckpointStore(root, keep=2), step)
 
 
 def assert_sound(root, caplog):
@@ -370,7 +339,7 @@ def assert_sound(root, caplog):
     latest = store.latest()
     step = int(latest.name.split("_")[-1])
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert [(latest / part / "model.bin").read_text() for part in PARTS] == [f"{part} {step}" for part in PARTS]
+    assert all((latest / part / "model.bin").read_text() == f"{part} of step {step}" * 50 for part in PARTS)
     for folder in root.glob("global_step_*"):
         if folder != latest:
             try:

@@ -13,13 +13,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from verl.config import schema
 from verl.data.sequences import build_sequences
-from verl.engines.base import EngineSpec, MicroBatching
+from verl.engines.base import EngineSpec, MicroBatching, Objective
 from verl.engines.loading import resolve_model
 from verl.engines.sharding import FSDP2
 from verl.engines.torch_engine import TorchEngine
@@ -52,6 +60,15 @@ SETTINGS = {
     "use_kl_loss": True,
     "kl_loss_coef": 0.1,
     "kl_loss_type": "low_var_kl",
+}
+
+
+#: four experts, two for each token
+MIXTURES: dict[str, PretrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -124,16 +141,20 @@ def make_batch(rows: int = ROWS, samples: int = 1) -> DataProto:
     return DataProto.from_dict(columns | {k: v * 0.1 - 3.4 if "log" in k else v for k, v in noise.items()})
 
 
+def objective_of(
+    engine: TorchEngine, batch: DataProto, mode: str = "token-mean", scale_factor: float | None = None
+) -> Objective:
+    """The objective of a policy or a critic. mode, scale_factor: how the losses of tokens are aggregated."""
+    agg = aggregation(mode, batch.batch["response_mask"], engine, scale_factor)
+    is_value = engine.spec.kind == "value"
+    return value_objective(0.5, 1.0, agg) if is_value else policy_objective("vanilla", SETTINGS, agg)
+
+
 def train(engine: TorchEngine, batch: DataProto, micro: MicroBatching, steps: int = 2) -> dict[str, Any]:
     """Updates on one and the same batch; the metrics of the last."""
     metrics = {}
     for _ in range(steps):
-        agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
-        if engine.spec.kind == "value":
-            objective = value_objective(0.5, 1.0, agg)
-        else:
-            objective = policy_objective("vanilla", SETTINGS, agg)
-        metrics = engine.train_batch(batch, objective, micro)
+        metrics = engine.train_batch(batch, objective_of(engine, batch), micro)
         engine.lr_step()
     return metrics
 
@@ -163,6 +184,8 @@ def assert_same(ranks: list[dict[str, Any]], expected: dict[str, Any], atol: flo
         for name, value in expected["weights"].items():
             assert torch.allclose(rank["weights"][name], value, rtol=1e-5, atol=atol), name
         assert abs(rank["metrics"]["grad_norm"] - expected["metrics"]["grad_norm"]) < 1e-4
+        for name in (name for name in expected["metrics"] if name.startswith("moe/")):
+            assert rank["metrics"][name] == pytest.approx(expected["metrics"][name]), name
     by_share = {rank["dp_rank"]: rank for rank in reversed(ranks)}  # one rank of those that have the same rows
     shares = [by_share[i] for i in sorted(by_share)]
     for name, (total, count) in ((k, v) for k, v in expected["metrics"].items() if isinstance(v, tuple)):

@@ -1,9 +1,29 @@
-"""Which tensors are not saved, and parts that a checkpoint does not have."""
+"""A run resumes exactly, whatever is trained; which tensors are not saved; parts that a checkpoint does not have."""
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests.engines.ranks import MIXTURES, OPTIMIZER, make_batch, make_engine, qwen2, save_model, train
+from verl.engines.base import MicroBatching
 from verl.engines.checkpoint import are_broken, load_extra
+
+MODELS = MIXTURES | {"qwen2": qwen2()}
+
+
+@pytest.mark.parametrize("model", ["qwen2", "adapters", "qwen3_moe", "mixtral"])
+def test_a_resumed_run_continues_exactly_and_the_checkpoint_is_a_huggingface_model(model, tmp_path):
+    keys = {"lora_rank": 3, "lora_alpha": 6} if model == "adapters" else {}
+    path = save_model(MODELS.get(model, MODELS["qwen2"]), tmp_path / "model")
+    straight, resumed = (make_engine(path, OPTIMIZER, **keys) for _ in range(2))
+    train(straight, make_batch(), MicroBatching(rows=2))
+    straight.save(tmp_path, ("model", "optimizer", "extra", "hf_model"))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    assert all(torch.equal(value, exported.get_parameter(name)) for name, value in straight.weights())
+    resumed.load(tmp_path, ("model", "optimizer", "extra"))
+    norms = [train(engine, make_batch(), MicroBatching(rows=2))["grad_norm"] for engine in (straight, resumed)]
+    assert norms[0] == norms[1] and straight.lr_step() == resumed.lr_step()
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(straight.weights(), resumed.weights()))
 
 
 def test_broken_tensors_are_those_with_a_value_beyond_its_limit():

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import make_tiny, run_settings
-from verl.config.schema import ModelConfig
-from verl.engines.base import EngineSpec, make_engine, register_train_engine
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -41,21 +39,18 @@ def built_in(tiny, tmp_path_factory) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    "processes", [[], pytest.param(TWO, marks=pytest.mark.slow)], ids=["one process", "two processes"]
+    "processes",
+    [[], pytest.param(TWO, marks=pytest.mark.slow), pytest.param(RAY, marks=pytest.mark.slow)],
+    ids=["one process", "two processes", "ray"],
 )
 def test_it_equals_the_built_in_engine(processes, built_in, tiny, tmp_path):
-    found = run(tiny, tmp_path / "run", [*CUSTOM, *processes])
+    trainer_class = LocalPPOTrainer
+    if processes is RAY:
+        pytest.importorskip("ray")
+        from verl.trainer.ray_trainer import RayPPOTrainer as trainer_class
+
+    found = run(tiny, tmp_path / "run", [*CUSTOM, *processes], trainer_class)
     assert len(found) == 2
-    for step, expected in zip(found, built_in, strict=True):
-        assert step == pytest.approx(expected, rel=1e-3, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_it_equals_the_built_in_engine_on_ray(built_in, tiny, tmp_path):
-    pytest.importorskip("ray")
-    from verl.trainer.ray_trainer import RayPPOTrainer
-
-    found = run(tiny, tmp_path / "run", [*CUSTOM, *RAY], RayPPOTrainer)
     for step, expected in zip(found, built_in, strict=True):
         assert step == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
@@ -66,11 +61,3 @@ def test_it_resumes_from_its_own_checkpoint(tiny, tmp_path):
     run(tiny, tmp_path / "run", [*saved, "trainer.total_training_steps=1"])
     resumed = run(tiny, tmp_path / "run", saved)
     assert resumed == whole[1:]
-
-
-def test_a_factory_that_returns_no_engine():
-    register_train_engine("forgotten")(lambda spec: None)
-    with pytest.raises(
-        ValueError, match="strategy=forgotten: expected a factory that returns a TrainEngine, found None"
-    ):
-        make_engine("forgotten", EngineSpec(kind="causal_lm", model=ModelConfig()))

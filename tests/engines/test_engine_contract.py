@@ -6,19 +6,13 @@ import pytest
 import torch
 
 import verl.engines
-from tests.engines.ranks import OPTIMIZER, SETTINGS, make_batch, make_spec, qwen2, save_model, train
-from verl.engines.base import MicroBatching, TrainEngine, make_engine
+from tests.engines.ranks import OPTIMIZER, make_batch, make_spec, objective_of, train
+from verl.engines.base import MicroBatching, TrainEngine, make_engine, register_train_engine
 from verl.registry import import_module
-from verl.workers.engine_worker import EngineWorker, aggregation
-from verl.workers.policy import policy_objective
+from verl.workers.engine_worker import EngineWorker
 
 CUSTOM = Path(__file__).parents[2] / "examples" / "custom_train_engine" / "data_parallel_engine.py"
 CONTENTS = ("model", "optimizer", "extra")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    return save_model(qwen2(), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +23,7 @@ def custom_engine_is_registered(registries_as_they_were):
 def engine(strategy: str, path: str) -> TrainEngine:
     optimizer = OPTIMIZER.model_copy(update={"lr_scheduler_type": "constant"})
     made = make_engine(strategy, make_spec(path, optimizer))
-    made.spec = make_spec(path, optimizer)  # read by the helper `train`
+    made.spec = make_spec(path, optimizer)  # read by `objective_of`
     return made
 
 
@@ -64,9 +58,17 @@ def test_a_name_that_is_not_registered_lists_those_that_are(path):
         make_engine("fdsp", make_spec(path))
 
 
+def test_a_factory_that_returns_no_engine(path):
+    register_train_engine("forgotten")(lambda spec: None)
+    with pytest.raises(
+        ValueError, match="strategy=forgotten: expected a factory that returns a TrainEngine, found None"
+    ):
+        make_engine("forgotten", make_spec(path))
+
+
 def test_names_of_the_package():
     assert {"fsdp", "fsdp2"} <= set(verl.engines.ENGINES)
-    assert verl.engines.TrainEngine is TrainEngine
+    assert verl.engines.TrainEngine is TrainEngine and verl.engines.MetricSums.__module__ == "verl.engines.metrics"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         verl.engines.nothing  # noqa: B018
 
@@ -75,9 +77,7 @@ def update(worker: EngineWorker, batch, rows: list[int], one_step: bool = False)
     with worker.update_pass(batch, "x", one_step=one_step) as passed:
         assert [len(mini) for mini in passed.mini_batches] == rows
         for mini in passed.mini_batches:
-            agg = aggregation("token-mean", mini.batch["response_mask"], worker.engine, None)
-            objective = policy_objective("vanilla", SETTINGS, agg)
-            passed.add(worker.engine.train_batch(mini, objective, MicroBatching(rows=2)))
+            passed.add(worker.engine.train_batch(mini, objective_of(worker.engine, mini), MicroBatching(rows=2)))
     return passed.finish()
 
 
@@ -90,6 +90,7 @@ def test_workers_update_any_engine_with_one_loop(path):
     for strategy in ("fsdp", "data_parallel"):
         worker = EngineWorker()
         worker.engine = worker.build_engine(strategy, spec.model, spec.engine, OPTIMIZER, device="cpu")
+        worker.engine.spec = spec  # read by `objective_of`
         assert "x/lr" not in update(worker, batch, rows=[4, 4])
         found[strategy] = update(worker, batch, rows=[8], one_step=True)
         assert found[strategy]["x/lr"] == OPTIMIZER.lr

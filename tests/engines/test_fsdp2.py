@@ -1,68 +1,172 @@
-"""The sharded engine on real processes (gloo): the numbers of one device, on 1, 2 and 4 ranks."""
+"""The sharded engine on real processes (gloo): the numbers of one device, whatever ranks share, and checkpoints."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
+from tests.engines import ranks
 from tests.engines.ranks import (
+    FLOAT64,
     OPTIMIZER,
+    SIZES,
     UNEVEN,
-    assert_same,
-    engine_alone,
-    engine_on_rank,
     make_batch,
     make_engine,
     qwen2,
-    results,
     run_on_ranks,
     save_model,
     share_of,
     train,
 )
 from verl.engines.base import MicroBatching
+from verl.engines.parallel import planned_layers
+from verl.model_merger.merge import MergeOptions, merge
+from verl.modeling.sequence_parallel import SequenceRanks
 
 CONTENTS = ("model", "optimizer", "extra")
+TP, SP = {"tensor_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2}
+EP = {"expert_parallel_size": 2}
+NINE = MicroBatching(tokens=9)
+MODELS: dict[str, PretrainedConfig] = ranks.MIXTURES | {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True),
+    "qwen2": qwen2(),  # biases, tied embeddings
+    "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),  # norms of single heads
+    "1 of 4 heads": qwen2(4, 1),
+    "3 of 6 heads": qwen2(6, 3),
+    # soft-capped scores, and a window in every other layer
+    "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
+}
+MODELS["3 of 6 heads"].hidden_size = 48
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    return save_model(qwen2(), tmp_path_factory.mktemp("model"))
+#: model, kind, ranks, micro-batches, keys
+FAST = [
+    ("qwen2", "causal_lm", 2, UNEVEN, {}),
+    ("qwen2", "causal_lm", 2, UNEVEN, {"reshard_after_forward": False, "offload_policy": True}),
+    ("qwen2", "causal_lm", 2, MicroBatching(tokens=18), {"param_offload": True, "optimizer_offload": True}),
+    ("llama", "causal_lm", 2, UNEVEN, TP),
+    ("qwen2", "value", 2, UNEVEN, TP),
+    ("qwen3", "causal_lm", 2, UNEVEN, TP),
+    ("qwen2", "causal_lm", 2, NINE, SP),
+    ("1 of 4 heads", "value", 2, MicroBatching(rows=3), SP),  # fewer key/value heads than ranks
+    ("3 of 6 heads", "causal_lm", 2, MicroBatching(rows=1), SP),  # key/value heads that the ranks do not divide
+    ("gemma2", "causal_lm", 2, MicroBatching(), SP),
+    ("qwen3_moe", "causal_lm", 2, UNEVEN, EP),
+]
+SLOW = [
+    ("qwen2", "causal_lm", 4, UNEVEN, {"fsdp_size": 2, "reshard_after_forward": False}),
+    ("llama", "value", 4, UNEVEN, TP),
+    ("qwen2", "causal_lm", 4, UNEVEN, TP | {"fsdp_size": 1}),
+    ("qwen3", "value", 4, UNEVEN, TP | {"offload_policy": True}),
+    ("qwen3", "causal_lm", 4, UNEVEN, TP | SP),
+    ("qwen2", "causal_lm", 4, NINE, SP | {"fsdp_size": 2}),
+    ("qwen2", "causal_lm", 4, NINE, {"ulysses_sequence_parallel_size": 4}),
+    ("1 of 4 heads", "value", 4, MicroBatching(rows=1), {"ulysses_sequence_parallel_size": 4}),
+    ("mixtral", "causal_lm", 4, UNEVEN, EP),
+    ("qwen3_moe", "causal_lm", 4, UNEVEN, {"expert_parallel_size": 4}),
+    ("qwen3_moe", "causal_lm", 4, UNEVEN, EP | {"fsdp_size": 2}),
+    ("qwen3_moe", "causal_lm", 4, UNEVEN, EP | SP),
+    ("qwen3_moe", "causal_lm", 2, UNEVEN, EP | {"enable_gradient_checkpointing": True}),
+]
 
 
 @pytest.mark.parametrize(
-    ("world", "sharding"),
-    [
-        (2, {}),
-        (2, {"reshard_after_forward": False, "offload_policy": True}),
-        pytest.param(4, {"fsdp_size": 2, "reshard_after_forward": False}, marks=pytest.mark.slow),
-    ],
+    ("model", "kind", "world", "micro", "keys"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_ranks_give_the_numbers_of_one_device(world, sharding, path):
-    assert_same(run_on_ranks(world, engine_on_rank, path, UNEVEN, **sharding), engine_alone(path))
+def test_ranks_give_the_numbers_of_one_device(model, kind, world, micro, keys, tmp_path):
+    path = save_model(MODELS[model], tmp_path, kind)
+    found = run_on_ranks(world, ranks.engine_on_rank, path, micro, kind=kind, **keys, **FLOAT64)
+    ranks.assert_same(found, ranks.engine_alone(path, kind=kind, **FLOAT64), atol=1e-9)
+    shared = keys.get("tensor_parallel_size", 1) * keys.get("ulysses_sequence_parallel_size", 1)
+    assert {rank["dp_rank"] for rank in found} == set(range(world // shared))
 
 
-def train_and_save(path: str, out: Path, resume: Path | None) -> dict:
-    engine = make_engine(path, OPTIMIZER, sharded=True)
+@pytest.mark.slow
+def test_bf16_with_recomputed_layers_gives_the_numbers_of_sharding_alone(tmp_path):
+    path = save_model(MODELS["qwen3"], tmp_path)
+    mixed = {"dtype": "bf16", "enable_gradient_checkpointing": True}
+    alone = ranks.engine_alone(path, **mixed)
+    found = run_on_ranks(2, ranks.engine_on_rank, path, UNEVEN, **TP, **mixed)
+    for rank in found:
+        assert torch.allclose(rank["outputs"], alone["outputs"], atol=0.05)
+        assert rank["metrics"]["grad_norm"] == pytest.approx(alone["metrics"]["grad_norm"], rel=0.05)
+
+
+def two_groups(path: str) -> dict:
+    """Four ranks: two groups of two."""
+    engine = make_engine(path, OPTIMIZER, sharded=True, ulysses_sequence_parallel_size=2)
+    counted = engine.sum_over_ranks([float(engine.dp_rank + 1)])
+    return {"layout": (engine.dp_rank, engine.model_parallel_rank, engine.dp_size), "counted": counted}
+
+
+@pytest.mark.slow
+def test_groups_of_ranks_share_rows_and_count_them_once(path):
+    found = run_on_ranks(4, two_groups, path)
+    assert [rank["layout"] for rank in found] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert all(rank["counted"] == [3.0] for rank in found)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def train_and_save(path: str, sharding: dict, out: Path, resume: Path | None) -> dict:
+    engine = make_engine(path, OPTIMIZER, sharded=True, **sharding, **FLOAT64)
     if resume:
         engine.load(resume, CONTENTS)
-    found = results(engine, make_batch(), UNEVEN)
-    engine.save(out, (*CONTENTS, "hf_model"))
+    found = ranks.results(engine, make_batch(), UNEVEN, steps=1)
+    engine.save(out, CONTENTS, background=resume is None)
+    engine.save(out / "exported", ("hf_model",))
     return found
 
 
-def test_a_checkpoint_of_two_ranks_resumes_on_one_and_is_a_huggingface_model(path, tmp_path):
-    run_on_ranks(2, train_and_save, path, tmp_path / "two", None)
-    (resumed,) = run_on_ranks(1, train_and_save, path, tmp_path / "one", tmp_path / "two")
-    straight = make_engine(path, OPTIMIZER)
-    train(straight, make_batch(), MicroBatching(), steps=4)
-    for name, value in straight.weights():
-        assert torch.allclose(resumed["weights"][name], value, rtol=1e-5, atol=5e-5), name
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "huggingface")
-    for name, value in exported.named_parameters():
-        assert torch.equal(value, resumed["weights"][name]), name
+TWO, FOUR = (2, TP), (4, TP)
+
+
+@pytest.mark.parametrize(
+    ("model", "stages"),
+    [
+        ("qwen3", [(2, {}), (1, {})]),
+        ("qwen3", [TWO, (2, {})]),
+        ("qwen3_moe", [(2, EP), (2, EP)]),
+        pytest.param("qwen3", [FOUR, TWO, FOUR], marks=pytest.mark.slow),
+        pytest.param("mixtral", [(4, EP), (4, EP | SP), (2, {})], marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe", [(4, {"expert_parallel_size": 4}), (4, EP | {"fsdp_size": 2})], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_checkpoint_resumes_on_other_ranks_and_is_exported_and_merged(model, stages, tmp_path):
+    """One update on the ranks of each stage, and a last one on one device."""
+    path = save_model(MODELS[model], tmp_path / "model")
+    before = None
+    for number, (world, sharding) in enumerate(stages):
+        last = run_on_ranks(world, train_and_save, path, sharding, tmp_path / str(number), before)
+        before = tmp_path / str(number)
+        folders = [before / "exported" / "huggingface"]
+        if model not in ranks.MIXTURES:  # a merge is verified by logits, and transformers has no experts in float64
+            folders.append(merge(MergeOptions(before, tmp_path / f"merged {number}", base=path)))
+        for folder in folders:
+            module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+            for name, value in last[0]["weights"].items():
+                assert torch.equal(module.get_parameter(name), value), name
+    resumed, straight = (make_engine(path, OPTIMIZER, **FLOAT64) for _ in range(2))
+    resumed.load(before, CONTENTS)
+    train(resumed, make_batch(), MicroBatching(), steps=1)
+    train(straight, make_batch(), MicroBatching(), steps=len(stages) + 1)
+    for (name, found), (_, expected) in zip(resumed.weights(), straight.weights()):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-9), name
 
 
 def save(path: str, kind: str, out: Path) -> None:
@@ -105,21 +209,83 @@ def test_weights_are_those_loaded_not_what_a_forward_pass_left_gathered(path):
             assert torch.equal(weights[name], value), name
 
 
-def what_is_refused(path: str) -> list[str]:
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+REFUSED = [
+    ({"fsdp_size": 3}, "fsdp_size 3 does not divide the 2 ranks"),
+    ({"ulysses_sequence_parallel_size": 3}, "ulysses_sequence_parallel_size 3 does not divide the 2 ranks"),
+    (SP | {"use_remove_padding": False}, "sequence parallelism splits packed sequences: set model.use_remove_padding"),
+    ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide the 2 ranks"),
+    (TP | SP, "4 ranks would compute the same samples"),
+    (TP | {"fsdp_size": 2}, "fsdp_size 2 does not divide the 1 ranks of a tensor-parallel share"),
+    (TP, "tensor_parallel_size 2 does not divide the model's num_key_value_heads 1"),
+    (TP | {"lora_rank": 2}, "LoRA is not supported with tensor parallelism"),
+]
+
+
+def refusals(path: str) -> list[str]:
     messages = []
-    for keys in (
-        {"fsdp_size": 3},
-        {"ulysses_sequence_parallel_size": 3},
-        {"use_remove_padding": False, "ulysses_sequence_parallel_size": 2},
-    ):
+    for keys, _ in REFUSED:
         with pytest.raises(ValueError) as error:
             make_engine(path, OPTIMIZER, sharded=True, **keys)
         messages.append(str(error.value))
     return messages
 
 
-def test_sizes_that_do_not_fit_are_refused(path):
-    for messages in run_on_ranks(2, what_is_refused, path):
-        assert messages[0] == "fsdp_size 3 does not divide the 2 ranks"
-        assert messages[1] == "ulysses_sequence_parallel_size 3 does not divide the 2 ranks"
-        assert "use_remove_padding" in messages[2]
+def test_sizes_that_do_not_fit_are_refused(tmp_path):
+    for messages in run_on_ranks(2, refusals, save_model(qwen2(4, 1), tmp_path)):
+        assert all(map(str.startswith, messages, (expected for _, expected in REFUSED))), messages
+
+
+def trunk(config: PretrainedConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).base_model
+
+
+def test_the_plan_names_every_matrix_of_a_block():
+    assert planned_layers(trunk(MODELS["qwen3"]), "Qwen3")["layers.1.self_attn.q_norm"].startswith("replicated")
+    layers = planned_layers(trunk(MODELS["llama"]), "Llama")
+    assert len(layers) == 2 * 7 and layers["layers.0.mlp.down_proj"] == "rowwise"
+
+
+def without_a_norm() -> torch.nn.Module:
+    module = trunk(MODELS["qwen3"])
+    plan = module.config.base_model_tp_plan
+    module.config.base_model_tp_plan = {name: style for name, style in plan.items() if "k_norm" not in name}
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: trunk(GPT2Config(n_layer=1, n_embd=32, n_head=2)), "Model has no plan for tensor parallelism"),
+        (
+            lambda: trunk(Phi3Config(**SIZES, pad_token_id=0)),
+            r"Model: .* shards layers\.0\.\S+, a Linear, as 'rowwise_split_input', which is not",
+        ),
+        (without_a_norm, r"does not say how layers\.0\.self_attn\.k_norm is sharded"),
+    ],
+)
+def test_a_model_without_a_plan_or_with_another_is_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        planned_layers(make(), "Model")
+
+
+def test_heads_that_the_ranks_cannot_share_are_refused():
+    ranks = SequenceRanks(group=None, rank=0, size=4)
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size 4 does not divide the model's 6 attention"):
+        ranks.check_heads(6)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 4), (6, 3, 2), (12, 6, 4), (4, 4, 2), (18, 3, 2)])
+def test_repeated_heads_are_those_that_each_query_head_read(heads, kv_heads, size):
+    """Rank r has query heads r*H/size ...; the heads that it then pairs with are the ones of the whole model."""
+    key = torch.arange(kv_heads, dtype=torch.float32).view(1, kv_heads, 1, 1)
+    repeated = SequenceRanks(None, 0, size).repeat_heads(key, heads).flatten().tolist()
+    assert len(repeated) % size == 0 and heads % len(repeated) == 0
+    for rank in range(size):
+        own = repeated[rank * len(repeated) // size : (rank + 1) * len(repeated) // size]
+        for i in range(heads // size):
+            whole = rank * heads // size + i
+            assert own[i // (heads // size // len(own))] == whole // (heads // kv_heads)

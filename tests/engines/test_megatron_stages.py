@@ -1,11 +1,14 @@
-"""Layers of the pipeline stages, as far as they are known without megatron-core."""
+"""Layers and routers of the pipeline stages, as far as they are known without megatron-core."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from verl.config import load_config
 from verl.engines.megatron.checks import check_sizes, end_stages
+from verl.engines.megatron.routing import ChunkRouting
+from verl.modeling.moe import NOT_RECORDED
 
 MEGATRON = "actor_rollout_ref.actor.megatron."
 
@@ -74,3 +77,17 @@ def test_a_stage_without_layers_is_refused(layers, stages, keys, name):
         ValueError, match=f"of {layers} layers, the stage of the {name} would have none: use fewer than"
     ):
         end_stages(layers, section(stages, *keys))
+
+
+def test_a_chunk_compares_the_recorded_choices_of_its_layers():
+    """Two experts, one for each token. The second token has no recorded choice, the third another one."""
+    stage = SimpleNamespace(records=False, counts=True, experts=2)
+    stage.share_of = stage.tokens_of = lambda values: getattr(values, "input_ids", values)
+    layer = SimpleNamespace(index=0, waiting=[], start=lambda recorded: None)
+    chunk = ChunkRouting(stage, [layer])
+    layer.used = layer.computed = torch.tensor([[0], [1], [1]])
+    layer.entropies = torch.tensor([0.5, 0.25, 0.0])
+    recorded = torch.tensor([0, NOT_RECORDED, 0]).view(3, 1, 1)
+    chunk.finish(SimpleNamespace(input_ids=torch.arange(3), routed_experts=recorded))
+    assert chunk.differs[0].tolist() == [False, False, True] and chunk.compared[0].tolist() == [True, False, True]
+    assert layer.load.tolist() == [1, 2] and layer.entropy == 0.75

@@ -7,7 +7,6 @@ from transformers import Qwen2Config
 from tests.engines import ranks
 from tests.vl_models import save_vl_model
 from verl.config import schema
-from verl.data.sequences import build_sequences
 from verl.engines import memory, micro_batch
 from verl.engines.base import MicroBatching
 from verl.engines.token_budget import (
@@ -19,12 +18,8 @@ from verl.engines.token_budget import (
     token_budget,
 )
 from verl.engines.torch_engine import TorchEngine
-from verl.protocol import DataProto
-from verl.workers.engine_worker import aggregation
-from verl.workers.policy import policy_objective
 
 LAYERS, HIDDEN, MLP = 3, 64, 160
-SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.0, "use_kl_loss": False}
 
 
 def make_engine(tmp_path, **keys) -> TorchEngine:
@@ -33,19 +28,6 @@ def make_engine(tmp_path, **keys) -> TorchEngine:
     Qwen2Config(vocab_size=331, **sizes, **heads, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     keys = {"enable_gradient_checkpointing": False} | keys
     return ranks.make_engine(tmp_path, schema.OptimConfig(), random_init=True, **keys)
-
-
-def make_batch() -> DataProto:
-    ids = [list(range(1, n)) for n in (30, 12, 24, 8)]
-    columns = build_sequences([r[:4] for r in ids], [r[4:] for r in ids], pad_token_id=0)
-    shape = columns["responses"].shape
-    return DataProto.from_dict({**columns, "old_log_probs": torch.full(shape, -5.8), "advantages": torch.ones(shape)})
-
-
-def update(engine: TorchEngine, micro: MicroBatching) -> None:
-    batch = make_batch()
-    agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
-    engine.train_batch(batch, policy_objective("vanilla", SETTINGS, agg), micro)
 
 
 def test_bytes_kept_per_token_of_a_layer_counted_by_hand(tmp_path):
@@ -94,7 +76,7 @@ def test_budget_and_checkpointing_follow_from_what_fits(tokens, longest, fits, c
 
 def test_on_a_cpu_nothing_is_measured_and_activations_are_kept(tmp_path):
     engine = make_engine(tmp_path, enable_gradient_checkpointing="auto")
-    update(engine, MicroBatching(tokens="auto"))
+    ranks.train(engine, ranks.make_batch(), MicroBatching(tokens="auto"), steps=1)
     assert engine._activation_bytes is None
     assert not engine.module.training
     assert micro_batch.plan_micro_batches([5, 7], MicroBatching(tokens="auto")) == [[0, 1]]
@@ -144,3 +126,11 @@ def test_bytes_of_an_update_are_gradients_and_at_first_the_moments():
     layer(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     assert memory.update_bytes([*layer.parameters(), frozen], optimizer) == 48
+
+
+def test_the_largest_micro_batches_are_halved_for_another_rank():
+    assert micro_batch.split_to([[0, 1, 2, 3], [4]], 2) == [[0, 1, 2, 3], [4]]
+    assert micro_batch.split_to([[0, 1, 2, 3], [4]], 3) == [[0, 1], [2, 3], [4]]
+    assert micro_batch.split_to([[0, 1, 2], [3, 4]], 5) == [[0], [1], [2], [3], [4]]
+    with pytest.raises(ValueError, match="5 rows cannot be split into 6 micro-batches"):
+        micro_batch.split_to([[0, 1, 2], [3, 4]], 6)

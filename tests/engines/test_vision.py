@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from tests.engines.ranks import FLOAT64, SETTINGS, make_engine, run_on_ranks, train
+from tests.engines.ranks import FLOAT64, make_engine, objective_of, run_on_ranks, train
 from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, processor, random_image, save_vl_model, video
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
@@ -17,9 +17,6 @@ from verl.engines.parallel import full_tensor
 from verl.modeling.positions import multimodal_positions
 from verl.modeling.vision import refuse_images
 from verl.protocol import DataProto
-from verl.workers.critic import value_objective
-from verl.workers.engine_worker import aggregation
-from verl.workers.policy import policy_objective
 
 LAYOUTS = (MicroBatching(), MicroBatching(rows=2), MicroBatching(tokens=50))
 
@@ -124,9 +121,6 @@ def test_log_probs_are_those_of_transformers(path, family):
 
 def gradients(engine: Any, batch: DataProto, micro: MicroBatching) -> tuple[dict[str, torch.Tensor], float]:
     """The gradient of one update on the batch, and its norm."""
-    agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
-    value = engine.spec.kind == "value"
-    objective = value_objective(0.5, 1.0, agg) if value else policy_objective("vanilla", SETTINGS, agg)
     found: dict[str, torch.Tensor] = {}
 
     def step(loss: torch.Tensor) -> dict[str, float]:
@@ -134,7 +128,7 @@ def gradients(engine: Any, batch: DataProto, micro: MicroBatching) -> tuple[dict
         return {"grad_norm": 0.0, "grad_skipped": 0.0}
 
     engine._step = step
-    engine.train_batch(batch, objective, micro)
+    engine.train_batch(batch, objective_of(engine, batch), micro)
     return found
 
 
@@ -278,36 +272,29 @@ def _all_cases(path: str, family: str, cases: list) -> list[dict[str, Any]]:
     return [_gradients_on_rank(path, family, images, micro, **keys) for images, micro, keys in cases]
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
-def test_a_critic_is_saved_and_starts_another(family, tmp_path):
-    path = save_vl_model(family, tmp_path / "model")
-    critic = make_engine(path, OptimConfig(lr=1e-2), kind="value")
-    batch = make_batch(family, critic.module.config)
-    assert not critic.infer(batch, ("values",), MicroBatching())["values"].any()  # the head starts at zero
-    train(critic, batch, MicroBatching())
-    values = critic.infer(batch, ("values",), MicroBatching())["values"]
-    assert values.any()
-    critic.save(tmp_path / "saved", ("model", "optimizer", "extra", "hf_model"))
-    resumed = make_engine(path, OptimConfig(lr=1e-2), kind="value")
-    resumed.load(tmp_path / "saved", ("model", "optimizer", "extra"))
-    started = make_engine(str(tmp_path / "saved" / "huggingface"), kind="value")
-    for engine in (resumed, started):
-        assert torch.allclose(engine.infer(batch, ("values",), MicroBatching())["values"], values, atol=1e-6)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen2_vl", "value"), ("gemma3", "value"), ("qwen2_5_vl", "causal_lm"), ("gemma3", "causal_lm")],
+)
+def test_a_model_is_saved_resumes_and_starts_another(family, kind, tmp_path):
+    path, output = save_vl_model(family, tmp_path / "model"), "values" if kind == "value" else "log_probs"
 
+    def infer(engine: Any) -> torch.Tensor:
+        return engine.infer(batch, (output,), MicroBatching())[output]
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_a_policy_is_saved_as_a_huggingface_model_and_resumes(family, tmp_path):
-    path = save_vl_model(family, tmp_path / "model")
-    engine = make_engine(path, OptimConfig(lr=1e-2))
+    engine, resumed = (make_engine(path, OptimConfig(lr=1e-2), kind=kind) for _ in range(2))
     batch = make_batch(family, engine.module.config)
+    if kind == "value":
+        assert not infer(engine).any()  # the head starts at zero
     train(engine, batch, MicroBatching())
-    engine.save(tmp_path / "saved", ("model", "optimizer", "extra"))
-    resumed = make_engine(path, OptimConfig(lr=1e-2))
-    resumed.load(tmp_path / "saved", ("model", "optimizer", "extra"))
-    again = make_engine(str(tmp_path / "saved" / "huggingface"))
-    expected = engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
-    for each in (resumed, again):
-        assert torch.allclose(each.infer(batch, ("log_probs",), MicroBatching())["log_probs"], expected, atol=1e-6)
+    expected = infer(engine)
+    assert expected.any()
+    contents = ("model", "optimizer", "extra", *(["hf_model"] if kind == "value" else []))
+    engine.save(tmp_path / "saved", contents)
+    resumed.load(tmp_path / "saved", contents[:3])
+    started = make_engine(str(tmp_path / "saved" / "huggingface"), kind=kind)
+    for each in (resumed, started):
+        assert torch.allclose(infer(each), expected, atol=1e-6)
 
 
 def test_megatron_refuses_images():

@@ -59,27 +59,30 @@ def test_alpha_is_found_where_trainers_write_it(where, copied, made, tmp_path):
     assert_close(tmp_path / "merged", merged_by_hand(made / "base", ALPHA / RANK))
 
 
-def test_without_alpha_nothing_is_guessed(copied, tmp_path):
-    actor = copied("lora") / "actor"
-    for settings in ({}, {"lora_alpha": 0}):
+NOT_RECORDED = r"scaled by lora_alpha, and lora_alpha is not recorded in any of .*--lora_alpha N"
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({}, {}, NOT_RECORDED),
+        ({"lora_alpha": 0}, {}, NOT_RECORDED),
+        ({"lora_alpha": 16, "meta": 32}, {}, r"has different values: .*16.*32"),
+        ({"lora_alpha": 16}, {"lora_alpha": -1}, "--lora_alpha: expected a positive number, found -1"),
+        ({"lora_alpha": ALPHA, "use_dora": True}, {}, "uses use_dora"),
+        ({"lora_alpha": ALPHA, "alpha_pattern": {"q_proj": 4}}, {}, "uses alpha_pattern"),
+        (None, {"lora_alpha": 16}, "--lora_alpha is set, but the checkpoint contains no LoRA adapters"),
+        (None, {"adapter_dir": Path("x")}, "--adapter_dir is set, but the checkpoint contains no LoRA adapters"),
+    ],
+)
+def test_nothing_is_guessed_or_ignored(settings, options, message, copied, tmp_path):
+    actor = copied("fsdp2" if settings is None else "lora") / "actor"
+    if settings is not None:
         record(actor, **settings)
-        with pytest.raises(
-            ValueError, match=r"scaled by lora_alpha, and lora_alpha is not recorded in any of .*--lora_alpha N"
-        ):
-            merge(MergeOptions(actor, tmp_path / "merged"))
-    record(actor, lora_alpha=16)
-    (actor / "lora_train_meta.json").write_text('{"lora_alpha": 32}')
-    with pytest.raises(ValueError, match=r"has different values: .*16.*32"):
-        merge(MergeOptions(actor, tmp_path / "merged"))
-    with pytest.raises(ValueError, match=r"--lora_alpha: expected a positive number, found -1"):
-        merge(MergeOptions(actor, tmp_path / "merged", lora_alpha=-1))
-
-
-def test_alpha_for_a_checkpoint_without_adapters_is_refused(made, tmp_path):
-    with pytest.raises(ValueError, match="--lora_alpha is set, but the checkpoint contains no LoRA adapters"):
-        merge(MergeOptions(made / "fsdp2" / "actor", tmp_path / "merged", lora_alpha=16))
-    with pytest.raises(ValueError, match="--adapter_dir is set, but the checkpoint contains no LoRA adapters"):
-        merge(MergeOptions(made / "fsdp2" / "actor", tmp_path / "merged", adapter_dir=tmp_path / "adapter"))
+    if settings and "meta" in settings:
+        (actor / "lora_train_meta.json").write_text(json.dumps({"lora_alpha": settings["meta"]}))
+    with pytest.raises(ValueError, match=message):
+        merge(MergeOptions(actor, tmp_path / "merged", **options))
 
 
 def test_rank_stabilized_adapters_are_divided_by_the_root_of_the_rank(copied, made, tmp_path):
@@ -87,14 +90,6 @@ def test_rank_stabilized_adapters_are_divided_by_the_root_of_the_rank(copied, ma
     record(actor, lora_alpha=ALPHA, use_rslora=True)
     merge(MergeOptions(actor, tmp_path / "merged"))
     assert_close(tmp_path / "merged", merged_by_hand(made / "base", ALPHA / RANK**0.5))
-
-
-@pytest.mark.parametrize("setting", [{"use_dora": True}, {"alpha_pattern": {"q_proj": 4}}])
-def test_other_kinds_of_adapters_are_refused(setting, copied, tmp_path):
-    actor = copied("lora") / "actor"
-    record(actor, lora_alpha=ALPHA, **setting)
-    with pytest.raises(ValueError, match=f"uses {next(iter(setting))}"):
-        merge(MergeOptions(actor, tmp_path / "merged"))
 
 
 def plain_checkpoint(actor: Path, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Path:

@@ -102,7 +102,6 @@ def test_folders_of_another_kind(copied, made, tmp_path):
     assert_refused(tmp_path / "run", r"is a run: give the role of one checkpoint.*global_step_7/actor")
     (tmp_path / "mega" / "dist_ckpt").mkdir(parents=True)
     assert_refused(tmp_path / "mega", r"is a checkpoint of megatron-core without weights")
-    assert_refused(root / "actor", r"contains rank files of FSDP: use --backend fsdp", backend="megatron")
     shutil.copytree(made / "trained", tmp_path / "model")
     assert_refused(tmp_path / "model", r"is already a HuggingFace model: nothing to merge")
     for file in (root / "actor").glob("*.pt"):
@@ -230,6 +229,8 @@ def saved(made, tmp_path) -> Path:
     """global_step_3 with an actor of two ranks and the configuration of the run."""
     with CheckpointStore(tmp_path / "run").writing(3) as folder:
         shutil.copytree(made / "ours" / "actor", folder / "actor")
+        (folder / "actor" / "lora_adapter").mkdir()
+        (folder / "actor" / "lora_adapter" / "adapter_model.safetensors").write_text("adapters")
         (folder / "critic").mkdir()
         (folder / "critic" / "extra.pt").write_text("x")
         (folder / "config.yaml").write_text(f"actor_rollout_ref:\n  model:\n    path: {made / 'trained'}\n")
@@ -241,12 +242,13 @@ def test_the_configuration_of_the_run_names_the_base_model(saved, tmp_path, capl
     assert re.search(r"EQUALS THE BASE MODEL .*/trained:", caplog.text)
 
 
-def test_a_damaged_checkpoint_is_refused_by_its_manifest(saved):
-    file = sorted((saved / "actor" / "shards").glob("*.distcp"))[1]
+@pytest.mark.parametrize("name", ["shards/__1_0.distcp", "lora_adapter/adapter_model.safetensors"])
+def test_a_damaged_checkpoint_is_refused_by_its_manifest(name, saved):
+    file = saved / "actor" / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert_refused(saved / "actor", rf"global_step_3 is damaged: .*{file.name} has changed since it was written")
+    assert_refused(saved / "actor", rf"global_step_3 is damaged: actor/{name}: expected sha256 ")
 
 
 def test_merging_into_a_checkpoint_leaves_it_resumable(saved, made):

@@ -32,3 +32,18 @@ def steps(tmp_path) -> Callable[..., list[dict[str, float]]]:
         return [json.loads(line) for line in lines]
 
     return run
+
+
+@pytest.fixture
+def refused(tmp_path, capsys) -> Callable[..., str]:
+    """(a folder like `tiny`, overrides) -> what stands on stderr: one error, and no folder of a run."""
+
+    def run(tiny: Path, *overrides: str) -> str:
+        settings = [*run_settings(tiny, tmp_path / "run"), "algorithm.adv_estimator=grpo"]
+        assert main([*settings, "trainer.total_training_steps=1", *overrides]) == 1
+        shown = capsys.readouterr().err
+        assert shown.startswith("error: ") and shown.count("error: ") == 1 and "Traceback" not in shown
+        assert not (tmp_path / "run").exists()
+        return shown
+
+    return run

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,18 +41,9 @@ def unloadable(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def complaint(unloadable, tmp_path, capsys) -> Callable[..., str]:
+def complaint(unloadable, refused) -> Callable[..., str]:
     """What stands on stderr when a run with these settings is refused."""
-
-    def run(*overrides: str) -> str:
-        settings = [*run_settings(unloadable, tmp_path / "run"), "algorithm.adv_estimator=grpo"]
-        assert main([*settings, "trainer.total_training_steps=1", *overrides]) == 1
-        shown = capsys.readouterr().err
-        assert shown.startswith("error: ") and shown.count("error: ") == 1 and "Traceback" not in shown
-        assert not (tmp_path / "run").exists()
-        return shown
-
-    return run
+    return partial(refused, unloadable)
 
 
 @pytest.fixture
@@ -110,21 +102,10 @@ def test_as_a_process(unloadable, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        # keys and values
-        (["trainr.save_freq=4"], "unknown key; did you mean trainer.save_freq?"),
-        (["data.train_batch_size=four"], "found 'four' (str), expected int >= 1"),
-        (["data.train_batch_size"], "expected key=value"),
-        ([ACTOR + "optim.lr_scheduler_type=cosin"], "expected one of constant, cosine; did you mean cosine?"),
-        # what does not fit together
-        ([ACTOR + "ppo_mini_batch_size=3"], "4 is not a multiple of " + ACTOR + "ppo_mini_batch_size=3"),
-        (["data.train_batch_size=64"], "64 prompts, but the training data has 24 rows: set data.train_batch_size=24"),
+        # what does not fit together; keys and values: tests/config/test_config_refusals.py
         ([ROLLOUT + "n=1"], "adv_estimator=grpo compares the responses to one prompt: " + ROLLOUT + "n must be"),
-        # names that are misspelt
-        (["algorithm.adv_estimator=grop"], "no advantage estimator is called 'grop': did you mean 'grpo'?"),
+        # a name that is misspelt; for others, test_early_refusals.py
         (["algorithm.name=grop"], "there is no algorithm 'grop': did you mean 'grpo'?"),
-        ([ACTOR + "policy_loss.loss_mode=vanila"], "no policy loss is called 'vanila': did you mean 'vanilla'?"),
-        (["reward_model.reward_manager=naiv"], "no reward manager is called 'naiv': did you mean 'naive'?"),
-        (["trainer.logger=[consol]"], "no tracker is called 'consol': did you mean 'console'?"),
         # asked for, and not possible
         (
             ["trainer.val_only=true", "data.val_files=[]"],
@@ -144,8 +125,6 @@ def test_as_a_process(unloadable, tmp_path):
         (["placement.critic_devices=[0]"], "placement.critic_devices: this run has no role 'critic'"),
         # files and folders that are not there
         (["data.train_files=nowhere.parquet"], "data.train_files (override 'data.train_files=nowhere.parquet'): there"),
-        (["data.val_files=[nowhere.parquet]"], "there is no file 'nowhere.parquet' (looked at "),
-        (["actor_rollout_ref.model.path=./nowhere"], "there is no folder './nowhere'"),
         (["imports=[nowhere.py]"], "no file 'nowhere.py' (looked at "),
         (["imports=[no.such.module]"], "no module 'no.such.module'"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], "there is no folder 'nowhere'"),
@@ -168,7 +147,6 @@ def test_settings(complaint, overrides, message):
         ("trainer.backend=megatron", "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
         ("reward_model.enable=true", "reward.reward_model.model_path: null, but reward.reward_model.enable is true"),
         ("trainer.balance_keep_minibatch=true", "true is not supported: remove the key"),
-        ("trainer.nnodes=2", "this trainer runs on one host: set trainer.nnodes=1"),
     ],
 )
 def test_what_is_not_supported_is_refused_with_what_to_use(complaint, override, message):
@@ -188,28 +166,35 @@ def test_a_gpu_that_is_not_there(complaint, monkeypatch):
     assert "device 'cuda' was requested, but " in complaint("trainer.device=cuda")
 
 
+RULE = ("reward.custom_reward_function.path=null", "reward.reward_function=accuracy_reward")
+
+
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "overrides", "message"),
     [
-        ([{"question": "ab=", "answer": "ba"}], "rows.jsonl: no column 'prompt' for the prompt (data.prompt_key)"),
-        ([ROW, {"prompt": "ab="}], "rows.jsonl, line 2: the ground truth (column 'answer') is missing: found None"),
-        ([ROW, {"prompt": "", "answer": "x"}], "rows.jsonl, line 2: the prompt is empty"),
-        ([{**ROW, "data_source": 3}], "rows.jsonl, line 1: expected a name in column 'data_source', found 3"),
-        ([{**ROW, "prompt": CHAT}], "rows.jsonl, line 1: the prompt is a chat, but the tokenizer has no chat template"),
-        ([{**ROW, "prompt": "Hi=="}], "rows.jsonl, line 1: the tokenizer loses text: 'Hi==' decodes to '<unk>"),
-        ([ROW, {**ROW, "prompt": "abcdefgh="}], "1 of 2 prompts longer than 8 tokens; the first is "),
-        ("", "rows.jsonl: the file has no rows"),
-        ('{"prompt": "ab=", "answer": "ba"}\n{oops\n', "rows.jsonl, line 2: expected one JSON object per line: "),
+        ([{"question": "ab=", "answer": "ba"}], (), "rows.jsonl: no column 'prompt' for the prompt (data.prompt_key)"),
+        ([ROW, {"prompt": "ab="}], (), "rows.jsonl, line 2: the ground truth (column 'answer') is missing: found None"),
+        ([ROW, {"prompt": "", "answer": "x"}], (), "rows.jsonl, line 2: the prompt is empty"),
+        ([{**ROW, "data_source": 3}], (), "rows.jsonl, line 1: expected a name in column 'data_source', found 3"),
+        ([{**ROW, "prompt": CHAT}], (), "line 1: the prompt is a chat, but the tokenizer has no chat template"),
+        ([{**ROW, "prompt": "Hi=="}], (), "rows.jsonl, line 1: the tokenizer loses text: 'Hi==' decodes to '<unk>"),
+        ([ROW, {**ROW, "prompt": "abcdefgh="}], (), "1 of 2 prompts longer than 8 tokens; the first is "),
+        ("", (), "rows.jsonl: the file has no rows"),
+        ('{"prompt": "ab=", "answer": "ba"}\n{oops\n', (), "rows.jsonl, line 2: expected one JSON object per line: "),
+        (
+            [{"prompt": "ab="}],
+            RULE,
+            "no ground truth to score against, which the reward function accuracy_reward needs",
+        ),
+        (
+            [ROW] * 5,
+            ("data.max_prompt_length=2", "data.filter_overlong_prompts=true"),
+            "none of the 5 rows is usable; 5 of 5 prompts longer than 2 tokens, the shortest has 3: increase data",
+        ),
     ],
 )
-def test_rows(train, rows, message):
-    assert message in train(rows)
-
-
-def test_rows_without_ground_truth_for_a_rule_that_compares(train):
-    rule = ("reward.custom_reward_function.path=null", "reward.reward_function=accuracy_reward")
-    message = "rows.jsonl: no ground truth to score against, which the reward function accuracy_reward needs"
-    assert message in train([{"prompt": "ab="}], *rule)
+def test_rows(train, rows, overrides, message):
+    assert message in train(rows, *overrides)
 
 
 def test_a_batch_that_the_data_cannot_fill_is_refused_before_tokenizing(train, monkeypatch):
@@ -222,16 +207,8 @@ def test_a_batch_that_the_data_cannot_fill_is_refused_before_tokenizing(train, m
 
 
 def test_a_parquet_file_without_the_prompt(train):
-    rows = [{"question": "ab=", "reward_model": {"ground_truth": "ba"}}]
-    assert "rows.parquet: no column 'prompt' for the prompt (data.prompt_key): known: question, reward_model" in train(
-        rows, kind="parquet"
-    )
-
-
-def test_no_usable_row_is_left(train):
-    shown = train([ROW] * 5, "data.max_prompt_length=2", "data.filter_overlong_prompts=true")
-    expected = "none of the 5 rows is usable; 5 of 5 prompts longer than 2 tokens, the shortest has 3: increase data"
-    assert expected in shown
+    shown = train([{"question": "ab=", "reward_model": {"ground_truth": "ba"}}], kind="parquet")
+    assert "rows.parquet: no column 'prompt' for the prompt (data.prompt_key): known: question, reward_model" in shown
 
 
 def test_validation_rows_are_looked_at_too(complaint, tmp_path):
@@ -241,14 +218,8 @@ def test_validation_rows_are_looked_at_too(complaint, tmp_path):
 
 def test_prompts_that_are_too_long_are_counted_where_that_is_asked_for(unloadable, tmp_path, caplog):
     with pytest.raises(SafetensorError), caplog.at_level("INFO", "verl"):  # all is well but the weights
-        main(
-            [
-                *run_settings(unloadable, tmp_path / "run"),
-                "algorithm.adv_estimator=grpo",
-                "data.max_prompt_length=4",
-                "data.filter_overlong_prompts=true",
-            ]
-        )
+        settings = [*run_settings(unloadable, tmp_path / "run"), "algorithm.adv_estimator=grpo"]
+        main([*settings, "data.max_prompt_length=4", "data.filter_overlong_prompts=true"])
     lengths = [len(json.loads(line)["prompt"]) for line in (unloadable / "train.jsonl").read_text().splitlines()]
     dropped = sum(length > 4 for length in lengths)
     assert f"dropped {dropped} of 24 prompts longer than 4 tokens" in caplog.text
@@ -273,30 +244,26 @@ def test_a_reward_function_that_cannot_score(reward, tmp_path, body, message):
     assert ("reward.py:2: return 1 / 0" in shown) == ("1 / 0" in body)  # the line that raised
 
 
-def test_a_reward_function_that_is_not_there_or_fits_nothing(complaint, reward, tmp_path):
-    assert "no file 'nowhere.py'" in complaint("reward.custom_reward_function.path=nowhere.py")
-    assert "defines no 'compute_scores': did you mean 'compute_score'?" in complaint(
-        "reward.custom_reward_function.name=compute_scores"
-    )
-    shown = complaint("reward.custom_reward_function.path=null", "reward_function=acuracy_reward")
-    assert "no reward function is called 'acuracy_reward': did you mean 'accuracy_reward'?" in shown
+def test_a_reward_function_that_fits_nothing(complaint, reward):
     assert "no reward rule for data_source 'tiny'; known:" in complaint("reward.custom_reward_function.path=null")
     shown = reward("return 1.0", takes="a, b")
     assert "wrong signature" in shown and "compute_score(a, b) at " in shown and "f(sampled_response, " in shown
 
 
-def test_a_reward_function_of_lists(reward):
-    assert "takes lists, which NaiveRewardManager does not support: use reward_manager=batch" in reward(
-        "return [1.0] * len(solution_strs)", "reward_model.reward_manager=naive", takes=LISTS
-    )
-
-
 @pytest.mark.parametrize(
-    ("body", "found"), [("return 1.0", "float 1.0"), ("return [1.0] * (len(solution_strs) + 1)", "3 entries")]
+    ("manager", "body", "message"),
+    [
+        (
+            "naive",
+            "return [1.0] * len(solution_strs)",
+            "which NaiveRewardManager does not support: use reward_manager=b",
+        ),
+        ("batch", "return 1.0", "returned float 1.0: expected a list with one entry for each of 2 samples"),
+        ("batch", "return [1.0] * (len(solution_strs) + 1)", "returned 3 entries: expected a list with one entry for"),
+    ],
 )
-def test_lists_of_a_wrong_length(reward, body, found):
-    shown = reward(body, "reward_model.reward_manager=batch", takes=LISTS)
-    assert f"returned {found}: expected a list with one entry for each of 2 samples" in shown
+def test_a_reward_function_of_lists(reward, manager, body, message):
+    assert message in reward(body, f"reward_model.reward_manager={manager}", takes=LISTS)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.conftest import run_settings
 from verl.cli.config import SCHEMAS
 from verl.config import load_config
 from verl.config.fields import fields_of
-from verl.trainer.main_ppo import main
 
 MODEL, RS = "actor_rollout_ref.model.", "algorithm.rollout_correction."
-RM = "reward.reward_model."
+RM, LOSS = "reward.reward_model.", "actor_rollout_ref.actor.policy_loss.loss_mode="
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +35,23 @@ def all_unreadable(rows_unreadable, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
-    """What stands on stderr when a run is refused."""
+def complaint(refused, monkeypatch) -> Callable[..., str]:
+    """What stands on stderr when a run in a folder is refused."""
 
     def run(tiny: Path, *overrides: str) -> str:
         monkeypatch.chdir(tiny)
-        settings = [*run_settings(tiny, tmp_path / "run"), "algorithm.adv_estimator=grpo"]
-        assert main([*settings, *overrides]) == 1
-        return capsys.readouterr().err
+        return refused(tiny, *overrides)
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["algorithm.adv_estimator=grop"], "did you mean 'grpo'?"),
+#: folder of the run -> overrides and the message
+REFUSED = {
+    "all_unreadable": [
+        (["algorithm.adv_estimator=grop"], "no advantage estimator is called 'grop': did you mean 'grpo'?"),
         (["algorithm.adv_estimator=gdpo"], "gdpo needs the setting 'gdpo_reward_keys'"),
-        (["actor_rollout_ref.actor.policy_loss.loss_mode=vanila"], "did you mean 'vanilla'?"),
-        (["trainer.logger=[jsnol]"], "did you mean 'jsonl'?"),
+        ([LOSS + "vanila"], "no policy loss is called 'vanila': did you mean 'vanilla'?"),
+        (["trainer.logger=[jsnol]"], "no tracker is called 'jsnol': did you mean 'jsonl'?"),
         (["trainer.logger=[swanlab]"], "needs the package swanlab, which is not installed"),
         ([RS + "rollout_rs=tokn_k1", RS + "rollout_rs_threshold=2"], "did you mean 'token_k1'?"),
         ([RS + "rollout_is=token", RS + "rollout_is_threshold=high"], "expected a number, or two joined by '_'"),
@@ -63,7 +59,7 @@ def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         # places
         (["placement.ref_devices=[0]"], "this run has no role 'ref'"),
         (["placement.actor_devices=[0,0]"], "expected only device 0, the only one there is"),
-        (["trainer.nnodes=2"], "trainer.nnodes is 2, but this trainer runs on one host"),
+        (["trainer.nnodes=2"], "trainer.nnodes is 2, but this trainer runs on one host: set trainer.nnodes=1"),
         ([MODEL + "use_liger=true", "trainer.device=cpu"], "Liger kernels need a GPU"),
         # files and folders
         (["trainer.rollout_data_dir=a_file/answers"], "trainer.rollout_data_dir: expected a writable folder"),
@@ -83,33 +79,31 @@ def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ([MODEL + "lora_rank=2", MODEL + "target_modules=[q_prj]"], "did you mean 'q_proj'?"),
         ([MODEL + "lora_rank=2", MODEL + "exclude_modules=[q_prj]"], "did you mean 'q_proj'?"),
     ],
-)
-def test_settings(complaint, all_unreadable, overrides, message):
-    assert message in complaint(all_unreadable, *overrides)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+    "rows_unreadable": [  # a reward may read the tokenizer
         (["reward.custom_reward_function.path=nowhere.py"], "no file 'nowhere.py'"),
-        (["reward.custom_reward_function.name=compute_scor"], "did you mean 'compute_score'?"),
-        (["reward.custom_reward_function.path=null", "reward.reward_function=gsm8"], "did you mean 'gsm8k'?"),
-        (["reward.reward_manager.name=naiv"], "did you mean 'naive'?"),
+        (
+            ["reward.custom_reward_function.name=compute_scor"],
+            "defines no 'compute_scor': did you mean 'compute_score'?",
+        ),
+        (
+            ["reward.custom_reward_function.path=null", "reward.reward_function=gsm8"],
+            "no reward function is called 'gsm8': did you",
+        ),
+        (["reward.reward_manager.name=naiv"], "no reward manager is called 'naiv': did you mean 'naive'?"),
     ],
-)
-def test_rewards_which_may_read_the_tokenizer(complaint, rows_unreadable, overrides, message):
-    assert message in complaint(rows_unreadable, *overrides)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+    "tiny": [  # found by the trial of the reward
         (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acuracy"], "return 'acuracy'"),
         (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[reward,acuracy]"], "return 'acuracy'"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("folder", "overrides", "message"),
+    [(folder, *row) for folder, rows in REFUSED.items() for row in rows],
 )
-def test_figures_beside_the_reward_by_the_trial(complaint, tiny, overrides, message):
-    assert message in complaint(tiny, *overrides)
+def test_what_is_refused(folder, overrides, message, complaint, request):
+    assert message in complaint(request.getfixturevalue(folder), *overrides)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from tests.pages import DOCS, ROOT, as_module, commands
 from verl.trainer.local_trainer import LocalPPOTrainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+
 
 def test_parallelism(shell):
     """Each run is read, checked and compiled; tests of the executors run what they say."""
@@ -30,22 +32,14 @@ def test_parallelism(shell):
     assert shapes == {(1, 1, "local"), (2, 1, "local"), (2, 1, "ray"), (4, 1, "local"), (4, 3, "local")}
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_lora(shell, caplog):
-    for command in commands("lora.md"):
+@pytest.mark.parametrize("page", ["lora.md", "sft.md"])
+def test_training(page, shell, caplog):
+    for command in commands(page):
         shell.run(command)
-    assert load_file("tiny/with-adapters/model.safetensors")
+    assert page == "sft.md" or load_file("tiny/with-adapters/model.safetensors")
     assert "is deprecated" not in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_sft(shell, caplog):
-    for command in commands("sft.md"):
-        shell.run(command)
-    assert "is deprecated" not in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_reward_models(shell, caplog):
     *here, apart = commands("reward_models.md")
     for command in here:
@@ -55,7 +49,6 @@ def test_reward_models(shell, caplog):
     assert "HAS NO EFFECT" not in caplog.text and "is deprecated" not in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_data_format(shell, caplog, monkeypatch):
     *here, strict = commands("data_format.md")
     for command in here:

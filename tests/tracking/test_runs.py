@@ -2,21 +2,17 @@
 
 import json
 import os
-import re
 import time
 
 import pytest
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
+from tests.tracking.test_console import CODES, HOSTILE
 from verl.cli.app import app
 from verl.tracking.curves import save_comparison
 from verl.tracking.report import report_data, write_report
-from verl.tracking.runs import differing_settings, find_runs, labels, open_run, read_metrics
-
-#: a lone surrogate, codes of a terminal, a text that is written from right to left, markup, and a formula
-HOSTILE = "\ud800 \x1b[2J\x1b]8;;http://x\x07 \r \u202e \x9b31m [/b] :smile: $\\frac{$"
-CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
+from verl.tracking.runs import differing_settings, labels, open_run, run_folders
 
 
 def make_run(folder, lr=1e-3, gain=0.01, **about):
@@ -148,7 +144,7 @@ def test_runs_are_found_newest_first(folder):
     os.utime(folder / "a" / "run.json", (1, 1))
     (folder / "b" / "global_step_1").mkdir()
     (folder / "b" / "global_step_1" / "metrics.jsonl").touch()  # not a run
-    assert [run.name for run in find_runs(folder.parent)] == ["b", "a"]
+    assert [path.name for path in run_folders(folder.parent)] == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +178,8 @@ def test_lines_that_are_no_metrics_are_skipped(tmp_path):
         '{"step": 1, "critic/score/mean": NaN, "name": "x"}',
         '{"step": 2, "critic/score/mean": 0.5, "actor/kl": Infinity}',
         "[" * 100_000,
+        f'{{"step": 3, "a": {"9" * 400}, "b": 0.5}}',  # no finite float
+        '{"step": 4, "a": -Infinity, "b": 1e308}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     steps = [
@@ -191,7 +189,7 @@ def test_lines_that_are_no_metrics_are_skipped(tmp_path):
     ]
     (tmp_path / "steps.jsonl").write_text("\n".join(steps))
     (tmp_path / "samples.jsonl").write_text('{"name": "val/generations"}\n')
-    assert open_run(tmp_path).metrics == {"critic/score/mean": [(2, 0.5)]}
+    assert open_run(tmp_path).metrics == {"critic/score/mean": [(2, 0.5)], "b": [(3, 0.5), (4, 1e308)]}
     data = report_data(open_run(tmp_path))
     assert [record["step"] for record in data["steps"]] == [2]
     assert data["extremes"] == {"best": [(2, 1)], "worst": [(2, 1)]} and data["validation"] == []
@@ -208,12 +206,6 @@ def test_outputs_that_cannot_be_written(folder, tmp_path):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 1 and isinstance(result.exception, SystemExit), words
         assert result.output.startswith("error: ") and str(tmp_path) in result.output
-
-
-def test_numbers_that_are_no_finite_floats_are_skipped(tmp_path):
-    lines = [f'{{"step": 1, "a": {"9" * 400}, "b": 0.5}}', '{"step": 2, "a": -Infinity, "b": 1e308}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert read_metrics(tmp_path / "metrics.jsonl") == {"b": [(1, 0.5), (2, 1e308)]}
 
 
 def test_no_name_of_a_run_controls_the_terminal_or_is_markup(tmp_path):

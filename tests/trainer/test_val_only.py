@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.tracking.runs import find_runs
+from verl.tracking.runs import run_folders
 from verl.trainer.output.run_log import record_folder
 from verl.trainer.ppo_trainer import PPOTrainer
 
@@ -48,7 +48,7 @@ def test_the_record_of_the_training_run_is_kept(settings, tmp_path, caplog):
     assert contents(run) == before
     assert [record["step"] for record in metrics(run / "val_only")] == [4]
     assert [record["step"] for record in metrics(run / "val_only" / "earlier_runs" / "val_only_1")] == [2]
-    assert {each.folder for each in find_runs(run, depth=0)} == {run}
+    assert run in run_folders(run)
 
     PPOTrainer(overrides=[*settings, *steps, "trainer.total_training_steps=5"]).fit()  # continues as if without them
     assert metrics(run)[: len(trained)] == trained and metrics(run)[-1]["step"] == 5

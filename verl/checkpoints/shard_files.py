@@ -68,18 +68,26 @@ class _Unpickler(pickle.Unpickler):
 
 
 class ShardReader(FileSystemReader):
-    """Reads the files of a folder. Raises pickle.UnpicklingError if the metadata contain other classes."""
+    """Reads the files of a folder, the metadata once.
+
+    Raises:
+        pickle.UnpicklingError: the metadata contain classes other than those of torch.
+    """
 
     def __init__(self, folder: Path):
         super().__init__(folder)
         self._folder = Path(folder)
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is not None:
+            return self._metadata
         with (self._folder / ".metadata").open("rb") as file:
             described = _Unpickler(file).load()
         if described.storage_meta is None:
             described.storage_meta = StorageMeta()
         described.storage_meta.load_id = self.load_id
+        self._metadata = described
         return described
 
 

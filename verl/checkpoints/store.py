@@ -65,27 +65,31 @@ class _Saved:
 
     def size_fault(self) -> str | None:
         """Return a description of a file that is missing or has the wrong size, or None. Does not read contents."""
-        for name, entry in self.files.items():
-            path = self.folder / name
-            try:
-                size = path.stat().st_size if path.is_file() else None
-            except OSError as error:
-                return f"{name} cannot be read ({error.strerror})"
-            if size is None:
-                return f"{name} is missing"
-            if size != entry["bytes"]:
-                return f"{name}: expected {entry['bytes']} bytes, found {size}"
-        return None
+        return next(size_faults(self.folder, self.files), None)
 
-    def content_fault(self) -> str | None:
-        """Return a description of a file with the wrong checksum, or None. Reads all contents."""
-        names = list(self.files)
-        for name, digest in zip(names, _map_files(_sha256_or_error, [self.folder / name for name in names])):
-            if isinstance(digest, OSError):
-                return f"{name} cannot be read ({digest.strerror})"
-            if digest != self.files[name]["sha256"]:
-                return f"{name}: expected sha256 {self.files[name]['sha256'][:12]}..., found {digest[:12]}..."
-        return None
+
+def size_faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Describe the files that are missing or have the wrong size. files: entries of a manifest."""
+    for name, entry in files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size if path.is_file() else None
+        except OSError as error:
+            yield f"{name} cannot be read ({error.strerror})"
+            continue
+        if size is None:
+            yield f"{name} is missing"
+        elif size != entry["bytes"]:
+            yield f"{name}: expected {entry['bytes']} bytes, found {size}"
+
+
+def content_faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Describe the files with the wrong checksum. Reads all contents."""
+    for (name, entry), digest in zip(files.items(), _map_files(_sha256_or_error, [folder / name for name in files])):
+        if isinstance(digest, OSError):
+            yield f"{name} cannot be read ({digest.strerror})"
+        elif digest != entry["sha256"]:
+            yield f"{name}: expected sha256 {entry['sha256'][:12]}..., found {digest[:12]}..."
 
 
 def step_of(folder: Path) -> int:
@@ -116,7 +120,7 @@ def verify(folder: str | Path) -> Path:
     if saved.dropped:
         dropped = " and ".join(saved.dropped)
         raise CheckpointError(f"{folder}: {dropped} was deleted to save space: choose a newer checkpoint")
-    fault = saved.size_fault() or saved.content_fault()
+    fault = saved.size_fault() or next(content_faults(saved.folder, saved.files), None)
     if fault is not None:
         raise CheckpointError(f"{folder} is damaged: {fault}")
     return saved.folder
@@ -467,7 +471,6 @@ def _read(folder: Path) -> _Saved:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Replace the contents of a file atomically."""
     set_aside_irregular(path)
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")

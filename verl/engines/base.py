@@ -263,7 +263,6 @@ class TrainEngine(ABC):
         """Write a checkpoint.
 
         Args:
-            folder: the folder to write.
             contents: any of "model", "optimizer", "extra" (schedule) and "hf_model".
             background: return as soon as the state is copied to host memory; `finish_save` waits for the write.
         """

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.checkpoints.manifest import DELETE
+from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.checkpoints.shard_files import ShardPlanner, ShardReader, unpickling_fault
 from verl.modeling.huggingface import load_pretrained
 from verl.modeling.moe import expert_modules
@@ -46,7 +47,6 @@ class ShardWriter:
     communicate, so it can run in a background thread during training.
 
     Args:
-        folder: the folder to write.
         state: nested dictionary of tensors, or another form that `planner` supports.
         planner: selects the values that this rank writes; default: torch's.
 
@@ -142,11 +142,8 @@ class CheckpointWriter:
         """Write the shards and then the rest. The previous write must be finished.
 
         Args:
-            folder: the checkpoint.
             shards: nested state for `folder / "shards"`; may be empty.
-            write_files: writes the other files of this rank.
             background: return immediately; `finish` waits for the write. The state must not change until then.
-            planner: see `ShardWriter`.
 
         Raises:
             OSError: the checkpoint cannot be written; raised on every rank if shards cannot be written.
@@ -184,23 +181,31 @@ class CheckpointWriter:
             shards.finish(write.result)
 
 
+def open_shards(folder: Path) -> ShardReader:
+    """The reader of the shards of a checkpoint. Raises ValueError if there are none, or .metadata cannot be read."""
+    shards = folder / "shards"
+    if not shards.is_dir():
+        raise ValueError(f"the checkpoint has no shards (expected {shards}): was it saved without them?")
+    reader = ShardReader(shards)
+    try:
+        reader.read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{shards}: the file .metadata cannot be read: {error}") from error
+    return reader
+
+
 def load_shards(folder: Path, state: dict[str, Any], planner: dcp.LoadPlanner | None = None) -> None:
     """Load nested state, or another form that `planner` supports, in place.
 
     Raises:
         ValueError: the contents of the folder differ.
     """
-    if not (folder / "shards").is_dir():
-        raise ValueError(f"the checkpoint has no shards (expected {folder / 'shards'}): was it saved without them?")
-    reader = ShardReader(folder / "shards")
+    reader = open_shards(folder)
     try:
-        reader.read_metadata()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             planner = planner or ShardPlanner()
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{folder / 'shards'}: the file .metadata cannot be read: {error}") from error
     except (RuntimeError, ValueError, dcp.api.CheckpointException) as error:
         failures = getattr(error, "failures", {})  # a CheckpointException has rank -> (error, stack)
         first = next((failed for failed, _ in failures.values()), error)
@@ -280,7 +285,6 @@ def load_model(folder: Path, model: nn.Module, module: nn.Module) -> None:
     """Restore weights from `huggingface/` if it contains them, otherwise from the shards.
 
     Args:
-        folder: the checkpoint.
         model: the module with the parameter names of the shards.
         module: the HuggingFace module inside of it.
     """
@@ -316,20 +320,13 @@ def save_description(module: nn.Module, folder: Path) -> None:
 
 def load_weights(module: nn.Module, folder: Path) -> None:
     """Load the safetensors of a HuggingFace folder into `module`. Every parameter must occur exactly once."""
-    from safetensors import safe_open
-
     if expert_modules(module):
         _load_mixture(module, folder)
         return
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"the checkpoint has no weights: no *.safetensors in {folder}")
+    files = SafetensorsFiles(folder)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = {name for name, _ in module.named_buffers()}
-    saved: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            saved |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    saved = files.shapes()
     loaded = {id(parameters[name]) for name in saved if name in parameters}
     missing = [name for name, p in parameters.items() if id(p) not in loaded]
     unknown = sorted(set(saved) - set(parameters) - buffers)
@@ -341,11 +338,8 @@ def load_weights(module: nn.Module, folder: Path) -> None:
             "run started with, or start a fresh run (a new trainer.experiment_name or trainer.default_local_dir)"
         )
     with torch.no_grad():
-        for file in files:
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    if name in parameters:
-                        copy_into(parameters[name], tensors.get_tensor(name))
+        for name in saved.keys() & parameters.keys():
+            copy_into(parameters[name], files.read(name))
 
 
 @torch.no_grad()

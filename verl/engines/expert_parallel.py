@@ -50,7 +50,6 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     """Distribute the experts, in place. The module may be on "meta".
 
     Args:
-        module: a HuggingFace model.
         mesh: its last dimension, EXPERT, has the ranks that share the experts; FSDP uses the others.
         options: arguments of `fully_shard`.
 

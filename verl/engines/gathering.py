@@ -62,7 +62,6 @@ def gather_tensors(
     Args:
         parameters: (name, parameter); unsharded ones are yielded unchanged, apart from the dtype.
         dtype: dtype of the result; sharded parameters are cast before they are gathered. None: not cast.
-        bucket_bytes: size of a bucket.
     """
     previous = None
     for bucket in _buckets(parameters, dtype, bucket_bytes):
@@ -78,7 +77,6 @@ def gather_tensors(
 def _buckets(
     parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, bucket_bytes: int
 ) -> Iterator[list[_Parameter]]:
-    """Split the parameters into lists that are gathered together."""
     bucket: list[_Parameter] = []
     size = 0
     for name, tensor in parameters:
@@ -175,7 +173,6 @@ def local_shard(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch
     """This rank's chunk of a parameter, without gradient.
 
     Args:
-        tensor: the parameter.
         like: a parameter whose sharding to use; None: that of `tensor`.
     """
     if not isinstance(tensor, DTensor):

@@ -2,18 +2,16 @@
 
 import copy
 import importlib.util
-import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
 from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
 from verl.engines.memory import HOST
@@ -26,6 +24,7 @@ from verl.modeling.packing import ModelInput
 from verl.modeling.vision import VisionForward
 from verl.modeling.vision_attention import use_vision_attention
 from verl.utils.device import resolve_dtype
+from verl.utils.paths import expanded
 
 logger = logging.getLogger("verl.engines")
 
@@ -41,10 +40,7 @@ class ModelSpec:
     """A `model` section with the settings that the engine derived from the configuration and the device.
 
     Attributes:
-        section: the `model` section.
         kind: as in `EngineSpec`.
-        device: device of the parameters.
-        model_dtype: dtype of the parameters.
         compute_dtype: dtype of the forward pass; autocast if it differs from model_dtype.
         kernels: how norms, MLPs and rotary embeddings are computed (`modeling.layers`).
         random_init: initialize at random instead of loading weights (for tests and benchmarks).
@@ -306,22 +302,12 @@ def load_value_head(score: nn.Linear, path: str) -> bool:
     Returns:
         Whether the files have one.
     """
-    from safetensors import safe_open
-
-    folder = Path(os.path.expanduser(path))
-    weights: dict[str, torch.Tensor] = {}
-    index = folder / "model.safetensors.index.json"
-    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-    for name in ("score.weight", "score.bias"):
-        file = folder / files.get(name, "model.safetensors")
-        if not file.is_file():
-            return False
-        with safe_open(file, "pt") as tensors:
-            if name not in tensors.keys():  # noqa: SIM118  not a dictionary
-                return False
-            weights[name] = tensors.get_tensor(name)
-    score.weight.copy_(weights["score.weight"])
-    score.bias.copy_(weights["score.bias"])
+    folder = expanded(path)
+    files = SafetensorsFiles(folder) if has_weights(folder) else None
+    if files is None or not {"score.weight", "score.bias"} <= set(files.names()):
+        return False
+    score.weight.copy_(files.read("score.weight"))
+    score.bias.copy_(files.read("score.bias"))
     return True
 
 
@@ -376,10 +362,6 @@ class TokenModel(nn.Module):
     """A HuggingFace model whose forward pass returns the inputs of losses, at response tokens only.
 
     It is the single entry point for everything that wraps a forward pass: sharding, compilation, autocast.
-
-    Args:
-        module: the HuggingFace model.
-        spec: dtypes and kernels.
     """
 
     def __init__(self, module: nn.Module, spec: ModelSpec):

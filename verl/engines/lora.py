@@ -35,7 +35,6 @@ def add_adapters(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
     New adapters do not change the outputs (B is 0).
 
     Args:
-        module: the HuggingFace model.
         model: the `model` section: its lora_* keys, or the adapter to start from.
 
     Raises:
@@ -72,12 +71,15 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
     if model.lora_adapter_path is None:
         _check_names(module, model)
         targets = _targets(module, model)
+        excluded = list(model.exclude_modules or ())
+        if model.exclude_modules is None and is_vision_config(module.config):
+            excluded = outside_language_model(module)
         alpha = model.lora_alpha
         return PeftLoraConfig(
             r=model.lora_rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
             target_modules="all-linear" if targets == ["all-linear"] else targets,
-            exclude_modules=[*_excluded(module, model), *head] or None,
+            exclude_modules=[*excluded, *head] or None,
             base_model_name_or_path=model.path,
             task_type="TOKEN_CLS" if head else "CAUSAL_LM",
         )
@@ -111,13 +113,6 @@ def _targets(module: nn.Module, model: schema.ModelConfig) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _excluded(module: nn.Module, model: schema.ModelConfig) -> list[str]:
-    """Names of modules without adapters: the configured ones; by default those outside the language model."""
-    if model.exclude_modules is None and is_vision_config(module.config):
-        return outside_language_model(module)
-    return list(model.exclude_modules or ())
-
-
 def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:
     """Raise ValueError for a name that matches no module."""
     layers = dict(module.named_modules())
@@ -145,14 +140,6 @@ def _check_layers(module: nn.Module) -> None:
         tied = names[id(layer.get_base_layer().weight)]
         if len(tied) > 1:
             raise ValueError(f"target_modules: the weight of {name} is shared ({tied}); exclude it")
-
-
-def merge_adapters(module: nn.Module) -> nn.Module:
-    """Merge the adapters into the base weights and remove them, in place."""
-    for name, layer in _layers(module).items():
-        layer.merge(adapter_names=[TRAINED])
-        module.set_submodule(name, layer.get_base_layer())
-    return module.requires_grad_(False)
 
 
 def _layers(module: nn.Module) -> dict[str, nn.Module]:

@@ -28,12 +28,7 @@ _SHORT, _LONG = 128, 384
 
 
 class OnDevice:
-    """Reentrant context in which some state is on the device. Outside of it, the state is in host memory.
-
-    Args:
-        move: moves the state to the given device.
-        device: the device.
-    """
+    """Reentrant context in which some state is on the device. Outside of it, the state is in host memory."""
 
     def __init__(self, move: Callable[[torch.device], object], device: torch.device):
         self._move = move
@@ -70,7 +65,6 @@ def measure_activations(run: Callable[[int], object], module: nn.Module, vocab_s
 
     Args:
         run: runs a forward pass over the given number of tokens and returns its outputs.
-        module: the HuggingFace model.
         vocab_size: tensors with this last dimension (logits) are not counted; `logits_bytes` estimates them.
     """
     layers = module.config.get_text_config().num_hidden_layers
@@ -93,8 +87,6 @@ def with_images(activations: ActivationBytes, module: nn.Module, itemsize: int) 
     A tower with unknown sizes (`tower_sizes`) is not counted.
 
     Args:
-        activations: activations of the text.
-        module: the HuggingFace model.
         itemsize: bytes of an element of the computation.
     """
     trained = [p for p in tower_of(module)[1].parameters() if p.requires_grad]
@@ -141,9 +133,7 @@ def logits_bytes(vocab_size: int, itemsize: int, device: torch.device) -> int:
     """Upper bound of the bytes that the output layer needs: saved logits, one chunk and its gradient.
 
     Args:
-        vocab_size: vocabulary size.
         itemsize: bytes per logit.
-        device: a GPU.
     """
     total = torch.cuda.get_device_properties(device).total_memory
     saved = min(KEPT_SHARE * total, MAX_AUTO_TOKENS * vocab_size * itemsize)

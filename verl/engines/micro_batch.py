@@ -17,7 +17,6 @@ def plan_micro_batches(
 
     Args:
         lengths: tokens of each row, prompt and response.
-        micro: how to split.
         shared: the columns of the rows if rows with the same prompt compute it once per micro-batch; a prompt then
             counts once in a token budget.
         budget_factor: number of ranks that share the tokens of a row; the token budget is per rank.
@@ -56,8 +55,6 @@ def host_columns(batch: DataProto, names: tuple[str, ...], config: PretrainedCon
     """Tensor columns on the host, where micro-batches are assembled, and the images of the rows, if any.
 
     Args:
-        batch: rows for one pass.
-        names: columns to read.
         config: the model's config, which determines how images are encoded.
     """
     columns = {name: batch.column(name).cpu() for name in names}

@@ -31,7 +31,6 @@ def lr_multiplier(optim: schema.OptimConfig, total_training_steps: int = -1) -> 
     """The schedule: linear warm-up, then constant or cosine.
 
     Args:
-        optim: the `optim` section.
         total_training_steps: length of the run, if the section does not set its own.
 
     Returns:

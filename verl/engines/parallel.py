@@ -40,7 +40,6 @@ def init_process_group(device: torch.device, timeout: float | None = None) -> No
     """Join the group described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless it is joined already.
 
     Args:
-        device: device of this rank.
         timeout: timeout of collectives in seconds; None: the controller detects hangs.
     """
     if dist.is_initialized():

@@ -51,7 +51,7 @@ def recorded(routing: Routing, model_input: ModelInput) -> torch.Tensor:
     shifted[model_input.tokens] = choices - NOT_RECORDED
     if mask is not None:
         shifted *= mask.view(-1, 1, 1)
-    ranks = _ranks(model_input)
+    ranks = model_input.packing.ranks if model_input.packing is not None else None
     shifted = shifted if ranks is None else ranks.sum_of_shares(shifted)
     return (shifted + NOT_RECORDED).to(torch.int16).unflatten(0, (b, model_input.width))
 
@@ -77,7 +77,3 @@ def routing_metrics(
     if sequence_ranks is not None:
         sums = sequence_ranks.sum_of_shares(torch.tensor(sums, device=statistics.device)).tolist()
     return statistics.metrics(sum_over_ranks(sums))
-
-
-def _ranks(model_input: ModelInput) -> SequenceRanks | None:
-    return model_input.packing.ranks if model_input.packing is not None else None

@@ -55,8 +55,6 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a mini-batch is computed."""
-
     rows: list[list[int]]  # row indices of each micro-batch
     shared_prefix: bool  # compute a prompt once for all its rows
 
@@ -172,7 +170,7 @@ class TorchEngine(TrainEngine):
                     outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature, media)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
-                    self._backward(loss)
+                    self.sharding.scale_loss(loss).backward()
                     losses.append(loss.detach())
                     sums.add(metrics, rows=len(rows))
             metrics = sums.result(self.max_over_ranks) | self._step(torch.stack(losses).sum())
@@ -195,9 +193,6 @@ class TorchEngine(TrainEngine):
         if ROUTED_EXPERTS in outputs:
             values_by_name[ROUTED_EXPERTS] = recorded(self.model.routing, model_input)
         return values_by_name
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        self.sharding.scale_loss(loss).backward()
 
     def _fixed_weights(self, training: bool) -> AbstractContextManager[None]:
         """Context without weight updates: fused layers may cache casts and, in training, accumulate gradients."""
@@ -276,7 +271,6 @@ class TorchEngine(TrainEngine):
         return self._forward(columns, False, outputs, 1.0, None)
 
     def _checkpoint_activations(self, on: bool) -> None:
-        """Enable or disable activation checkpointing."""
         if on == self._checkpoints_activations:
             return
         self._checkpoints_activations = on

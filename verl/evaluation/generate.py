@@ -27,7 +27,7 @@ from verl.tracking.formatting import format_clock
 from verl.trainer.checks.model_limits import ModelLimits
 from verl.trainer.checks.preflight import CONFIG, Settings, open_run, run_checks
 from verl.trainer.guards.interruption import Stopped
-from verl.trainer.ppo.operators import Roles, repeat
+from verl.trainer.ppo.operators import repeat
 from verl.trainer.startup.command_line import print_error
 from verl.trainer.startup.inputs import stop_token_ids
 from verl.trainer.startup.recipe import Recipe
@@ -49,82 +49,8 @@ _IRRELEVANT_SETTINGS = (
     "trainer.n_gpus_per_node",
 )
 
-
 #: columns of a prompt that a rollout reads
 _PROMPT = ("prompt_ids", "uid", "sample_index", "raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
-
-
-# ---- the flow -------------------------------------------------------------------------------------------------------
-
-
-def build_generation_flow(
-    prompts: PromptSet, shards: ResponseShards, missing: Sequence[int], roles: Roles, tokenizer: Any
-) -> DataFlow:
-    """Return a flow whose every pass generates one shard.
-
-    Args:
-        prompts: The prompts.
-        shards: Where responses are stored.
-        missing: The shards to generate, in this order.
-        roles: "rollout" must provide `generate_responses` (`RolloutWorker`); may be filled later.
-        tokenizer: Decodes the responses.
-    """
-    return DataFlow(
-        [
-            Operator("prompts", _prompts(prompts, shards, missing), writes=("prompt_ids", "uid")),
-            Operator("repeat", repeat(shards.n)),
-            Operator("gen", _generate(roles), reads=("prompt_ids", "uid"), writes=("response_ids", "finish_reason")),
-            Operator("decode", _decode(tokenizer), reads=("response_ids",), writes=("response",)),
-            Operator("write", _write(shards), reads=("response", "response_ids", "finish_reason")),
-        ]
-    )
-
-
-def _prompts(prompts: PromptSet, shards: ResponseShards, missing: Sequence[int]) -> Callable[[], DataProto]:
-    """The source: the prompts of the next missing shard, whose index is in meta_info["shard"].
-
-    The uid is the index of the prompt, so responses depend neither on the shards nor on where a run was interrupted.
-    """
-    remaining = iter(missing)
-
-    def next_prompts() -> DataProto:
-        shard = next(remaining)
-        indices = shards.prompt_indices(shard)
-        return DataProto.from_dict(non_tensors=prompts.columns(indices), meta_info={"shard": shard})
-
-    return next_prompts
-
-
-def _generate(roles: Roles) -> Callable[[DataProto], DataProto]:
-    def gen(batch: DataProto) -> DataProto:
-        return roles["rollout"].generate_responses(batch.select([], [name for name in _PROMPT if name in batch], []))
-
-    return gen
-
-
-def _decode(tokenizer: Any) -> Callable[[DataProto], DataProto]:
-    """Decode without special tokens, as for reward functions in training."""
-
-    def decode_responses(batch: DataProto) -> DataProto:
-        ids = [row.tolist() for row in batch.non_tensor_batch["response_ids"]]
-        return DataProto.from_dict(non_tensors={"response": decode_all(tokenizer, ids)})
-
-    return decode_responses
-
-
-def _write(shards: ResponseShards) -> Callable[[DataProto], None]:
-    def write_shard(batch: DataProto) -> None:
-        texts, ids, reasons = (batch.non_tensor_batch[name] for name in ("response", "response_ids", "finish_reason"))
-        groups = [slice(start, start + shards.n) for start in range(0, len(batch), shards.n)]
-        shards.write(
-            batch.meta_info["shard"],
-            [Responses(list(texts[group]), [len(row) for row in ids[group]], list(reasons[group])) for group in groups],
-        )
-
-    return write_shard
-
-
-# ---- the run --------------------------------------------------------------------------------------------------------
 
 
 class GenerationRun:
@@ -196,9 +122,6 @@ class GenerationRun:
             "remove longer prompts from the file",
         )
 
-    def _check_output(self) -> None:
-        check_output(self.prompts, self.output)
-
     def _find_finished(self) -> None:
         """Look for the output, or shards of it, of an earlier run."""
         self.shards = ResponseShards(
@@ -223,8 +146,41 @@ class GenerationRun:
     # ---- generation -------------------------------------------------------------------------------------------------
 
     def build_flow(self, missing: Sequence[int]) -> DataFlow:
-        """Return the flow that generates the `missing` shards, one per pass."""
-        return build_generation_flow(self.prompts, self.shards, missing, self.roles, self.tokenizer)
+        """Return a flow whose every pass generates the next of the `missing` shards."""
+        shards, remaining = self.shards, iter(missing)
+
+        def prompts() -> DataProto:
+            # the uid is the index of the prompt: responses depend neither on the shards nor on an interruption
+            shard = next(remaining)
+            columns = self.prompts.columns(shards.prompt_indices(shard))
+            return DataProto.from_dict(non_tensors=columns, meta_info={"shard": shard})
+
+        def gen(batch: DataProto) -> DataProto:
+            names = [name for name in _PROMPT if name in batch]
+            return self.roles["rollout"].generate_responses(batch.select([], names, []))
+
+        def decode(batch: DataProto) -> DataProto:
+            # without special tokens, as for reward functions in training
+            ids = [row.tolist() for row in batch.non_tensor_batch["response_ids"]]
+            return DataProto.from_dict(non_tensors={"response": decode_all(self.tokenizer, ids)})
+
+        def write(batch: DataProto) -> None:
+            texts, ids, reasons = (
+                batch.non_tensor_batch[name] for name in ("response", "response_ids", "finish_reason")
+            )
+            groups = [slice(start, start + shards.n) for start in range(0, len(batch), shards.n)]
+            responses = [Responses(list(texts[g]), [len(row) for row in ids[g]], list(reasons[g])) for g in groups]
+            shards.write(batch.meta_info["shard"], responses)
+
+        return DataFlow(
+            [
+                Operator("prompts", prompts, writes=("prompt_ids", "uid")),
+                Operator("repeat", repeat(shards.n)),
+                Operator("gen", gen, reads=("prompt_ids", "uid"), writes=("response_ids", "finish_reason")),
+                Operator("decode", decode, reads=("response_ids",), writes=("response",)),
+                Operator("write", write, reads=("response", "response_ids", "finish_reason")),
+            ]
+        )
 
     def init_workers(self) -> None:
         """Start the worker group that generates, which loads the model."""
@@ -256,7 +212,13 @@ class GenerationRun:
         if missing:
             self._generate(missing)
         responses = self.shards.read()
-        counts = _count_responses(responses)
+        reasons = [reason for item in responses for reason in item.finish_reasons]
+        counts = {
+            "prompts": len(responses),
+            "responses": len(reasons),
+            "tokens": sum(sum(item.tokens) for item in responses),
+            "cut": reasons.count("length"),
+        }
         self.shards.finish(counts)
         write_output(self.prompts, [item.responses for item in responses], self.output)
         self.shards.delete()
@@ -274,7 +236,6 @@ class GenerationRun:
         return self.output
 
     def _generate(self, missing: Sequence[int]) -> None:
-        """Run the flow on the missing shards and log the progress."""
         total = len(self.prompts)
         done = total - self._count(missing)
         if done:
@@ -303,14 +264,13 @@ class GenerationRun:
             self.roles["rollout"].shutdown()
 
     def _count(self, shards: Sequence[int]) -> int:
-        """Return the number of prompts in these shards."""
         return sum(len(self.shards.prompt_indices(shard)) for shard in shards)
 
 
 CHECKS: dict[str, Callable[[GenerationRun], None]] = {
     "prompts": GenerationRun._read_prompts,
     "model limits": GenerationRun._check_limits,
-    "output file": GenerationRun._check_output,
+    "output file": lambda run: check_output(run.prompts, run.output),
     "earlier output": GenerationRun._find_finished,
 }
 """The checks after those of the settings (`verl.trainer.checks.preflight`), in the order in which they run."""
@@ -327,17 +287,6 @@ def _model_files(path: str) -> list[list[Any]]:
     if not folder.is_dir():
         return []
     return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(folder.iterdir()) if p.is_file()]
-
-
-def _count_responses(responses: Sequence[Responses]) -> dict[str, int]:
-    """Counts for the settings file."""
-    reasons = [reason for item in responses for reason in item.finish_reasons]
-    return {
-        "prompts": len(responses),
-        "responses": len(reasons),
-        "tokens": sum(sum(item.tokens) for item in responses),
-        "cut": reasons.count("length"),
-    }
 
 
 def execute(run: GenerationRun) -> int:

@@ -41,7 +41,6 @@ class PromptSet:
     """The prompts to generate responses for: the first `len(prompt_ids)` rows of a dataset, tokenized.
 
     Attributes:
-        prompt_key: the column of prompts.
         media: reads images and videos; None for a text-only model.
     """
 
@@ -114,7 +113,6 @@ def read_prompts(config: GenerationConfig, tokenizer: Any, processor: Any = None
 def _reader(
     rows: Rows, data: GenerationDataConfig, has_template: bool, media: MediaReader | None
 ) -> Callable[..., Prompt]:
-    """A function that reads the prompt of a row."""
     refused = ("audios",) if media else ("audios", "images", "videos", *media_columns(data))
 
     def read(index: int, row: Mapping[str, Any] | None = None) -> Prompt:

@@ -6,10 +6,11 @@ Printed as tables and written as JSON, whose keys are the fields of the dataclas
 import json
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from rich import box
@@ -37,6 +38,8 @@ from verl.utils.redaction import console_text
 
 logger = logging.getLogger("verl.trainer")
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -52,10 +55,7 @@ class Metrics:
     """The metrics of one data source, or of all.
 
     Attributes:
-        prompts: Number of prompts.
-        responses: Number of responses.
-        fewest_responses: Smallest number of responses to a prompt.
-        most_responses: Largest number of responses to a prompt.
+        fewest_responses, most_responses: Of a prompt.
         failed: Number of responses that could not be scored.
         graded: Whether scores differ from correctness.
         metrics: Name -> mean over prompts.
@@ -80,7 +80,8 @@ def compute_metrics(scored: Sequence[ScoredPrompt], settings: EvaluationConfig) 
     """
     n = np.array([len(s.correct) for s in scored])
     correct = np.array([s.correct.sum() for s in scored])
-    ks = settings.k or _powers_of_two(int(n.min()))
+    fewest = int(n.min())
+    ks = settings.k or [1 << i for i in range((fewest - 1).bit_length())] + [fewest]  # 1, 2, 4, ... and all
     columns = {"accuracy": correct / n}
     columns |= {f"pass@{k}": pass_at_k(correct, n, k) if k > 1 else correct / n for k in sorted(set(ks))}
     columns[f"avg@{max(ks)}"] = np.array([s.correct[: max(ks)].mean() for s in scored])
@@ -93,7 +94,7 @@ def compute_metrics(scored: Sequence[ScoredPrompt], settings: EvaluationConfig) 
     return Metrics(
         prompts=len(scored),
         responses=int(n.sum()),
-        fewest_responses=int(n.min()),
+        fewest_responses=fewest,
         most_responses=int(n.max()),
         failed=sum(s.failed for s in scored),
         graded=any((s.scores != s.correct).any() for s in scored),
@@ -115,42 +116,27 @@ def check_k(prompts: Sequence[PromptWithResponses], ks: Sequence[int]) -> None:
         )
 
 
-def _powers_of_two(n: int) -> list[int]:
-    """Return 1, 2, 4, ... below n, and n."""
-    return [1 << i for i in range((n - 1).bit_length())] + [n]
-
-
 @dataclass(frozen=True)
-class Evaluated:
-    """The metrics of one set of responses: by data source, in alphabetical order, and overall."""
+class BySource(Generic[R]):
+    """A result for each data source, in alphabetical order, and for all prompts."""
 
-    sources: dict[str, Metrics]
-    overall: Metrics
+    sources: dict[str, R]
+    overall: R
 
-
-def evaluate(scored: Sequence[ScoredPrompt], settings: EvaluationConfig) -> Evaluated:
-    """Compute the metrics of every data source, and of all prompts."""
-    sources = {name: compute_metrics(prompts, settings) for name, prompts in by_source(scored).items()}
-    return Evaluated(sources, compute_metrics(scored, settings))
+    def sections(self) -> dict[str, R]:
+        """The sections of a table: the sources, and all prompts if there are several sources."""
+        return {**self.sources, "all": self.overall} if len(self.sources) > 1 else self.sources
 
 
-def by_source(scored: Sequence[ScoredPrompt]) -> dict[str, list[ScoredPrompt]]:
-    """Group the prompts by data source, in alphabetical order."""
+def by_source(scored: Sequence[ScoredPrompt], compute: Callable[[Sequence[ScoredPrompt]], R]) -> BySource[R]:
+    """Compute a result for the prompts of each data source, and for all."""
     sources: dict[str, list[ScoredPrompt]] = {}
     for s in scored:
         sources.setdefault(s.prompt.data_source, []).append(s)
-    return dict(sorted(sources.items()))
+    return BySource({name: compute(prompts) for name, prompts in sorted(sources.items())}, compute(scored))
 
 
 # ---- two models -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The accuracy of two models on the same prompts; differences are first minus second."""
-
-    sources: dict[str, PairedComparison]
-    overall: PairedComparison
 
 
 def check_same_prompts(first: Sequence[str], second: Sequence[str]) -> None:
@@ -165,8 +151,10 @@ def check_same_prompts(first: Sequence[str], second: Sequence[str]) -> None:
         )
 
 
-def compare(first: Sequence[ScoredPrompt], second: Sequence[ScoredPrompt], settings: EvaluationConfig) -> Comparison:
-    """Compare two models prompt by prompt. The order of the prompts does not matter."""
+def compare(
+    first: Sequence[ScoredPrompt], second: Sequence[ScoredPrompt], settings: EvaluationConfig
+) -> BySource[PairedComparison]:
+    """Compare the accuracy of two models prompt by prompt, first minus second. Their order does not matter."""
     accuracy = {s.prompt.key: s.correct.mean() for s in second}
 
     def paired(scored: Sequence[ScoredPrompt]) -> PairedComparison:
@@ -178,42 +166,34 @@ def compare(first: Sequence[ScoredPrompt], second: Sequence[ScoredPrompt], setti
             seed=settings.seed,
         )
 
-    return Comparison({name: paired(prompts) for name, prompts in by_source(first).items()}, paired(first))
+    return by_source(first, paired)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def metrics_table(evaluated: Evaluated, confidence: float) -> Table:
-    """Return a table with a section per data source, and one for all prompts if there are several sources.
-
-    With several, each row has the data source.
-    """
+def metrics_table(evaluated: BySource[Metrics], confidence: float) -> Table:
+    """Return a table with a section per data source. With several, each row has the data source."""
     table = _table("data source", "prompts", "responses", "metric", "value", f"{confidence:.0%} interval")
-    several = len(evaluated.sources) > 1
-    for name, metrics in _with_overall(evaluated.sources, evaluated.overall).items():
+    for name, metrics in evaluated.sections().items():
         table.add_section()
         head = (_cell(name), f"{metrics.prompts:,}", f"{metrics.responses:,}")
         for metric_name, metric in _distinct_metrics(metrics):
             interval = "" if metric.low is None else f"{metric.low:.4f} .. {metric.high:.4f}"
             table.add_row(*head, _cell(metric_name), f"{metric.value:.4f}", interval)
-            head = (_cell(name) if several else "", "", "")
+            head = (_cell(name) if len(evaluated.sources) > 1 else "", "", "")
         if metrics.failed:
             table.add_row(*head, "failed to score", f"{metrics.failed:,}", "")
     return table
 
 
-def comparison_table(comparison: Comparison, confidence: float) -> Table:
-    """Return a table with a section per data source, and one for all prompts if there are several sources.
-
-    With several, each row has the data source.
-    """
+def comparison_table(comparison: BySource[PairedComparison], confidence: float) -> Table:
+    """Return a table as `metrics_table` does."""
     table = _table("data source", "prompts", "accuracy", "data.path - data.compare_path")
-    several = len(comparison.sources) > 1
-    for name, result in _with_overall(comparison.sources, comparison.overall).items():
+    for name, result in comparison.sections().items():
         table.add_section()
         table.add_row(_cell(name), f"{result.prompts:,}", "difference", f"{result.difference:+.4f}")
-        head = (_cell(name) if several else "", "")
+        head = (_cell(name) if len(comparison.sources) > 1 else "", "")
         if result.low is not None:
             table.add_row(*head, f"{confidence:.0%} interval", f"{result.low:+.4f} .. {result.high:+.4f}")
         table.add_row(*head, "p, sign-flip test", _format_p(result.p_value))
@@ -238,10 +218,6 @@ def _table(*headings: str) -> Table:
         is_text = heading in ("data source", "metric", "accuracy")
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "data source")
     return table
-
-
-def _with_overall(sources: dict, overall: object) -> dict:
-    return {**sources, "all": overall} if len(sources) > 1 else sources
 
 
 def _distinct_metrics(metrics: Metrics) -> list[tuple[str, Metric]]:
@@ -321,7 +297,7 @@ class Evaluation:
         paths = (self.config.data.path, self.config.data.compare_path)
         report: dict[str, Any] = {"settings": self.config.model_dump(mode="json")}
         for name, files, scored_prompts in zip(("evaluated", "compared_with"), paths, scored):
-            evaluated = evaluate(scored_prompts, settings)
+            evaluated = by_source(scored_prompts, partial(compute_metrics, settings=settings))
             report[name] = {"files": files, **asdict(evaluated)}
             console().print(console_text(", ".join(files)), markup=False, highlight=False, soft_wrap=True)
             console().print(metrics_table(evaluated, settings.confidence))

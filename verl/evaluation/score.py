@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +34,6 @@ class PromptWithResponses:
     Attributes:
         key: Identifies the prompt across files.
         data_source: Selects the reward function.
-        ground_truth: The ground truth.
-        extra_info: Further columns.
-        responses: The texts.
         location: File and row, for messages.
     """
 
@@ -53,7 +50,6 @@ class ScoredPrompt:
     """The scores of the responses to one prompt.
 
     Attributes:
-        prompt: The prompt and its responses.
         scores: (n,) float64.
         correct: (n,) bool.
         failed: Number of responses that could not be scored.
@@ -126,17 +122,6 @@ def _ground_truth(row: Mapping[str, Any], location: str, data: EvalDataConfig) -
 # ---- the flow -------------------------------------------------------------------------------------------------------
 
 
-def build_evaluation_flow(source: Callable[[], DataProto], scorer: "Scorer") -> DataFlow:
-    """Return a flow whose every pass scores one batch of responses."""
-    reads = ("response", "data_source", "ground_truth", "extra_info", "location")
-    return DataFlow(
-        [
-            Operator("responses", source, writes=(*reads, "prompt_index")),
-            Operator("score", scorer, reads=reads, writes=("score", "acc", "failed")),
-        ]
-    )
-
-
 def iterate_batches(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProto]:
     """Yield the responses in batches of RESPONSES_PER_PASS samples. The column `prompt_index` refers to `prompts`."""
     samples = [(index, i) for index, prompt in enumerate(prompts) for i in range(len(prompt.responses))]
@@ -159,10 +144,6 @@ class Scorer:
 
     Functions run in processes that are killed at the timeout, `async def` functions in an event loop. A response that
     cannot be scored raises RewardError (reward.on_error=raise) or counts as incorrect (reward.on_error=count).
-
-    Args:
-        function: The reward function.
-        reward: The settings of the section `reward`.
     """
 
     def __init__(self, function: ScoreFunction, reward: EvalRewardConfig):
@@ -221,7 +202,13 @@ def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_
         RewardError: If a response cannot be scored (see `Scorer`), or if none can be.
     """
     batches = iterate_batches(prompts)
-    pipeline = build_evaluation_flow(lambda: next(batches), scorer).compile()
+    reads = ("response", "data_source", "ground_truth", "extra_info", "location")
+    pipeline = DataFlow(
+        [
+            Operator("responses", lambda: next(batches), writes=(*reads, "prompt_index")),
+            Operator("score", scorer, reads=reads, writes=("score", "acc", "failed")),
+        ]
+    ).compile()
     total = sum(len(prompt.responses) for prompt in prompts)
     scores, accs, failed = np.zeros(total), np.zeros(total), np.zeros(total, dtype=bool)
     done = 0

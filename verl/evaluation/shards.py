@@ -30,7 +30,6 @@ class Responses:
     """The responses to one prompt. The attributes are the keys of a line of a shard.
 
     Attributes:
-        responses: The texts.
         tokens: Their lengths in tokens.
         finish_reasons: "stop" or "length".
     """
@@ -66,10 +65,7 @@ class ResponseShards:
     """The shards of one output file.
 
     Args:
-        output: The output file.
         settings: Everything the responses depend on.
-        prompts: Number of prompts.
-        prompts_per_shard: Number of prompts in a shard.
         n: Number of responses per prompt.
     """
 

@@ -22,7 +22,6 @@ def pass_at_k(correct: np.ndarray, responses: np.ndarray, k: int) -> np.ndarray:
     Args:
         correct: (Q,) integers, c of each prompt.
         responses: (Q,) integers, n of each prompt.
-        k: Number of responses.
 
     Returns:
         (Q,) float64.
@@ -50,7 +49,6 @@ def bootstrap_means(values: np.ndarray, samples: int, seed: int) -> np.ndarray:
 
     Args:
         values: (Q, M), one row per prompt.
-        samples: Number of data sets.
 
     Returns:
         (samples, M) float64.
@@ -80,7 +78,6 @@ def bootstrap_intervals(
 
     Args:
         values: (Q, M), one row per prompt.
-        confidence: Coverage of the intervals.
 
     Returns:
         (M, 2) float64, lower and upper bounds.
@@ -95,9 +92,7 @@ def wilson_interval(mean: float, count: int, confidence: float = 0.95) -> tuple[
     Unlike the bootstrap, it has a width if all outcomes are equal: for 0 of 16 it is 0 .. 0.19.
 
     Args:
-        mean: Observed proportion.
         count: Number of outcomes, each 0 or 1.
-        confidence: Coverage of the interval.
     """
     z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2
     center = (mean + z2 / (2 * count)) / (1 + z2 / count)
@@ -112,7 +107,6 @@ def mean_intervals(
 
     Args:
         values: (Q, M), one row per prompt.
-        confidence: Coverage of the intervals.
     """
     resampled = bootstrap_intervals(values, confidence=confidence, samples=samples, seed=seed).tolist()
     binary = np.isin(values, (0.0, 1.0)).all(0)
@@ -128,14 +122,10 @@ class PairedComparison:
     """Two models on the same prompts.
 
     Attributes:
-        prompts: Number of prompts.
         difference: Mean of first - second.
-        low: Lower bound of its bootstrap interval; None for a single prompt.
-        high: Upper bound.
+        low, high: Its bootstrap interval; None for a single prompt.
         p_value: Two-sided p-value of the sign-flip test.
-        wins: Prompts on which the first model is better.
-        losses: Prompts on which it is worse.
-        ties: Prompts on which both are equal.
+        wins, losses, ties: Prompts on which the first model is better, worse, or equal.
         sign_test_p: Exact two-sided p-value of the sign test.
     """
 

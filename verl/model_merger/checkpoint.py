@@ -1,8 +1,6 @@
 """Opening a checkpoint folder: detect its format, check that it is complete, and find its base model."""
 
-import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +8,14 @@ from typing import Any
 import yaml
 
 from verl.checkpoints.manifest import MANIFEST
+from verl.checkpoints.safetensors_files import has_weights
+from verl.checkpoints.store import content_faults, size_faults
 from verl.engines.traits import strategy_traits
 from verl.model_merger.fsdp import RankFiles, is_rank_file
 from verl.model_merger.lora import AdaptersOverBase, MergedAdapters, find_settings, has_adapters, recorded_base
 from verl.model_merger.megatron import FOLDER as DIST_CKPT
 from verl.model_merger.megatron import MegatronCheckpoint
-from verl.model_merger.sources import DistributedCheckpoint, SafetensorsFolder, WeightSource, has_weights, local_folder
+from verl.model_merger.sources import DistributedCheckpoint, SafetensorsFolder, WeightSource, local_folder
 from verl.utils.paths import read_json, resolved
 
 _EXPECTED = (
@@ -30,8 +30,6 @@ class Checkpoint:
 
     Attributes:
         folder: `.../actor`.
-        source: Its weights.
-        format_name: Description of the format, for the log.
         recorded: File path relative to the checkpoint -> {"bytes", "sha256"}, from the manifest; empty without one.
     """
 
@@ -62,6 +60,17 @@ def base_models(folder: Path) -> list[str]:
     names = [recorded_base(folder / "lora_adapter"), config.get("_name_or_path")]
     names += [section.get("model", {}).get("path") for section in sections]
     return list(dict.fromkeys(name for name in names if name))
+
+
+def find_base(folder: Path, base: str | None) -> tuple[Path | None, str]:
+    """Return the folder of the base model, if it is on this machine, and otherwise the reason.
+
+    Args:
+        base: The base model; None: those that the checkpoint names.
+    """
+    names = [base] if base is not None else base_models(folder)
+    path = next(filter(None, map(local_folder, names)), None)
+    return path, f"{names} is not on this machine" if names else "the checkpoint does not name it"
 
 
 def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp") -> Checkpoint:
@@ -131,10 +140,8 @@ def _full_weights(folder: Path, has_rank_files: bool, has_shards: bool) -> tuple
 def _adapter_checkpoint(folder: Path, base: str | None, recorded: dict[str, dict[str, Any]]) -> Checkpoint:
     """Open a checkpoint that contains only adapters, with the weights of their base model."""
     adapters = folder / "lora_adapter"
-    names = [base] if base is not None else base_models(folder)
-    path = next(filter(None, map(local_folder, names)), None)
+    path, problem = find_base(folder, base)
     if path is None:
-        problem = f"{names} is not on this machine" if names else "the checkpoint does not name it"
         raise ValueError(
             f"{adapters} contains only LoRA adapters, and their base model is required: {problem}. "
             "Set it with --base (relative paths start from the current directory)"
@@ -173,19 +180,8 @@ def _verify_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
         raise ValueError(f"cannot read {root / MANIFEST}: {error}") from error
     folders = tuple(f"{role}/{name}/" for name in ("shards", "lora_adapter", "huggingface", DIST_CKPT))
-    used = [name for name in recorded if name.startswith(folders)]
-    with ThreadPoolExecutor(8) as pool:  # hashing releases the GIL
-        faults = [fault for fault in pool.map(lambda name: _fault(root / name, recorded[name]), used) if fault]
+    used = {name: entry for name, entry in recorded.items() if name.startswith(folders)}
+    faults = list(size_faults(root, used)) or list(content_faults(root, used))
     if faults:
         raise ValueError(f"{root} is damaged: {'; '.join(faults)}")
     return recorded
-
-
-def _fault(path: Path, entry: dict[str, Any]) -> str | None:
-    if not path.is_file():
-        return f"{path} is missing"
-    if path.stat().st_size != entry["bytes"]:
-        return f"{path}: expected {entry['bytes']} bytes, found {path.stat().st_size}"
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if digest == entry["sha256"] else f"{path} has changed since it was written (sha256)"

@@ -110,24 +110,20 @@ class _Sharded(ABC):
     def __init__(self, name: str, origins: list[str], shards: list):
         self.name, self.origins, self.shards = name, origins, shards
 
-    @abstractmethod
     def info(self, expected: Shape | None = None) -> TensorInfo:
         """Return shape and dtype of the full tensor; `expected` is its shape in the model, if known."""
+        return TensorInfo(self.shards[0].shape, next(local.dtype for _, _, local in self.located_shards()))
 
     @abstractmethod
     def located_shards(self) -> Iterator[LocatedShard]:
         """Yield every shard with its offset in the full tensor."""
 
-    @abstractmethod
     def concatenated(self) -> torch.Tensor:
-        """Return the full tensor by concatenation, without computing offsets."""
+        """Return the full tensor by concatenation."""
+        return concatenate([(offset, local) for _, offset, local in self.located_shards() if local.numel()])
 
 
 class _DTensorShards(_Sharded):
-    def info(self, expected: Shape | None = None) -> TensorInfo:
-        shard: DTensorShard = self.shards[0]
-        return TensorInfo(shard.shape, shard.local.dtype)
-
     def _mesh_shape(self) -> Shape:
         return tuple(1 + max(axis) for axis in zip(*(shard.coordinate for shard in self.shards)))
 
@@ -146,7 +142,7 @@ class _DTensorShards(_Sharded):
                 )
             yield origin, tuple(offset), shard.local
 
-    def concatenated(self) -> torch.Tensor:
+    def concatenated(self) -> torch.Tensor:  # without computing offsets
         mesh_shape, placements = self._mesh_shape(), self.shards[0].placements
         by_coordinate = {shard.coordinate: shard.local for shard in self.shards}
 
@@ -162,17 +158,9 @@ class _DTensorShards(_Sharded):
 
 
 class _ShardedTensorShards(_Sharded):
-    def info(self, expected: Shape | None = None) -> TensorInfo:
-        first: ShardedTensorShard = self.shards[0]
-        dtype = next(local.dtype for shard in self.shards for _, local in shard.local_shards)
-        return TensorInfo(first.shape, dtype)
-
     def located_shards(self) -> Iterator[LocatedShard]:
         for origin, shard in zip(self.origins, self.shards):
             yield from ((origin, offset, local) for offset, local in shard.local_shards)
-
-    def concatenated(self) -> torch.Tensor:
-        return concatenate([(offset, local) for _, offset, local in self.located_shards() if local.numel()])
 
 
 class _PlainShards(_Sharded):
@@ -230,8 +218,6 @@ class DTensorShard:
     """The shard of a DTensor on one rank.
 
     Attributes:
-        local: The local tensor.
-        shape: Shape of the full tensor.
         coordinate: Coordinate of the rank in the device mesh.
         placements: For each mesh dimension, the tensor dimension that is sharded along it; None if replicated.
     """
@@ -247,7 +233,6 @@ class ShardedTensorShard:
     """The shards of a ShardedTensor on one rank (FSDP1 without a device mesh).
 
     Attributes:
-        shape: Shape of the full tensor.
         local_shards: (offset in the full tensor, contents).
     """
 

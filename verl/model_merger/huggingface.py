@@ -30,7 +30,6 @@ class ModelDescription:
     """A model without weights.
 
     Attributes:
-        module: The model on the meta device.
         shapes: Tensor name in memory -> shape.
         tied: Name of a tied tensor -> name of the tensor it is tied to.
     """
@@ -98,10 +97,7 @@ def build(
     """Build the model with the weights of a folder or of a dict.
 
     Args:
-        model: The model to build.
-        folder: Folder with weights, or None.
         weights: Name -> tensor, or None. Tensors that already have `dtype` are not copied.
-        dtype: The dtype of the model.
 
     Returns:
         The model, and descriptions of missing, unexpected and mismatched weights.
@@ -145,8 +141,6 @@ class Export:
         """Plan the export.
 
         Args:
-            source: The weights.
-            model: The model they belong to.
             dtype: Dtype of floating-point tensors in the result; None to keep the dtype of each tensor.
 
         Raises:

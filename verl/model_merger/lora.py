@@ -53,12 +53,7 @@ class AdaptersOverBase(WeightSource):
     """The weights of a peft model under their names in memory: base weights and adapters."""
 
     def __init__(self, adapters: Path, base: Path):
-        """Open both folders.
-
-        Args:
-            adapters: The folder `lora_adapter`.
-            base: A HuggingFace folder with weights.
-        """
+        """Open both folders."""
         self.base = base
         files = SafetensorsFolder(adapters, ADAPTER_WEIGHTS)
         self._stored_in: dict[str, tuple[SafetensorsFolder, str]] = {}
@@ -120,7 +115,6 @@ def find_settings(folder: Path, alpha: float | None) -> LoraSettings:
     A recorded alpha of 0 counts as missing, since older mergers wrote 0 for an unknown alpha.
 
     Args:
-        folder: The checkpoint of one role.
         alpha: The value given by the user; None to read it from the checkpoint.
 
     Raises:

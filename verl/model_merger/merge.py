@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from verl.model_merger import verify
-from verl.model_merger.checkpoint import Checkpoint, base_models, open_checkpoint, with_adapters_merged
+from verl.model_merger.checkpoint import Checkpoint, find_base, open_checkpoint, with_adapters_merged
 from verl.model_merger.huggingface import Export, describe
 from verl.model_merger.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MergedAdapters
-from verl.model_merger.sources import SafetensorsFolder, local_folder
+from verl.model_merger.sources import SafetensorsFolder
 from verl.model_merger.writing import staged, weight_files, write_config, write_json, write_weights
 from verl.utils.paths import resolved
 
@@ -182,17 +182,12 @@ def _add_generation_config(folder: Path, base: Path | None, num_labels: int | No
 
 def _base_folder(checkpoint: Checkpoint, name: str | None) -> Path | None:
     """Return the folder of the base model, if it is on this machine."""
-    if name is not None:
-        folder = local_folder(name)
-        if folder is None:
-            raise ValueError(
-                f"--base {name}: expected a folder with safetensors files, or a model in the HuggingFace cache"
-            )
-        return folder
-    candidates = base_models(checkpoint.folder)
-    folder = next(filter(None, map(local_folder, candidates)), None)
+    folder, problem = find_base(checkpoint.folder, name)
+    if folder is None and name is not None:
+        raise ValueError(
+            f"--base {name}: expected a folder with safetensors files, or a model in the HuggingFace cache"
+        )
     if folder is None:
-        problem = f"{candidates} is not on this machine" if candidates else "the checkpoint does not name it"
         logger.warning("not compared with the base model: %s; set it with --base", problem)
     return folder
 

@@ -10,17 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from verl.checkpoints.boxes import BoxLoadPlanner, Region
+from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
 from verl.checkpoints.shard_files import ShardReader
-from verl.utils.paths import expanded, read_json
+from verl.utils.paths import expanded
 
 Shape = tuple[int, ...]
 
@@ -77,8 +77,6 @@ def assemble(name: str, info: TensorInfo, shards: Iterable[tuple[str, Shape, tor
     """Copy the shards of a tensor into one tensor.
 
     Args:
-        name: Name of the tensor, for messages.
-        info: Shape and dtype of the full tensor.
         shards: (file name, offset in the full tensor, contents). Shards with the same offset are replicas, as in
             hybrid sharding, and must be bitwise equal.
 
@@ -125,9 +123,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # ---- safetensors ----------------------------------------------------------------------------------------------------
 
-INDEX = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -144,11 +139,6 @@ _DTYPES = {
 }
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether the folder contains the safetensors files of a model."""
-    return (folder / SINGLE_FILE).is_file() or (folder / INDEX).is_file()
-
-
 def local_folder(name: str) -> Path | None:
     """Return the local folder of a safetensors model: a path, or in the HuggingFace cache. Downloads nothing."""
     from huggingface_hub import snapshot_download
@@ -163,51 +153,15 @@ def local_folder(name: str) -> Path | None:
     return folder if has_weights(folder) else None
 
 
-class SafetensorsFolder(WeightSource):
-    """A HuggingFace folder: `model.safetensors`, or the files listed in `model.safetensors.index.json`.
+class SafetensorsFolder(SafetensorsFiles, WeightSource):
+    """A HuggingFace folder.
 
     Written by single-device training, and the format of base models and merged models.
     """
 
-    def __init__(self, folder: Path, single_file: str = SINGLE_FILE):
-        """Open the files.
-
-        Args:
-            folder: The folder.
-            single_file: Name of the file if there is no index.
-
-        Raises:
-            ValueError: If a file is missing or damaged.
-        """
-        self.folder = folder
-        if (folder / INDEX).is_file():
-            names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
-        elif (folder / single_file).is_file():
-            names = [single_file]
-        else:
-            raise ValueError(f"{folder} contains no weights: expected {single_file} or {INDEX}")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(f"{folder}: missing {', '.join(missing)}, listed in {INDEX}")
-        self._files = {name: self._open(folder / name) for name in names}
-        self._tensor_files = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
-
-    @staticmethod
-    def _open(path: Path) -> safe_open:
-        try:
-            return safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
-
-    def names(self) -> list[str]:
-        return list(self._tensor_files)
-
     def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        slices = {name: file.get_slice(name) for name, file in self._tensor_files.items()}
+        slices = {name: self.slice_of(name) for name in self._tensor_files}
         return {name: TensorInfo(tuple(s.get_shape()), _DTYPES[s.get_dtype()]) for name, s in slices.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensor_files[name].get_tensor(name)
 
     def read_again(self, name: str) -> torch.Tensor:
         """Read as a slice from a newly opened file."""
@@ -220,17 +174,6 @@ class SafetensorsFolder(WeightSource):
 
 #: prefix of every weight: the engine saves {"model": ...} of a module that holds the HuggingFace model as `module`
 _PREFIX = "model.module."
-
-
-class _CachingReader(ShardReader):
-    """Reads the checkpoint metadata once instead of for every tensor."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        self._metadata: Metadata = super().read_metadata()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
 
 
 class ShardFiles:
@@ -246,12 +189,12 @@ class ShardFiles:
     def __init__(self, folder: Path):
         self.folder = folder
         try:
-            self._reader = _CachingReader(folder)
+            self._reader = ShardReader(folder)
+            metadata = self._reader.read_metadata()
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{folder} is not a complete checkpoint: cannot read .metadata, which is written last ({error})"
             ) from error
-        metadata = self._reader.read_metadata()
         self._check_files(metadata)
         self._storage = metadata.storage_data
         entries = metadata.state_dict_metadata.items()

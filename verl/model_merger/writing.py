@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from verl.checkpoints.atomic import fsync
-from verl.model_merger.sources import INDEX, SINGLE_FILE, TensorInfo
+from verl.checkpoints.safetensors_files import INDEX, SINGLE_FILE
+from verl.model_merger.sources import TensorInfo
 from verl.utils.paths import read_json
 
 #: weight files of a HuggingFace folder, of all formats
@@ -108,8 +109,6 @@ def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dty
     Other entries are not changed: rewritten by transformers, the file might not be readable by older releases.
 
     Args:
-        source: Folder with the config and tokenizer.
-        architecture: Class name of the model.
         num_labels: Number of outputs of a critic, otherwise None.
     """
     weights = set(weight_files(source))

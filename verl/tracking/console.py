@@ -61,7 +61,6 @@ class TrainingProgress:
 
     Args:
         total_steps: number of the last step.
-        title: title of the panel.
         print_every: steps between two lines without a terminal.
         console: where to print; None: the console of the log.
         quiet: suppress log lines below WARNING meanwhile.
@@ -157,7 +156,6 @@ class TrainingProgress:
         """Display a finished step.
 
         Args:
-            metrics: name -> value.
             timings: operator -> seconds; None: from the metrics timing_s/*.
             samples: a few (prompt, response, score) to show. The panel keeps them until the next ones.
         """
@@ -210,7 +208,6 @@ class TrainingProgress:
     # ---- lines ------------------------------------------------------------------------------------------------------
 
     def _describe_activity(self) -> str:
-        """The last completed step and the running operators."""
         step = 0 if self._step is None else self._step[0]
         return f"step {step}/{self.total_steps} done, now {self._describe_running() or 'starting'}"
 
@@ -334,7 +331,6 @@ class Alive:
 
     Args:
         log: receives the lines, in another thread.
-        activity: describes the current activity.
         seconds: between two lines; None: no lines.
     """
 

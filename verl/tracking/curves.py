@@ -63,7 +63,6 @@ def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[s
 
     Args:
         metrics_jsonl: file written by the jsonl tracker.
-        out_png: file to write.
         keys: one panel per metric, instead of score or loss, length, KL and entropy.
 
     Raises:
@@ -130,7 +129,6 @@ def _panels(runs: Sequence[RecordedRun], keys: Sequence[str] | None) -> Mapping[
 
 
 def _draw(axis: Any, series: Series, color: str, name: str) -> None:
-    """Plot the values and their centred mean."""
     steps, values = zip(*series)
     axis.plot(steps, values, color=color, alpha=0.3, linewidth=1, label=None if name else "each step")
     axis.plot(steps, centred_mean(values), color=color, linewidth=2, label=name or f"mean of {CENTRED} steps")

@@ -132,7 +132,6 @@ class StepLine:
     the same, so the first line then has both.
 
     Args:
-        total_steps: number of the last step.
         width: characters of a line; less important columns are dropped from a narrow one.
     """
 

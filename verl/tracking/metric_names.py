@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -18,8 +17,6 @@ class Metric:
     Attributes:
         section: heading on the page.
         names: pattern of names; `*` is any text, `{a,b}` are alternatives.
-        unit: unit of the values.
-        meaning: description.
         watch: healthy values, and what to do about others; empty if there is nothing to watch.
     """
 
@@ -66,13 +63,11 @@ def describe(name: str) -> str:
 
 def page() -> str:
     """The tables of docs/metrics.md."""
-    return "\n".join(_page_lines())
-
-
-def _page_lines() -> Iterator[str]:
+    lines = []
     for section, entries in itertools.groupby(metrics(), lambda metric: metric.section):
-        yield from (f"## {section}", "", "| metric | unit | meaning | healthy, or what to do |", "|---|---|---|---|")
+        lines += [f"## {section}", "", "| metric | unit | meaning | healthy, or what to do |", "|---|---|---|---|"]
         for metric in entries:
             cells = (f"`{metric.names}`", metric.unit, metric.meaning, metric.watch)
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        yield ""
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)

@@ -38,7 +38,6 @@ class RunRecord:
     """Context manager that writes the record of a run.
 
     Args:
-        folder: the run's folder.
         about: JSON values that describe the run: project, experiment, total_steps, config, changed.
         earlier: warnings of the checks before the run.
         step: the step in progress, which warnings are recorded with; None: the last recorded step.

@@ -26,6 +26,8 @@ REWARDS = ("critic/score/mean", "critic/rewards/mean", "train/nll", "train/loss"
 #: keys that name the algorithm, and the model, of a run
 _ALGORITHM = ("algorithm.name", "algorithm.adv_estimator")
 _MODEL = ("actor_rollout_ref.model.path", "model.path")
+#: levels of subfolders that are searched for runs
+_DEPTH = 4
 #: keys of the sampling of validation responses
 _GREEDY = ("actor_rollout_ref.rollout.val_kwargs.do_sample", "actor_rollout_ref.rollout.val_kwargs.temperature")
 
@@ -154,8 +156,8 @@ def open_run(folder: str | Path) -> RecordedRun:
     """
     folder = Path(folder)
     if not (folder / "run.json").is_file() and not (folder / "metrics.jsonl").is_file():
-        runs = find_runs(folder)
-        hint = f"; it has the runs {', '.join(str(run.folder) for run in runs[:5])}" if runs else ""
+        runs = run_folders(folder)
+        hint = f"; it has the runs {', '.join(map(str, runs[:5]))}" if runs else ""
         raise ValueError(
             f"{folder} is not the folder of a run (trainer.default_local_dir): it has no run.json or metrics.jsonl"
             f"{hint}"
@@ -181,19 +183,13 @@ def read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def find_runs(folder: str | Path, depth: int = 4) -> list[RecordedRun]:
-    """The runs in a folder and its subfolders, the newest first."""
-    return [open_run(path) for path in run_folders(folder, depth)]
-
-
-def run_folders(folder: str | Path, depth: int = 4) -> list[Path]:
+def run_folders(folder: str | Path) -> list[Path]:
     """The folders of the runs in a folder and its subfolders, the newest first. Reads no file."""
-    folders = _search(Path(folder), depth) if Path(folder).is_dir() else ()
+    folders = _search(Path(folder), _DEPTH) if Path(folder).is_dir() else ()
     return sorted(folders, key=_last_write, reverse=True)
 
 
 def _last_write(folder: Path) -> float:
-    """The time of the last write of a run."""
     files = [folder / name for name in ("metrics.jsonl", "run.json")]
     return max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
 

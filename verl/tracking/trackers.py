@@ -7,8 +7,9 @@ import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,17 +48,17 @@ class Run:
     progress: TrainingProgress | None = None
     changed: Sequence[str] = ()
 
-    def known_id(self, tracker: str) -> str | None:
-        """The id that `tracker` gave this run earlier; None for a new run."""
-        return self._ids().get(tracker) if self.resume_step else None
+    def tracker_id(self, tracker: str, make: Callable[[], str]) -> str:
+        """The id of this run in a service: the one it had before the resume, otherwise a new one.
 
-    def remember_id(self, tracker: str, run_id: str) -> None:
-        """Save the id next to the checkpoints, for the next resume."""
-        (self.folder / "tracker_ids.json").write_text(json.dumps(self._ids() | {tracker: run_id}), encoding="utf-8")
-
-    def _ids(self) -> dict[str, str]:
+        It is saved next to the checkpoints, for the next resume.
+        """
         file = self.folder / "tracker_ids.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        ids = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not self.resume_step or tracker not in ids:
+            ids[tracker] = make()
+            file.write_text(json.dumps(ids), encoding="utf-8")
+        return ids[tracker]
 
 
 class Tracker(ABC):
@@ -195,6 +196,17 @@ class TensorboardTracker(Tracker):
         self._writer.close()
 
 
+def _init_arguments(run: Run, tracker: str, id_bytes: int) -> dict[str, Any]:
+    """Arguments of a service's `init`, with the id under which a resumed run continues."""
+    return {
+        "project": run.project_name,
+        "name": run.experiment_name,
+        "id": run.tracker_id(tracker, partial(secrets.token_hex, id_bytes)),
+        "resume": "allow",
+        "config": dict(run.config),
+    }
+
+
 class WandbTracker(Tracker):
     """Weights & Biases; WANDB_MODE=offline logs locally. A resumed run continues the same wandb run.
 
@@ -206,15 +218,7 @@ class WandbTracker(Tracker):
     def __init__(self, run: Run):
         super().__init__(run)
         self._wandb = importlib.import_module("wandb")
-        self._run = self._wandb.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            id=run.known_id("wandb") or secrets.token_hex(4),
-            resume="allow",
-            config=dict(run.config),
-            dir=str(run.folder),
-        )
-        run.remember_id("wandb", self._run.id)
+        self._run = self._wandb.init(**_init_arguments(run, "wandb", 4), dir=str(run.folder))
         self._run.define_metric("training/global_step")
         self._run.define_metric("*", step_metric="training/global_step")
 
@@ -254,8 +258,7 @@ class MlflowTracker(Tracker):
         project = resolved(run.folder).parent
         self._client = mlflow.MlflowClient(address or f"sqlite:///{project / 'mlflow.db'}")
         artifacts = None if address else (project / "mlflow").as_uri()
-        self._id = run.known_id("mlflow") or self._new_run(artifacts)
-        run.remember_id("mlflow", self._id)
+        self._id = run.tracker_id("mlflow", partial(self._new_run, artifacts))
         self._client.update_run(self._id, status="RUNNING")
         self._client.log_dict(self._id, dict(run.config), "config.json")
         known = self._client.get_run(self._id).data.params  # a parameter cannot be changed
@@ -294,16 +297,7 @@ class SwanlabTracker(Tracker):
     def __init__(self, run: Run):
         super().__init__(run)
         self._swanlab = importlib.import_module("swanlab")
-        run_id = run.known_id("swanlab") or secrets.token_hex(8)
-        self._run = self._swanlab.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            id=run_id,
-            resume="allow",
-            config=dict(run.config),
-            log_dir=str(run.folder / "swanlab"),
-        )
-        run.remember_id("swanlab", run_id)
+        self._run = self._swanlab.init(**_init_arguments(run, "swanlab", 8), log_dir=str(run.folder / "swanlab"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
@@ -329,7 +323,6 @@ def _cell(value: Any) -> str | float:
 
 
 def _markdown(rows: Rows) -> str:
-    """Format rows as a Markdown table."""
     columns = list(rows[0])
     lines = [columns, ["---"] * len(columns), *([str(row[c]) for c in columns] for row in rows)]
     return "\n".join("| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in line) + " |" for line in lines)

@@ -66,8 +66,6 @@ class _Caller:
     """Calls one tracker. Failures are logged and counted, not raised.
 
     Args:
-        name: name of the tracker, for messages.
-        make: constructs the tracker.
         background: make all calls in a thread, in order.
 
     Raises:
@@ -179,7 +177,6 @@ class Tracking:
 
     Args:
         backends: names of TRACKER_REGISTRY.
-        project_name, experiment_name: passed to the trackers.
         config: flat config to record.
         default_local_dir: folder for local files.
         resume_step: step of the checkpoint that the run resumes from; 0 for a new run.

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from verl.checkpoints.boxes import Boxes, BoxLoadPlanner, Region
-from verl.checkpoints.shard_files import ShardReader
-from verl.engines.checkpoint import load_shards
+from verl.engines.checkpoint import load_shards, open_shards
 from verl.engines.megatron.layout import Conversion
 from verl.engines.megatron.runtime import ParallelRanks
 from verl.engines.megatron.weights import local_parameters, rank_of
@@ -32,9 +31,6 @@ class EngineState:
     """The weights and the optimizer state of a rank as boxes of HuggingFace tensors.
 
     Args:
-        chunks: this rank's chunks of the model.
-        table: its conversions.
-        ranks: the position of this rank.
         optimizer: megatron-core's; None for a model that is not trained.
     """
 
@@ -78,7 +74,7 @@ class EngineState:
     @torch.no_grad()
     def load(self, folder: Path, with_optimizer: bool) -> None:
         """Restore weights, and the optimizer state. Raises ValueError if the files are of a different model."""
-        stored = _stored_keys(folder)
+        stored = open_shards(folder).read_metadata().state_dict_metadata.keys()
         requested: Boxes = {}
         fills = [
             (parameter, self._request(requested, conversion, "model.module.{}", parameter.dtype))
@@ -117,12 +113,6 @@ class EngineState:
         return conversion.join(values, rank_of(conversion, self._ranks))
 
 
-def _stored_keys(folder: Path) -> set[str]:
-    if not (folder / "shards").is_dir():
-        raise ValueError(f"the checkpoint has no shards (expected {folder / 'shards'}): was it saved without them?")
-    return set(ShardReader(folder / "shards").read_metadata().state_dict_metadata)
-
-
 # ---- megatron-core's optimizers -------------------------------------------------------------------------------------
 
 
@@ -130,10 +120,8 @@ class _Slot:
     """The state of one parameter in an optimizer.
 
     Attributes:
-        parameter: the parameter of the model.
         main: the tensor that the optimizer updates: the parameter, a float32 copy, or a run of its elements.
         run: the elements of this run; None for all.
-        group: the parameter group.
     """
 
     def __init__(self, parameter: torch.Tensor, main: torch.Tensor, run: slice | None, group: dict[str, Any]):

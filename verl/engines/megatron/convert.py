@@ -19,9 +19,6 @@ def decoder_config(
     """The configuration of megatron-core for a model, after the checks above.
 
     Args:
-        hf: the HuggingFace config.
-        megatron: the `megatron` section.
-        ranks: the position of this rank.
         dtype: dtype of parameters and computation.
         recompute: recompute all activations, if the section does not say how.
     """
@@ -104,7 +101,6 @@ def _windows(hf: Any) -> tuple[int | None, ...]:
 
 
 def _recompute(section: schema.MegatronTransformerConfig, everything: bool) -> dict[str, Any]:
-    """The keys of activation recomputation."""
     if section.recompute_granularity is None:
         if not everything:
             return {}

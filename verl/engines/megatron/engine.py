@@ -11,7 +11,7 @@ Every rank of a pipeline gets the same rows; the last stage computes the outputs
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,7 +140,6 @@ class MegatronEngine(TrainEngine):
         return chunks
 
     def _prepare_training(self, optim: schema.OptimConfig) -> None:
-        """Gradient buffers and the optimizer."""
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=self.section.use_distributed_optimizer
         )
@@ -173,26 +172,23 @@ class MegatronEngine(TrainEngine):
     def _prepare_offload(self) -> None:
         """Move the weights, gradients and optimizer state that are offloaded between phases to the host."""
         weights = [p for chunk in self.chunks for p in chunk.parameters()]
-        self._weights_used: AbstractContextManager[None] = nullcontext()
-        self._optimizer_used: AbstractContextManager[None] = nullcontext()
-        self._gradients_used: AbstractContextManager[None] = nullcontext()
+        self._weights_used: list[OnDevice] = []
+        self._update_used: list[OnDevice] = []
         if self.optimizer is not None and self.section.optimizer_offload:
             storages = Storages(lambda: optimizer_tensors(self.optimizer, weights))
-            self._optimizer_used = OnDevice(storages.move, self.device)
+            self._update_used.append(OnDevice(storages.move, self.device))
         if self.optimizer is not None and self.section.grad_offload:
             buffers = [x for stage in self._stages for x in (*stage.buffers, *stage.expert_parallel_buffers)]
             storages = Storages(lambda: [buffer.grad_data for buffer in buffers], keep=False)
-            self._gradients_used = OnDevice(storages.move, self.device)
+            self._update_used.append(OnDevice(storages.move, self.device))
         if self.section.param_offload:
-            self._weights_used = OnDevice(Storages(lambda: weights).move, self.device)
+            self._weights_used.append(OnDevice(Storages(lambda: weights).move, self.device))
 
     @contextmanager
     def on_device(self, optimizer: bool = False) -> Iterator[None]:
         with ExitStack() as used:
-            used.enter_context(self._weights_used)
-            if optimizer:
-                used.enter_context(self._optimizer_used)
-                used.enter_context(self._gradients_used)
+            for each in (*self._weights_used, *(self._update_used if optimizer else ())):
+                used.enter_context(each)
             yield
 
     # ---- computing ----------------------------------------------------------------------------------------------

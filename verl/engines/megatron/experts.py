@@ -104,7 +104,6 @@ class MixtureOfExperts(MoELayer):
         return output.view_as(hidden_states)
 
     def _tokens_per_rank(self, tokens: int) -> list[int]:
-        """The number of tokens of each expert-tensor-parallel rank."""
         local = torch.tensor([tokens], device=self.router.weight.device)
         counts = torch.empty(self._inner.size(), dtype=local.dtype, device=local.device)
         dist.all_gather_into_tensor(counts, local, group=self._inner)

@@ -59,7 +59,6 @@ class Conversion:
         name: its name, with the number of the layer in the whole model.
         sources: HuggingFace names.
         shapes: shapes of the full tensors.
-        layout: see the module docstring.
         per_group: query heads of each key/value head, and their size, for "qkv".
     """
 

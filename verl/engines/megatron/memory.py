@@ -74,13 +74,7 @@ def optimizer_tensors(optimizer: Any, weights: Iterable[torch.Tensor]) -> list[t
 
 
 class AutoRecompute:
-    """Recomputation of all layers, set for each update.
-
-    Args:
-        chunks: this rank's chunks of the model.
-        ranks: its position.
-        sequence_ranks: the context-parallel ranks, if there are several.
-    """
+    """Recomputation of all layers, set for each update."""
 
     def __init__(self, chunks: list[TokenGPT], ranks: ParallelRanks, sequence_ranks: SequenceRanks | None):
         self.chunks, self.ranks, self._sequence_ranks = chunks, ranks, sequence_ranks
@@ -93,8 +87,6 @@ class AutoRecompute:
 
         Args:
             tokens: tokens of each micro-batch of this rank.
-            optimizer: megatron-core's.
-            max_over_ranks: see `TrainEngine.max_over_ranks`.
         """
         device = next(self.chunks[0].parameters()).device
         free = free_bytes(device) - bytes_beside_activations(self.chunks, optimizer, device)

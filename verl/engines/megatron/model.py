@@ -34,7 +34,6 @@ class PackedTokens:
     """Positions of the tokens of a micro-batch, for attention; passed as megatron-core's `packed_seq_params`.
 
     Attributes:
-        packing: the sequences.
         cos, sin: (n, D) rotary embedding of this rank's n tokens.
         qkv_format: megatron-core squeezes the batch dimension of "thd"; this is not it.
     """
@@ -138,9 +137,6 @@ class TokenGPT(GPTModel):
     """One pipeline stage (or one chunk of it, if stages are interleaved).
 
     Args:
-        config: the configuration for megatron-core.
-        hf: the HuggingFace config.
-        kind: see `EngineSpec`.
         pre_process, post_process: whether it has the embedding, and the output layer.
         vp_stage: index of the chunk in the stage; None without interleaving.
     """

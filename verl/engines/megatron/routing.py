@@ -108,7 +108,7 @@ class ChunkRouting:
             self.records.append(torch.stack(experts, 1) if experts else torch.empty(real, 0, stage.top_k))
         if not stage.counts:
             return
-        recorded = self._given(model_input)
+        recorded = self._recorded(model_input)
         differs = torch.zeros(real, dtype=torch.bool, device=model_input.input_ids.device)
         for layer in self.layers:
             layer.load += count(layer.used[:real].flatten(), stage.experts)
@@ -129,11 +129,6 @@ class ChunkRouting:
 
 class StageRouting:
     """The routers of this rank.
-
-    Args:
-        chunks: this rank's chunks of the model.
-        hf: the HuggingFace config.
-        ranks: the position of this rank.
 
     Attributes:
         replays: whether recorded choices are repeated; otherwise they are only compared.
@@ -165,9 +160,6 @@ class StageRouting:
 
         Args:
             recorded: the column routed_experts, if the batch has it.
-            trains: whether the pass has a backward pass.
-            records: keep the choices, for `recorded`.
-            counts: keep statistics, for `metrics`.
 
         Raises:
             ValueError: the choices are not those of this model.

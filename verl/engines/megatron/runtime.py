@@ -108,11 +108,7 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
             create_gloo_process_groups=False,
         )
     current = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        name: getattr(parallel_state, f"get_{name.removesuffix('_size')}_world_size")() for name in sizes | experts
     }
     if current != sizes | experts:
         raise ValueError(

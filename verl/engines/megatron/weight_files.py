@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from verl.checkpoints.boxes import Region
+from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.engines.megatron.layout import Conversion
 from verl.modeling.huggingface import model_source
 
@@ -28,25 +29,19 @@ class WeightFiles:
         path: a folder, or an id of a hub.
 
     Raises:
-        ValueError: there are no *.safetensors.
+        ValueError: there are no safetensors files.
     """
 
     def __init__(self, path: str):
-        from safetensors import safe_open
-
         self.path = path
         folder = Path(model_source(path))
         if not folder.is_dir():
             from huggingface_hub import snapshot_download
 
             folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"strategy=megatron: expected *.safetensors in {folder}, found none")
-        opened = [safe_open(file, "pt") for file in files]
-        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        self._files = SafetensorsFiles(folder)
         self._stored: dict[str, dict[_Key, str]] = {}  # name of a module's tensor -> names in the files
-        for name in self._file_of:
+        for name in self._files.names():
             source, key = _source_of(name)
             self._stored.setdefault(source, {})[key] = name
 
@@ -84,7 +79,7 @@ class WeightFiles:
         return torch.stack([self._slice(name, (length, region.full[2]), within) for name in names])
 
     def _slice(self, name: str, full: tuple[int, ...], slices: tuple[slice, ...]) -> torch.Tensor:
-        tensor = self._file_of[name].get_slice(name)
+        tensor = self._files.slice_of(name)
         if tuple(tensor.get_shape()) != full:
             raise ValueError(f"{self.path!r}: {name} has the shape {tensor.get_shape()}, expected {list(full)}")
         return tensor[slices]

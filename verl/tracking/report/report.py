@@ -43,7 +43,6 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of a run and return its path.
 
     Args:
-        folder: folder of the run.
         out: file to write; None: report.html in the folder.
 
     Raises:
@@ -133,7 +132,6 @@ def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _panels(run: RecordedRun) -> Iterator[dict[str, Any]]:
-    """Panels of the section "curves"."""
     for index, (title, names) in enumerate(PANELS.items()):
         present = [name for name in names if name in run.metrics][:1]
         if present:
@@ -166,7 +164,6 @@ def _panel(run: RecordedRun, title: str, names: Sequence[str], validation: Seque
 
 
 def _timing(run: RecordedRun) -> dict[str, Any]:
-    """Seconds of each operator in each step."""
     operators = {
         name.removeprefix("timing_s/"): dict(series)
         for name, series in run.metrics.items()
