@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl.dataflow.metrics import merge_passes
+from verl.dataflow.pipeline import merge_reports
 from verl.protocol import DataProto
 from verl.rewards import RewardError
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -29,8 +29,8 @@ def test_a_returned_value_is_reported_over_the_samples_for_which_it_is_a_number(
             scores = torch.zeros(len(values), 1)
             extra = {"reward_extra_info": {"distance": values}, "metrics": {}}
             scored = Reward(lambda batch, return_dict, s=scores, e=extra: {"reward_tensor": s, **e})(DataProto())
-            reports.append((scored.meta_info["metrics"], len(values)))
-        return merge_passes(reports)
+            reports.append({0: ({"metrics": scored.meta_info["metrics"], "timing": {}}, len(values))})
+        return merge_reports(reports)[0]
 
     assert metric([1.0, 3, "far", None, True]) == {"reward/distance": 5 / 3}
     assert metric([1.0, 3], ["far", None, True]) == {"reward/distance": 5 / 3}

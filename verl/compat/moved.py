@@ -261,4 +261,5 @@ MOVED = {
     "verl.rollout.sglang.filters": "verl.rollout.sglang.engine",
     "verl.server.engine_loop": "verl.server.service",
     "verl.trainer.checks.unused_settings": "verl.trainer.checks.algorithm",
+    "verl.dataflow.metrics": "verl.dataflow.pipeline",
 }

@@ -30,7 +30,7 @@ import numpy as np
 
 from verl.data.sequences import concat_sequences
 from verl.dataflow import HOLD
-from verl.dataflow.metrics import Total
+from verl.dataflow.pipeline import Total
 from verl.dataflow.pipeline import RunReports, merge_reports
 from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto

@@ -15,7 +15,7 @@ from verl.algorithms.kl import FixedKLController, apply_kl_penalty
 from verl.columns import outside_vocabulary
 from verl.config import schema
 from verl.data.order import PromptSource
-from verl.dataflow.metrics import Total
+from verl.dataflow.pipeline import Total
 from verl.dataflow.operator import Stateful
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
