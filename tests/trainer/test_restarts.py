@@ -246,9 +246,9 @@ def test_the_steps_of_fit_count_if_its_first_start_fails(settings, tmp_path, mon
 def test_a_checkpoint_that_was_lost_while_being_written_is_written_again(settings, tmp_path, monkeypatch):
     saving = ["trainer.save_freq=2", "trainer.total_training_steps=2", "trainer.max_restarts=1"]
     trainer = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", *saving])
-    left, complete = [1], trainer.checkpointer._complete
+    left, complete = [1], trainer.checkpointer.poll
 
-    def lose(wait: bool) -> None:
+    def lose(wait: bool = False) -> None:
         """As if a worker were killed while it writes in the background."""
         pending = trainer.checkpointer._pending
         if pending is not None and left[0]:
@@ -257,6 +257,6 @@ def test_a_checkpoint_that_was_lost_while_being_written_is_written_again(setting
                 raise WorkerDied("killed", role="actor", method="update_actor", rank=0)
         complete(wait)
 
-    monkeypatch.setattr(trainer.checkpointer, "_complete", lose)
+    monkeypatch.setattr(trainer.checkpointer, "poll", lose)
     assert trainer.fit()["training/restarts"] == 1
     assert (tmp_path / "run" / "global_step_2" / "actor").is_dir()

@@ -85,8 +85,7 @@ class Pipeline:
         """
         start = time.perf_counter()
         held_reports, self._held = self._held, []  # after an error, the next run starts a new batch
-        of = self.processes_of
-        processes = [None if of is None or op.on is None else of(op.on) for op in self._stage]
+        processes = [self.processes_of(op.on) if self.processes_of and op.on else None for op in self._stage]
         current = PipelineRun(
             *(self._stage, self._dependencies, processes, self._checked_input(batch)),
             *(self.observer, self.log_level, self.label),

@@ -71,7 +71,7 @@ class PipelineRun:
         # The operators that must have ended before each one starts: its ancestors, and the earlier ones of its
         # processes, whose calls are made in list order, so that they come in the same order in every run.
         self._prerequisites = [
-            deps[i].ancestors | {j for j in range(i) if processes[j] == own} for i, own in enumerate(processes)
+            deps[i].ancestors | {j for j in range(i) if processes[j] == processes[i]} for i in range(len(processes))
         ]
         self._ended: set[int] = set()
         self._waiting = list(range(len(operators)))
@@ -271,8 +271,8 @@ def _batch_after(op: Operator, current: DataProto | None, op_input: OperatorInpu
     before, meta_info = (None, {}) if op_input is None else (op_input.batch, op_input.batch.meta_info)
     if op.on is not None and op_input is not None:
         unset = object()
-        own = {name: value for name, value in meta_info.items() if op_input.meta_info.get(name, unset) is not value}
-        meta_info = current.meta_info | own
+        changed = {name: value for name, value in meta_info.items() if op_input.meta_info.get(name, unset) is not value}
+        meta_info = current.meta_info | changed
     if not replaces:
         current = DataProto(current.batch, current.non_tensor_batch, meta_info)
     if result is None:

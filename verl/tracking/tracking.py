@@ -215,12 +215,17 @@ class Tracking:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics of a step. Raises ValueError if a value is not a number."""
-        numbers = {_utf8(name): _number(name, value) for name, value in metrics.items()}
-        broken = {name: value for name, value in numbers.items() if not math.isfinite(value)}
-        for name, value in broken.items():
-            if name not in self.not_finite:
-                logger.error("step %d: %s is %s", step, name, value)
-        self.not_finite.update(broken.keys())
+        numbers = {}
+        for name, value in metrics.items():
+            try:
+                numbers[_utf8(name)] = float(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"metric {name!r}: expected a number, found {value!r}") from error
+        for name, number in numbers.items():
+            if not math.isfinite(number):
+                if name not in self.not_finite:
+                    logger.error("step %d: %s is %s", step, name, number)
+                self.not_finite[name] += 1
         self._call_all(lambda tracker: tracker.log(dict(numbers), step))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
@@ -263,13 +268,6 @@ class Tracking:
 def _utf8(value: Any) -> Any:
     """A text without lone surrogates, which the services refuse; other values as they are."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metric {name!r}: expected a number, found {value!r}") from error
 
 
 __getattr__ = published_names(__name__)

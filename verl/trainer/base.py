@@ -28,10 +28,9 @@ from verl.trainer.guards.quarantine import drop_quarantined
 from verl.trainer.guards.restarts import log_restart, settings_for_devices_left
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
-from verl.trainer.output.step_report import StepReport
 from verl.trainer.runner import FlowRunner
 from verl.trainer.state.checkpointing import Checkpointer
-from verl.trainer.view import RunView
+from verl.trainer.view import RunView, StepReport
 from verl.utils.device import frozen_heap, process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
@@ -292,7 +291,7 @@ class Trainer(ABC):
         """Whether an action with this frequency, such as `trainer.save_freq`, is due after this step."""
         if freq == "after_each_epoch":
             freq = self.source.steps_per_epoch
-        return isinstance(freq, int) and freq > 0 and self.global_step % freq == 0
+        return isinstance(freq, int) and freq > 0 and self.view.step % freq == 0
 
     def _save_if_due(self) -> None:
         trainer, view = self.config.trainer, self.view
@@ -308,7 +307,7 @@ class Trainer(ABC):
 
     def _validate_if_due(self) -> dict[str, float]:
         freq = self.config.trainer.test_freq
-        if not (self._is_due(freq) or (freq not in (-1, 0) and self.global_step == self.total_steps)):
+        if not (self._is_due(freq) or (freq not in (-1, 0) and self.view.step == self.view.total_steps)):
             return {}
         # a validation can take longer than the time between SIGTERM and SIGKILL
         self._watch.is_pending = self.view.interrupted is not None
@@ -338,7 +337,7 @@ class Trainer(ABC):
         """
         self.start()
         self.checkpointer.poll()
-        view, total = self.view, self.total_steps
+        view, total = self.view, self.view.total_steps
         if view.failed_step is not None and self.runner.keeps_workers:
             self.before_first_step()
         position, view.failed_step = self.runner.position(), None

@@ -17,9 +17,8 @@ from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.output.divergence import DivergenceWatch
-from verl.trainer.output.step_report import StepReport
 from verl.trainer.output.summary import run_summary
-from verl.trainer.view import RunView
+from verl.trainer.view import RunView, StepReport
 from verl.utils import log
 from verl.utils.redaction import redacted
 

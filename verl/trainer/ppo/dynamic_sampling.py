@@ -26,7 +26,7 @@ from verl.data.sequences import concat_sequences
 from verl.dataflow import HOLD, DataFlow, Operator, Stateful
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
-from verl.trainer.output.metrics import response_lengths
+from verl.trainer.output.metrics import group_rows, response_lengths
 from verl.trainer.ppo.operators import Prompts
 
 logger = logging.getLogger("verl.trainer")
@@ -281,14 +281,6 @@ def queue_prompts(flow: DataFlow, size: int) -> PromptQueue:
     queue = PromptQueue(prompts.func, size)
     flow.replace("prompts", Operator("prompts", queue, writes=prompts.writes))
     return queue
-
-
-def group_rows(batch: DataProto) -> list[np.ndarray]:
-    """The rows of each prompt, in the order of their first rows."""
-    rows: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
-        rows.setdefault(uid, []).append(row)
-    return [np.array(members) for members in rows.values()]
 
 
 def sample_dynamically(flow: DataFlow, config: schema.Config, pad_token_id: int) -> DataFlow:

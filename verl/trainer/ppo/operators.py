@@ -15,8 +15,8 @@ from verl.algorithms.kl import FixedKLController, apply_kl_penalty
 from verl.columns import outside_vocabulary
 from verl.config import schema
 from verl.data.order import PromptSource
-from verl.dataflow.pipeline import Total
 from verl.dataflow.operator import Stateful
+from verl.dataflow.pipeline import Total
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
@@ -73,7 +73,6 @@ class Prompts(Stateful):
         self.media_tokens = media_tokens
 
     def meta_info(self) -> dict[str, Any]:
-
         media = {} if self.media_tokens is None else {"media_tokens": self.media_tokens}
         return {"global_step": self.step(), "vocab_size": self.vocab_size, **media}
 
@@ -147,7 +146,7 @@ def sequence_columns(batch: DataProto, extra: tuple[str, ...] = ()) -> DataProto
 
 def media_columns(batch: DataProto) -> list[str]:
     """Names of the object columns that a model reads: the tensors of images, if the batch has any."""
-    return [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
+    return ["multi_modal_inputs"] if "multi_modal_inputs" in batch.non_tensor_batch else []
 
 
 def length_metrics(batch: DataProto) -> dict[str, Any]:
@@ -202,24 +201,6 @@ def sync_weights(weights: "RolloutWeights") -> Callable[[DataProto], None]:
         batch.meta_info["metrics"] = weights.push(batch.meta_info["global_step"])
 
     return sync
-
-
-def wake_rollout(weights: "RolloutWeights") -> Callable[[DataProto], None]:
-    """Wake the rollout for another pass of the same step: push the weights again if it was put to sleep."""
-
-    def wake(batch: DataProto) -> None:
-        weights.require(batch.meta_info["global_step"] - 1)
-
-    return wake
-
-
-def sleep_rollout(weights: "RolloutWeights") -> Callable[[DataProto], None]:
-    """Free the rollout's memory for the following operators."""
-
-    def sleep(batch: DataProto) -> None:
-        weights.sleep()
-
-    return sleep
 
 
 def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
@@ -358,22 +339,13 @@ def old_log_prob(roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = 
     return recompute
 
 
-def ref_log_prob(roles: Roles) -> Callable[[DataProto], DataProto]:
-    """Column ref_log_prob (B, T): log-probs under the reference policy."""
+def infer(roles: Roles, role: str, method: str) -> Callable[[DataProto], DataProto]:
+    """The columns (B, T) that a forward pass of a role over whole sequences gives, such as ref_log_prob or values."""
 
-    def ref(batch: DataProto) -> DataProto:
-        return roles["ref"].compute_ref_log_prob(sequence_columns(batch))
+    def infer_sequences(batch: DataProto) -> DataProto:
+        return getattr(roles[role], method)(sequence_columns(batch))
 
-    return ref
-
-
-def values(roles: Roles) -> Callable[[DataProto], DataProto]:
-    """Column values (B, T): the critic's value of the state before each token."""
-
-    def compute_values(batch: DataProto) -> DataProto:
-        return roles["critic"].compute_values(sequence_columns(batch))
-
-    return compute_values
+    return infer_sequences
 
 
 class KLInReward(Stateful):
@@ -462,11 +434,16 @@ def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, s
     return [i for share in shares for i in share]
 
 
-class Update:
-    """Updates the actor or the critic: calls `method` of the role's workers once per pass.
+def update_rows(batch: DataProto) -> DataProto:
+    """The columns that an update reads. Tokens outside of a column `loss_mask` are excluded from the loss."""
+    rows = batch.select(None, media_columns(batch), [])
+    if "loss_mask" in rows:
+        rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
+    return rows
 
-    If the batch has a column `loss_mask`, tokens outside of it are excluded from the loss.
-    """
+
+class Update:
+    """Updates the actor or the critic: calls `method` of the role's workers once per pass."""
 
     def __init__(self, roles: Roles, role: str, method: str, plan: UpdatePlan):
         self.roles = roles
@@ -485,9 +462,7 @@ class Update:
             return
         group = self.roles[self.role]
         ranks = group.layout().dp_size
-        rows = batch.select(None, media_columns(batch), [])
-        if "loss_mask" in rows:
-            rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
+        rows = update_rows(batch)
         lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.rows_per_unit).sum(1).tolist()
         sums = MetricSums()
         for epoch in range(plan.epochs):

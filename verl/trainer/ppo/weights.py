@@ -48,10 +48,13 @@ class RolloutWeights:
         """Push the actor's current weights to the rollout. Returns the metrics weight_sync/*.
 
         Raises:
+            ValueError: the ranks report different checksums.
             StaleWeightsError: the rollout does not generate with them.
         """
         reports = self._push(version)
-        _check_same_weights(reports, version)
+        if len({report.checksum for report in reports}) > 1:
+            sums = ", ".join(format_checksum(report.checksum) for report in reports)
+            raise ValueError(f"weight sync: expected the same weights of version {version} on all ranks, found {sums}")
         self.version = version
         metrics = _push_metrics(reports, version)
         if self.canary is not None and self.canary.is_due(version):
@@ -96,13 +99,6 @@ class RolloutWeights:
                 rollout.submit("connect_to_actor", address, size),
             )
         self._is_connected = True
-
-
-def _check_same_weights(reports: Sequence[SyncReport], version: int) -> None:
-    """Raise ValueError if the ranks report different checksums of a version."""
-    if len({report.checksum for report in reports}) > 1:
-        checksums = ", ".join(format_checksum(report.checksum) for report in reports)
-        raise ValueError(f"weight sync: expected the same weights of version {version} on all ranks, found {checksums}")
 
 
 def _push_metrics(reports: Sequence[SyncReport], version: int) -> dict[str, float]:

@@ -175,20 +175,19 @@ class Checkpointer:
                 self.run.inputs.tokenizer.save_pretrained(folder / role / "huggingface")
                 copy_processor_files(self.run.inputs.model, folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
-            state |= {"validations": self.watch.state_dict(), "data": self._fingerprint, "media": self._media}
+            state |= {"validations": self.watch.state_dict(), **self._fingerprints}
             state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True), encoding="utf-8")
-            self._pending = _Pending(path, start, stack.pop_all(), self._best_record(step, is_due))
+            best = self.watch.best
+            is_best = best is not None and best.step == step
+            record = asdict(best) | {"saved_as_best": not is_due} if is_best else None
+            self._pending = _Pending(path, start, stack.pop_all(), record)
         self.saved_step, self.saved_path = step, path
         self.poll()
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
         return path
-
-    def _best_record(self, step: int, is_due: bool) -> Mapping[str, Any] | None:
-        best = self.watch.best
-        return asdict(best) | {"saved_as_best": not is_due} if best is not None and best.step == step else None
 
     def require_finite(self, role: str, step: int) -> None:
         """Raise BadStepsError if weights or optimizer state of a role are not finite, or weights have diverged."""
@@ -205,15 +204,12 @@ class Checkpointer:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"NaN, infinity or weights beyond 1e6 in {names[0]}{others}" if names else ""
 
-    def poll(self) -> None:
-        """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
-        self._complete(wait=False)
-
     def wait(self) -> None:
-        """Like `poll`, but wait until the checkpoint is written."""
-        self._complete(wait=True)
+        """Complete the pending checkpoint, once it is written."""
+        self.poll(wait=True)
 
-    def _complete(self, wait: bool) -> None:
+    def poll(self, wait: bool = False) -> None:
+        """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
         if self._pending is None:
             return
         groups = [self.roles[role] for role in self._present_roles()]
@@ -275,8 +271,7 @@ class Checkpointer:
         """Restore the checkpoint in a verified folder. Returns its step."""
         state = load_state(folder, "trainer")
         with _reading(folder):
-            self._check_rows(state.get("data"), folder)
-            self._check_media(state.get("media"), folder)
+            self._check_inputs(state, folder)
             self.identity.check(state.get("identity", {}), state["config"], folder)
         for role in self._present_roles():
             if not (folder / role).is_dir():
@@ -379,31 +374,23 @@ class Checkpointer:
             )
 
     @cached_property
-    def _fingerprint(self) -> str | None:
-        """What tells the training data from others; None for a custom dataset."""
+    def _fingerprints(self) -> dict[str, str | None]:
+        """What tells rows ("data") and images ("media") of the training data from others; None for a custom dataset."""
         dataset = self.run.inputs.train_dataset
-        return dataset.fingerprint if isinstance(dataset, TokenizedDataset) else None
+        if not isinstance(dataset, TokenizedDataset):
+            return {"data": None, "media": None}
+        return {"data": dataset.fingerprint, "media": dataset.media_fingerprint}
 
-    def _check_rows(self, saved: str | None, folder: Path) -> None:
-        """Raise ValueError if the rows in memory are not those of the checkpoint. `Identity` compares files."""
-        now = self._fingerprint
-        if saved is None or now is None or saved == now:
-            return
-        if saved.startswith(IN_MEMORY) or now.startswith(IN_MEMORY):
+    def _check_inputs(self, saved: Mapping[str, Any], folder: Path) -> None:
+        """Raise ValueError if rows in memory, or images or videos, are not those of the checkpoint. `Identity` compares
+        files."""
+        before, now = saved.get("data"), self._fingerprints["data"]
+        if before and now and before != now and (before.startswith(IN_MEMORY) or now.startswith(IN_MEMORY)):
             raise ValueError(
                 f"{folder} was written by a run with other training rows. To start another run, set a new "
                 "trainer.experiment_name or trainer.default_local_dir; to resume, give the rows of that run"
             )
-
-    @cached_property
-    def _media(self) -> str | None:
-        """What tells the images of the training data from others; None without, and for a custom dataset."""
-        dataset = self.run.inputs.train_dataset
-        return dataset.media_fingerprint if isinstance(dataset, TokenizedDataset) else None
-
-    def _check_media(self, saved: str | None, folder: Path) -> None:
-        """Raise ValueError if the rows name files with other images or videos than those of the checkpoint."""
-        if saved is None or saved == self._media:
+        if saved.get("media") in (None, self._fingerprints["media"]):
             return
         text = "images or videos of the training data have other contents than in the run that wrote it"
         if "data" not in self.config.trainer.allow_change:
