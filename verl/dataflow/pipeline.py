@@ -84,7 +84,7 @@ class Pipeline:
             (see `merge_reports`).
         """
         start = time.perf_counter()
-        held_reports, self._held = self._held, []  # after an error, the next run starts a new batch
+        runs = self.pop_held_reports()  # now, because after an error the next run starts a new batch
         processes = [self.processes_of(op.on) if self.processes_of and op.on else None for op in self._stage]
         current = PipelineRun(
             *(self._stage, self._dependencies, processes, self._checked_input(batch)),
@@ -105,10 +105,11 @@ class Pipeline:
                     raise
                 current.end(i, op_input, result, (op_start, time.perf_counter()))
         self.seconds = time.perf_counter() - start
-        self._held = [*held_reports, current.reports]
+        runs.append(current.reports)
         if result is HOLD:
+            self._held = runs
             return HOLD
-        metrics, timing = merge_reports(self.pop_held_reports())
+        metrics, timing = merge_reports(runs)
         current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
         return current.batch
 

@@ -156,7 +156,6 @@ class PipelineRun:
         return OperatorInput(batch, batch.tensors | batch.non_tensor_batch, dict(batch.meta_info))
 
     def _start(self, i: int) -> None:
-        """Run operator `i` in a thread."""
         op, op_input = self._operators[i], self._input_of(i)
         future: concurrent.futures.Future[tuple[Any, Span]] = concurrent.futures.Future()
 

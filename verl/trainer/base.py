@@ -195,7 +195,8 @@ class Trainer(ABC):
                 except BaseException as error:
                     if not self._recover(error):
                         raise
-            if not (keep_workers or self.can_stay_loaded):
+            in_process = self.runner.keeps_workers and all(group.processes is None for group in self.roles.values())
+            if not (keep_workers or in_process):
                 self.shutdown()
         return metrics
 
@@ -283,7 +284,6 @@ class Trainer(ABC):
         )
 
     def _is_over(self) -> bool:
-        """Whether `fit` trains no further step."""
         view = self.view
         return self.config.trainer.val_only or view.interrupted is not None or view.end_reason is not None
 
@@ -398,11 +398,6 @@ class Trainer(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-    @property
-    def can_stay_loaded(self) -> bool:
-        """Whether the workers stay after the `fit` that has started them: none runs in another process."""
-        return self.runner.keeps_workers and all(group.processes is None for group in self.roles.values())
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -103,26 +103,18 @@ def validation_metrics(
     groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (source, uid) in enumerate(zip(data_sources, uids)):
         groups[str(source)][str(uid)].append(row)
+    aggregates = {"mean": np.mean, "best": np.max, "worst": np.min, "std": np.std}
     metrics: dict[str, float] = {}
     for source, prompts in groups.items():
         n = max(len(rows) for rows in prompts.values())
+        kinds = aggregates if n > 1 else {"mean": np.mean}
         for name, column in variables.items():
-            kinds: dict[str, Callable[[list[int]], float]] = {
-                f"mean@{n}": lambda rows, c=column: float(np.mean(c[rows]))
-            }
-            if n > 1:
-                kinds |= {
-                    f"best@{n}": lambda rows, c=column: float(np.max(c[rows])),
-                    f"worst@{n}": lambda rows, c=column: float(np.min(c[rows])),
-                    f"std@{n}": lambda rows, c=column: float(np.std(c[rows])),
-                }
-                if predictions is not None:
-                    kinds[f"maj@{n}"] = lambda rows, c=column: _majority(c[rows], predictions[rows])
-            for kind, aggregate in kinds.items():
-                section = "val-core" if name == core and kind.split("@")[0] in ("mean", "best", "maj") else "val-aux"
-                metrics[f"{section}/{source}/{name}/{kind}"] = float(
-                    np.mean([aggregate(rows) for rows in prompts.values()])
-                )
+            values = {kind: [func(column[rows]) for rows in prompts.values()] for kind, func in kinds.items()}
+            if n > 1 and predictions is not None:
+                values["maj"] = [_majority(column[rows], predictions[rows]) for rows in prompts.values()]
+            for kind, of_prompts in values.items():
+                section = "val-core" if name == core and kind in ("mean", "best", "maj") else "val-aux"
+                metrics[f"{section}/{source}/{name}/{kind}@{n}"] = float(np.mean(of_prompts))
     return metrics
 
 

@@ -163,7 +163,6 @@ class RunLog:
         self._tracking.log_samples("val/generations", samples, self._view.step)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics, and warn of divergence."""
         self._tracking.log(metrics, step)
         for line in self._divergence.update(step, metrics):
             logger.warning("%s", line)

@@ -160,7 +160,12 @@ class DynamicSampling(Stateful):
         )
         if self.is_complete():
             return self._release()
-        self.queue.size = self._next_size()
+        size = self.pass_size
+        if gathered.groups:  # the missing groups, divided by the share of groups kept so far
+            missing = self.num_groups - gathered.groups
+            size = min(size, -(-missing * gathered.prompts // gathered.groups))
+        left = self.max_passes * self.pass_size - gathered.prompts
+        self.queue.size = min(size, left) if self.max_passes else size
         return HOLD
 
     def count(self, batch: DataProto) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -179,7 +184,20 @@ class DynamicSampling(Stateful):
 
     def is_complete(self) -> bool:
         """Whether there are enough groups for a step. Raises ValueError at its limit, unless it may be filled."""
-        return self.gathered.groups >= self.num_groups or self._at_limit()
+        gathered = self.gathered
+        if gathered.groups >= self.num_groups:
+            return True
+        reached = self.max_passes > 0 and gathered.prompts >= self.max_passes * self.pass_size
+        if reached and not self.fill:
+            raise ValueError(
+                f"dynamic sampling: only {gathered.groups} of {self.num_groups} groups have responses that differ in "
+                f"{self.metric!r}, after {gathered.prompts} prompts ({self.max_passes} generations of "
+                f"{self.pass_size}; mean {self.metric} {gathered.metric_sum / gathered.responses:.3g}). The prompts "
+                "may be too easy or too hard: change the data, raise actor_rollout_ref.rollout.n, raise "
+                "algorithm.filter_groups.max_num_gen_batches (0: no limit), or continue with fewer groups: "
+                "algorithm.filter_groups.at_limit=fill"
+            )
+        return reached
 
     def _check_empty(self, empty_before: int) -> None:
         """Warn of generations without a kept group, and raise ValueError at their limit.
@@ -222,29 +240,6 @@ class DynamicSampling(Stateful):
                 f"algorithm.filter_groups.metric={self.metric}: expected a number per response, found {wrong[0]!r}"
             )
         return values.astype(np.float64)
-
-    def _at_limit(self) -> bool:
-        """Whether the step has reached its limit of prompts. If so, raises ValueError unless the step may be filled."""
-        gathered = self.gathered
-        reached = self.max_passes > 0 and gathered.prompts >= self.max_passes * self.pass_size
-        if reached and not self.fill:
-            raise ValueError(
-                f"dynamic sampling: only {gathered.groups} of {self.num_groups} groups have responses that differ in "
-                f"{self.metric!r}, after {gathered.prompts} prompts ({self.max_passes} generations of "
-                f"{self.pass_size}; mean {self.metric} {gathered.metric_sum / gathered.responses:.3g}). The prompts "
-                "may be too easy or too hard: change the data, raise actor_rollout_ref.rollout.n, raise "
-                "algorithm.filter_groups.max_num_gen_batches (0: no limit), or continue with fewer groups: "
-                "algorithm.filter_groups.at_limit=fill"
-            )
-        return reached
-
-    def _next_size(self) -> int:
-        """Number of prompts of the next pass."""
-        gathered, size = self.gathered, self.pass_size
-        if gathered.groups:  # the missing groups, divided by the share of groups kept so far
-            missing = self.num_groups - gathered.groups
-            size = min(size, -(-missing * gathered.prompts // gathered.groups))
-        return min(size, self.max_passes * self.pass_size - gathered.prompts) if self.max_passes else size
 
     def _release(self) -> DataProto:
         """Return the first `num_groups` kept groups. Prompts of further groups return to the queue."""

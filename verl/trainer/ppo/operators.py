@@ -235,8 +235,11 @@ class Reward:
             )
         metrics = {name: Total(value) if name in _COUNTS else value for name, value in rewards["metrics"].items()}
         if self.shuffle_seed is not None:
-            order = self._shuffled_rows(batch)
-            scores = _at_last_token(scores[order], batch.batch["response_mask"])
+            seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
+            order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
+            mask, sums = batch.batch["response_mask"], scores[order].sum(1)
+            last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)  # response token of each row
+            scores = torch.zeros_like(scores).scatter(1, last[:, None], sums[:, None])
             extra = {name: [values[i] for i in order] for name, values in extra.items()}
         for name, values in extra.items():
             # (sum, count), so that the mean over several passes does not depend on which samples were in which pass
@@ -248,16 +251,6 @@ class Reward:
             {f"reward_{name}": values for name, values in extra.items()},
             {"metrics": metrics},
         )
-
-    def _shuffled_rows(self, batch: DataProto) -> list[int]:
-        seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
-        return torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def _at_last_token(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Move the sum of each row of scores (B, T) to the last response token of that row."""
-    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
-    return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[:, None])
 
 
 def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:

@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,16 @@ class Identity:
             folder: the checkpoint, for messages.
 
         Raises:
-            ValueError: it belongs to another experiment, and trainer.allow_change does not name the changes.
+            ValueError: it belongs to another experiment, and trainer.allow_change does not name the changes; or an
+                entry of trainer.allow_change is neither a group nor a setting.
         """
         allowed = list(self._config.trainer.allow_change)
-        _check_allowed(allowed, self._flat)
+        for name in allowed:
+            if name not in GROUPS and not any(fnmatchcase(key, name) for key in self._flat):
+                raise ValueError(
+                    f"trainer.allow_change: expected {', '.join(GROUPS)}, or settings, found {name!r}: "
+                    f"{did_you_mean(name, [*GROUPS, *self._flat])}"
+                )
         changes = self._changed_files(saved) if saved else {}
         settings = self._changed_settings(saved_config, compared=set(GROUPS) if saved else set())
         changes |= {key: text for key, text in settings.items() if _is_experiment(key)}
@@ -224,16 +230,6 @@ def _without_code(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [each for each in value if not str(each).endswith(".py")]
     return None if isinstance(value, str) and value.endswith(".py") else value
-
-
-def _check_allowed(allowed: Iterable[str], flat: Mapping[str, Any]) -> None:
-    """Raise ValueError for an entry of trainer.allow_change that is neither a group nor a setting."""
-    for name in allowed:
-        if name not in GROUPS and not any(fnmatchcase(key, name) for key in flat):
-            raise ValueError(
-                f"trainer.allow_change: expected {', '.join(GROUPS)}, or settings, found {name!r}: "
-                f"{did_you_mean(name, [*GROUPS, *flat])}"
-            )
 
 
 def _model_files(path: Path) -> list[Path]:
