@@ -117,8 +117,12 @@ class PipelineRun:
         self._ended.add(i)
         if result is not HOLD or op.on is not None:
             columns_before = () if self.batch is None else self.batch.columns
-            self.batch, reports = advance(op, self.batch, op_input, result)
-            self.reports[i] = reports, len(self.batch)
+            try:
+                self.batch = _batch_after(op, self.batch, op_input, result)
+                columns.check_contents(self.batch)
+                self.reports[i] = take_reports(self.batch), len(self.batch)
+            except DataProtoValidationError as error:
+                raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
             self._record_writers(i, columns_before, replaced=isinstance(result, DataProto) and not op.writes)
         if self._observer is not None:
             self._observer(op.name, span[1] - span[0], None if self.batch is None else self.batch.copy())
@@ -225,24 +229,6 @@ def _dropped_by(column: str, operator: str) -> str:
     )
 
 
-def advance(
-    op: Operator, current: DataProto | None, op_input: OperatorInput | None, result: Any
-) -> tuple[DataProto, Reports]:
-    """Return the batch after `op` and the reports of `op`.
-
-    Args:
-        current: the batch now. Concurrent operators may have added columns since `op` started.
-        op_input: the input of `op`; None for a source.
-        result: the return value of `op`.
-    """
-    try:
-        after = _batch_after(op, current, op_input, result)
-        columns.check_contents(after)
-        return after, take_reports(after)
-    except DataProtoValidationError as error:
-        raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
-
-
 def take_reports(batch: DataProto) -> Reports:
     """Remove the metrics and finer timings from the `meta_info` of a batch and return them."""
     reports = {name: batch.meta_info.pop(name, {}) for name in MERGED_ENTRIES}
@@ -255,7 +241,13 @@ def take_reports(batch: DataProto) -> Reports:
 
 
 def _batch_after(op: Operator, current: DataProto | None, op_input: OperatorInput | None, result: Any) -> DataProto:
-    """The batch unchanged, with the columns of `result`, or replaced by it; with the `meta_info` that `op` set."""
+    """The batch unchanged, with the columns of `result`, or replaced by it; with the `meta_info` that `op` set.
+
+    Args:
+        current: the batch now. Concurrent operators may have added columns since `op` started.
+        op_input: the input of `op`; None for a source.
+        result: the return value of `op`.
+    """
     if result is None and (op.writes or current is None):
         expected = f"the columns {list(op.writes)}" if op.writes else "a batch"
         raise DataProtoValidationError(f"expected {expected}, found None")

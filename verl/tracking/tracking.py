@@ -226,30 +226,29 @@ class Tracking:
                 if name not in self.not_finite:
                     logger.error("step %d: %s is %s", step, name, number)
                 self.not_finite[name] += 1
-        self._call_all(lambda tracker: tracker.log(dict(numbers), step))
+        for caller in self._callers:
+            caller.call(lambda tracker: tracker.log(dict(numbers), step))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         """Log a table of samples: a list of rows with equal keys."""
         if rows:
             texts = [{_utf8(key): _utf8(value) for key, value in row.items()} for row in rows]
-            self._call_all(lambda tracker: tracker.log_samples(_utf8(name), [dict(row) for row in texts], step))
+            for caller in self._callers:
+                caller.call(lambda tracker: tracker.log_samples(_utf8(name), [dict(row) for row in texts], step))
 
     def finish(self, failed: bool = False) -> None:
         """Close the trackers and log a summary of their failures."""
         if self._finished:
             return
         self._finished = True
-        self._call_all(lambda tracker: tracker.finish(failed))
+        for caller in self._callers:
+            caller.call(lambda tracker: tracker.finish(failed))
         for caller in self._callers:
             caller.close()
         for name, count in self.failures.items():
             logger.warning("tracker %s: %d calls failed", name, count)
         for name, count in self.not_finite.items():
             logger.error("%s was not finite in %d steps", name, count)
-
-    def _call_all(self, call: Callable[[Tracker], None]) -> None:
-        for caller in self._callers:
-            caller.call(call)
 
     @property
     def failures(self) -> dict[str, int]:

@@ -197,6 +197,8 @@ class DivergenceWatch:
             return []
         lines = []
         for kind, detector in DETECTORS.items():
+            if detector is worse_validation and not is_validation:  # it reads the results of validations only
+                continue
             options = {"prompts": self._prompts} if detector is worse_validation else {}
             if kind in self._reported:
                 if detector(self.history, scale=0.5, **options) is None:

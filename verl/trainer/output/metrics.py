@@ -103,18 +103,18 @@ def validation_metrics(
     groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (source, uid) in enumerate(zip(data_sources, uids)):
         groups[str(source)][str(uid)].append(row)
-    aggregates = {"mean": np.mean, "best": np.max, "worst": np.min, "std": np.std}
+    aggregates = {"mean@": np.mean, "best@": np.max, "worst@": np.min, "std@": np.std}
     metrics: dict[str, float] = {}
     for source, prompts in groups.items():
         n = max(len(rows) for rows in prompts.values())
-        kinds = aggregates if n > 1 else {"mean": np.mean}
+        kinds = aggregates if n > 1 else {"mean@": np.mean}
         for name, column in variables.items():
             values = {kind: [func(column[rows]) for rows in prompts.values()] for kind, func in kinds.items()}
             if n > 1 and predictions is not None:
-                values["maj"] = [_majority(column[rows], predictions[rows]) for rows in prompts.values()]
+                values["maj@"] = [_majority(column[rows], predictions[rows]) for rows in prompts.values()]
             for kind, of_prompts in values.items():
-                section = "val-core" if name == core and kind in ("mean", "best", "maj") else "val-aux"
-                metrics[f"{section}/{source}/{name}/{kind}@{n}"] = float(np.mean(of_prompts))
+                section = "val-core" if name == core and kind in ("mean@", "best@", "maj@") else "val-aux"
+                metrics[f"{section}/{source}/{name}/{kind}{n}"] = float(np.mean(of_prompts))
     return metrics
 
 
