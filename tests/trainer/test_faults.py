@@ -1,11 +1,11 @@
 """Fault injection: how faults are read, and that each is injected once for a folder."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.trainer.runs import lines
 from verl.rewards.sandbox.pool import Call, ProcessPool
 from verl.trainer.guards import faults
 from verl.workers import policy
@@ -63,8 +63,7 @@ def test_a_fault_is_injected_once_in_its_step(tmp_path, caplog):
     inject(guard_of("nan-grad@2,stop-rank@2", "hang-reward@3"), view, 1, 2, 3)
     assert view.roles["actor"].armed == ["nan-grad", "stop-rank"] and is_armed("hang-reward")
     faults.disarm()
-    recorded = [json.loads(line)["fault"] for line in (tmp_path / faults.RECORD).read_text().splitlines()]
-    assert recorded == ["nan-grad@2", "stop-rank@2", "hang-reward@3"]
+    assert [line["fault"] for line in lines(tmp_path / faults.RECORD)] == ["nan-grad@2", "stop-rank@2", "hang-reward@3"]
     resumed = guard_of("nan-grad@2", "stop-rank@2", "hang-reward@3", "nan-grad@4")
     inject(resumed, view, 2, 3, 4)
     assert view.roles["actor"].armed == ["nan-grad", "stop-rank", "nan-grad"] and not is_armed("hang-reward")
@@ -80,12 +79,6 @@ def test_the_end_of_a_run_disarms_its_faults(tmp_path, caplog):
     assert policy.policy_objective is original
     guard_of("kill@3").at_start(view_of(tmp_path))
     assert "FAULTS ARE INJECTED INTO THIS RUN (trainer.chaos): kill@3" in caplog.text
-
-
-def test_a_damaged_record_is_named(tmp_path):
-    (tmp_path / "chaos.jsonl").write_text("[]\n")
-    with pytest.raises(ValueError, match=r"chaos.jsonl: expected lines such as .* delete the file"):
-        guard_of("kill@2").at_start(view_of(tmp_path))
 
 
 def test_one_byte_of_the_largest_file_changes(tmp_path):
@@ -114,7 +107,7 @@ def test_an_armed_fault_is_injected_into_one_call():
         ProcessPool.map = original
 
 
-@pytest.mark.parametrize("content", [b"\xff\n", b"[1]\n", b"{}\n", b"[" * 100_000, None])
+@pytest.mark.parametrize("content", [b"\xff\n", b"[]\n", b"[1]\n", b"{}\n", b"[" * 100_000, None])
 def test_a_damaged_record_is_refused(tmp_path, content):
     record = tmp_path / faults.RECORD
     record.mkdir() if content is None else record.write_bytes(content)

@@ -1,6 +1,5 @@
 """Runs that lose a worker: they continue by themselves, with the numbers of an undisturbed run."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import run_settings
+from tests.trainer.runs import metrics_of
 from verl.single_controller import WorkerDied
 from verl.trainer.guards.restarts import settings_for_devices_left
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -24,11 +24,9 @@ def weights(run: Path, step: int) -> dict:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def metrics(run: Path) -> list[dict]:
+def metrics(run: Path) -> dict[int, dict[str, float]]:
     """The metrics of each step that are no times."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = ("timing", "perf/", "training/restarts", "rollout/tokens_per_second", "weight_sync/")
-    return [{k: v for k, v in row.items() if not k.startswith(times) and "time" not in k} for row in rows]
+    return metrics_of(run, "training/restarts", "weight_sync/")
 
 
 def rank_pid(trainer: LocalPPOTrainer, rank: int) -> int:

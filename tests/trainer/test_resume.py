@@ -1,31 +1,19 @@
 """A run that was stopped and resumed gives the numbers of one that was not, to the last digit."""
 
 import itertools
-import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.trainer.runs import metrics_of, steps_in
 from verl.config import load_config, to_flat_dict
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state import identity
 
 MODEL = "actor_rollout_ref.model.path=none"
-
-
-def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
-    """step -> everything that was logged of it, except what a clock measured."""
-    found: dict[int, dict[str, float]] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        clock = ("time", "timing_s/", "perf/", "rollout/tokens_per_second")
-        kept = {name: value for name, value in record.items() if not name.startswith(clock)}
-        found.setdefault(record["step"], {}).update(kept)
-    return found
 
 
 ALGORITHMS = {
@@ -85,7 +73,7 @@ def test_a_checkpoint_is_kept_whole_and_changed_settings_are_named(settings, tmp
     chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
     LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
     run = tmp_path / "run"
-    assert sorted(p.name for p in run.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    assert steps_in(run) == [2, 3]
     assert (run / "global_step_3" / "actor" / "huggingface" / "tokenizer.json").is_file()
     weights = run / "global_step_3" / "actor" / "huggingface" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
@@ -95,7 +83,7 @@ def test_a_checkpoint_is_kept_whole_and_changed_settings_are_named(settings, tmp
     trainer.fit()
     assert "global_step_3" in caplog.text  # refused by name
     assert "actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002" in caplog.text
-    assert sorted(p.name for p in run.glob("global_step_*"))[-1] == "global_step_4"
+    assert steps_in(run)[-1] == 4
 
 
 def test_resuming_with_another_model_is_refused(settings, tiny, tmp_path):
@@ -191,7 +179,7 @@ def test_another_experiment_is_refused_with_the_differences(settings, tiny, tmp_
     assert "\n  reward: own.py has other contents\n" in error
     assert error.endswith("set trainer.allow_change=[model,data,reward]")
     assert "found 'modl': did you mean 'model'?" in refused(chosen, 2, "trainer.allow_change=[modl]")
-    assert sorted(path.name for path in (tmp_path / "run").glob("global_step_*")) == ["global_step_1"]
+    assert steps_in(tmp_path / "run") == [1]
     caplog.clear()
     assert refused(chosen, 2, "trainer.allow_change=[model,data,reward]") == ""
     assert "allowed change of the experiment: model: model.safetensors has other contents; the KL ref" in caplog.text

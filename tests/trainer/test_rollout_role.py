@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import run_settings
+from tests.trainer.runs import fit
 from verl.config import ConfigError
 from verl.single_controller.worker_group import Future
 from verl.trainer.base import StepReport
@@ -47,12 +48,7 @@ SAVED = ["trainer.save_freq=2", f"{ACTOR}.checkpoint.save_contents=[hf_model]"]
 
 
 def train(overrides: list[str]) -> list[StepReport]:
-    if "trainer.backend=ray" in overrides:
-        pytest.importorskip("ray")
-    trainer, reports = PPOTrainer(overrides=overrides), []
-    trainer.on_step.append(reports.append)
-    trainer.fit()
-    return reports
+    return fit(overrides, PPOTrainer)[1]
 
 
 @pytest.mark.parametrize("executor", EVERYWHERE)

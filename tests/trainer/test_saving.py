@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.trainer.test_resume import metrics_of
+from tests.trainer.runs import lines, metrics_of, steps_in
 from verl.config.schema import TrainerConfig
 from verl.trainer.guards.early_stopping import Best, ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped
@@ -18,10 +18,6 @@ from verl.trainer.main_ppo import main
 from verl.trainer.startup.launch import run as launch
 
 METRIC = "val-core/task/acc/mean@1"
-
-
-def steps_in(folder) -> list[int]:
-    return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
 def validated(folder, step: int) -> bool:
@@ -188,8 +184,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(chosen, tmp_path):
     again = LocalPPOTrainer(overrides=[*resumed, "trainer.total_training_steps=4"])
     scripted(again, SERIES).fit()
     assert again.global_step == 4
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    validated = [line["step"] for line in lines if METRIC in line]
+    validated = [line["step"] for line in lines(run / "metrics.jsonl") if METRIC in line]
     # before the first step of the fresh run, not of the resumed one; without val_before_train, after the steps only
     assert validated == [0, 1, 2, 3, 4]
     without = ["trainer.val_before_train=false", "trainer.resume_mode=disable", "trainer.total_training_steps=1"]

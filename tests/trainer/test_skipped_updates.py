@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.trainer.runs import steps_in, uids_of
 from verl.data.order import ResumableSampler
 from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import SKIP
@@ -34,21 +35,13 @@ def sometimes_broken(old_log_prob, log_prob, advantages, response_mask, loss_agg
 def run(settings: list[str], folder, broken: Collection[int], *overrides: str, seen: list | None = None) -> list[float]:
     """The share of updates that each step skipped; two updates a step, numbered from 1. seen: gets their prompts."""
     (folder / "loss.py").write_text(LOSS.replace("{BROKEN}", repr(broken)))
-    trainer = LocalPPOTrainer(
-        overrides=[
-            *settings,
-            f"imports=[{folder / 'loss.py'}]",
-            "algorithm.name=rloo",
-            "algorithm.use_kl_in_reward=false",
-            "actor_rollout_ref.actor.policy_loss.loss_mode=sometimes_broken",
-            "trainer.total_training_steps=8",
-            *overrides,
-        ]
-    )
+    chosen = [f"imports=[{folder / 'loss.py'}]", "algorithm.name=rloo", "algorithm.use_kl_in_reward=false"]
+    chosen += ["actor_rollout_ref.actor.policy_loss.loss_mode=sometimes_broken", "trainer.total_training_steps=8"]
+    trainer = LocalPPOTrainer(overrides=[*settings, *chosen, *overrides])
     found = []
     trainer.on_step.append(lambda report: found.append(report.metrics["actor/grad_skipped"]))
     if seen is not None:
-        trainer.on_step.append(lambda report: seen.append(sorted(set(report.batch.non_tensor_batch["uid"]))))
+        trainer.on_step.append(lambda report: seen.append(uids_of(report)))
     trainer.fit()
     return found
 
@@ -82,7 +75,7 @@ def test_resuming_starts_before_the_steps_that_changed_nothing(settings, tmp_pat
     for broken in (range(5, 100), range(100)):  # the second run is of updates that are all broken
         with pytest.raises(FloatingPointError, match=r"3 steps in a row.* newest checkpoint is .*global_step_2$"):
             run(settings, tmp_path, broken, *often)
-        assert max(tmp_path.glob("run/global_step_*")).name == "global_step_2"
+        assert steps_in(tmp_path / "run")[-1] == 2
 
 
 @pytest.mark.parametrize(("broken", "limit"), [(range(2, 6), 4), (range(1, 7), 0)])
@@ -119,7 +112,7 @@ def test_a_broken_step_leaves_the_checkpoint_that_it_would_have_replaced(setting
     message = r"step 3 is not saved: the actor contains NaN, .* in .*; the same command resumes from .*global_step_2$"
     with pytest.raises(FloatingPointError, match=message):
         trainer.fit()
-    assert [folder.name for folder in tmp_path.glob("run/global_step_*")] == ["global_step_2"]
+    assert steps_in(tmp_path / "run") == [2]
     resumed = diverge(settings, 3, "1e-3", *keep_one)
     resumed.fit()
     assert resumed.global_step == 3 and (tmp_path / "run/global_step_3").is_dir()
@@ -128,7 +121,7 @@ def test_a_broken_step_leaves_the_checkpoint_that_it_would_have_replaced(setting
 def test_a_step_with_one_skipped_update_of_two_is_bad(settings, tmp_path):
     """It is neither saved nor forgotten: the checkpoint that was due follows at the next good step."""
     run(settings, tmp_path, range(4, 5), "trainer.save_freq=2", "trainer.total_training_steps=5")
-    assert sorted(path.name for path in tmp_path.glob("run/global_step_*")) == ["global_step_3", "global_step_4"]
+    assert steps_in(tmp_path / "run") == [3, 4]
 
 
 def test_steps_with_one_skipped_update_of_two_end_the_run(settings, tmp_path):
@@ -199,7 +192,7 @@ def test_a_second_rollback_is_refused(settings, tmp_path):
     rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=2"]
     with pytest.raises(FloatingPointError, match="2 steps in a row"):
         run(settings, tmp_path, range(9, 100), *rollback)
-    assert max(tmp_path.glob("run/global_step_*")).name == "global_step_4"
+    assert steps_in(tmp_path / "run")[-1] == 4
 
 
 @pytest.mark.parametrize(("limit", "last"), [(0, None), (1, 1), (2, 4), (3, 5)])
