@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.runs import steps_in
+from verl.trainer.base import GUARDS
 from verl.trainer.guards.base import CONTINUE, RESTART, ROLL_BACK, SKIP, STOP, Guard
-from verl.trainer.guards.built_in import GUARDS
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]

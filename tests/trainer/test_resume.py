@@ -3,13 +3,14 @@
 import itertools
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import metrics_of, steps_in
-from verl.config import load_config, to_flat_dict
+from verl.config import Config, load_config, to_flat_dict
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state import identity
 
@@ -195,6 +196,12 @@ def test_the_same_files_elsewhere_and_tuned_settings_are_the_same_experiment(set
     assert "actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002" in caplog.text
 
 
+def check_resume(before: Config, after: Config, folder: Path, saved: dict | None = None) -> None:
+    """Raise ValueError if a run with one configuration may not resume that of another. saved: its fingerprints."""
+    saved = identity.Identity(before, folder).state() if saved is None else saved
+    identity.Identity(after, folder).check(saved, to_flat_dict(before), folder)
+
+
 def test_a_folder_of_data_is_compared_by_its_files(tmp_path):
     """Not only its path, and without the caches that the datasets library writes into it."""
     for name in ("a", "b", "c"):
@@ -202,11 +209,9 @@ def test_a_folder_of_data_is_compared_by_its_files(tmp_path):
         (tmp_path / name / "sub" / "train.jsonl").write_text('{"prompt": "a"}\n' * (1 + (name == "c")))
     (tmp_path / "b" / "cache-1.arrow").write_text("1")
     experiments = {name: load_config(overrides=[f"data.train_files={tmp_path / name}", MODEL]) for name in "abc"}
-    first = identity.Identity(experiments["a"], tmp_path)
-    saved, flat = first.state(), to_flat_dict(experiments["a"])
-    identity.Identity(experiments["b"], tmp_path).check(saved, flat, tmp_path)
+    check_resume(experiments["a"], experiments["b"], tmp_path)
     with pytest.raises(ValueError, match=r"\n  data: train.jsonl has other contents\n"):
-        identity.Identity(experiments["c"], tmp_path).check(saved, flat, tmp_path)
+        check_resume(experiments["a"], experiments["c"], tmp_path)
 
 
 def test_a_critic_that_starts_from_a_copy_of_the_policy_is_the_same_experiment(tiny, tmp_path):
@@ -214,11 +219,10 @@ def test_a_critic_that_starts_from_a_copy_of_the_policy_is_the_same_experiment(t
     settings = [f"data.train_files={tiny / 'train.jsonl'}", f"actor_rollout_ref.model.path={tiny / 'model'}"]
     one = load_config(overrides=[*settings, "algorithm.adv_estimator=gae"])
     other = load_config(overrides=[*settings, "algorithm.adv_estimator=gae", f"critic.model.path={tmp_path / 'copy'}"])
-    saved = identity.Identity(one, tmp_path).state()
-    identity.Identity(other, tmp_path).check(saved, to_flat_dict(one), tmp_path)
+    check_resume(one, other, tmp_path)
     (tmp_path / "copy" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"\n  model: config.json is new\n"):
-        identity.Identity(other, tmp_path).check(saved, to_flat_dict(one), tmp_path)
+        check_resume(one, other, tmp_path)
 
 
 def test_edited_tools_are_refused(tiny, tmp_path):
@@ -230,7 +234,7 @@ def test_edited_tools_are_refused(tiny, tmp_path):
     saved = identity.Identity(config, tmp_path).state()
     tools.write_text("tools: [{}]\n")
     with pytest.raises(ValueError, match=r"\n  code: tools.yaml has other contents\n"):
-        identity.Identity(config, tmp_path).check(saved, to_flat_dict(config), tmp_path)
+        check_resume(config, config, tmp_path, saved)
 
 
 def test_custom_code_that_moved_is_the_same_and_another_module_is_not(tiny, tmp_path, caplog):
@@ -241,10 +245,9 @@ def test_custom_code_that_moved_is_the_same_and_another_module_is_not(tiny, tmp_
         load_config(overrides=[MODEL, f"data.train_files={tiny / 'train.jsonl'}", f"imports=[{tmp_path / text}]"])
         for text in ("old/custom.py,json", "new/custom.py,json", "new/custom.py,csv")
     )
-    saved, flat = identity.Identity(before, tmp_path).state(), to_flat_dict(before)
-    identity.Identity(moved, tmp_path).check(saved, flat, tmp_path)
+    check_resume(before, moved, tmp_path)
     assert "imports" not in caplog.text
-    identity.Identity(other, tmp_path).check(saved, flat, tmp_path)
+    check_resume(before, other, tmp_path)
     assert "imports: " in caplog.text
 
 
@@ -256,7 +259,7 @@ def test_another_reward_file_is_refused_without_fingerprints(tiny, tmp_path):
         for name in ("reward.py", "other.py")
     )
     with pytest.raises(ValueError, match=rf"\n  {key}: .*reward.py -> .*other.py\n"):
-        identity.Identity(other, tmp_path).check({}, to_flat_dict(one), tmp_path)
+        check_resume(one, other, tmp_path, {})
 
 
 def test_only_code_is_compared_as_code(tiny, tmp_path):
@@ -303,7 +306,6 @@ def test_other_versions_of_packages_are_logged(tmp_path, caplog):
     config = load_config()
     now = identity.Identity(config, tmp_path).state()["packages"]
     before = {**now, "torch": "1.0", "vllm": "0.1"}
-    saved = {**identity.Identity(config, tmp_path).state(), "packages": before}
-    identity.Identity(config, tmp_path).check(saved, to_flat_dict(config), tmp_path)
+    check_resume(config, config, tmp_path, {**identity.Identity(config, tmp_path).state(), "packages": before})
     changed = [f"torch: 1.0 -> {now['torch']}", f"vllm: 0.1 -> {now.get('vllm')}"]
     assert caplog.messages == [f"changed since the checkpoint, the new values are used: {', '.join(changed)}"]

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from verl import columns
@@ -36,6 +37,7 @@ class OperatorInput(NamedTuple):
     meta_info: Mapping[str, Any]
 
 
+@dataclass(eq=False, repr=False)
 class PipelineRun:
     """One batch on its way through the operators.
 
@@ -53,35 +55,33 @@ class PipelineRun:
         running_since: operator name -> start, of running operators.
     """
 
-    def __init__(
-        self,
-        operators: Sequence[Operator],
-        deps: Sequence[Dependencies],
-        processes: Sequence[Hashable],
-        batch: DataProto | None,
-        observer: Observer | None = None,
-        log_level: int = logging.INFO,
-        label: str = "",
-    ):
-        self.batch = batch
+    operators: Sequence[Operator]
+    deps: Sequence[Dependencies]
+    processes: Sequence[Hashable]
+    batch: DataProto | None
+    observer: Observer | None
+    log_level: int
+    label: str
+
+    def __post_init__(self) -> None:
         self.spans: dict[str, Span] = {}
         self.running_since: dict[str, float] = {}
-        self._operators, self._deps, self._processes, self._observer = operators, deps, processes, observer
-        self._log_level, self._label = log_level, label
+        positions, processes = range(len(self.operators)), self.processes
         # The operators that must have ended before each one starts: its ancestors, and the earlier ones of its
         # processes, whose calls are made in list order, so that they come in the same order in every run.
         self._prerequisites = [
-            deps[i].ancestors | {j for j in range(i) if processes[j] == processes[i]} for i in range(len(processes))
+            self.deps[i].ancestors | {j for j in range(i) if processes[j] == processes[i]} for i in positions
         ]
         self._ended: set[int] = set()
-        self._waiting = list(range(len(operators)))
+        self._waiting = list(positions)
         self._running: dict[concurrent.futures.Future, tuple[int, OperatorInput | None]] = {}
         #: position of an operator (-1: the input) -> its reports, and the rows of the batch after it
         self.reports: dict[int, tuple[Reports, int]] = {}
-        if batch is not None:
-            self.reports[-1] = take_reports(batch), len(batch)
-        self._writer = {} if batch is None else dict.fromkeys(batch.columns, -1)  # column -> position of its writer
+        self._writer: dict[str, int] = {}  # column -> position of its writer
         self._dropped: dict[str, str] = {}  # column -> the operator whose result replaced the batch without it
+        if self.batch is not None:
+            self.reports[-1] = take_reports(self.batch), len(self.batch)
+            self._writer = dict.fromkeys(self.batch.columns, -1)
 
     # ---- scheduling -------------------------------------------------------------------------------------------------
 
@@ -95,23 +95,23 @@ class PipelineRun:
                 self._collect_finished()
             ready = [i for i in self._waiting if self._prerequisites[i] <= self._ended]
             for i in ready:
-                if self._processes[i] is not None:
+                if self.processes[i] is not None:
                     self._start(i)
-            local = [i for i in ready if self._processes[i] is None]
+            local = [i for i in ready if self.processes[i] is None]
             if local:
                 self._waiting.remove(local[0])
-                self.running_since[self._operators[local[0]].name] = time.perf_counter()
+                self.running_since[self.operators[local[0]].name] = time.perf_counter()
                 return local[0], self._input_of(local[0])
             concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
         return None
 
     def end(self, i: int, op_input: OperatorInput | None, result: Any, span: Span) -> None:
         """Record that operator `i` returned `result`, and update the batch."""
-        op = self._operators[i]
-        concurrent = [name for name, (_, end) in self.spans.items() if end > span[0]]
-        concurrent += [self._operators[j].name for j, _ in self._running.values()]
-        suffix = f" (at the same time: {', '.join(concurrent)})" if concurrent else ""
-        logger.log(self._log_level, "[%s] %.2fs%s", op.name, span[1] - span[0], suffix)
+        op = self.operators[i]
+        others = [name for name, (_, end) in self.spans.items() if end > span[0]]
+        others += [self.operators[j].name for j, _ in self._running.values()]
+        suffix = f" (at the same time: {', '.join(others)})" if others else ""
+        logger.log(self.log_level, "[%s] %.2fs%s", op.name, span[1] - span[0], suffix)
         self.spans[op.name] = span
         del self.running_since[op.name]
         self._ended.add(i)
@@ -124,12 +124,12 @@ class PipelineRun:
             except DataProtoValidationError as error:
                 raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
             self._record_writers(i, columns_before, replaced=isinstance(result, DataProto) and not op.writes)
-        if self._observer is not None:
-            self._observer(op.name, span[1] - span[0], None if self.batch is None else self.batch.copy())
+        if self.observer is not None:
+            self.observer(op.name, span[1] - span[0], None if self.batch is None else self.batch.copy())
 
     def _record_writers(self, i: int, columns_before: Iterable[str], replaced: bool) -> None:
         """Update which operator wrote each column of the batch, and which one dropped a column."""
-        op, columns_now = self._operators[i], self.batch.columns
+        op, columns_now = self.operators[i], self.batch.columns
         writers = {} if replaced else self._writer
         self._writer = {c: i if c in op.writes else writers.get(c, i) for c in columns_now}
         self._dropped = {c: name for c, name in self._dropped.items() if c not in columns_now}
@@ -137,13 +137,13 @@ class PipelineRun:
 
     def annotate(self, i: int, error: BaseException) -> None:
         """Add notes to an error: the operator that raised it, and those that ran at the same time."""
-        error.add_note(f"raised in operator {self._operators[i].name!r}")
+        error.add_note(f"raised in operator {self.operators[i].name!r}")
         if isinstance(error, KeyError):
             for column, operator in self._dropped.items():
                 if f"{column!r}" in str(error) or f'"{column}"' in str(error):
                     error.add_note(_dropped_by(column, operator))
         if self._running:
-            names = (self._operators[j].name for j, _ in self._running.values())
+            names = (self.operators[j].name for j, _ in self._running.values())
             error.add_note(f"running at the same time: {', '.join(names)}")
 
     # ---- one operator -----------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class PipelineRun:
         """The batch as operator `i` may see it: without the columns of concurrent operators that it does not read."""
         if self.batch is None:
             return None
-        op, deps = self._operators[i], self._deps[i]
+        op, deps = self.operators[i], self.deps[i]
         unseen = {c for c, j in self._writer.items() if j >= 0 and j not in deps.ancestors}
         hidden = [c for c in self.batch.columns if c in deps.hidden | unseen and c not in op.reads]
         batch = self.batch.drop(hidden) if hidden else self.batch.copy()
@@ -160,13 +160,13 @@ class PipelineRun:
         return OperatorInput(batch, batch.tensors | batch.non_tensor_batch, dict(batch.meta_info))
 
     def _start(self, i: int) -> None:
-        op, op_input = self._operators[i], self._input_of(i)
+        op, op_input = self.operators[i], self._input_of(i)
         future: concurrent.futures.Future[tuple[Any, Span]] = concurrent.futures.Future()
 
         def work() -> None:
             start = time.perf_counter()
             try:
-                with running(self._label + op.name):
+                with running(self.label + op.name):
                     result = op.func() if op_input is None else op.func(op_input.batch)
                 future.set_result((result, (start, time.perf_counter())))
             except BaseException as error:

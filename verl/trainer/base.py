@@ -20,12 +20,13 @@ from verl.single_controller import WorkerGroup
 from verl.single_controller.cluster import StartedRoles
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
+from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Guard, ask, decide
-from verl.trainer.guards.built_in import GUARDS
 from verl.trainer.guards.early_stopping import ValidationWatch
-from verl.trainer.guards.interruption import Stopped, UnfinishedStep
-from verl.trainer.guards.quarantine import drop_quarantined
-from verl.trainer.guards.restarts import log_restart, settings_for_devices_left
+from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
+from verl.trainer.guards.operator_watch import OperatorWatch
+from verl.trainer.guards.quarantine import Quarantine, drop_quarantined
+from verl.trainer.guards.restarts import Restarts, log_restart, settings_for_devices_left
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
 from verl.trainer.runner import FlowRunner
@@ -37,6 +38,16 @@ from verl.utils.rng import seed_everything
 from verl.utils.threads import warn_if_oversubscribed
 
 logger = logging.getLogger("verl.trainer")
+
+GUARDS: tuple[type[Guard], ...] = (
+    OperatorWatch,  # first: it tells what an interrupted operator means
+    Interruption,
+    BadSteps,
+    ValidationWatch,
+    Quarantine,  # before a restart, which then drops the rows
+    Restarts,  # last: what no other guard can repair
+)
+"""The guards of every run, in the order in which they are asked: of an error, the first action counts."""
 
 
 class Trainer(ABC):
@@ -91,13 +102,7 @@ class Trainer(ABC):
         drop_quarantined(source, self.folder)
         self.checkpoints = CheckpointStore(self.folder, keep=None)
         self.checkpointer = self.view.checkpointer = Checkpointer(
-            self.checkpoints,
-            run,
-            saved_roles=self.saved_roles,
-            roles=self.roles,
-            pipeline=self.pipeline,
-            keep=self.checkpoints_to_keep,
-            watch=self._watch,
+            self.checkpoints, run, self.saved_roles, self.roles, self.pipeline, self.checkpoints_to_keep, self._watch
         )
         self._started = False
         self._attempt = ExitStack()  # logs and guards of an attempt, which ends with the run or with an error

@@ -104,6 +104,7 @@ _OLD_NAMES = {"alike": "zero_variance", "answers": "responses", "held": "kept"}
 _WARN_PASSES = 5  # a warning per this many passes without a kept group
 
 
+@dataclass(eq=False, repr=False)
 class DynamicSampling(Stateful):
     """Keeps the groups whose responses differ in `metric`, and holds the pass until there are `num_groups` of them.
 
@@ -123,27 +124,15 @@ class DynamicSampling(Stateful):
         pad_token_id: for padding batches of different lengths.
     """
 
-    def __init__(
-        self,
-        queue: PromptQueue,
-        *,
-        metric: str,
-        num_groups: int,
-        pass_size: int,
-        max_passes: int,
-        max_empty_passes: int,
-        fill: bool,
-        pad_token_id: int,
-    ):
-        self.queue = queue
-        self.metric = metric
-        self.num_groups = num_groups
-        self.pass_size = pass_size
-        self.max_passes = max_passes
-        self.max_empty_passes = max_empty_passes
-        self.fill = fill
-        self.pad_token_id = pad_token_id
-        self.gathered = Gathered()
+    queue: PromptQueue
+    metric: str
+    num_groups: int
+    pass_size: int
+    max_passes: int
+    max_empty_passes: int
+    fill: bool
+    pad_token_id: int
+    gathered: Gathered = field(default_factory=Gathered)
 
     def __call__(self, batch: DataProto) -> Any:
         gathered = self.gathered

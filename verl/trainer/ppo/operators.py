@@ -54,23 +54,17 @@ SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
 Roles = Mapping[str, WorkerGroup]
 
 
+@dataclass(eq=False, repr=False)
 class Prompts(Stateful):
     """The source of training prompts.
 
     meta_info has global_step and, for the checks of `verl.columns`, vocab_size and (with images) media_tokens.
     """
 
-    def __init__(
-        self,
-        source: PromptSource,
-        step: Callable[[], int],
-        vocab_size: int,
-        media_tokens: Mapping[str, int] | None = None,
-    ):
-        self.source = source
-        self.step = step
-        self.vocab_size = vocab_size
-        self.media_tokens = media_tokens
+    source: PromptSource
+    step: Callable[[], int]
+    vocab_size: int
+    media_tokens: Mapping[str, int] | None = None
 
     def meta_info(self) -> dict[str, Any]:
         media = {} if self.media_tokens is None else {"media_tokens": self.media_tokens}

@@ -96,6 +96,7 @@ def describe_saving(trainer: RunConfig) -> str:
     return ", ".join(occasion for occasion in occasions if occasion) or "never"
 
 
+@dataclass(eq=False, repr=False)
 class Checkpointer:
     """Saves, prunes and restores the state of a run: weights, optimizers, flow and random states.
 
@@ -115,31 +116,22 @@ class Checkpointer:
         rollbacks: how often the run has returned to a checkpoint because of bad steps.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        run: "Run",
-        *,
-        saved_roles: Sequence[str],
-        roles: Mapping[str, WorkerGroup],
-        pipeline: Pipeline,
-        keep: Callable[[], Mapping[str, int | None]],
-        watch: ValidationWatch,
-    ):
-        self.store = store
-        self.run = run
-        self.saved_roles = saved_roles
-        self.roles = roles
-        self.pipeline = pipeline
-        self.keep = keep
-        self.watch = watch
-        self.identity = Identity(run.config, run.working_dir, run.own_reward)
+    store: CheckpointStore
+    run: "Run"
+    saved_roles: Sequence[str]
+    roles: Mapping[str, WorkerGroup]
+    pipeline: Pipeline
+    keep: Callable[[], Mapping[str, int | None]]
+    watch: ValidationWatch
+
+    def __post_init__(self) -> None:
+        self.identity = Identity(self.run.config, self.run.working_dir, self.run.own_reward)
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0
         self._rewound = False  # the next `load` continues this run, rather than starting it
         self._initial: tuple[dict[str, Any], dict[str, Any]] | None = None  # of pipeline and watch, before step 1
-        self._durations = Durations(wait_limits(run.config))
+        self._durations = Durations(wait_limits(self.run.config))
         self._serial: int | None = None  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
 
