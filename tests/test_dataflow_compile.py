@@ -6,21 +6,9 @@ import re
 import pytest
 import torch
 
-from verl import DataFlow, DataProto, DataProtoValidationError, Operator
+from tests.test_dataflow import keep, numbers, numbers_of_two
+from verl import DataFlow, DataProtoValidationError, Operator
 from verl.dataflow import Stateful, as_operator, edges
-
-
-def numbers(rows: int = 3) -> DataProto:
-    return DataProto.from_dict({"x": torch.arange(rows, dtype=torch.float32)}, {"uid": [f"u{i}" for i in range(rows)]})
-
-
-def numbers_of_two():
-    return numbers(2)
-
-
-def keep(batch):
-    """An operator that does nothing."""
-
 
 # ---- operators and editing ------------------------------------------------------------------------------------------
 
@@ -112,35 +100,27 @@ def test_settings_of_operators():
             flow.configure(settings, "flow")
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda f: f.insert_before("rewrad", keep),
-        lambda f: f.insert_after("rewrad", keep),
-        lambda f: f.replace("rewrad", keep),
-        lambda f: f.remove("rewrad"),
-        lambda f: f["rewrad"],
-    ],
-)
-def test_a_wrong_name_lists_the_right_ones(edit):
-    flow = DataFlow([Operator("gen", keep), Operator("reward", keep)])
-    with pytest.raises(ValueError, match=r"no operator 'rewrad': did you mean 'reward'\? known: gen, reward"):
-        edit(flow)
-    assert flow.names == ("gen", "reward")
+UNKNOWN = r"no operator 'rewrad': did you mean 'reward'\? known: gen, reward"
+TAKEN = "already has an operator 'gen'"
 
 
 @pytest.mark.parametrize(
-    "edit",
+    ("edit", "message"),
     [
-        lambda f: f.add_operator(Operator("gen", keep)),
-        lambda f: f.insert_before("reward", Operator("gen", keep)),
-        lambda f: f.insert_after("reward", Operator("gen", keep)),
-        lambda f: f.replace("reward", Operator("gen", keep)),
+        (lambda f: f.insert_before("rewrad", keep), UNKNOWN),
+        (lambda f: f.insert_after("rewrad", keep), UNKNOWN),
+        (lambda f: f.replace("rewrad", keep), UNKNOWN),
+        (lambda f: f.remove("rewrad"), UNKNOWN),
+        (lambda f: f["rewrad"], UNKNOWN),
+        (lambda f: f.add_operator(Operator("gen", keep)), TAKEN),
+        (lambda f: f.insert_before("reward", Operator("gen", keep)), TAKEN),
+        (lambda f: f.insert_after("reward", Operator("gen", keep)), TAKEN),
+        (lambda f: f.replace("reward", Operator("gen", keep)), TAKEN),
     ],
 )
-def test_a_name_is_taken_once(edit):
+def test_edits_of_unknown_and_taken_names_are_refused(edit, message):
     flow = DataFlow([Operator("gen", keep), Operator("reward", keep)])
-    with pytest.raises(ValueError, match="already has an operator 'gen'"):
+    with pytest.raises(ValueError, match=message):
         edit(flow)
     assert flow.names == ("gen", "reward")
 

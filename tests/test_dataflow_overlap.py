@@ -10,16 +10,13 @@ import traceback
 import pytest
 import torch
 
+from tests.test_dataflow import numbers
 from verl import HOLD, DataFlow, DataProto, DataProtoValidationError, Operator
 from verl.dataflow import CONTROLLER
 from verl.dataflow import pipeline as pipeline_module
 from verl.dataflow.operator import depends
 
 WAIT = 10  # seconds after which a meeting that cannot happen is a failure
-
-
-def numbers() -> DataProto:
-    return DataProto.from_dict({"x": torch.arange(3.0)}, {"uid": ["a", "b", "c"]})
 
 
 def processes(on: str) -> str | None:

@@ -11,7 +11,6 @@ FILE_LINES, FUNCTION_LINES = 500, 60
 
 #: "path" or "path::function" -> why it is longer
 EXCEPTIONS: dict[str, str] = {
-    "tests/trainer/test_python_api.py": "one subject: the trainer as an object",
     "tests/rollout/test_vllm.py": "one engine, one environment",
     "tests/rollout/test_vllm_slices.py": "one engine, one environment",
 }

@@ -78,6 +78,8 @@ COLUMNS: dict[str, Column] = {
 }
 
 _DIMS = {column.dims for column in COLUMNS.values()}
+#: columns that define P and T, in the order of the table
+_DEFINING = {dim: [name for name, column in COLUMNS.items() if column.dims == f"B {dim}"] for dim in ("P", "T")}
 
 # float64 is for tests of the maths; half precision is rejected: it is too coarse for log-probs
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
@@ -141,7 +143,12 @@ def check(batch: "DataProto") -> None:
 def check_layout(batch: "DataProto") -> None:
     """Check shapes and dtypes of the known columns against the table. Raises DataProtoValidationError."""
     tensors = batch.tensors
-    sizes = _sizes(tensors, len(batch))
+    sizes = {"B": len(batch)}
+    for dim in ("P", "T"):
+        if defining := _defining_column(dim, tensors):
+            sizes[dim] = tensors[defining].shape[1]
+    if "P" in sizes and "T" in sizes:
+        sizes["P+T"] = sizes["P"] + sizes["T"]
     shapes = {dims: tuple(map(sizes.get, dims.split())) for dims in _DIMS}
     for name, value in tensors.items():
         column = COLUMNS.get(name)
@@ -165,19 +172,10 @@ def check_layout(batch: "DataProto") -> None:
 
 def _defining_column(dim: str, tensors: dict[str, torch.Tensor]) -> str | None:
     """The column that defines P or T: the first one of the table with that width that is in the batch."""
-    dims = f"B {dim}"
-    return next((k for k, c in COLUMNS.items() if c.dims == dims and k in tensors and tensors[k].dim() == 2), None)
-
-
-def _sizes(tensors: dict[str, torch.Tensor], rows: int) -> dict[str, int]:
-    """B, P, T and P+T, as far as the columns define them."""
-    sizes = {"B": rows}
-    for dim in ("P", "T"):
-        if name := _defining_column(dim, tensors):
-            sizes[dim] = tensors[name].shape[1]
-    if "P" in sizes and "T" in sizes:
-        sizes["P+T"] = sizes["P"] + sizes["T"]
-    return sizes
+    for name in _DEFINING[dim]:
+        if name in tensors and tensors[name].dim() == 2:
+            return name
+    return None
 
 
 def one_token_short(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> str:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.trainer.conftest import make_tiny, run_settings
-from tests.trainer.test_resume import metrics_of
+from tests.trainer.runs import metrics_of
 from verl.recipe.dapo import DAPOTrainer
 
 

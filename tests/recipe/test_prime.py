@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.trainer.conftest import make_tiny, run_settings
-from tests.trainer.test_resume import metrics_of
+from tests.trainer.runs import metrics_of
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto

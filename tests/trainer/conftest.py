@@ -8,8 +8,6 @@ import pytest
 
 from examples.quickstart.tiny_model import tiny_model
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
-from verl.trainer.base import StepReport
-from verl.trainer.ppo_trainer import PPOTrainer
 
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -73,13 +71,3 @@ def tiny(tmp_path_factory) -> Path:
 def settings(tiny, tmp_path) -> list[str]:
     """The overrides of `run_settings`; the run goes to tmp_path / "run"."""
     return run_settings(tiny, tmp_path / "run")
-
-
-def fit(overrides: list[str], kind: type[PPOTrainer] = PPOTrainer) -> list[StepReport]:
-    """Train. Returns the reports of the steps."""
-    if "trainer.backend=ray" in overrides:
-        pytest.importorskip("ray")
-    trainer, reports = kind(overrides=overrides), []
-    trainer.on_step.append(reports.append)
-    trainer.fit()
-    return reports

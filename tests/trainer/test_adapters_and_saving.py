@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.trainer.runs import fit, steps_in
 from verl.engines.checkpoint import ShardWriter
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
@@ -27,15 +28,8 @@ NAMES = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "
 
 
 def run(settings: list[str], *more: str, steps: int = 3) -> list[dict[str, float]]:
-    trainer = LocalPPOTrainer(overrides=[*settings, *more, f"trainer.total_training_steps={steps}"])
-    found: list[dict[str, float]] = []
-
-    def record(report: StepReport) -> None:
-        found.append({name: report.metrics[name] for name in NAMES})
-
-    trainer.on_step.append(record)
-    trainer.fit()
-    return found
+    _, reports = fit([*settings, *more, f"trainer.total_training_steps={steps}"])
+    return [{name: report[name] for name in NAMES} for report in reports]
 
 
 # ---- adapters ---------------------------------------------------------------------------------------------------
@@ -83,7 +77,7 @@ ASYNC = [*KL, "actor_rollout_ref.actor.checkpoint.async_save=true"]
 def test_a_run_resumes_from_a_checkpoint_written_in_the_background(ranks, settings, tmp_path):
     straight = run(settings, *ASYNC, *ranks, "trainer.save_freq=2", steps=4)
     folder = tmp_path / "run"
-    assert sorted(path.name for path in folder.glob("global_step_*")) == ["global_step_2", "global_step_4"]
+    assert steps_in(folder) == [2, 4]
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
     again = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder / 'global_step_2'}"]
     resumed = run(settings, *ASYNC, *ranks, *again, steps=4)

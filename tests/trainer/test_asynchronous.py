@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.trainer.conftest import fit
+from tests.trainer.runs import fit_reports
 from tests.trainer.version_engine import VersionEngine
 from verl.config import ConfigError
 from verl.dataflow import DataFlow, Operator
@@ -380,7 +380,7 @@ def test_processes_with_the_native_engine(case, settings):
     if "trainer.backend=ray" in more:
         pytest.importorskip("ray")
     overrides = [*settings, *GRPO, *more, f"trainer.async.max_staleness={k}", "trainer.total_epochs=1"]
-    reports = fit(overrides)
+    reports = fit_reports(overrides)
     assert once(reports)
     for report in reports:
         staleness = report.step - 1 - report.batch.batch["weight_version"]

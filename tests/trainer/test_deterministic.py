@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.trainer.runs import fit
 from verl import Operator
 from verl.config import ConfigError, load_config
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -34,9 +35,7 @@ TWO_RANKS = ["trainer.n_gpus_per_node=2", f"{ACTOR}.ppo_mini_batch_size=4"]
     ids=["by tokens", "bf16", "one pass", "two ranks"],
 )
 def test_no_step_has_a_mismatch(overrides, settings):
-    trainer, steps = LocalPPOTrainer(overrides=[*settings, *RUN, *overrides]), []
-    trainer.on_step.append(lambda report: steps.append(report.metrics))
-    trainer.fit()
+    _, steps = fit([*settings, *RUN, *overrides])
     assert len(steps) == 3
     assert [step["rollout/logprob_gap_max"] for step in steps] == [0.0] * 3
     assert all(step["actor/grad_norm"] > 0 for step in steps)  # the weights do change between them

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.test_resume import metrics_of
+from tests.trainer.runs import metrics_of
 from verl.config import load_config, settings_without_effect
 from verl.data.sequences import build_sequences
 from verl.dataflow import HOLD, DataFlow, Operator

@@ -37,46 +37,35 @@ SAVED = ["trainer.save_freq=3", *(f"{name}.checkpoint.save_contents=[hf_model]" 
 BY_TOKENS = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24"]
 SEQUENCE, TENSOR = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.tensor_parallel_size"
 REF_SEQUENCE = "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
+CRITIC_SEQUENCE, CRITIC_TENSOR = "critic.fsdp.ulysses_sequence_parallel_size=2", "critic.fsdp.tensor_parallel_size=2"
+TWO, FOUR = (["trainer.n_gpus_per_node=2"], ["trainer.n_gpus_per_node=4"])
+RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=5"]
+RAY += ["ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
+TWO_POOLS = [*FOUR, "placement.actor_devices=[0,1]", "placement.critic_devices=[2,3]"]
+THREE_POOLS = [*FOUR, "placement.actor_devices=[0,1]", "placement.critic_devices=[2]", "placement.ref_devices=[3]"]
 EXECUTORS = {
     "one": [],
-    "two": ["trainer.n_gpus_per_node=2"],
-    "two by tokens": ["trainer.n_gpus_per_node=2", *BY_TOKENS],
-    "two share sequences": ["trainer.n_gpus_per_node=2", f"{SEQUENCE}=2"],
-    "two share layers": ["trainer.n_gpus_per_node=2", f"{TENSOR}=2"],
-    "four": ["trainer.n_gpus_per_node=4"],
-    "four by tokens": ["trainer.n_gpus_per_node=4", *BY_TOKENS],
+    "two": TWO,
+    "two by tokens": [*TWO, *BY_TOKENS],
+    "two share sequences": [*TWO, f"{SEQUENCE}=2"],
+    "two share layers": [*TWO, f"{TENSOR}=2"],
+    "four": FOUR,
+    "four by tokens": [*FOUR, *BY_TOKENS],
     # the roles share rows in different ways
-    "four share sequences": [
-        "trainer.n_gpus_per_node=4",
-        f"{SEQUENCE}=2",
-        f"{REF_SEQUENCE}=4",
-        "critic.fsdp.ulysses_sequence_parallel_size=2",
-    ],
-    "four share both": [
-        "trainer.n_gpus_per_node=4",
-        f"{TENSOR}=2",
-        f"{REF_SEQUENCE}=2",
-        "critic.fsdp.ulysses_sequence_parallel_size=2",
-        "critic.fsdp.tensor_parallel_size=2",
-    ],
-    "two pools": ["trainer.n_gpus_per_node=4", "placement.actor_devices=[0,1]", "placement.critic_devices=[2,3]"],
-    "three pools": [
-        "trainer.n_gpus_per_node=4",
-        "trainer.overlap=true",
-        "placement.actor_devices=[0,1]",
-        "placement.ref_devices=[3]",
-        "placement.critic_devices=[2]",
-    ],
-    "ray, two": [
-        "trainer.n_gpus_per_node=2",
-        "trainer.backend=ray",
-        "trainer.device=cpu",
-        "ray_kwargs.ray_init.num_cpus=5",
-        "ray_kwargs.ray_init.address=local",  # and no cluster that is running here
-    ],
+    "four share sequences": [*FOUR, f"{SEQUENCE}=2", f"{REF_SEQUENCE}=4", CRITIC_SEQUENCE],
+    "four share both": [*FOUR, f"{TENSOR}=2", f"{REF_SEQUENCE}=2", CRITIC_SEQUENCE, CRITIC_TENSOR],
+    "two pools": TWO_POOLS,
+    "three pools": [*THREE_POOLS, "trainer.overlap=true"],
+    "ray, two": [*TWO, *RAY],
+    "ray, two by tokens": [*TWO, *RAY, *BY_TOKENS],
+    "ray, two pools": [*RAY, *TWO_POOLS, "trainer.overlap=true"],
 }
-EXECUTORS["ray, two by tokens"] = [*EXECUTORS["ray, two"], *BY_TOKENS]
-EXECUTORS["ray, two pools"] = [*EXECUTORS["ray, two"], *EXECUTORS["two pools"], "trainer.overlap=true"]
+#: not in `make test`
+SLOW = {
+    "grpo": ["two", "two share sequences", "two share layers", "four", "four by tokens"],
+    "ppo": ["two by tokens", "four", "four share sequences", "four share both", "two pools", "three pools"],
+    "dapo": ["two", "two by tokens", "two share sequences", "four"],
+}
 
 
 class Run(NamedTuple):
@@ -88,13 +77,7 @@ class Run(NamedTuple):
 
 
 def execute(overrides: list[str], folder: Path, trainer_class: type) -> Run:
-    chosen = [
-        *overrides,
-        *SMOOTH,
-        *SAVED,
-        f"trainer.default_local_dir={folder}",
-        f"trainer.total_training_steps={STEPS}",
-    ]
+    chosen = [*overrides, *SMOOTH, *SAVED, f"trainer.total_training_steps={STEPS}"]
     trainer, found = trainer_class(overrides=chosen), Run([], [], {})
 
     def record(report: StepReport) -> None:
@@ -150,22 +133,8 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "executor"),
     [
-        pytest.param("grpo", "two", marks=slow),
-        pytest.param("grpo", "two share sequences", marks=slow),
-        pytest.param("grpo", "two share layers", marks=slow),
-        pytest.param("grpo", "four", marks=slow),
-        pytest.param("grpo", "four by tokens", marks=slow),
-        pytest.param("ppo", "two by tokens", marks=slow),
         ("ppo", "ray, two by tokens"),
-        pytest.param("ppo", "four", marks=slow),
-        pytest.param("ppo", "four share sequences", marks=slow),
-        pytest.param("ppo", "four share both", marks=slow),
-        pytest.param("ppo", "two pools", marks=slow),
-        pytest.param("ppo", "three pools", marks=slow),
-        pytest.param("dapo", "two", marks=slow),
-        pytest.param("dapo", "two by tokens", marks=slow),
-        pytest.param("dapo", "two share sequences", marks=slow),
-        pytest.param("dapo", "four", marks=slow),
+        *(pytest.param(algorithm, name, marks=slow) for algorithm, names in SLOW.items() for name in names),
     ],
 )
 def test_processes_give_the_numbers_of_one(algorithm, executor, run_of):

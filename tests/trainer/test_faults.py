@@ -1,11 +1,11 @@
 """Fault injection: how faults are read, and that each is injected once for a folder."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.trainer.runs import lines
 from verl.rewards.sandbox.pool import Call, ProcessPool
 from verl.trainer.guards import faults
 from verl.workers import policy
@@ -63,8 +63,7 @@ def test_a_fault_is_injected_once_in_its_step(tmp_path, caplog):
     inject(guard_of("nan-grad@2,stop-rank@2", "hang-reward@3"), view, 1, 2, 3)
     assert view.roles["actor"].armed == ["nan-grad", "stop-rank"] and is_armed("hang-reward")
     faults.disarm()
-    recorded = [json.loads(line)["fault"] for line in (tmp_path / faults.RECORD).read_text().splitlines()]
-    assert recorded == ["nan-grad@2", "stop-rank@2", "hang-reward@3"]
+    assert [line["fault"] for line in lines(tmp_path / faults.RECORD)] == ["nan-grad@2", "stop-rank@2", "hang-reward@3"]
     resumed = guard_of("nan-grad@2", "stop-rank@2", "hang-reward@3", "nan-grad@4")
     inject(resumed, view, 2, 3, 4)
     assert view.roles["actor"].armed == ["nan-grad", "stop-rank", "nan-grad"] and not is_armed("hang-reward")

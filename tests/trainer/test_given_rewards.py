@@ -2,22 +2,18 @@
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from verl.dataflow.metrics import merge_passes
+from tests.trainer.runs import lines
+from verl.dataflow.pipeline import merge_reports
 from verl.protocol import DataProto
 from verl.rewards import RewardError
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo import operators
 from verl.trainer.ppo.operators import Reward
-
-
-def steps(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_returned_value_is_reported_over_the_samples_for_which_it_is_a_number():
@@ -29,8 +25,8 @@ def test_a_returned_value_is_reported_over_the_samples_for_which_it_is_a_number(
             scores = torch.zeros(len(values), 1)
             extra = {"reward_extra_info": {"distance": values}, "metrics": {}}
             scored = Reward(lambda batch, return_dict, s=scores, e=extra: {"reward_tensor": s, **e})(DataProto())
-            reports.append((scored.meta_info["metrics"], len(values)))
-        return merge_passes(reports)
+            reports.append({0: ({"metrics": scored.meta_info["metrics"], "timing": {}}, len(values))})
+        return merge_reports(reports)[0]
 
     assert metric([1.0, 3, "far", None, True]) == {"reward/distance": 5 / 3}
     assert metric([1.0, 3], ["far", None, True]) == {"reward/distance": 5 / 3}
@@ -51,7 +47,7 @@ def test_a_function_of_the_batch_is_the_reward(settings, tmp_path):
     few = [*settings, "trainer.total_training_steps=1", "trainer.test_freq=1"]
     trainer = LocalPPOTrainer(overrides=few, reward_fn=reward_fn, val_reward_fn=val_reward_fn)
     trainer.fit()
-    step = dict(item for line in steps(tmp_path / "run") for item in line.items())
+    step = dict(item for line in lines(tmp_path / "run" / "metrics.jsonl") for item in line.items())
     assert step["critic/score/mean"] == pytest.approx(0.25 * step["response_length/mean"])
     assert validated == [6]
     source = re.compile(r"val-core/tiny\d+/reward/mean")  # the folder of test.jsonl
@@ -76,7 +72,7 @@ def test_prompts_alone_are_enough_for_a_function_that_compares_nothing(settings,
     (tmp_path / "prompts.jsonl").write_text("".join(rows))
     few = [f"data.train_files={tmp_path / 'prompts.jsonl'}", "trainer.total_training_steps=1", "data.val_files=[]"]
     LocalPPOTrainer(overrides=[*settings, *few]).fit()
-    assert 0 <= steps(tmp_path / "run")[0]["critic/score/mean"] <= 1
+    assert 0 <= lines(tmp_path / "run" / "metrics.jsonl")[0]["critic/score/mean"] <= 1
 
 
 DEADLY = """
@@ -103,7 +99,7 @@ def run_with(settings, tmp_path, monkeypatch, dies: int, *more: str) -> list[dic
     few = ["trainer.total_training_steps=2", "trainer.save_freq=2", "data.val_files=[]"]
     few += ["trainer.default_local_dir=out"]
     LocalPPOTrainer(overrides=[*own, *few, "reward.custom_reward_function.path=deadly.py", *more]).fit()
-    return steps(tmp_path / "out")
+    return lines(tmp_path / "out" / "metrics.jsonl")
 
 
 def test_a_reward_that_ends_its_process_is_an_error_of_the_run(settings, tmp_path, monkeypatch):

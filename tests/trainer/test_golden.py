@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.runs import weight_sum
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -50,9 +51,8 @@ def five_steps(settings: list[str], algorithm: str) -> list[dict[str, float]]:
     steps: list[dict[str, float]] = []
 
     def record(report: StepReport) -> None:
-        weights = enumerate(p.double() for _, p in trainer.roles["actor"].worker.engine.weights())
         steps.append({name: report.metrics[name] for name in RECORDED if name in report.metrics})
-        steps[-1]["weights"] = sum(((p**2).sum() * (i + 1)).item() for i, p in weights)
+        steps[-1]["weights"] = weight_sum(trainer)
 
     trainer.on_step.append(record)
     trainer.fit()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.runs import steps_in
+from verl.trainer.base import GUARDS
 from verl.trainer.guards.base import CONTINUE, RESTART, ROLL_BACK, SKIP, STOP, Guard
-from verl.trainer.guards.built_in import GUARDS
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +36,6 @@ def trainer_with(settings: list[str], guard: Guard, *more: str) -> LocalPPOTrain
     trainer = LocalPPOTrainer(overrides=[*settings, *GRPO, *more])
     trainer.guards.append(guard)
     return trainer
-
-
-def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
 def test_a_guard_of_a_users_file_ends_the_run(settings, tmp_path, monkeypatch, caplog):

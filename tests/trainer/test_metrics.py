@@ -11,7 +11,7 @@ from verl.protocol import DataProto
 from verl.trainer.output import metrics as functions
 
 
-def batch(**columns: list) -> DataProto:
+def batch(uids: str = "aab", **columns: list) -> DataProto:
     """Three samples: prompts of 1, 2 and 2 tokens, responses of 4 (one of a tool), 2 and 0 tokens."""
     tensors = {
         "prompts": [[0, 0, 7], [0, 7, 7], [0, 7, 7]],
@@ -22,8 +22,7 @@ def batch(**columns: list) -> DataProto:
         "token_level_rewards": [[0.0, 0.25, 0.0, 2.0], [-1.0, 0.25, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]],
         **columns,
     }
-    uid = np.array(["a", "a", "b"], dtype=object)
-    return DataProto.from_dict({name: torch.tensor(rows) for name, rows in tensors.items()}, {"uid": uid})
+    return DataProto.from_dict({name: torch.tensor(rows) for name, rows in tensors.items()}, {"uid": list(uids)})
 
 
 def test_scores_and_rewards_are_sums_and_lengths_are_counts():
@@ -73,11 +72,11 @@ def test_columns_of_tokens_are_reported_over_the_tokens_of_the_policy():
 
 
 def test_groups_with_one_score():
-    scores = torch.tensor([1.0, 1.0, 0.0, 0.5, 0.0, 0.0, 0.3])
-    uid = np.array(["a", "b", "a", "c", "d", "d", "c"], dtype=object)
-    # a and c differ, d does not, b has one sample
-    assert functions._group_metrics(scores, uid) == {"reward/tied_groups": 1 / 3}
-    assert functions._group_metrics(scores[:2], uid[:2]) == {}
+    samples = DataProto.concat([batch("aac"), batch("bcb"), batch("ded")])  # scores of 1.5, 0.5 and 0 each
+    samples.batch["token_level_scores"][[3, 5, 6, 8]] = 0.25
+    # a and c differ, b and d do not, e has one sample
+    assert functions.data_metrics(samples)["reward/tied_groups"] == 2 / 4
+    assert "reward/tied_groups" not in functions.data_metrics(batch("abc"))
 
 
 def test_timings_and_throughput_per_process():

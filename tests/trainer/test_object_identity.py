@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from verl.trainer.state.object_identity import object_fingerprint
+from verl.trainer.state.identity import object_fingerprint
 
 
 def letters(solution_str, ground_truth, data_source, *, bonus=0.0):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.trainer.runs import untimed, weight_sum
 from verl import Operator
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -17,13 +18,7 @@ def run(settings: list[str], *overrides: str) -> tuple[tuple[str, ...], list[dic
     steps = []
     trainer = LocalPPOTrainer(overrides=[*settings, SINGLE, *overrides, "trainer.total_training_steps=3"])
 
-    def record(report) -> None:
-        weights = enumerate(p.double() for _, p in trainer.roles["actor"].worker.engine.weights())
-        total = sum(((p**2).sum() * (i + 1)).item() for i, p in weights)
-        measured = {k: v for k, v in report.metrics.items() if not k.startswith(("timing_s", "perf", "rollout/tokens"))}
-        steps.append(measured | {"weights": total})
-
-    trainer.on_step.append(record)
+    trainer.on_step.append(lambda report: steps.append(untimed(report) | {"weights": weight_sum(trainer)}))
     trainer.fit()
     return tuple(op.name for op in trainer.pipeline.operators), steps
 

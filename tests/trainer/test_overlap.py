@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer.runs import untimed
 from verl.dataflow import Pipeline
 from verl.dataflow.operator import depends
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -34,12 +35,9 @@ def run(settings: list[str], *more: str) -> tuple[list, Pipeline, list]:
     steps, spans = [], []
 
     def record(report) -> None:
-        sync = ("weight_sync/seconds", "weight_sync/gb_per_second", "weight_sync/bandwidth_share")
-        clock = ("timing_s/", "perf/", "rollout/tokens_per_second", *sync)
-        metrics = {name: value for name, value in report.metrics.items() if not name.startswith(clock)}
         # fetched now: the processes that have the rows end with the run
         columns = {name: values.clone() for name, values in report.batch.tensors.items()}
-        steps.append((metrics, columns))
+        steps.append((untimed(report), columns))
         spans.append((dict(trainer.pipeline.spans), report.metrics["timing_s/step"]))
 
     trainer.on_step.append(record)

@@ -16,6 +16,8 @@ import transformers
 from torch.utils.data import Dataset
 
 from tests.pages import DOCS, ROOT, blocks
+from tests.trainer.runs import lines as rows_of
+from tests.trainer.runs import untimed
 from verl import Operator, PPOTrainer, SFTTrainer, load_config
 from verl.algorithms.advantages import GroupedRewards, register_adv_est
 from verl.algorithms.policy_losses import register_policy_loss
@@ -25,10 +27,6 @@ from verl.trainer import SFTTrainer as SameSFTTrainer
 from verl.trainer.base import Trainer
 
 NOTEBOOK = ROOT / "examples" / "notebooks" / "first_steps.ipynb"
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def letters(solution_str, ground_truth, data_source, extra_info=None, *, bonus=0.0):
@@ -53,8 +51,7 @@ def config(tiny, tmp_path) -> dict[str, Any]:
 
 def learned(metrics) -> dict[str, float]:
     """The metrics that do not depend on time."""
-    timed = ("timing", "perf/", "rollout/tokens_per_second", "weight_sync/", "async/")
-    return {name: value for name, value in metrics.items() if not name.startswith(timed)}
+    return untimed(metrics, "weight_sync/", "async/")
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------

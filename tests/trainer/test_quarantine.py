@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.trainer.test_resume import metrics_of
+from tests.trainer.runs import lines, metrics_of, uids_of
 from verl.data.order import PromptSource
 from verl.protocol import DataProto
 from verl.rewards.outcome import QuarantineError, RewardError
@@ -27,7 +27,7 @@ def no_pauses(monkeypatch):
 @pytest.fixture
 def chosen(settings, tiny, tmp_path):
     """Settings of 8 steps of 4 of 24 rows, of which rows 5 and 11 are poisoned; and the uids of each step."""
-    answers = [json.loads(line)["answer"] for line in (tiny / "train.jsonl").read_text().splitlines()]
+    answers = [row["answer"] for row in lines(tiny / "train.jsonl")]
     (tmp_path / "reward.py").write_text(POISONED.format(poisoned=[answers[5], answers[11]]))
     assert answers.count(answers[5]) == answers.count(answers[11]) == 1
     further = ["algorithm.adv_estimator=grpo", "trainer.save_freq=1", "trainer.total_training_steps=8"]
@@ -37,13 +37,9 @@ def chosen(settings, tiny, tmp_path):
 
 def run(chosen: list[str], steps: dict[int, list[str]]) -> LocalPPOTrainer:
     trainer = LocalPPOTrainer(overrides=chosen)
-    trainer.on_step.append(lambda report: steps.update({report.step: uids_of(report.batch)}))
+    trainer.on_step.append(lambda report: steps.update({report.step: uids_of(report)}))
     trainer.fit()
     return trainer
-
-
-def uids_of(batch: DataProto) -> list[str]:
-    return sorted(set(batch.non_tensor_batch["uid"]))
 
 
 def run_to_the_end(chosen: list[str], steps: dict[int, list[str]]) -> list[QuarantineError]:
@@ -63,7 +59,7 @@ def test_the_same_command_continues_without_the_poisoned_rows(chosen, tmp_path, 
     steps: dict[int, list[str]] = {}
     errors = run_to_the_end(chosen, steps)
     folder = tmp_path / "run"
-    listed = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
+    listed = lines(folder / "quarantine.jsonl")
     assert sorted(item["row"] for item in listed) == [5, 11]
     assert all(f"{'train.jsonl'}, line {item['row'] + 1}" in item["place"] for item in listed), listed
     assert all("poisoned" in item["reason"] and item["uid"].endswith(f":{item['row']}") for item in listed)
@@ -96,7 +92,7 @@ def test_the_same_command_continues_without_the_poisoned_rows(chosen, tmp_path, 
 
 @pytest.mark.slow
 def test_the_bad_rows_of_a_step_are_collected_in_one_stop(chosen, tmp_path, tiny):
-    answers = [json.loads(line)["answer"] for line in (tiny / "train.jsonl").read_text().splitlines()]
+    answers = [row["answer"] for row in lines(tiny / "train.jsonl")]
     (tmp_path / "reward.py").write_text(POISONED.format(poisoned=[answers[row] for row in (0, 1, 6, 7)]))
     in_order = [*chosen, "data.shuffle=false", "trainer.total_training_steps=3"]
     steps: dict[int, list[str]] = {}
@@ -124,13 +120,13 @@ def test_the_same_trainer_continues_without_the_poisoned_rows(chosen, tmp_path):
         except QuarantineError:
             failed.append(done[-1] + 1 if done else 1)
             assert len(failed) < 3
-    listed = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
+    listed = lines(tmp_path / "run" / "quarantine.jsonl")
     assert sorted(item["row"] for item in listed) == [5, 11]
     assert sorted({item["step"] for item in listed}) == failed and done == list(range(1, 9))
 
 
 def test_a_function_that_fails_everywhere_quarantines_nothing(chosen, tmp_path, tiny):
-    answers = [json.loads(line)["answer"] for line in (tiny / "train.jsonl").read_text().splitlines()]
+    answers = [row["answer"] for row in lines(tiny / "train.jsonl")]
     (tmp_path / "reward.py").write_text(POISONED.format(poisoned=answers[1:]))  # a trial before training has the first
     with pytest.raises(RewardError, match=r"[34] of 4 prompts of a step failed to score") as caught:
         run(chosen, {})
@@ -138,7 +134,7 @@ def test_a_function_that_fails_everywhere_quarantines_nothing(chosen, tmp_path, 
 
 
 def test_a_validation_quarantines_no_training_row(chosen, tmp_path, tiny):
-    answers = [json.loads(line)["answer"] for line in (tiny / "test.jsonl").read_text().splitlines()]
+    answers = [row["answer"] for row in lines(tiny / "test.jsonl")]
     (tmp_path / "reward.py").write_text(POISONED.format(poisoned=answers[:1]))
     with pytest.raises(RewardError, match="poisoned"):
         run([*chosen, "trainer.val_before_train=true"], {})

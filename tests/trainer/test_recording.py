@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import run_settings
+from tests.trainer.runs import fit, lines
 from verl.checkpoints.store import verify
 from verl.protocol import DataProto
 from verl.tracking import run_record as module
@@ -19,10 +20,6 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.samples import MAX_TOKENS, distribution, step_record
 
 logger = logging.getLogger("verl.test")
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_states_and_warnings(tmp_path):
@@ -137,18 +134,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
     """A run of 12 steps with validation, and its batches. Its reward function returns markup."""
-    from tests.trainer.conftest import run_settings
-
     folder = tmp_path_factory.mktemp("reported")
     (folder / "reward.py").write_text(EVIL)
     chosen = [s for s in run_settings(tiny, folder / "run") if not s.startswith("reward.custom")]
     chosen += [f"reward.custom_reward_function.path={folder / 'reward.py'}", "trainer.total_training_steps=12"]
     chosen += ["trainer.test_freq=4", "algorithm.name=grpo", "trainer.log_val_generations=2", "trainer.log_tokens=3"]
     chosen += ["actor_rollout_ref.ref.enable=true"]
-    trainer, batches = LocalPPOTrainer(overrides=chosen), []
-    trainer.on_step.append(lambda report: batches.append(report.batch))
-    trainer.fit()
-    return trainer, batches, folder / "run"
+    trainer, reports = fit(chosen)
+    return trainer, [report.batch for report in reports], folder / "run"
 
 
 def test_a_step_is_recorded_with_the_tokens_of_samples(finished):

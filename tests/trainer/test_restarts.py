@@ -1,6 +1,5 @@
 """Runs that lose a worker: they continue by themselves, with the numbers of an undisturbed run."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import run_settings
+from tests.trainer.runs import metrics_of
 from verl.single_controller import WorkerDied
 from verl.trainer.guards.restarts import settings_for_devices_left
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -24,11 +24,9 @@ def weights(run: Path, step: int) -> dict:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def metrics(run: Path) -> list[dict]:
+def metrics(run: Path) -> dict[int, dict[str, float]]:
     """The metrics of each step that are no times."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = ("timing", "perf/", "training/restarts", "rollout/tokens_per_second", "weight_sync/")
-    return [{k: v for k, v in row.items() if not k.startswith(times) and "time" not in k} for row in rows]
+    return metrics_of(run, "training/restarts", "weight_sync/")
 
 
 def rank_pid(trainer: LocalPPOTrainer, rank: int) -> int:
@@ -246,9 +244,9 @@ def test_the_steps_of_fit_count_if_its_first_start_fails(settings, tmp_path, mon
 def test_a_checkpoint_that_was_lost_while_being_written_is_written_again(settings, tmp_path, monkeypatch):
     saving = ["trainer.save_freq=2", "trainer.total_training_steps=2", "trainer.max_restarts=1"]
     trainer = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", *saving])
-    left, complete = [1], trainer.checkpointer._complete
+    left, complete = [1], trainer.checkpointer.poll
 
-    def lose(wait: bool) -> None:
+    def lose(wait: bool = False) -> None:
         """As if a worker were killed while it writes in the background."""
         pending = trainer.checkpointer._pending
         if pending is not None and left[0]:
@@ -257,6 +255,6 @@ def test_a_checkpoint_that_was_lost_while_being_written_is_written_again(setting
                 raise WorkerDied("killed", role="actor", method="update_actor", rank=0)
         complete(wait)
 
-    monkeypatch.setattr(trainer.checkpointer, "_complete", lose)
+    monkeypatch.setattr(trainer.checkpointer, "poll", lose)
     assert trainer.fit()["training/restarts"] == 1
     assert (tmp_path / "run" / "global_step_2" / "actor").is_dir()

@@ -1,7 +1,6 @@
 """A run that was stopped and resumed gives the numbers of one that was not, to the last digit."""
 
 import itertools
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,22 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl.config import load_config, to_flat_dict
+from tests.trainer.runs import metrics_of, steps_in
+from verl.config import Config, load_config, to_flat_dict
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state import identity
 
 MODEL = "actor_rollout_ref.model.path=none"
-
-
-def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
-    """step -> everything that was logged of it, except what a clock measured."""
-    found: dict[int, dict[str, float]] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        clock = ("time", "timing_s/", "perf/", "rollout/tokens_per_second")
-        kept = {name: value for name, value in record.items() if not name.startswith(clock)}
-        found.setdefault(record["step"], {}).update(kept)
-    return found
 
 
 ALGORITHMS = {
@@ -85,7 +74,7 @@ def test_a_checkpoint_is_kept_whole_and_changed_settings_are_named(settings, tmp
     chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
     LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
     run = tmp_path / "run"
-    assert sorted(p.name for p in run.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    assert steps_in(run) == [2, 3]
     assert (run / "global_step_3" / "actor" / "huggingface" / "tokenizer.json").is_file()
     weights = run / "global_step_3" / "actor" / "huggingface" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
@@ -95,7 +84,7 @@ def test_a_checkpoint_is_kept_whole_and_changed_settings_are_named(settings, tmp
     trainer.fit()
     assert "global_step_3" in caplog.text  # refused by name
     assert "actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002" in caplog.text
-    assert sorted(p.name for p in run.glob("global_step_*"))[-1] == "global_step_4"
+    assert steps_in(run)[-1] == 4
 
 
 def test_resuming_with_another_model_is_refused(settings, tiny, tmp_path):
@@ -191,7 +180,7 @@ def test_another_experiment_is_refused_with_the_differences(settings, tiny, tmp_
     assert "\n  reward: own.py has other contents\n" in error
     assert error.endswith("set trainer.allow_change=[model,data,reward]")
     assert "found 'modl': did you mean 'model'?" in refused(chosen, 2, "trainer.allow_change=[modl]")
-    assert sorted(path.name for path in (tmp_path / "run").glob("global_step_*")) == ["global_step_1"]
+    assert steps_in(tmp_path / "run") == [1]
     caplog.clear()
     assert refused(chosen, 2, "trainer.allow_change=[model,data,reward]") == ""
     assert "allowed change of the experiment: model: model.safetensors has other contents; the KL ref" in caplog.text
@@ -207,6 +196,12 @@ def test_the_same_files_elsewhere_and_tuned_settings_are_the_same_experiment(set
     assert "actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002" in caplog.text
 
 
+def check_resume(before: Config, after: Config, folder: Path, saved: dict | None = None) -> None:
+    """Raise ValueError if a run with one configuration may not resume that of another. saved: its fingerprints."""
+    saved = identity.Identity(before, folder).state() if saved is None else saved
+    identity.Identity(after, folder).check(saved, to_flat_dict(before), folder)
+
+
 def test_a_folder_of_data_is_compared_by_its_files(tmp_path):
     """Not only its path, and without the caches that the datasets library writes into it."""
     for name in ("a", "b", "c"):
@@ -214,11 +209,9 @@ def test_a_folder_of_data_is_compared_by_its_files(tmp_path):
         (tmp_path / name / "sub" / "train.jsonl").write_text('{"prompt": "a"}\n' * (1 + (name == "c")))
     (tmp_path / "b" / "cache-1.arrow").write_text("1")
     experiments = {name: load_config(overrides=[f"data.train_files={tmp_path / name}", MODEL]) for name in "abc"}
-    first = identity.Identity(experiments["a"], tmp_path)
-    saved, flat = first.state(), to_flat_dict(experiments["a"])
-    identity.Identity(experiments["b"], tmp_path).check(saved, flat, tmp_path)
+    check_resume(experiments["a"], experiments["b"], tmp_path)
     with pytest.raises(ValueError, match=r"\n  data: train.jsonl has other contents\n"):
-        identity.Identity(experiments["c"], tmp_path).check(saved, flat, tmp_path)
+        check_resume(experiments["a"], experiments["c"], tmp_path)
 
 
 def test_a_critic_that_starts_from_a_copy_of_the_policy_is_the_same_experiment(tiny, tmp_path):
@@ -226,11 +219,10 @@ def test_a_critic_that_starts_from_a_copy_of_the_policy_is_the_same_experiment(t
     settings = [f"data.train_files={tiny / 'train.jsonl'}", f"actor_rollout_ref.model.path={tiny / 'model'}"]
     one = load_config(overrides=[*settings, "algorithm.adv_estimator=gae"])
     other = load_config(overrides=[*settings, "algorithm.adv_estimator=gae", f"critic.model.path={tmp_path / 'copy'}"])
-    saved = identity.Identity(one, tmp_path).state()
-    identity.Identity(other, tmp_path).check(saved, to_flat_dict(one), tmp_path)
+    check_resume(one, other, tmp_path)
     (tmp_path / "copy" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"\n  model: config.json is new\n"):
-        identity.Identity(other, tmp_path).check(saved, to_flat_dict(one), tmp_path)
+        check_resume(one, other, tmp_path)
 
 
 def test_edited_tools_are_refused(tiny, tmp_path):
@@ -242,7 +234,7 @@ def test_edited_tools_are_refused(tiny, tmp_path):
     saved = identity.Identity(config, tmp_path).state()
     tools.write_text("tools: [{}]\n")
     with pytest.raises(ValueError, match=r"\n  code: tools.yaml has other contents\n"):
-        identity.Identity(config, tmp_path).check(saved, to_flat_dict(config), tmp_path)
+        check_resume(config, config, tmp_path, saved)
 
 
 def test_custom_code_that_moved_is_the_same_and_another_module_is_not(tiny, tmp_path, caplog):
@@ -253,10 +245,9 @@ def test_custom_code_that_moved_is_the_same_and_another_module_is_not(tiny, tmp_
         load_config(overrides=[MODEL, f"data.train_files={tiny / 'train.jsonl'}", f"imports=[{tmp_path / text}]"])
         for text in ("old/custom.py,json", "new/custom.py,json", "new/custom.py,csv")
     )
-    saved, flat = identity.Identity(before, tmp_path).state(), to_flat_dict(before)
-    identity.Identity(moved, tmp_path).check(saved, flat, tmp_path)
+    check_resume(before, moved, tmp_path)
     assert "imports" not in caplog.text
-    identity.Identity(other, tmp_path).check(saved, flat, tmp_path)
+    check_resume(before, other, tmp_path)
     assert "imports: " in caplog.text
 
 
@@ -268,7 +259,7 @@ def test_another_reward_file_is_refused_without_fingerprints(tiny, tmp_path):
         for name in ("reward.py", "other.py")
     )
     with pytest.raises(ValueError, match=rf"\n  {key}: .*reward.py -> .*other.py\n"):
-        identity.Identity(other, tmp_path).check({}, to_flat_dict(one), tmp_path)
+        check_resume(one, other, tmp_path, {})
 
 
 def test_only_code_is_compared_as_code(tiny, tmp_path):
@@ -315,7 +306,6 @@ def test_other_versions_of_packages_are_logged(tmp_path, caplog):
     config = load_config()
     now = identity.Identity(config, tmp_path).state()["packages"]
     before = {**now, "torch": "1.0", "vllm": "0.1"}
-    saved = {**identity.Identity(config, tmp_path).state(), "packages": before}
-    identity.Identity(config, tmp_path).check(saved, to_flat_dict(config), tmp_path)
+    check_resume(config, config, tmp_path, {**identity.Identity(config, tmp_path).state(), "packages": before})
     changed = [f"torch: 1.0 -> {now['torch']}", f"vllm: 0.1 -> {now.get('vllm')}"]
     assert caplog.messages == [f"changed since the checkpoint, the new values are used: {', '.join(changed)}"]

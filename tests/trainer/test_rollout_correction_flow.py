@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from tests.trainer.runs import fit
 from verl.config import load_config
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.trainer.base import StepReport
-from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo.operators import advantage
 from verl.trainer.ppo.rollout_correction import check_correction, correct_rollout
 
@@ -76,20 +76,9 @@ def test_advantages_are_those_from_before_rejection():
 
 def after_steps(settings: list[str], steps: int = 1) -> tuple[torch.Tensor, list[StepReport]]:
     """All weights in one vector after a run, and its reports."""
-    reports: list[StepReport] = []
-    weights: list[torch.Tensor] = []
-    trainer = LocalPPOTrainer(
-        overrides=[*settings, f"trainer.total_training_steps={steps}", "trainer.resume_mode=disable"]
-    )
-
-    def record(report: StepReport) -> None:
-        reports.append(report)
-        engine = trainer.roles["actor"].worker.engine
-        weights.append(torch.cat([p.double().flatten() for _, p in engine.weights()]))
-
-    trainer.on_step.append(record)
-    trainer.fit()
-    return weights[-1], reports
+    trainer, reports = fit([*settings, f"trainer.total_training_steps={steps}", "trainer.resume_mode=disable"])
+    weights = trainer.roles["actor"].worker.engine.weights()
+    return torch.cat([p.double().flatten() for _, p in weights]), reports
 
 
 def test_without_a_mismatch_nothing_changes(settings):
@@ -126,38 +115,19 @@ def test_bypass_with_reinforce_runs(settings):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("correction", "others", "message"),
     [
-        (["rollout_rs=token_k1"], "needs rollout_rs_threshold"),
-        (["rollout_rs=token_k9", "rollout_rs_threshold=2"], "no rollout_rs is called 'token_k9'"),
-        (["rollout_is=token", "rollout_is_threshold=0"], "expected a number above 0"),
-        (["bypass_mode=true", "rollout_is=token"], "already is the importance weight"),
-        (
-            ["bypass_mode=true", "loss_type=reinforce", "rollout_is_batch_normalize=true"],
-            "no weights are computed for the batch",
-        ),
+        ("rollout_rs=token_k1", [], "needs rollout_rs_threshold"),
+        ("rollout_rs=token_k9 rollout_rs_threshold=2", [], "no rollout_rs is called 'token_k9'"),
+        ("rollout_is=token rollout_is_threshold=0", [], "expected a number above 0"),
+        ("bypass_mode=true rollout_is=token", [], "already is the importance weight"),
+        ("bypass_mode=true loss_type=reinforce rollout_is_batch_normalize=true", [], "no weights are computed for the"),
+        ("rollout_is=token", [f"{LOSS}=decoupled_ppo"], "does not take rollout_is_weights"),
+        ("bypass_mode=true", ["actor_rollout_ref.rollout.top_p=0.9"], "filtered by rollout.top_p=0.9, and"),
+        ("", [f"{LOSS}=bypass_mode"], "but .* is bypass_mode"),
+        ("bypass_mode=true loss_type=reinforce", [f"{LOSS}=vanilla"], "the loss bypass_mode"),
     ],
 )
-def test_what_cannot_be_is_refused(overrides, message):
+def test_what_does_not_fit_is_refused(correction, others, message):
     with pytest.raises(ValueError, match=message):
-        check_correction(load_config(overrides=[CORRECTION + override for override in overrides]))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([f"{CORRECTION}rollout_is=token", f"{LOSS}=decoupled_ppo"], "does not take rollout_is_weights"),
-        (
-            [f"{CORRECTION}bypass_mode=true", "actor_rollout_ref.rollout.top_p=0.9"],
-            "the distribution filtered by rollout.top_p=0.9, and",
-        ),
-        ([f"{LOSS}=bypass_mode"], "but .* is bypass_mode"),
-        (
-            [f"{CORRECTION}bypass_mode=true", f"{LOSS}=vanilla", f"{CORRECTION}loss_type=reinforce"],
-            "the loss bypass_mode",
-        ),
-    ],
-)
-def test_losses_that_do_not_fit_are_refused(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        check_correction(load_config(overrides=overrides))
+        check_correction(load_config(overrides=[*(CORRECTION + text for text in correction.split()), *others]))

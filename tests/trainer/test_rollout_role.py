@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from examples.quickstart.tiny_model import tiny_model
-from tests.trainer.conftest import fit, run_settings
+from tests.trainer.conftest import run_settings
+from tests.trainer.runs import fit_reports
 from verl.config import ConfigError
 from verl.single_controller.worker_group import Future
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -46,7 +47,7 @@ SAVED = ["trainer.save_freq=2", f"{ACTOR}.checkpoint.save_contents=[hf_model]"]
 
 @pytest.mark.parametrize("executor", EVERYWHERE)
 def test_a_custom_engine_generates(executor, settings):
-    reports = fit([*settings, *GRPO, *ECHO, *EXECUTORS[executor]])
+    reports = fit_reports([*settings, *GRPO, *ECHO, *EXECUTORS[executor]])
     assert len(reports) == 2
     for step, report in enumerate(reports):
         batch = report.batch.batch
@@ -60,7 +61,7 @@ def test_a_custom_engine_generates(executor, settings):
 
 @pytest.mark.parametrize("executor", EVERYWHERE)
 def test_a_custom_agent_loop_uses_its_tool(executor, settings):
-    reports = fit([*settings, *GRPO, *CALCULATOR, *EXECUTORS[executor]])
+    reports = fit_reports([*settings, *GRPO, *CALCULATOR, *EXECUTORS[executor]])
     tool_tokens = 0
     for report in reports:
         batch = report.batch.batch
@@ -83,7 +84,7 @@ def test_a_loop_of_one_turn_over_generate_one_gives_the_batch_of_generate(settin
     )
     one = [*settings, *GRPO, "trainer.resume_mode=disable"]
     again = [*one, f"imports=[{loop}]", f"{ROLLOUT}.agent.default_agent_loop=again"]
-    for a, b in zip(fit(one), fit(again)):
+    for a, b in zip(fit_reports(one), fit_reports(again)):
         for name in ("responses", "rollout_log_probs", "advantages", "weight_version"):
             assert torch.equal(a.batch.batch[name], b.batch.batch[name]), name
 
@@ -128,8 +129,8 @@ def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, 
     algorithm = ["algorithm.name=grpo", f"{ACTOR}.use_kl_loss=true", "trainer.total_training_steps=2", *SMOOTH, *SAVED]
     same = [name for name in more if "parallel_size" not in name and "weight_sync" not in name]
     runs = {
-        "one": fit([*run_settings(tiny, tmp_path / "one"), *algorithm, *same]),
-        "own": fit([*run_settings(tiny, tmp_path / "own"), *algorithm, *more, *placement]),
+        "one": fit_reports([*run_settings(tiny, tmp_path / "one"), *algorithm, *same]),
+        "own": fit_reports([*run_settings(tiny, tmp_path / "own"), *algorithm, *more, *placement]),
     }
     for step, (a, b) in enumerate(zip(*runs.values(), strict=True)):
         for name in ("responses", "rollout_log_probs", "old_log_probs", "advantages", "weight_version"):
@@ -159,7 +160,7 @@ def test_a_tensor_parallel_rollout_in_the_actors_processes_gives_the_numbers_of_
     ranks = 4 if case == "stride" else 2  # of which the first and the third are a group
     algorithm = [*GRPO, *SMOOTH, f"trainer.n_gpus_per_node={ranks}", *more]
     whole, split = (
-        fit([*run_settings(tiny, tmp_path / name), *algorithm, *keys])
+        fit_reports([*run_settings(tiny, tmp_path / name), *algorithm, *keys])
         for name, keys in (("whole", []), ("split", [TENSOR_PARALLEL]))
     )
     for step, (a, b) in enumerate(zip(whole, split, strict=True)):
@@ -173,7 +174,7 @@ def test_a_tensor_parallel_rollout_in_the_actors_processes_gives_the_numbers_of_
 @slow
 def test_an_engine_that_takes_no_weights_cannot_have_devices_of_its_own(settings):
     with pytest.raises(Exception, match=r"rollout\.name=echo has no receiver"):
-        fit([*settings, *GRPO, *ECHO, *TWO])
+        fit_reports([*settings, *GRPO, *ECHO, *TWO])
 
 
 # ---- phases -----------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ class Phases:
 def test_weights_are_pushed_once_per_step_and_validation_uses_them(algorithm, settings, monkeypatch):
     phases = Phases(monkeypatch)
     overrides = [f"algorithm.name={algorithm}", "trainer.total_training_steps=2"]
-    fit([*settings, *overrides, "trainer.test_freq=1", "trainer.val_before_train=true"])
+    fit_reports([*settings, *overrides, "trainer.test_freq=1", "trainer.val_before_train=true"])
     generating = ["train", "greedy"] if algorithm == "remax" else ["train"]
     validation = ["validate", "free_cache"]
     step = [*generating, "sleep", "sync_weights", *validation]
@@ -240,7 +241,7 @@ def test_the_rollout_sleeps_while_a_reward_model_computes_between_two_passes(set
         return score(*args)
 
     monkeypatch.setattr(RewardModelWorker, "compute_rm_score", watched)
-    reports = fit([*scored, *passes, "trainer.total_training_steps=2"])
+    reports = fit_reports([*scored, *passes, "trainer.total_training_steps=2"])
     one_pass = ["sync_weights", "train", "sleep", "score"]
     # the first pass of a step has the weights that were pushed after the step before
     assert phases.calls == [*one_pass * 2, *one_pass * 2, "sync_weights"]
@@ -280,14 +281,14 @@ def test_training_and_separate_rollout_connect_once_and_again_after_a_restart():
 
 
 def test_versions_continue_after_a_resume(settings):
-    fit([*settings, "algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.save_freq=1"])
-    (report,) = fit([*settings, "algorithm.name=grpo", "trainer.total_training_steps=3"])
+    fit_reports([*settings, "algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.save_freq=1"])
+    (report,) = fit_reports([*settings, "algorithm.name=grpo", "trainer.total_training_steps=3"])
     assert report.batch.batch["weight_version"].tolist() == [2] * len(report.batch)
     assert report.metrics["weight_sync/version"] == 3
 
 
 def test_the_run_reports_the_weight_sync(settings, tmp_path):
-    fit([*settings, *GRPO])
+    fit_reports([*settings, *GRPO])
     lines = [json.loads(line) for line in next((tmp_path / "run").glob("*.jsonl")).read_text().splitlines()]
     assert {"weight_sync/version", "weight_sync/bytes", "weight_sync/seconds"} <= lines[-1].keys() | set(
         lines[-1].get("metrics", {})

@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from verl.trainer.local_trainer import LocalPPOTrainer
+from tests.trainer.runs import fit, lines
 from verl.trainer.output.samples import choose_rows, generations, plain
 
 REWARD = """
@@ -14,10 +14,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = len(set(solution_str)) % 2
     return {"score": right / 2, "acc": right, "first": solution_str[:1], "chars": len(solution_str)}
 """
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -29,11 +25,9 @@ def run(settings, tmp_path, caplog):
     chosen += ["trainer.total_training_steps=2", "trainer.test_freq=2", "algorithm.name=grpo"]
     chosen += ["trainer.log_samples=3", "trainer.log_val_generations=2"]
     chosen += [f"trainer.rollout_data_dir={tmp_path}/steps", f"trainer.validation_data_dir={tmp_path}/val"]
-    trainer, batches = LocalPPOTrainer(overrides=chosen), []
-    trainer.on_step.append(lambda report: batches.append(report.batch))
     with caplog.at_level(logging.INFO, "verl"):
-        trainer.fit()
-    return trainer, batches, tmp_path, caplog.messages
+        trainer, reports = fit(chosen)
+    return trainer, [report.batch for report in reports], tmp_path, caplog.messages
 
 
 def test_every_sample_is_described_in_full(run):

@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import re
 import signal
 import threading
 from types import SimpleNamespace
 
 import pytest
 
-from tests.trainer.test_resume import metrics_of
+from tests.trainer.runs import lines, metrics_of, steps_in
 from verl.config.schema import TrainerConfig
 from verl.trainer.guards.early_stopping import Best, ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped
@@ -18,10 +19,6 @@ from verl.trainer.main_ppo import main
 from verl.trainer.startup.launch import run as launch
 
 METRIC = "val-core/task/acc/mean@1"
-
-
-def steps_in(folder) -> list[int]:
-    return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
 def validated(folder, step: int) -> bool:
@@ -126,38 +123,31 @@ def test_the_same_sigint_sent_twice_is_one_request(caplog):
     assert caplog.messages == ["SIGINT: finishing step 1 of 4; a second Ctrl-C stops at once"]
 
 
-def test_a_second_sigint_stops_at_once_and_keeps_the_last_checkpoint(chosen, tmp_path, capsys, monkeypatch):
+TWICE, RESUMES = [signal.SIGINT] * 2, "; the same command resumes from {run}/global_step_1"
+
+
+@pytest.mark.parametrize(
+    ("step", "numbers", "override", "status", "saved", "shown"),
+    [
+        # at once, with the last checkpoint
+        (2, TWICE, "save_freq=1", 130, [1], f"stopped by a second SIGINT in step 2 of 4{RESUMES}"),
+        # one request: launchers send it to every process, and some forward it to their children
+        (1, [signal.SIGTERM] * 3, "save_freq=-1", 143, [1], f"stopped by SIGTERM after step 1 of 4{RESUMES}"),
+        (
+            *(1, [signal.SIGINT], "save_at_end=false", 130, []),
+            r"stopped by SIGINT after step 1 of 4; no checkpoint was saved \(trainer.save_freq is -1, .*",
+        ),
+        (1, [signal.SIGTERM], "total_training_steps=1", 0, [1], ".*"),  # in the last step: a normal end
+    ],
+)
+def test_how_signals_end_a_run(step, numbers, override, status, saved, shown, chosen, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("verl.trainer.guards.interruption.REPEAT_SECONDS", 0.0)
-    plain = [*chosen, "trainer.save_freq=1", "trainer.total_training_steps=4"]
-    trainer = signalled_in_step(LocalPPOTrainer(overrides=plain), 2, signal.SIGINT, signal.SIGINT)
-    assert launch(lambda: trainer) == 130
-    saved = tmp_path / "run" / "global_step_1"
-    expected = f"stopped by a second SIGINT in step 2 of 4; the same command resumes from {saved}"
-    assert capsys.readouterr().err.splitlines()[-1] == expected
-    assert steps_in(tmp_path / "run") == [1]
-
-
-def test_repeated_sigterm_is_one_request(chosen, tmp_path):
-    """Launchers send it to every process, and some forward it to their children."""
-    trainer = LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=4"])
-    with pytest.raises(Stopped):
-        signalled_in_step(trainer, 1, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM).fit()
-    assert steps_in(tmp_path / "run") == [1]
-
-
-def test_without_save_at_end_a_signal_saves_nothing(settings, tmp_path, capsys):
-    plain = [*settings, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=4"]
-    trainer = LocalPPOTrainer(overrides=plain)
-    assert launch(lambda: signalled_in_step(trainer, 1, signal.SIGINT)) == 130
-    shown = capsys.readouterr().err.splitlines()[-1]
-    assert shown.startswith("stopped by SIGINT after step 1 of 4; no checkpoint was saved (trainer.save_freq is -1, ")
-    assert steps_in(tmp_path / "run") == []
-
-
-def test_a_signal_in_the_last_step_is_a_normal_end(chosen, tmp_path):
-    trainer = LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"])
-    assert launch(lambda: signalled_in_step(trainer, 1, signal.SIGTERM)) == 0
-    assert steps_in(tmp_path / "run") == [1]
+    plain = [*chosen, "trainer.total_training_steps=4", f"trainer.{override}"]
+    trainer = signalled_in_step(LocalPPOTrainer(overrides=plain), step, *numbers)
+    assert launch(lambda: trainer) == status
+    (last_line,) = capsys.readouterr().err.splitlines()[-1:] or [""]
+    assert re.fullmatch(shown.format(run=tmp_path / "run"), last_line)
+    assert steps_in(tmp_path / "run") == saved
 
 
 def test_a_run_in_another_thread_leaves_the_handlers(chosen, tmp_path):
@@ -188,8 +178,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(chosen, tmp_path):
     again = LocalPPOTrainer(overrides=[*resumed, "trainer.total_training_steps=4"])
     scripted(again, SERIES).fit()
     assert again.global_step == 4
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    validated = [line["step"] for line in lines if METRIC in line]
+    validated = [line["step"] for line in lines(run / "metrics.jsonl") if METRIC in line]
     # before the first step of the fresh run, not of the resumed one; without val_before_train, after the steps only
     assert validated == [0, 1, 2, 3, 4]
     without = ["trainer.val_before_train=false", "trainer.resume_mode=disable", "trainer.total_training_steps=1"]

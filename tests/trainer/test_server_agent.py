@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.rollout.asynchronous_runs import turns_agent
-from tests.trainer.conftest import fit
+from tests.trainer.runs import fit
 from verl.config import load_config, settings_without_effect
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.workers.rollout.role import Rollout
@@ -99,7 +99,7 @@ def trajectories_of(monkeypatch) -> list:
 
 def test_an_agent_of_three_turns_is_trained_on_what_it_sampled(chat_model, tmp_path, monkeypatch):
     found = trajectories_of(monkeypatch)
-    reports = fit(settings(chat_model, tmp_path, AGENT))
+    reports = fit(settings(chat_model, tmp_path, AGENT))[1]
     assert len(reports) == 2 and len(found) == 16
     calls = calls_by_url()
     by_tokens = {tuple(urls[0].choices[0].token_ids): urls for urls in calls.values()}
@@ -161,7 +161,7 @@ def test_a_reward_function_sees_the_score_and_validation_is_greedy(chat_model, t
         "trainer.val_before_train=true",
         "trainer.total_training_steps=1",
     ]
-    (report,) = fit(settings(chat_model, tmp_path, ASYNC_AGENT, *others))
+    (report,) = fit(settings(chat_model, tmp_path, ASYNC_AGENT, *others))[1]
     scores = report.batch.batch["token_level_scores"].sum(1).tolist()
     assert scores == [2 * facts["agent_score"] + 2 for facts in report.batch.non_tensor_batch["trajectory_info"]]
     validated, trained = found[:8], found[8:16]
@@ -220,7 +220,7 @@ def test_an_agent_learns(chat_model, tmp_path):
         "trainer.total_training_steps=20",
         "trainer.total_epochs=20",
     ]
-    reports = fit(settings(chat_model, tmp_path, LETTERS, *others))
+    reports = fit(settings(chat_model, tmp_path, LETTERS, *others))[1]
     scores = [report.metrics["critic/score/mean"] for report in reports]
     assert sum(scores[:3]) / 3 < 0.2 and sum(scores[-3:]) / 3 > 0.4, scores
 

@@ -1,6 +1,5 @@
 """A run whose gradients are not finite: single updates are skipped, and a run that can make none ends."""
 
-import json
 from collections.abc import Collection
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.trainer.runs import lines, steps_in, uids_of
 from verl.data.order import ResumableSampler
 from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import SKIP
@@ -34,34 +34,30 @@ def sometimes_broken(old_log_prob, log_prob, advantages, response_mask, loss_agg
 def run(settings: list[str], folder, broken: Collection[int], *overrides: str, seen: list | None = None) -> list[float]:
     """The share of updates that each step skipped; two updates a step, numbered from 1. seen: gets their prompts."""
     (folder / "loss.py").write_text(LOSS.replace("{BROKEN}", repr(broken)))
-    trainer = LocalPPOTrainer(
-        overrides=[
-            *settings,
-            f"imports=[{folder / 'loss.py'}]",
-            "algorithm.name=rloo",
-            "algorithm.use_kl_in_reward=false",
-            "actor_rollout_ref.actor.policy_loss.loss_mode=sometimes_broken",
-            "trainer.total_training_steps=8",
-            *overrides,
-        ]
-    )
+    chosen = [f"imports=[{folder / 'loss.py'}]", "algorithm.name=rloo", "algorithm.use_kl_in_reward=false"]
+    chosen += ["actor_rollout_ref.actor.policy_loss.loss_mode=sometimes_broken", "trainer.total_training_steps=8"]
+    trainer = LocalPPOTrainer(overrides=[*settings, *chosen, *overrides])
     found = []
     trainer.on_step.append(lambda report: found.append(report.metrics["actor/grad_skipped"]))
     if seen is not None:
-        trainer.on_step.append(lambda report: seen.append(sorted(set(report.batch.non_tensor_batch["uid"]))))
+        trainer.on_step.append(lambda report: seen.append(uids_of(report)))
     trainer.fit()
     return found
 
 
-def test_a_run_that_cannot_update_ends(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"5 steps in a row had skipped updates .*; no checkpoint was saved"):
-        run(settings, tmp_path, range(100))
-
-
-def test_the_message_names_a_dump_that_exists(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"3 steps .* `verl replay .*/step_1` shows the samples"):
-        run(settings, tmp_path, range(100), "trainer.max_skipped_steps=3", "trainer.max_step_dumps=1")
-    assert [path.name for path in (tmp_path / "run/bad_steps").iterdir()] == ["step_1"]
+@pytest.mark.parametrize(
+    ("broken", "overrides", "message"),
+    [
+        (range(100), "", r"5 steps in a row had skipped updates .*; no checkpoint was saved"),
+        (range(100), "max_skipped_steps=3 max_step_dumps=1", r"3 steps .* `verl replay .*/step_1` shows the samples"),
+        (range(7, 100), "max_skipped_steps=2 save_freq=3", r"2 steps in a row.* newest checkpoint is .*global_step_3$"),
+        ((1, 4), "max_skipped_steps=2", r"2 steps in a row had skipped updates \(actor/grad_skipped 0.5 in"),
+    ],
+)
+def test_a_run_that_cannot_update_ends(broken, overrides, message, settings, tmp_path):
+    """The message names the checkpoint and a dump, if there are any. One skipped update of two makes a step bad."""
+    with pytest.raises(FloatingPointError, match=message):
+        run(settings, tmp_path, broken, *(f"trainer.{text}" for text in overrides.split()))
 
 
 def test_a_dump_that_fails_is_not_named(settings, tmp_path):
@@ -72,17 +68,12 @@ def test_a_dump_that_fails_is_not_named(settings, tmp_path):
     assert "verl replay" not in str(error.value)
 
 
-def test_what_was_saved_is_named(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"2 steps in a row.* newest checkpoint is .*run/global_step_3$"):
-        run(settings, tmp_path, range(7, 100), "trainer.max_skipped_steps=2", "trainer.save_freq=3")
-
-
 def test_resuming_starts_before_the_steps_that_changed_nothing(settings, tmp_path):
     often = ["trainer.max_skipped_steps=3", "trainer.save_freq=1", "trainer.allow_change=[code]"]
     for broken in (range(5, 100), range(100)):  # the second run is of updates that are all broken
         with pytest.raises(FloatingPointError, match=r"3 steps in a row.* newest checkpoint is .*global_step_2$"):
             run(settings, tmp_path, broken, *often)
-        assert max(tmp_path.glob("run/global_step_*")).name == "global_step_2"
+        assert steps_in(tmp_path / "run")[-1] == 2
 
 
 @pytest.mark.parametrize(("broken", "limit"), [(range(2, 6), 4), (range(1, 7), 0)])
@@ -97,10 +88,14 @@ def diverge(settings, steps: int, lr: str, *overrides: str) -> LocalPPOTrainer:
     return LocalPPOTrainer(overrides=[*chosen, f"actor_rollout_ref.actor.optim.lr={lr}", *overrides])
 
 
-def test_weights_that_are_not_finite_are_never_saved(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"step 1 is not saved: the actor contains NaN, .* in .* more"):
-        diverge(settings, 1, "1e39").fit()  # beyond float32
-    assert not list(tmp_path.glob("run/global_step_*"))
+@pytest.mark.parametrize(
+    ("steps", "lr", "message"),
+    [(1, "1e39", "NaN, .* in .* more"), (3, "1e8", ".*weights beyond 1e6")],  # beyond float32, and exploding
+)
+def test_broken_weights_end_the_run_in_their_step_and_are_never_saved(steps, lr, message, settings, tmp_path):
+    with pytest.raises(FloatingPointError, match=rf"step 1 is not saved: the actor contains {message}"):
+        diverge(settings, steps, lr).fit()
+    assert steps_in(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
@@ -119,7 +114,7 @@ def test_a_broken_step_leaves_the_checkpoint_that_it_would_have_replaced(setting
     message = r"step 3 is not saved: the actor contains NaN, .* in .*; the same command resumes from .*global_step_2$"
     with pytest.raises(FloatingPointError, match=message):
         trainer.fit()
-    assert [folder.name for folder in tmp_path.glob("run/global_step_*")] == ["global_step_2"]
+    assert steps_in(tmp_path / "run") == [2]
     resumed = diverge(settings, 3, "1e-3", *keep_one)
     resumed.fit()
     assert resumed.global_step == 3 and (tmp_path / "run/global_step_3").is_dir()
@@ -128,18 +123,7 @@ def test_a_broken_step_leaves_the_checkpoint_that_it_would_have_replaced(setting
 def test_a_step_with_one_skipped_update_of_two_is_bad(settings, tmp_path):
     """It is neither saved nor forgotten: the checkpoint that was due follows at the next good step."""
     run(settings, tmp_path, range(4, 5), "trainer.save_freq=2", "trainer.total_training_steps=5")
-    assert sorted(path.name for path in tmp_path.glob("run/global_step_*")) == ["global_step_3", "global_step_4"]
-
-
-def test_steps_with_one_skipped_update_of_two_end_the_run(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"2 steps in a row had skipped updates \(actor/grad_skipped 0.5 in"):
-        run(settings, tmp_path, (1, 4), "trainer.max_skipped_steps=2")
-
-
-def test_weights_that_explode_end_the_run_in_their_step(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"step 1 is not saved: the actor contains .*weights beyond 1e6"):
-        diverge(settings, 3, "1e8").fit()
-    assert not list(tmp_path.glob("run/global_step_*"))
+    assert steps_in(tmp_path / "run") == [3, 4]
 
 
 COLUMN = """
@@ -180,8 +164,7 @@ def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path, threads
     sampler = ResumableSampler(24, 4, seed=42)
     drawn = [sorted({f"{epoch}:{row}" for epoch, row in sampler.next_items()}) for _ in range(10)]
     assert seen == drawn[:5] + drawn[6:]
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 9))
+    assert [line["step"] for line in lines(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -199,7 +182,7 @@ def test_a_second_rollback_is_refused(settings, tmp_path):
     rollback = ["trainer.on_bad_steps=rollback", "trainer.max_skipped_steps=2", "trainer.save_freq=2"]
     with pytest.raises(FloatingPointError, match="2 steps in a row"):
         run(settings, tmp_path, range(9, 100), *rollback)
-    assert max(tmp_path.glob("run/global_step_*")).name == "global_step_4"
+    assert steps_in(tmp_path / "run")[-1] == 4
 
 
 @pytest.mark.parametrize(("limit", "last"), [(0, None), (1, 1), (2, 4), (3, 5)])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.runs import lines
 from verl.tracking.runs import run_folders
 from verl.trainer.output.run_log import record_folder
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -18,7 +19,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return lines(folder / "metrics.jsonl")
 
 
 def validate(settings: list[str], *more: str) -> None:

@@ -224,9 +224,9 @@ class Containers:
         """Return the batch without the named columns, of either kind. An unknown name is an error."""
         dropped = set(_names(names))
         _require(dropped, self.columns, "column")
-        return self.select(
-            [k for k in self.tensors if k not in dropped], [k for k in self.non_tensor_batch if k not in dropped]
-        )
+        tensors = {k: v for k, v in self.tensors.items() if k not in dropped}
+        objects = {k: v for k, v in self.non_tensor_batch.items() if k not in dropped}
+        return self._build(len(self), tensors, objects, self.meta_info)
 
     def pop(
         self,

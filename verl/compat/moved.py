@@ -263,4 +263,8 @@ MOVED = {
     "verl.rollout.sglang.filters": "verl.rollout.sglang.engine",
     "verl.server.engine_loop": "verl.server.service",
     "verl.trainer.checks.unused_settings": "verl.trainer.checks.algorithm",
+    "verl.dataflow.metrics": "verl.dataflow.pipeline",
+    "verl.trainer.guards.built_in": "verl.trainer.base",
+    "verl.trainer.output.step_report": "verl.trainer.view",
+    "verl.trainer.state.object_identity": "verl.trainer.state.identity",
 }

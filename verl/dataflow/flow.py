@@ -141,20 +141,17 @@ class DataFlow:
                 if name in written:
                     continue
                 if start is None or name not in start:
-                    self._require_writer(op, name, self._operators[i + 1 :], None if start is None else start | written)
+                    later = next((writer.name for writer in self._operators[i + 1 :] if name in writer.writes), None)
+                    if later is not None:
+                        raise ValueError(
+                            f"operator {op.name!r} reads {name!r}, which {later!r} writes only after it; "
+                            "if the column comes with the batch, declare it: compile(inputs=[...])"
+                        )
+                    if start is not None:
+                        raise ValueError(
+                            f"operator {op.name!r} reads {name!r}, but no upstream operator writes it: "
+                            f"{did_you_mean(name, start | written)}"
+                        )
                 needed[name] = None
             written.update(op.writes)
         return Pipeline(tuple(self._operators), () if pure_source else tuple(needed))
-
-    def _require_writer(self, op: Operator, name: str, later: list[Operator], known: set[str] | None) -> None:
-        """Raise ValueError unless the column `name`, which nothing before `op` writes, may come with the batch."""
-        for writer in later:
-            if name in writer.writes:
-                raise ValueError(
-                    f"operator {op.name!r} reads {name!r}, which {writer.name!r} writes only after it; "
-                    "if the column comes with the batch, declare it: compile(inputs=[...])"
-                )
-        if known is not None:
-            raise ValueError(
-                f"operator {op.name!r} reads {name!r}, but no upstream operator writes it: {did_you_mean(name, known)}"
-            )

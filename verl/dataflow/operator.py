@@ -3,7 +3,7 @@
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -109,17 +109,17 @@ class Operator:
             raise ValueError(f"operator {self.name!r}: {field}: expected column names, found {wrong[0]!r}")
         return names
 
-    @property
+    @functools.cached_property
     def accepts_batch(self) -> bool:
         """Whether the function can be called with the batch alone."""
         return _can_be_called(self.func, None)
 
-    @property
+    @functools.cached_property
     def is_source(self) -> bool:
         """Whether the function can be called without arguments, that is, creates the batch."""
         return _can_be_called(self.func)
 
-    @property
+    @functools.cached_property
     def stateful(self) -> Stateful | None:
         """The `Stateful` object behind the function; None if there is none."""
         func = self.func
@@ -194,15 +194,3 @@ def dependencies(operators: Sequence[Operator]) -> list[Dependencies]:
         written = {column for other in concurrent for column in other.writes}
         result.append(Dependencies(ancestors[i], frozenset(written - set(op.reads))))
     return result
-
-
-def prerequisites(deps: Sequence[Dependencies], processes: Sequence[Hashable]) -> list[frozenset[int]]:
-    """For each operator, the positions of those that must have ended before it starts.
-
-    These are its ancestors and the earlier operators of the same processes: the calls of one set of processes are made
-    in list order, so that they come in the same order in every run.
-    """
-    return [
-        deps[i].ancestors | {j for j in range(i) if processes[j] == own_processes}
-        for i, own_processes in enumerate(processes)
-    ]

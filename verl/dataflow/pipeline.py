@@ -5,10 +5,11 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from verl import columns
-from verl.dataflow.metrics import merge_passes
 from verl.dataflow.operator import HOLD, Operator, dependencies, running
 from verl.dataflow.run import Observer, PipelineRun, Reports, Span, as_batch, require_columns
 from verl.protocol import DataProto
@@ -80,18 +81,14 @@ class Pipeline:
         Returns:
             The batch after the last operator, or HOLD if an operator kept it. `meta_info["metrics"]` and `["timing"]`
             of the result hold the reports of all operators, of this run and of those before it that ended with HOLD
-            (merged by `verl.dataflow.metrics`).
+            (see `merge_reports`).
         """
         start = time.perf_counter()
-        held_reports, self._held = self._held, []  # after an error, the next run starts a new batch
+        runs = self.pop_held_reports()  # now, because after an error the next run starts a new batch
+        processes = [self.processes_of(op.on) if self.processes_of and op.on else None for op in self._stage]
         current = PipelineRun(
-            self._stage,
-            self._dependencies,
-            self._processes(),
-            self._checked_input(batch),
-            self.observer,
-            self.log_level,
-            self.label,
+            *(self._stage, self._dependencies, processes, self._checked_input(batch)),
+            *(self.observer, self.log_level, self.label),
         )
         self.spans, self.running_since = current.spans, current.running_since
         result: Any = None
@@ -108,10 +105,11 @@ class Pipeline:
                     raise
                 current.end(i, op_input, result, (op_start, time.perf_counter()))
         self.seconds = time.perf_counter() - start
-        self._held = [*held_reports, current.reports]
+        runs.append(current.reports)
         if result is HOLD:
+            self._held = runs
             return HOLD
-        metrics, timing = merge_reports(self.pop_held_reports())
+        metrics, timing = merge_reports(runs)
         current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
         return current.batch
 
@@ -119,10 +117,6 @@ class Pipeline:
         """Return and discard the reports of the runs since the last batch that `run` returned."""
         runs, self._held = self._held, []
         return runs
-
-    def _processes(self) -> list[Hashable | None]:
-        """The processes that run each operator."""
-        return [self.processes_of(op.on) if self.processes_of and op.on is not None else None for op in self._stage]
 
     def _checked_input(self, batch: DataProto | Mapping[str, Any] | None) -> DataProto | None:
         """A checked copy of the batch given to `run`; None if the first operator makes it."""
@@ -156,19 +150,6 @@ class Pipeline:
         self._held = []  # the next run starts a new batch
 
 
-def merge_reports(runs: Sequence[RunReports]) -> tuple[dict[str, float], dict[str, float]]:
-    """Merge the metrics and the finer timings of several runs, in the order of the operators."""
-    metrics: dict[str, float] = {}
-    timing: dict[str, float] = {}
-    for i in sorted({position for run in runs for position in run}):
-        reported = [run[i] for run in runs if i in run]
-        metrics |= merge_passes([(reports["metrics"], rows) for reports, rows in reported])
-        for reports, _ in reported:
-            for name, seconds in reports["timing"].items():
-                timing[name] = timing.get(name, 0.0) + seconds
-    return metrics, timing
-
-
 @contextmanager
 def heartbeat(running_since: dict[str, float]) -> Iterator[None]:
     """Log every minute which operators are still running, to distinguish a long one from a hang.
@@ -189,3 +170,66 @@ def heartbeat(running_since: dict[str, float]) -> Iterator[None]:
     finally:
         ended.set()
         running_since.clear()  # after an error
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Total:
+    """A count, such as of failed samples: the counts of several passes are added."""
+
+    value: float
+
+
+def merge_reports(runs: Sequence[RunReports]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Merge the metrics and the finer timings of several runs, in the order of the operators.
+
+    A metric is a number, a pair (sum, count), or a `Total`. With an operator that holds the batch (dynamic sampling), a
+    training step is several passes; its metrics describe all of them:
+
+    - a pair (sum, count): the total sum over the total count; dropped if that is 0
+    - a `Total`: the sum
+    - a number whose name ends in `max` or `min` (`_max`, `/max`): the largest or smallest
+    - any other number: the mean over the rows of the passes
+
+    Raises:
+        ValueError: a value is none of these kinds, or of different kinds in different passes.
+    """
+    metrics: dict[str, Any] = {}
+    timing: dict[str, float] = {}
+    for i in sorted({position for run in runs for position in run}):
+        reported: dict[str, list[tuple[Any, int]]] = {}
+        for reports, rows in (run[i] for run in runs if i in run):
+            for name, value in reports["metrics"].items():
+                reported.setdefault(name, []).append((value, rows))
+            for name, seconds in reports["timing"].items():
+                timing[name] = timing.get(name, 0.0) + seconds
+        merged = {name: _merge(name, values) for name, values in reported.items()}
+        metrics |= {name: value for name, value in merged.items() if value is not None}
+    return metrics, timing
+
+
+def _merge(name: str, values: list[tuple[Any, int]]) -> Any:
+    if all(isinstance(value, tuple) and len(value) == 2 for value, _ in values):
+        total, count = (sum(float(x) for x in parts) for parts in zip(*(value for value, _ in values)))
+        return total / count if count else None
+    if all(isinstance(value, Total) for value, _ in values):
+        return float(sum(value.value for value, _ in values))
+    if len(values) == 1:
+        return values[0][0]
+    numbers = [_number(name, value) for value, _ in values]
+    if name.endswith(("_max", "/max")):
+        return max(numbers)
+    if name.endswith(("_min", "/min")):
+        return min(numbers)
+    rows = sum(rows for _, rows in values)
+    return sum(number * weight for number, (_, weight) in zip(numbers, values)) / rows
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Real) or getattr(value, "numel", lambda: 0)() == 1:
+        return float(value)
+    raise ValueError(
+        f"metric {name!r}: expected a number, a pair (sum, count) or a Total in every pass, found {value!r}"
+    )

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl import columns
 from verl.columns import DataProtoValidationError, describe_source
-from verl.dataflow.operator import HOLD, Dependencies, Operator, prerequisites, running
+from verl.dataflow.operator import HOLD, Dependencies, Operator, running
 from verl.protocol import MERGED_ENTRIES, DataProto
 from verl.registry import did_you_mean
 
@@ -29,30 +29,15 @@ Reports = dict[str, dict[str, Any]]
 """Reports of one operator: "metrics" and "timing" (parts of its duration) -> name -> value."""
 
 
-@dataclass(frozen=True)
-class OperatorInput:
-    """The input of an operator, with a snapshot that detects in-place changes."""
+class OperatorInput(NamedTuple):
+    """The input of an operator, with the columns and metadata that it had before the operator ran."""
 
     batch: DataProto
     columns: Mapping[str, Any]
     meta_info: Mapping[str, Any]
 
-    @classmethod
-    def snapshot(cls, batch: DataProto) -> "OperatorInput":
-        """Record the columns and metadata of `batch` now."""
-        return cls(batch, batch.tensors | batch.non_tensor_batch, dict(batch.meta_info))
 
-    def changed_columns(self) -> list[str]:
-        """The columns that the operator added, removed or replaced in place."""
-        current = self.batch.tensors | self.batch.non_tensor_batch
-        return [c for c in {**self.columns, **current} if self.columns.get(c) is not current.get(c)]
-
-    def changed_meta_info(self) -> dict[str, Any]:
-        """The `meta_info` entries that the operator has set."""
-        missing = object()
-        return {k: v for k, v in self.batch.meta_info.items() if self.meta_info.get(k, missing) is not v}
-
-
+@dataclass(eq=False, repr=False)
 class PipelineRun:
     """One batch on its way through the operators.
 
@@ -70,31 +55,33 @@ class PipelineRun:
         running_since: operator name -> start, of running operators.
     """
 
-    def __init__(
-        self,
-        operators: Sequence[Operator],
-        deps: Sequence[Dependencies],
-        processes: Sequence[Hashable],
-        batch: DataProto | None,
-        observer: Observer | None = None,
-        log_level: int = logging.INFO,
-        label: str = "",
-    ):
-        self.batch = batch
+    operators: Sequence[Operator]
+    deps: Sequence[Dependencies]
+    processes: Sequence[Hashable]
+    batch: DataProto | None
+    observer: Observer | None
+    log_level: int
+    label: str
+
+    def __post_init__(self) -> None:
         self.spans: dict[str, Span] = {}
         self.running_since: dict[str, float] = {}
-        self._operators, self._deps, self._processes, self._observer = operators, deps, processes, observer
-        self._log_level, self._label = log_level, label
-        self._prerequisites = prerequisites(deps, processes)
+        positions, processes = range(len(self.operators)), self.processes
+        # The operators that must have ended before each one starts: its ancestors, and the earlier ones of its
+        # processes, whose calls are made in list order, so that they come in the same order in every run.
+        self._prerequisites = [
+            self.deps[i].ancestors | {j for j in range(i) if processes[j] == processes[i]} for i in positions
+        ]
         self._ended: set[int] = set()
-        self._waiting = list(range(len(operators)))
+        self._waiting = list(positions)
         self._running: dict[concurrent.futures.Future, tuple[int, OperatorInput | None]] = {}
         #: position of an operator (-1: the input) -> its reports, and the rows of the batch after it
         self.reports: dict[int, tuple[Reports, int]] = {}
-        if batch is not None:
-            self.reports[-1] = take_reports(batch), len(batch)
-        self._writer = {} if batch is None else dict.fromkeys(batch.columns, -1)  # column -> position of its writer
+        self._writer: dict[str, int] = {}  # column -> position of its writer
         self._dropped: dict[str, str] = {}  # column -> the operator whose result replaced the batch without it
+        if self.batch is not None:
+            self.reports[-1] = take_reports(self.batch), len(self.batch)
+            self._writer = dict.fromkeys(self.batch.columns, -1)
 
     # ---- scheduling -------------------------------------------------------------------------------------------------
 
@@ -104,37 +91,45 @@ class PipelineRun:
         Blocks until an operator is ready. Raises the error of an operator that failed in another thread.
         """
         while self._waiting or self._running:
-            self._collect_finished()
+            if self._running:
+                self._collect_finished()
             ready = [i for i in self._waiting if self._prerequisites[i] <= self._ended]
             for i in ready:
-                if self._processes[i] is not None:
+                if self.processes[i] is not None:
                     self._start(i)
-            local = [i for i in ready if self._processes[i] is None]
+            local = [i for i in ready if self.processes[i] is None]
             if local:
                 self._waiting.remove(local[0])
-                self.running_since[self._operators[local[0]].name] = time.perf_counter()
+                self.running_since[self.operators[local[0]].name] = time.perf_counter()
                 return local[0], self._input_of(local[0])
             concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
         return None
 
     def end(self, i: int, op_input: OperatorInput | None, result: Any, span: Span) -> None:
         """Record that operator `i` returned `result`, and update the batch."""
-        op = self._operators[i]
+        op = self.operators[i]
+        others = [name for name, (_, end) in self.spans.items() if end > span[0]]
+        others += [self.operators[j].name for j, _ in self._running.values()]
+        suffix = f" (at the same time: {', '.join(others)})" if others else ""
+        logger.log(self.log_level, "[%s] %.2fs%s", op.name, span[1] - span[0], suffix)
         self.spans[op.name] = span
         del self.running_since[op.name]
-        logger.log(self._log_level, "[%s] %.2fs%s", op.name, span[1] - span[0], self._concurrent_with(op.name, span))
         self._ended.add(i)
         if result is not HOLD or op.on is not None:
             columns_before = () if self.batch is None else self.batch.columns
-            self.batch, reports = advance(op, self.batch, op_input, result)
-            self.reports[i] = reports, len(self.batch)
+            try:
+                self.batch = _batch_after(op, self.batch, op_input, result)
+                columns.check_contents(self.batch)
+                self.reports[i] = take_reports(self.batch), len(self.batch)
+            except DataProtoValidationError as error:
+                raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
             self._record_writers(i, columns_before, replaced=isinstance(result, DataProto) and not op.writes)
-        if self._observer is not None:
-            self._observer(op.name, span[1] - span[0], None if self.batch is None else self.batch.copy())
+        if self.observer is not None:
+            self.observer(op.name, span[1] - span[0], None if self.batch is None else self.batch.copy())
 
     def _record_writers(self, i: int, columns_before: Iterable[str], replaced: bool) -> None:
         """Update which operator wrote each column of the batch, and which one dropped a column."""
-        op, columns_now = self._operators[i], self.batch.columns
+        op, columns_now = self.operators[i], self.batch.columns
         writers = {} if replaced else self._writer
         self._writer = {c: i if c in op.writes else writers.get(c, i) for c in columns_now}
         self._dropped = {c: name for c, name in self._dropped.items() if c not in columns_now}
@@ -142,14 +137,14 @@ class PipelineRun:
 
     def annotate(self, i: int, error: BaseException) -> None:
         """Add notes to an error: the operator that raised it, and those that ran at the same time."""
-        error.add_note(f"raised in operator {self._operators[i].name!r}")
+        error.add_note(f"raised in operator {self.operators[i].name!r}")
         if isinstance(error, KeyError):
             for column, operator in self._dropped.items():
                 if f"{column!r}" in str(error) or f'"{column}"' in str(error):
                     error.add_note(_dropped_by(column, operator))
-        concurrent = [self._operators[j].name for j, _ in self._running.values() if j != i]
-        if concurrent:
-            error.add_note(f"running at the same time: {', '.join(concurrent)}")
+        if self._running:
+            names = (self.operators[j].name for j, _ in self._running.values())
+            error.add_note(f"running at the same time: {', '.join(names)}")
 
     # ---- one operator -----------------------------------------------------------------------------------------------
 
@@ -157,22 +152,21 @@ class PipelineRun:
         """The batch as operator `i` may see it: without the columns of concurrent operators that it does not read."""
         if self.batch is None:
             return None
-        op, deps = self._operators[i], self._deps[i]
+        op, deps = self.operators[i], self.deps[i]
         unseen = {c for c, j in self._writer.items() if j >= 0 and j not in deps.ancestors}
         hidden = [c for c in self.batch.columns if c in deps.hidden | unseen and c not in op.reads]
         batch = self.batch.drop(hidden) if hidden else self.batch.copy()
         require_columns(batch, op.reads, op, self._dropped)
-        return OperatorInput.snapshot(batch)
+        return OperatorInput(batch, batch.tensors | batch.non_tensor_batch, dict(batch.meta_info))
 
     def _start(self, i: int) -> None:
-        """Run operator `i` in a thread."""
-        op, op_input = self._operators[i], self._input_of(i)
+        op, op_input = self.operators[i], self._input_of(i)
         future: concurrent.futures.Future[tuple[Any, Span]] = concurrent.futures.Future()
 
         def work() -> None:
             start = time.perf_counter()
             try:
-                with running(self._label + op.name):
+                with running(self.label + op.name):
                     result = op.func() if op_input is None else op.func(op_input.batch)
                 future.set_result((result, (start, time.perf_counter())))
             except BaseException as error:
@@ -188,18 +182,11 @@ class PipelineRun:
         """Record the operators that ended in other threads, in list order. Raises the first error."""
         done = sorted((self._running[future][0], future) for future in self._running if future.done())
         for i, future in done:
-            error = future.exception()
-            if error is not None:
+            _, op_input = self._running.pop(future)
+            if (error := future.exception()) is not None:
                 self.annotate(i, error)
                 raise error
-            op_input = self._running.pop(future)[1]
             self.end(i, op_input, *future.result())
-
-    def _concurrent_with(self, name: str, span: Span) -> str:
-        """The suffix of a timing line: which operators ran during part of this one's time."""
-        others = [other for other, (_, end) in self.spans.items() if other != name and end > span[0]]
-        others += [self._operators[i].name for i, _ in self._running.values() if self._operators[i].name != name]
-        return f" (at the same time: {', '.join(others)})" if others else ""
 
 
 # ---- the batch after an operator ------------------------------------------------------------------------------------
@@ -253,71 +240,49 @@ def take_reports(batch: DataProto) -> Reports:
     return reports
 
 
-def advance(
-    op: Operator, current: DataProto | None, op_input: OperatorInput | None, result: Any
-) -> tuple[DataProto, Reports]:
-    """Return the batch after `op` and the reports of `op`.
+def _batch_after(op: Operator, current: DataProto | None, op_input: OperatorInput | None, result: Any) -> DataProto:
+    """The batch unchanged, with the columns of `result`, or replaced by it; with the `meta_info` that `op` set.
 
     Args:
         current: the batch now. Concurrent operators may have added columns since `op` started.
         op_input: the input of `op`; None for a source.
         result: the return value of `op`.
     """
-    adds = bool(op.writes) or (isinstance(result, Mapping) and op.on is None)
-    try:
-        if result is None:
-            after = _unchanged(op, current, op_input)
-        elif adds and current is not None:
-            after = _added(op, _with_meta_info(op, current, op_input), op_input, as_batch(result))
-        else:
-            after = _replaced(op, op_input, result)
-        columns.check_contents(after)
-        return after, take_reports(after)
-    except DataProtoValidationError as error:
-        raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
-
-
-def _with_meta_info(op: Operator, current: DataProto, op_input: OperatorInput) -> DataProto:
-    """The batch with the `meta_info` that the operator set on its input."""
-    meta_info = op_input.batch.meta_info if op.on is None else current.meta_info | op_input.changed_meta_info()
-    return DataProto(current.batch, current.non_tensor_batch, meta_info)
-
-
-def _unchanged(op: Operator, current: DataProto | None, op_input: OperatorInput | None) -> DataProto:
-    """The batch after an operator that returned None: its columns stay."""
-    if op.writes or current is None:
+    if result is None and (op.writes or current is None):
         expected = f"the columns {list(op.writes)}" if op.writes else "a batch"
         raise DataProtoValidationError(f"expected {expected}, found None")
-    _require_untouched(op_input, "returned None: return the batch, or declare the columns as `writes` and return them")
-    return _with_meta_info(op, current, op_input)
-
-
-def _replaced(op: Operator, op_input: OperatorInput | None, result: Any) -> DataProto:
-    """The batch that a source made, or that an operator without `writes` returned."""
-    if op.on is not None and op_input is not None:
+    adds = result is None or bool(op.writes) or (isinstance(result, Mapping) and op.on is None)
+    replaces = current is None or not adds
+    if replaces and op.on is not None and op_input is not None:
         returned = "HOLD" if result is HOLD else "another batch"
         raise DataProtoValidationError(
             f"it declares where it runs (on={op.on!r}), so it may only add the columns that it declares, but it "
             f"returned {returned}: declare `writes`, or remove `on`"
         )
+    before, meta_info = (None, {}) if op_input is None else (op_input.batch, op_input.batch.meta_info)
+    if op.on is not None and op_input is not None:
+        unset = object()
+        changed = {name: value for name, value in meta_info.items() if op_input.meta_info.get(name, unset) is not value}
+        meta_info = current.meta_info | changed
+    if not replaces:
+        current = DataProto(current.batch, current.non_tensor_batch, meta_info)
+    if result is None:
+        problem = "returned None: return the batch, or declare the columns as `writes` and return them"
+        _require_untouched(op_input, problem)
+        return current
     result = as_batch(result)
-    _require_written(op, result)
-    if op_input is not None and op_input.batch.columns:
-        _require_any_column(result)
-    meta_info = op_input.batch.meta_info if op_input is not None else {}
-    return DataProto(meta_info=meta_info).union(result)  # `union` checks the columns
-
-
-def _require_untouched(op_input: OperatorInput | None, problem: str, returned: Iterable[str] = ()) -> None:
-    """Raise DataProtoValidationError if the operator changed columns of its input in place and did not return them.
-
-    Args:
-        problem: the end of the message.
-        returned: the columns that it returned.
-    """
-    touched = [] if op_input is None else [c for c in op_input.changed_columns() if c not in returned]
-    if touched:
-        raise DataProtoValidationError(f"it changed the columns {touched} of the batch but {problem}")
+    if missing := [c for c in op.writes if c not in result]:
+        raise DataProtoValidationError(
+            f"it declares that it writes {missing[0]!r}, but returned {list(result.columns)}"
+        )
+    if not result.columns and (not replaces or (before is not None and before.columns)):
+        raise DataProtoValidationError(
+            "it returned a batch without columns; return None to leave the batch unchanged (metrics go into "
+            "batch.meta_info['metrics'])"
+        )
+    if replaces:
+        return DataProto(meta_info=meta_info).union(result)  # `union` checks the columns
+    return _added(op, current, op_input, result)
 
 
 def _added(op: Operator, current: DataProto, op_input: OperatorInput | None, result: DataProto) -> DataProto:
@@ -327,8 +292,6 @@ def _added(op: Operator, current: DataProto, op_input: OperatorInput | None, res
     one in the batch. Custom columns may be added without a declaration, but not those of the table in
     `verl.columns`, because the edges of the flow are derived from `writes`.
     """
-    _require_written(op, result)
-    _require_any_column(result)
     problem = (
         f"returned only {list(result.columns)}: do not change the batch in place, or declare the columns as `writes` "
         "and return them; to reorder, rename or remove columns, declare no `writes` and return the batch"
@@ -348,16 +311,14 @@ def _added(op: Operator, current: DataProto, op_input: OperatorInput | None, res
     return (current.drop(overwritten) if overwritten else current).union(result)
 
 
-def _require_any_column(result: DataProto) -> None:
-    if not result.columns:
-        raise DataProtoValidationError(
-            "it returned a batch without columns; return None to leave the batch unchanged (metrics go into "
-            "batch.meta_info['metrics'])"
-        )
+def _require_untouched(op_input: OperatorInput, problem: str, returned: Iterable[str] = ()) -> None:
+    """Raise DataProtoValidationError if the operator changed columns of its input in place and did not return them.
 
-
-def _require_written(op: Operator, result: DataProto) -> None:
-    if missing := [c for c in op.writes if c not in result]:
-        raise DataProtoValidationError(
-            f"it declares that it writes {missing[0]!r}, but returned {list(result.columns)}"
-        )
+    Args:
+        problem: the end of the message.
+        returned: the columns that it returned.
+    """
+    before, now = op_input.columns, op_input.batch.tensors | op_input.batch.non_tensor_batch
+    touched = [c for c in {**before, **now} if before.get(c) is not now.get(c) and c not in returned]
+    if touched:
+        raise DataProtoValidationError(f"it changed the columns {touched} of the batch but {problem}")

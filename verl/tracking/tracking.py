@@ -212,36 +212,40 @@ class Tracking:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics of a step. Raises ValueError if a value is not a number."""
-        numbers = {_utf8(name): _number(name, value) for name, value in metrics.items()}
-        broken = {name: value for name, value in numbers.items() if not math.isfinite(value)}
-        for name, value in broken.items():
-            if name not in self.not_finite:
-                logger.error("step %d: %s is %s", step, name, value)
-        self.not_finite.update(broken.keys())
-        self._call_all(lambda tracker: tracker.log(dict(numbers), step))
+        numbers = {}
+        for name, value in metrics.items():
+            try:
+                numbers[_utf8(name)] = float(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"metric {name!r}: expected a number, found {value!r}") from error
+        for name, number in numbers.items():
+            if not math.isfinite(number):
+                if name not in self.not_finite:
+                    logger.error("step %d: %s is %s", step, name, number)
+                self.not_finite[name] += 1
+        for caller in self._callers:
+            caller.call(lambda tracker: tracker.log(dict(numbers), step))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         """Log a table of samples: a list of rows with equal keys."""
         if rows:
             texts = [{_utf8(key): _utf8(value) for key, value in row.items()} for row in rows]
-            self._call_all(lambda tracker: tracker.log_samples(_utf8(name), [dict(row) for row in texts], step))
+            for caller in self._callers:
+                caller.call(lambda tracker: tracker.log_samples(_utf8(name), [dict(row) for row in texts], step))
 
     def finish(self, failed: bool = False) -> None:
         """Close the trackers and log a summary of their failures."""
         if self._finished:
             return
         self._finished = True
-        self._call_all(lambda tracker: tracker.finish(failed))
+        for caller in self._callers:
+            caller.call(lambda tracker: tracker.finish(failed))
         for caller in self._callers:
             caller.close()
         for name, count in self.failures.items():
             logger.warning("tracker %s: %d calls failed", name, count)
         for name, count in self.not_finite.items():
             logger.error("%s was not finite in %d steps", name, count)
-
-    def _call_all(self, call: Callable[[Tracker], None]) -> None:
-        for caller in self._callers:
-            caller.call(call)
 
     @property
     def failures(self) -> dict[str, int]:
@@ -260,13 +264,6 @@ class Tracking:
 def _utf8(value: Any) -> Any:
     """A text without lone surrogates, which the services refuse; other values as they are."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metric {name!r}: expected a number, found {value!r}") from error
 
 
 __getattr__ = published_names(__name__)

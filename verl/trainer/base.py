@@ -20,24 +20,34 @@ from verl.single_controller import WorkerGroup
 from verl.single_controller.cluster import StartedRoles
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
+from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Guard, ask, decide
-from verl.trainer.guards.built_in import GUARDS
 from verl.trainer.guards.early_stopping import ValidationWatch
-from verl.trainer.guards.interruption import Stopped, UnfinishedStep
-from verl.trainer.guards.quarantine import drop_quarantined
-from verl.trainer.guards.restarts import log_restart, settings_for_devices_left
+from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
+from verl.trainer.guards.operator_watch import OperatorWatch
+from verl.trainer.guards.quarantine import Quarantine, drop_quarantined
+from verl.trainer.guards.restarts import Restarts, log_restart, settings_for_devices_left
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
-from verl.trainer.output.step_report import StepReport
 from verl.trainer.runner import FlowRunner
 from verl.trainer.state.checkpointing import Checkpointer
-from verl.trainer.view import RunView
+from verl.trainer.view import RunView, StepReport
 from verl.utils.device import frozen_heap, process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
 from verl.utils.threads import warn_if_oversubscribed
 
 logger = logging.getLogger("verl.trainer")
+
+GUARDS: tuple[type[Guard], ...] = (
+    OperatorWatch,  # first: it tells what an interrupted operator means
+    Interruption,
+    BadSteps,
+    ValidationWatch,
+    Quarantine,  # before a restart, which then drops the rows
+    Restarts,  # last: what no other guard can repair
+)
+"""The guards of every run, in the order in which they are asked: of an error, the first action counts."""
 
 
 class Trainer(ABC):
@@ -92,13 +102,7 @@ class Trainer(ABC):
         drop_quarantined(source, self.folder)
         self.checkpoints = CheckpointStore(self.folder, keep=None)
         self.checkpointer = self.view.checkpointer = Checkpointer(
-            self.checkpoints,
-            run,
-            saved_roles=self.saved_roles,
-            roles=self.roles,
-            pipeline=self.pipeline,
-            keep=self.checkpoints_to_keep,
-            watch=self._watch,
+            self.checkpoints, run, self.saved_roles, self.roles, self.pipeline, self.checkpoints_to_keep, self._watch
         )
         self._started = False
         self._attempt = ExitStack()  # logs and guards of an attempt, which ends with the run or with an error
@@ -196,7 +200,8 @@ class Trainer(ABC):
                 except BaseException as error:
                     if not self._recover(error):
                         raise
-            if not (keep_workers or self.can_stay_loaded):
+            in_process = self.runner.keeps_workers and all(group.processes is None for group in self.roles.values())
+            if not (keep_workers or in_process):
                 self.shutdown()
         return metrics
 
@@ -284,7 +289,6 @@ class Trainer(ABC):
         )
 
     def _is_over(self) -> bool:
-        """Whether `fit` trains no further step."""
         view = self.view
         return self.config.trainer.val_only or view.interrupted is not None or view.end_reason is not None
 
@@ -292,7 +296,7 @@ class Trainer(ABC):
         """Whether an action with this frequency, such as `trainer.save_freq`, is due after this step."""
         if freq == "after_each_epoch":
             freq = self.source.steps_per_epoch
-        return isinstance(freq, int) and freq > 0 and self.global_step % freq == 0
+        return isinstance(freq, int) and freq > 0 and self.view.step % freq == 0
 
     def _save_if_due(self) -> None:
         trainer, view = self.config.trainer, self.view
@@ -308,7 +312,7 @@ class Trainer(ABC):
 
     def _validate_if_due(self) -> dict[str, float]:
         freq = self.config.trainer.test_freq
-        if not (self._is_due(freq) or (freq not in (-1, 0) and self.global_step == self.total_steps)):
+        if not (self._is_due(freq) or (freq not in (-1, 0) and self.view.step == self.view.total_steps)):
             return {}
         # a validation can take longer than the time between SIGTERM and SIGKILL
         self._watch.is_pending = self.view.interrupted is not None
@@ -338,7 +342,7 @@ class Trainer(ABC):
         """
         self.start()
         self.checkpointer.poll()
-        view, total = self.view, self.total_steps
+        view, total = self.view, self.view.total_steps
         if view.failed_step is not None and self.runner.keeps_workers:
             self.before_first_step()
         position, view.failed_step = self.runner.position(), None
@@ -399,11 +403,6 @@ class Trainer(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-    @property
-    def can_stay_loaded(self) -> bool:
-        """Whether the workers stay after the `fit` that has started them: none runs in another process."""
-        return self.runner.keeps_workers and all(group.processes is None for group in self.roles.values())
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

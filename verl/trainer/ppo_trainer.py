@@ -25,7 +25,6 @@ from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, p
 from verl.trainer.output.samples import (
     check_sampling,
     choose_rows,
-    dump_generations,
     first_prompt,
     generations,
     prompt_items,
@@ -42,7 +41,7 @@ from verl.trainer.ppo.flow import (
     needs_critic,
     should_free_cache,
 )
-from verl.trainer.ppo.operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
+from verl.trainer.ppo.operators import Prompts, generate, repeat, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import correct_rollout
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.startup.arguments import prepare_run, read_arguments
@@ -266,7 +265,8 @@ class PPOTrainer(Trainer):
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         folder = self.config.trainer.rollout_data_dir
         if folder:
-            dump_generations(self.run.working_dir / folder, self.global_step, batch, self.tokenizer)
+            samples = [{**sample, "step": self.global_step} for sample in generations(batch, self.tokenizer)]
+            write_jsonl(self.run.working_dir / folder / f"{self.global_step}.jsonl", samples)
         metrics, reported = data_metrics(batch), batch.meta_info["metrics"]
         metrics |= {name: reported[name] for name in metrics.keys() & reported.keys()}  # of every sample of the step
         mismatch = reported.get("rollout/logprob_gap_max", 0.0)
@@ -337,7 +337,7 @@ class PPOTrainer(Trainer):
             self.sync_weights()
             responses = generate(self.roles, sampling, uses_agent_loop(config))(repeat(n)(batch))
             if should_free_cache(config):
-                free_rollout_cache(self.roles)(responses)
+                self.roles["rollout"].free_rollout_cache()
         texts = response_texts(responses, self.tokenizer)
         return texts if n == 1 else [texts[i : i + n] for i in range(0, len(texts), n)]
 

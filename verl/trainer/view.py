@@ -1,16 +1,18 @@
-"""RunView: what guards, logs and checkpoints see of a run."""
+"""RunView and StepReport: what guards, logs and checkpoints see of a run and of a step."""
 
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config.fields import Schema
+from verl.registry import did_you_mean
 
 if TYPE_CHECKING:
     from verl.data.order import PromptSource
     from verl.dataflow import Pipeline
+    from verl.protocol import DataProto
     from verl.single_controller import WorkerGroup
     from verl.trainer.checks.preflight import Run
     from verl.trainer.state.checkpointing import Checkpointer
@@ -71,3 +73,37 @@ class RunView:
     def running_operators(self) -> Mapping[str, float]:
         """Operators that are running -> start by `time.perf_counter`."""
         return {p.label + name: start for p in self.pipelines for name, start in dict(p.running_since).items()}
+
+
+@dataclass(frozen=True, repr=False)
+class StepReport(Mapping[str, float]):
+    """The metrics of one step as a mapping, `report["critic/score/mean"]`, with what else is known of the step.
+
+    Attributes:
+        step: number of the step; the first is 1.
+        total_steps: number of the last step of the run.
+        metrics: what `fit` logs for this step; includes timing_s/*.
+        timings: seconds of each operator.
+        batch: the batch after the last operator.
+    """
+
+    step: int
+    total_steps: int
+    metrics: dict[str, float]
+    timings: dict[str, float]
+    batch: "DataProto"
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self.metrics:
+            raise KeyError(f"step {self.step} has no metric {name!r}: {did_you_mean(name, self.metrics)}")
+        return self.metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metrics)
+
+    def __len__(self) -> int:
+        return len(self.metrics)
+
+    def __repr__(self) -> str:
+        rows = "".join(f"\n  {name}: {value:g}" for name, value in self.metrics.items())
+        return f"step {self.step} of {self.total_steps}, {len(self.batch)} samples{rows}"

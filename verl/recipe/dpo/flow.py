@@ -21,7 +21,7 @@ from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.recipe.dpo.worker import DPOConfig, DPOSection
 from verl.registry import did_you_mean
-from verl.trainer.ppo.dynamic_sampling import group_rows
+from verl.trainer.output.metrics import group_rows
 from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, UpdatePlan
 from verl.trainer.startup.inputs import Inputs
 

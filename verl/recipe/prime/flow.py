@@ -17,7 +17,8 @@ from verl.config import Problem
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.recipe.prime.worker import PrimeConfig, PrimeSection, PromptFilterConfig
-from verl.trainer.ppo.dynamic_sampling import PromptQueue, group_rows, queue_prompts
+from verl.trainer.output.metrics import group_rows
+from verl.trainer.ppo.dynamic_sampling import PromptQueue, queue_prompts
 from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, UpdatePlan, sequence_columns
 
 

@@ -23,7 +23,8 @@ from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller.cluster import wait_limits
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
-from verl.trainer.ppo.dynamic_sampling import DynamicSampling, Gathered, group_rows
+from verl.trainer.output.metrics import group_rows
+from verl.trainer.ppo.dynamic_sampling import DynamicSampling, Gathered
 from verl.trainer.ppo.flow import PPORunner
 from verl.trainer.ppo.operators import Prompts, Roles, check_vocabulary, prompt_columns, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import sampled_log_probs

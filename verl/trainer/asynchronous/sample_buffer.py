@@ -30,13 +30,13 @@ import numpy as np
 
 from verl.data.sequences import concat_sequences
 from verl.dataflow import HOLD
-from verl.dataflow.metrics import Total
-from verl.dataflow.pipeline import RunReports, merge_reports
+from verl.dataflow.pipeline import RunReports, Total, merge_reports
 from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto
 from verl.trainer.guards.operator_watch import OperatorTimeout, thread_stacks
+from verl.trainer.output.metrics import group_rows
 from verl.trainer.ppo.canary import StaleWeightsError
-from verl.trainer.ppo.dynamic_sampling import PromptQueue, group_rows
+from verl.trainer.ppo.dynamic_sampling import PromptQueue
 from verl.trainer.ppo.operators import Prompts, check_failures, length_metrics
 
 _LOOK = 0.5  # seconds between two checks for signals and errors while the training loop waits

@@ -13,10 +13,9 @@ from typing import Any
 from verl.config import dump_config
 from verl.config.fields import Schema
 from verl.trainer.guards.base import ROLL_BACK, SKIP, Action, Guard
-from verl.trainer.output.step_report import StepReport
 from verl.trainer.state.checkpointing import BadStepsError
 from verl.trainer.state.saved_state import save_state
-from verl.trainer.view import RunView
+from verl.trainer.view import RunView, StepReport
 from verl.utils.paths import resolved
 
 logger = logging.getLogger("verl.trainer")

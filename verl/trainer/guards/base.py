@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # this module is imported before torch
-    from verl.trainer.output.step_report import StepReport
-    from verl.trainer.view import RunView
+    from verl.trainer.view import RunView, StepReport
 
 
 @dataclass(frozen=True)

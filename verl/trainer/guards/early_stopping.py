@@ -8,15 +8,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.config.fields import Schema
 from verl.registry import did_you_mean
 from verl.trainer.guards.base import STOP, Action, Guard
-from verl.trainer.view import RunView
-
-if TYPE_CHECKING:
-    from verl.trainer.output.step_report import StepReport
+from verl.trainer.view import RunView, StepReport
 
 logger = logging.getLogger("verl.trainer")
 
@@ -147,7 +144,7 @@ class ValidationWatch(Guard):
             f"(best: {best.value:.4g} at step {best.step}; trainer.early_stopping.patience={self.patience})"
         )
 
-    def after_step(self, view: RunView, report: "StepReport") -> None:
+    def after_step(self, view: RunView, report: StepReport) -> None:
         self.improved = False
 
     def after_validation(self, view: RunView, metrics: Mapping[str, float]) -> Action | None:

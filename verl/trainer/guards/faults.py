@@ -119,7 +119,6 @@ class Faults(Guard):
         disarm()
 
     def _left(self, record: Path) -> list[str]:
-        """The faults that are not injected yet."""
         if not os.path.lexists(record):
             return self.faults
         try:
@@ -218,16 +217,11 @@ def _spoil_update(name: str, original: Callable, worker: EngineWorker, *args: An
     with original(worker, *args, **kwargs) as update:
         yield update
         if name == "nan-weight":
-            _spoil_weight(worker.engine)
-
-
-def _spoil_weight(engine: Any) -> None:
-    """Make one weight NaN in the shard of this rank."""
-    for parameter in engine.optimizer.param_groups[0]["params"]:
-        shard = getattr(parameter, "to_local", lambda parameter=parameter: parameter)().detach()
-        if shard.numel():
-            shard.view(-1)[0] = float("nan")
-            return
+            for parameter in worker.engine.optimizer.param_groups[0]["params"]:
+                shard = getattr(parameter, "to_local", parameter.detach)().detach()
+                if shard.numel():
+                    shard.view(-1)[0] = float("nan")
+                    break
 
 
 #: fault -> owners of the function that it replaces, its name, and the replacement

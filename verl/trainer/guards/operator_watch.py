@@ -103,7 +103,6 @@ class OperatorWatch(Guard):
                     self._interrupt(name, f"{limit.seconds:g} s (limit: {limit.reason})")
 
     def _interrupt(self, name: str, limit: str) -> None:
-        """Raise OperatorTimeout in the thread that runs the flow."""
         frame = sys._current_frames()[self._flow_thread.ident]
         location = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
         self._message = f"operator {name!r} has not ended after {limit}: it is in {location}; stacks of all threads:"

@@ -168,10 +168,8 @@ DETECTORS: dict[str, Detector] = {
 #: metrics of the history, in addition to validation results; the last line is for the summary of the run
 _KEPT = {"actor/lr", "reward/acc", "critic/score/min", "critic/score/max", *REWARD, *ENTROPY, *KL}
 _KEPT |= {*HEADLINES["loss"], *SYNC}
-
-
-def _is_kept(name: str) -> bool:
-    return name in _KEPT or name.startswith(("val-core/", "val/")) or STALENESS.fullmatch(name) is not None
+#: prefixes of validation results
+_VALIDATION = ("val-core/", "val/")
 
 
 class DivergenceWatch:
@@ -190,15 +188,17 @@ class DivergenceWatch:
     def update(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Add the metrics of a step or of a validation. Returns one line for each new event."""
         for name, value in metrics.items():
-            if math.isfinite(value) and _is_kept(name):
+            if math.isfinite(value) and (name in _KEPT or name.startswith(_VALIDATION) or STALENESS.fullmatch(name)):
                 self.history.setdefault(name, []).append((step, value))
         self._updates += 1
         # the detectors read the whole history: rarer checks in a long run keep the time per step bounded
-        is_validation = any(name.startswith(("val-core/", "val/")) for name in metrics)
+        is_validation = any(name.startswith(_VALIDATION) for name in metrics)
         if self._updates % (1 + self._updates // _EVERY) and not is_validation:
             return []
         lines = []
         for kind, detector in DETECTORS.items():
+            if detector is worse_validation and not is_validation:  # it reads the results of validations only
+                continue
             options = {"prompts": self._prompts} if detector is worse_validation else {}
             if kind in self._reported:
                 if detector(self.history, scale=0.5, **options) is None:

@@ -2,8 +2,7 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,19 +28,29 @@ def response_lengths(batch: DataProto) -> torch.Tensor:
     return columns["attention_mask"][:, -columns["responses"].shape[1] :].sum(1).float()
 
 
+def group_rows(batch: DataProto) -> list[np.ndarray]:
+    """The rows of each prompt, in the order of their first rows."""
+    rows: dict[str, list[int]] = defaultdict(list)
+    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+        rows[uid].append(row)
+    return [np.array(members) for members in rows.values()]
+
+
 def data_metrics(batch: DataProto) -> dict[str, float]:
     """Scores, rewards and lengths of a finished training batch; advantages, returns, values, KL if it has them."""
     columns = batch.tensors
     mask, prompt_mask = columns["response_mask"], columns["attention_mask"][:, : columns["prompts"].shape[1]]
-    lengths = response_lengths(batch)
+    lengths, scores = response_lengths(batch), columns["token_level_scores"].sum(1)
     metrics = {
-        **_spread("critic/score", columns["token_level_scores"].sum(1)),
+        **_spread("critic/score", scores),
         **_spread("critic/rewards", columns["token_level_rewards"].sum(1)),
         **_spread("response_length", lengths),
         **_spread("prompt_length", prompt_mask.sum(1).float()),
         "response/aborted_ratio": (lengths == 0).float().mean().item(),
     }
-    metrics |= _group_metrics(columns["token_level_scores"].sum(1), batch.non_tensor_batch["uid"])
+    groups = [scores.numpy()[rows] for rows in group_rows(batch) if len(rows) > 1]
+    if groups:  # the fraction of zero-variance groups: prompts whose responses all have the same score
+        metrics["reward/tied_groups"] = sum(bool(each.min() == each.max()) for each in groups) / len(groups)
     for name in ("advantages", "returns", "values"):
         if name in columns:
             metrics |= _spread(f"critic/{name}", columns[name][mask.bool()])
@@ -54,17 +63,6 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         kl = k3(columns["old_log_probs"] - columns["ref_log_prob"])
         metrics["actor/ref_kl"] = masked_mean(kl, mask).item()
     return metrics
-
-
-def _group_metrics(scores: torch.Tensor, uid: np.ndarray) -> dict[str, float]:
-    """Fraction of zero-variance groups: prompts whose responses all have the same score."""
-    groups: dict[str, list[float]] = defaultdict(list)
-    for score, key in zip(scores.tolist(), uid):
-        groups[str(key)].append(score)
-    several = [values for values in groups.values() if len(values) > 1]
-    if not several:
-        return {}
-    return {"reward/tied_groups": sum(min(values) == max(values) for values in several) / len(several)}
 
 
 def timing_metrics(timings: Mapping[str, float], step: float, tokens: int, world_size: int) -> dict[str, float]:
@@ -105,26 +103,18 @@ def validation_metrics(
     groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (source, uid) in enumerate(zip(data_sources, uids)):
         groups[str(source)][str(uid)].append(row)
+    aggregates = {"mean@": np.mean, "best@": np.max, "worst@": np.min, "std@": np.std}
     metrics: dict[str, float] = {}
     for source, prompts in groups.items():
         n = max(len(rows) for rows in prompts.values())
+        kinds = aggregates if n > 1 else {"mean@": np.mean}
         for name, column in variables.items():
-            kinds: dict[str, Callable[[list[int]], float]] = {
-                f"mean@{n}": lambda rows, c=column: float(np.mean(c[rows]))
-            }
-            if n > 1:
-                kinds |= {
-                    f"best@{n}": lambda rows, c=column: float(np.max(c[rows])),
-                    f"worst@{n}": lambda rows, c=column: float(np.min(c[rows])),
-                    f"std@{n}": lambda rows, c=column: float(np.std(c[rows])),
-                }
-                if predictions is not None:
-                    kinds[f"maj@{n}"] = lambda rows, c=column: _majority(c[rows], predictions[rows])
-            for kind, aggregate in kinds.items():
-                section = "val-core" if name == core and kind.split("@")[0] in ("mean", "best", "maj") else "val-aux"
-                metrics[f"{section}/{source}/{name}/{kind}"] = float(
-                    np.mean([aggregate(rows) for rows in prompts.values()])
-                )
+            values = {kind: [func(column[rows]) for rows in prompts.values()] for kind, func in kinds.items()}
+            if n > 1 and predictions is not None:
+                values["maj@"] = [_majority(column[rows], predictions[rows]) for rows in prompts.values()]
+            for kind, of_prompts in values.items():
+                section = "val-core" if name == core and kind in ("mean@", "best@", "maj@") else "val-aux"
+                metrics[f"{section}/{source}/{name}/{kind}{n}"] = float(np.mean(of_prompts))
     return metrics
 
 
@@ -140,17 +130,13 @@ def numeric_columns(batches: Sequence[DataProto]) -> dict[str, np.ndarray]:
         if not name.startswith("reward_") or name == "reward_model":
             continue
         values = [v for b in batches for v in b.non_tensor_batch.get(name, [None] * len(b))]
-        numbers = sum(_is_number(v) for v in values)
+        numbers = sum(isinstance(v, bool | int | float | np.number) for v in values)
         if numbers == len(values):
             columns[name.removeprefix("reward_")] = np.array(values, dtype=np.float64)
         elif numbers:
             short = name.removeprefix("reward_")
             logger.warning("%r is a number in only %d of %d rows: it is not reported", short, numbers, len(values))
     return columns
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float | np.number)
 
 
 def joined(batches: Sequence[DataProto], name: str) -> np.ndarray:

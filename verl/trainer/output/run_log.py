@@ -17,9 +17,8 @@ from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.output.divergence import DivergenceWatch
-from verl.trainer.output.step_report import StepReport
 from verl.trainer.output.summary import run_summary
-from verl.trainer.view import RunView
+from verl.trainer.view import RunView, StepReport
 from verl.utils import log
 from verl.utils.redaction import redacted
 
@@ -164,7 +163,6 @@ class RunLog:
         self._tracking.log_samples("val/generations", samples, self._view.step)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics, and warn of divergence."""
         self._tracking.log(metrics, step)
         for line in self._divergence.update(step, metrics):
             logger.warning("%s", line)

@@ -21,6 +21,7 @@ from verl.registry import did_you_mean
 from verl.rollout.request import SamplingParams
 from verl.tracking.formatting import format_line
 from verl.tracking.thumbnails import thumbnails_by_object
+from verl.trainer.output.metrics import group_rows
 
 #: fields of a sample; a value of the reward function with one of these names gets the prefix `reward_`
 _FIELDS = {
@@ -140,12 +141,6 @@ def choose_rows(count: int, size: int, seed: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(count), min(size, count)))
 
 
-def dump_generations(folder: str | Path, step: int, batch: DataProto, tokenizer: Any) -> None:
-    """Write the samples of a step to <folder>/<step>.jsonl."""
-    samples = [{**sample, "step": step} for sample in generations(batch, tokenizer)]
-    write_jsonl(Path(folder) / f"{step}.jsonl", samples)
-
-
 def write_jsonl(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,11 +199,8 @@ def distribution(values: Sequence[float], bins: int = 20) -> list[tuple[float, i
 
 def _groups(batch: DataProto, scores: torch.Tensor, tokenizer: Any) -> dict[str, Any]:
     """Number of groups with several samples, and of those with zero variance, with examples."""
-    members: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
-        members.setdefault(str(uid), []).append(row)
-    groups = [rows for rows in members.values() if len(rows) > 1]
-    equal = [rows[0] for rows in groups if len({scores[row].item() for row in rows}) == 1]
+    groups = [rows for rows in group_rows(batch) if len(rows) > 1]
+    equal = [rows[0] for rows in groups if scores[rows].min() == scores[rows].max()]
     examples = generations(batch, tokenizer, equal[:_EXAMPLES])
     names = ("input", "output", "gts", "score", "images")
     records = [{name: sample[name] for name in names if name in sample} for sample in examples]

@@ -114,7 +114,6 @@ class Canary:
         return {"weight_sync/canary_mismatch": max(mismatches)}
 
     def _trained(self, rows: list[list[int]]) -> list[torch.Tensor]:
-        """The trainer's log-probs of each response."""
         unique = list(dict.fromkeys(map(tuple, rows)))
         columns = build_sequences([self.prompt] * len(unique), unique, pad_token_id=0)
         ((log_probs, is_narrow), *_) = self.roles["actor"].canary_log_probs(DataProto.from_dict(columns))

@@ -26,7 +26,7 @@ from verl.data.sequences import concat_sequences
 from verl.dataflow import HOLD, DataFlow, Operator, Stateful
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
-from verl.trainer.output.metrics import response_lengths
+from verl.trainer.output.metrics import group_rows, response_lengths
 from verl.trainer.ppo.operators import Prompts
 
 logger = logging.getLogger("verl.trainer")
@@ -104,6 +104,7 @@ _OLD_NAMES = {"alike": "zero_variance", "answers": "responses", "held": "kept"}
 _WARN_PASSES = 5  # a warning per this many passes without a kept group
 
 
+@dataclass(eq=False, repr=False)
 class DynamicSampling(Stateful):
     """Keeps the groups whose responses differ in `metric`, and holds the pass until there are `num_groups` of them.
 
@@ -123,27 +124,15 @@ class DynamicSampling(Stateful):
         pad_token_id: for padding batches of different lengths.
     """
 
-    def __init__(
-        self,
-        queue: PromptQueue,
-        *,
-        metric: str,
-        num_groups: int,
-        pass_size: int,
-        max_passes: int,
-        max_empty_passes: int,
-        fill: bool,
-        pad_token_id: int,
-    ):
-        self.queue = queue
-        self.metric = metric
-        self.num_groups = num_groups
-        self.pass_size = pass_size
-        self.max_passes = max_passes
-        self.max_empty_passes = max_empty_passes
-        self.fill = fill
-        self.pad_token_id = pad_token_id
-        self.gathered = Gathered()
+    queue: PromptQueue
+    metric: str
+    num_groups: int
+    pass_size: int
+    max_passes: int
+    max_empty_passes: int
+    fill: bool
+    pad_token_id: int
+    gathered: Gathered = field(default_factory=Gathered)
 
     def __call__(self, batch: DataProto) -> Any:
         gathered = self.gathered
@@ -160,7 +149,12 @@ class DynamicSampling(Stateful):
         )
         if self.is_complete():
             return self._release()
-        self.queue.size = self._next_size()
+        size = self.pass_size
+        if gathered.groups:  # the missing groups, divided by the share of groups kept so far
+            missing = self.num_groups - gathered.groups
+            size = min(size, -(-missing * gathered.prompts // gathered.groups))
+        left = self.max_passes * self.pass_size - gathered.prompts
+        self.queue.size = min(size, left) if self.max_passes else size
         return HOLD
 
     def count(self, batch: DataProto) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -179,7 +173,20 @@ class DynamicSampling(Stateful):
 
     def is_complete(self) -> bool:
         """Whether there are enough groups for a step. Raises ValueError at its limit, unless it may be filled."""
-        return self.gathered.groups >= self.num_groups or self._at_limit()
+        gathered = self.gathered
+        if gathered.groups >= self.num_groups:
+            return True
+        reached = self.max_passes > 0 and gathered.prompts >= self.max_passes * self.pass_size
+        if reached and not self.fill:
+            raise ValueError(
+                f"dynamic sampling: only {gathered.groups} of {self.num_groups} groups have responses that differ in "
+                f"{self.metric!r}, after {gathered.prompts} prompts ({self.max_passes} generations of "
+                f"{self.pass_size}; mean {self.metric} {gathered.metric_sum / gathered.responses:.3g}). The prompts "
+                "may be too easy or too hard: change the data, raise actor_rollout_ref.rollout.n, raise "
+                "algorithm.filter_groups.max_num_gen_batches (0: no limit), or continue with fewer groups: "
+                "algorithm.filter_groups.at_limit=fill"
+            )
+        return reached
 
     def _check_empty(self, empty_before: int) -> None:
         """Warn of generations without a kept group, and raise ValueError at their limit.
@@ -223,29 +230,6 @@ class DynamicSampling(Stateful):
             )
         return values.astype(np.float64)
 
-    def _at_limit(self) -> bool:
-        """Whether the step has reached its limit of prompts. If so, raises ValueError unless the step may be filled."""
-        gathered = self.gathered
-        reached = self.max_passes > 0 and gathered.prompts >= self.max_passes * self.pass_size
-        if reached and not self.fill:
-            raise ValueError(
-                f"dynamic sampling: only {gathered.groups} of {self.num_groups} groups have responses that differ in "
-                f"{self.metric!r}, after {gathered.prompts} prompts ({self.max_passes} generations of "
-                f"{self.pass_size}; mean {self.metric} {gathered.metric_sum / gathered.responses:.3g}). The prompts "
-                "may be too easy or too hard: change the data, raise actor_rollout_ref.rollout.n, raise "
-                "algorithm.filter_groups.max_num_gen_batches (0: no limit), or continue with fewer groups: "
-                "algorithm.filter_groups.at_limit=fill"
-            )
-        return reached
-
-    def _next_size(self) -> int:
-        """Number of prompts of the next pass."""
-        gathered, size = self.gathered, self.pass_size
-        if gathered.groups:  # the missing groups, divided by the share of groups kept so far
-            missing = self.num_groups - gathered.groups
-            size = min(size, -(-missing * gathered.prompts // gathered.groups))
-        return min(size, self.max_passes * self.pass_size - gathered.prompts) if self.max_passes else size
-
     def _release(self) -> DataProto:
         """Return the first `num_groups` kept groups. Prompts of further groups return to the queue."""
         gathered, self.gathered = self.gathered, Gathered()
@@ -281,14 +265,6 @@ def queue_prompts(flow: DataFlow, size: int) -> PromptQueue:
     queue = PromptQueue(prompts.func, size)
     flow.replace("prompts", Operator("prompts", queue, writes=prompts.writes))
     return queue
-
-
-def group_rows(batch: DataProto) -> list[np.ndarray]:
-    """The rows of each prompt, in the order of their first rows."""
-    rows: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
-        rows.setdefault(uid, []).append(row)
-    return [np.array(members) for members in rows.values()]
 
 
 def sample_dynamically(flow: DataFlow, config: schema.Config, pad_token_id: int) -> DataFlow:

@@ -34,15 +34,12 @@ from verl.trainer.ppo.operators import (
     advantage,
     free_rollout_cache,
     generate,
+    infer,
     model_scores,
     old_log_prob,
-    ref_log_prob,
     repeat,
-    sleep_rollout,
     sync_weights,
     uses_agent_loop,
-    values,
-    wake_rollout,
 )
 from verl.trainer.runner import FlowRunner
 from verl.trainer.view import RunView
@@ -126,9 +123,11 @@ def build_ppo_flow(
         flow.add_operator(Operator("reward_baseline", greedy.score, "uid", "reward_baselines"))
     flow.add_operator(_old_log_prob_operator(config, roles, required))
     if needs_reference(config):
-        flow.add_operator(Operator("ref", ref_log_prob(roles), SEQUENCES, "ref_log_prob", on="ref"))
+        ref = infer(roles, "ref", "compute_ref_log_prob")
+        flow.add_operator(Operator("ref", ref, SEQUENCES, "ref_log_prob", on="ref"))
     if "values" in required:
-        flow.add_operator(Operator("values", values(roles), SEQUENCES, "values", on="critic"))
+        values = infer(roles, "critic", "compute_values")
+        flow.add_operator(Operator("values", values, SEQUENCES, "values", on="critic"))
     if algorithm.use_kl_in_reward:
         kl = KLInReward(get_kl_controller(**algorithm.kl_ctrl.model_dump()), algorithm.kl_penalty)
         reads = ("token_level_rewards", "old_log_probs", "ref_log_prob", "response_mask")
@@ -199,13 +198,20 @@ def add_weight_sync(flow: DataFlow, config: schema.Config, weights: "RolloutWeig
     if not generating:
         return flow
     sleeps = should_free_cache(config) or (policy.actor.fsdp_config.param_offload and not config.rollout_is_separate)
+
+    def wake(batch: DataProto) -> None:
+        weights.require(batch.meta_info["global_step"] - 1)  # pushed again if the rollout was put to sleep
+
+    def sleep(batch: DataProto) -> None:
+        weights.sleep()
+
     if sleeps and "filter_groups" in flow and config.reward.reward_model.enable:
         for name in generating:  # the reward model computes between two passes of one step
-            flow.insert_before(name, Operator(f"wake_for_{name}", wake_rollout(weights), on="actor"))
-            flow.insert_after(name, Operator(f"sleep_after_{name}", sleep_rollout(weights), on="rollout"))
+            flow.insert_before(name, Operator(f"wake_for_{name}", wake, on="actor"))
+            flow.insert_after(name, Operator(f"sleep_after_{name}", sleep, on="rollout"))
     elif sleeps:
         last = max((*generating, *(n for n in flow.names if n == "filter_groups")), key=flow.names.index)
-        flow.insert_after(last, Operator("sleep_rollout", sleep_rollout(weights), on="rollout"))
+        flow.insert_after(last, Operator("sleep_rollout", sleep, on="rollout"))
     last_update = "update_actor" if "update_actor" in flow else flow.names[-1]
     return flow.insert_after(last_update, Operator("sync_weights", sync_weights(weights), on="actor"))
 
@@ -261,23 +267,16 @@ class PPORunner(FlowRunner):
         self.weights.version = None
 
 
-#: columns that only a recipe, or a role that is off by default, writes -> what to do
-_WRITERS = {
-    "rm_scores": "run python -m verl.recipe.prime.main_prime for process rewards, or set "
-    "reward.reward_model.enable=true"
-}
-
-
 def check_writers(flow: DataFlow) -> None:
-    """Raise ValueError for an operator that reads a column which only a recipe writes, and the recipe is not used."""
-    written = {column for operator in flow for column in operator.writes}
+    """Raise ValueError if an operator reads rm_scores, which only a recipe and the reward model write, without them."""
+    if any("rm_scores" in operator.writes for operator in flow):
+        return
     for operator in flow:
-        for column in operator.reads:
-            if column in _WRITERS and column not in written:
-                raise ValueError(
-                    f"the operator {operator.name!r} reads {column!r}, which no operator of this flow writes: "
-                    f"{_WRITERS[column]}"
-                )
+        if "rm_scores" in operator.reads:
+            raise ValueError(
+                f"the operator {operator.name!r} reads 'rm_scores', which no operator of this flow writes: run python "
+                "-m verl.recipe.prime.main_prime for process rewards, or set reward.reward_model.enable=true"
+            )
 
 
 def build_validation_flow(config: schema.Config, roles: Roles, manager: RewardManager) -> DataFlow:

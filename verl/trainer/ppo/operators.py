@@ -15,8 +15,8 @@ from verl.algorithms.kl import FixedKLController, apply_kl_penalty
 from verl.columns import outside_vocabulary
 from verl.config import schema
 from verl.data.order import PromptSource
-from verl.dataflow.metrics import Total
 from verl.dataflow.operator import Stateful
+from verl.dataflow.pipeline import Total
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
@@ -54,26 +54,19 @@ SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
 Roles = Mapping[str, WorkerGroup]
 
 
+@dataclass(eq=False, repr=False)
 class Prompts(Stateful):
     """The source of training prompts.
 
     meta_info has global_step and, for the checks of `verl.columns`, vocab_size and (with images) media_tokens.
     """
 
-    def __init__(
-        self,
-        source: PromptSource,
-        step: Callable[[], int],
-        vocab_size: int,
-        media_tokens: Mapping[str, int] | None = None,
-    ):
-        self.source = source
-        self.step = step
-        self.vocab_size = vocab_size
-        self.media_tokens = media_tokens
+    source: PromptSource
+    step: Callable[[], int]
+    vocab_size: int
+    media_tokens: Mapping[str, int] | None = None
 
     def meta_info(self) -> dict[str, Any]:
-
         media = {} if self.media_tokens is None else {"media_tokens": self.media_tokens}
         return {"global_step": self.step(), "vocab_size": self.vocab_size, **media}
 
@@ -147,7 +140,7 @@ def sequence_columns(batch: DataProto, extra: tuple[str, ...] = ()) -> DataProto
 
 def media_columns(batch: DataProto) -> list[str]:
     """Names of the object columns that a model reads: the tensors of images, if the batch has any."""
-    return [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
+    return ["multi_modal_inputs"] if "multi_modal_inputs" in batch.non_tensor_batch else []
 
 
 def length_metrics(batch: DataProto) -> dict[str, Any]:
@@ -204,24 +197,6 @@ def sync_weights(weights: "RolloutWeights") -> Callable[[DataProto], None]:
     return sync
 
 
-def wake_rollout(weights: "RolloutWeights") -> Callable[[DataProto], None]:
-    """Wake the rollout for another pass of the same step: push the weights again if it was put to sleep."""
-
-    def wake(batch: DataProto) -> None:
-        weights.require(batch.meta_info["global_step"] - 1)
-
-    return wake
-
-
-def sleep_rollout(weights: "RolloutWeights") -> Callable[[DataProto], None]:
-    """Free the rollout's memory for the following operators."""
-
-    def sleep(batch: DataProto) -> None:
-        weights.sleep()
-
-    return sleep
-
-
 def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
     """Free the rollout's KV cache. The weights are kept for the next prompts."""
 
@@ -254,8 +229,11 @@ class Reward:
             )
         metrics = {name: Total(value) if name in _COUNTS else value for name, value in rewards["metrics"].items()}
         if self.shuffle_seed is not None:
-            order = self._shuffled_rows(batch)
-            scores = _at_last_token(scores[order], batch.batch["response_mask"])
+            seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
+            order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
+            mask, sums = batch.batch["response_mask"], scores[order].sum(1)
+            last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)  # response token of each row
+            scores = torch.zeros_like(scores).scatter(1, last[:, None], sums[:, None])
             extra = {name: [values[i] for i in order] for name, values in extra.items()}
         for name, values in extra.items():
             # (sum, count), so that the mean over several passes does not depend on which samples were in which pass
@@ -267,16 +245,6 @@ class Reward:
             {f"reward_{name}": values for name, values in extra.items()},
             {"metrics": metrics},
         )
-
-    def _shuffled_rows(self, batch: DataProto) -> list[int]:
-        seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
-        return torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def _at_last_token(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Move the sum of each row of scores (B, T) to the last response token of that row."""
-    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
-    return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[:, None])
 
 
 def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
@@ -358,22 +326,13 @@ def old_log_prob(roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = 
     return recompute
 
 
-def ref_log_prob(roles: Roles) -> Callable[[DataProto], DataProto]:
-    """Column ref_log_prob (B, T): log-probs under the reference policy."""
+def infer(roles: Roles, role: str, method: str) -> Callable[[DataProto], DataProto]:
+    """The columns (B, T) that a forward pass of a role over whole sequences gives, such as ref_log_prob or values."""
 
-    def ref(batch: DataProto) -> DataProto:
-        return roles["ref"].compute_ref_log_prob(sequence_columns(batch))
+    def infer_sequences(batch: DataProto) -> DataProto:
+        return getattr(roles[role], method)(sequence_columns(batch))
 
-    return ref
-
-
-def values(roles: Roles) -> Callable[[DataProto], DataProto]:
-    """Column values (B, T): the critic's value of the state before each token."""
-
-    def compute_values(batch: DataProto) -> DataProto:
-        return roles["critic"].compute_values(sequence_columns(batch))
-
-    return compute_values
+    return infer_sequences
 
 
 class KLInReward(Stateful):
@@ -462,11 +421,16 @@ def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, s
     return [i for share in shares for i in share]
 
 
-class Update:
-    """Updates the actor or the critic: calls `method` of the role's workers once per pass.
+def update_rows(batch: DataProto) -> DataProto:
+    """The columns that an update reads. Tokens outside of a column `loss_mask` are excluded from the loss."""
+    rows = batch.select(None, media_columns(batch), [])
+    if "loss_mask" in rows:
+        rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
+    return rows
 
-    If the batch has a column `loss_mask`, tokens outside of it are excluded from the loss.
-    """
+
+class Update:
+    """Updates the actor or the critic: calls `method` of the role's workers once per pass."""
 
     def __init__(self, roles: Roles, role: str, method: str, plan: UpdatePlan):
         self.roles = roles
@@ -485,9 +449,7 @@ class Update:
             return
         group = self.roles[self.role]
         ranks = group.layout().dp_size
-        rows = batch.select(None, media_columns(batch), [])
-        if "loss_mask" in rows:
-            rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
+        rows = update_rows(batch)
         lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.rows_per_unit).sum(1).tolist()
         sums = MetricSums()
         for epoch in range(plan.epochs):

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.single_controller.worker_group import Future, WorkerGroup
@@ -16,25 +16,25 @@ logger = logging.getLogger("verl.trainer")
 _POLL = 0.02  # seconds between two polls of calls that wait for one another
 
 
+@dataclass(eq=False, repr=False)
 class RolloutWeights:
     """The weights and memory phases of the rollout: awake from `push` to `sleep`.
 
-    version: weight version of the rollout, the number of completed training steps; None if it has no weights.
+    Args:
+        separate: the rollout has separate devices, so weights are sent between processes.
+        canary: checks some of the pushed weights.
+        by_disk: weights are written to a folder and read by the rollout ranks.
+
+    Attributes:
+        version: weight version of the rollout, the number of completed training steps; None if it has no weights.
     """
 
-    def __init__(
-        self, roles: Mapping[str, WorkerGroup], separate: bool, canary: Canary | None = None, by_disk: bool = False
-    ):
-        """
-        Args:
-            separate: the rollout has separate devices, so weights are sent between processes.
-            canary: checks some of the pushed weights.
-            by_disk: weights are written to a folder and read by the rollout ranks.
-        """
-        self.roles = roles
-        self.separate = separate
-        self.canary = canary
-        self.by_disk = by_disk
+    roles: Mapping[str, WorkerGroup]
+    separate: bool
+    canary: Canary | None = None
+    by_disk: bool = False
+
+    def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -48,10 +48,13 @@ class RolloutWeights:
         """Push the actor's current weights to the rollout. Returns the metrics weight_sync/*.
 
         Raises:
+            ValueError: the ranks report different checksums.
             StaleWeightsError: the rollout does not generate with them.
         """
         reports = self._push(version)
-        _check_same_weights(reports, version)
+        if len({report.checksum for report in reports}) > 1:
+            sums = ", ".join(format_checksum(report.checksum) for report in reports)
+            raise ValueError(f"weight sync: expected the same weights of version {version} on all ranks, found {sums}")
         self.version = version
         metrics = _push_metrics(reports, version)
         if self.canary is not None and self.canary.is_due(version):
@@ -96,13 +99,6 @@ class RolloutWeights:
                 rollout.submit("connect_to_actor", address, size),
             )
         self._is_connected = True
-
-
-def _check_same_weights(reports: Sequence[SyncReport], version: int) -> None:
-    """Raise ValueError if the ranks report different checksums of a version."""
-    if len({report.checksum for report in reports}) > 1:
-        checksums = ", ".join(format_checksum(report.checksum) for report in reports)
-        raise ValueError(f"weight sync: expected the same weights of version {version} on all ranks, found {checksums}")
 
 
 def _push_metrics(reports: Sequence[SyncReport], version: int) -> dict[str, float]:

@@ -96,6 +96,7 @@ def describe_saving(trainer: RunConfig) -> str:
     return ", ".join(occasion for occasion in occasions if occasion) or "never"
 
 
+@dataclass(eq=False, repr=False)
 class Checkpointer:
     """Saves, prunes and restores the state of a run: weights, optimizers, flow and random states.
 
@@ -115,31 +116,22 @@ class Checkpointer:
         rollbacks: how often the run has returned to a checkpoint because of bad steps.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        run: "Run",
-        *,
-        saved_roles: Sequence[str],
-        roles: Mapping[str, WorkerGroup],
-        pipeline: Pipeline,
-        keep: Callable[[], Mapping[str, int | None]],
-        watch: ValidationWatch,
-    ):
-        self.store = store
-        self.run = run
-        self.saved_roles = saved_roles
-        self.roles = roles
-        self.pipeline = pipeline
-        self.keep = keep
-        self.watch = watch
-        self.identity = Identity(run.config, run.working_dir, run.own_reward)
+    store: CheckpointStore
+    run: "Run"
+    saved_roles: Sequence[str]
+    roles: Mapping[str, WorkerGroup]
+    pipeline: Pipeline
+    keep: Callable[[], Mapping[str, int | None]]
+    watch: ValidationWatch
+
+    def __post_init__(self) -> None:
+        self.identity = Identity(self.run.config, self.run.working_dir, self.run.own_reward)
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0
         self._rewound = False  # the next `load` continues this run, rather than starting it
         self._initial: tuple[dict[str, Any], dict[str, Any]] | None = None  # of pipeline and watch, before step 1
-        self._durations = Durations(wait_limits(run.config))
+        self._durations = Durations(wait_limits(self.run.config))
         self._serial: int | None = None  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
 
@@ -175,20 +167,19 @@ class Checkpointer:
                 self.run.inputs.tokenizer.save_pretrained(folder / role / "huggingface")
                 copy_processor_files(self.run.inputs.model, folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
-            state |= {"validations": self.watch.state_dict(), "data": self._fingerprint, "media": self._media}
+            state |= {"validations": self.watch.state_dict(), **self._fingerprints}
             state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True), encoding="utf-8")
-            self._pending = _Pending(path, start, stack.pop_all(), self._best_record(step, is_due))
+            best = self.watch.best
+            is_best = best is not None and best.step == step
+            record = asdict(best) | {"saved_as_best": not is_due} if is_best else None
+            self._pending = _Pending(path, start, stack.pop_all(), record)
         self.saved_step, self.saved_path = step, path
         self.poll()
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
         return path
-
-    def _best_record(self, step: int, is_due: bool) -> Mapping[str, Any] | None:
-        best = self.watch.best
-        return asdict(best) | {"saved_as_best": not is_due} if best is not None and best.step == step else None
 
     def require_finite(self, role: str, step: int) -> None:
         """Raise BadStepsError if weights or optimizer state of a role are not finite, or weights have diverged."""
@@ -205,15 +196,12 @@ class Checkpointer:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"NaN, infinity or weights beyond 1e6 in {names[0]}{others}" if names else ""
 
-    def poll(self) -> None:
-        """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
-        self._complete(wait=False)
-
     def wait(self) -> None:
-        """Like `poll`, but wait until the checkpoint is written."""
-        self._complete(wait=True)
+        """Complete the pending checkpoint, once it is written."""
+        self.poll(wait=True)
 
-    def _complete(self, wait: bool) -> None:
+    def poll(self, wait: bool = False) -> None:
+        """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
         if self._pending is None:
             return
         groups = [self.roles[role] for role in self._present_roles()]
@@ -275,8 +263,7 @@ class Checkpointer:
         """Restore the checkpoint in a verified folder. Returns its step."""
         state = load_state(folder, "trainer")
         with _reading(folder):
-            self._check_rows(state.get("data"), folder)
-            self._check_media(state.get("media"), folder)
+            self._check_inputs(state, folder)
             self.identity.check(state.get("identity", {}), state["config"], folder)
         for role in self._present_roles():
             if not (folder / role).is_dir():
@@ -379,31 +366,23 @@ class Checkpointer:
             )
 
     @cached_property
-    def _fingerprint(self) -> str | None:
-        """What tells the training data from others; None for a custom dataset."""
+    def _fingerprints(self) -> dict[str, str | None]:
+        """What tells rows ("data") and images ("media") of the training data from others; None for a custom dataset."""
         dataset = self.run.inputs.train_dataset
-        return dataset.fingerprint if isinstance(dataset, TokenizedDataset) else None
+        if not isinstance(dataset, TokenizedDataset):
+            return {"data": None, "media": None}
+        return {"data": dataset.fingerprint, "media": dataset.media_fingerprint}
 
-    def _check_rows(self, saved: str | None, folder: Path) -> None:
-        """Raise ValueError if the rows in memory are not those of the checkpoint. `Identity` compares files."""
-        now = self._fingerprint
-        if saved is None or now is None or saved == now:
-            return
-        if saved.startswith(IN_MEMORY) or now.startswith(IN_MEMORY):
+    def _check_inputs(self, saved: Mapping[str, Any], folder: Path) -> None:
+        """Raise ValueError if rows in memory, or images or videos, are not those of the checkpoint. `Identity` compares
+        files."""
+        before, now = saved.get("data"), self._fingerprints["data"]
+        if before and now and before != now and (before.startswith(IN_MEMORY) or now.startswith(IN_MEMORY)):
             raise ValueError(
                 f"{folder} was written by a run with other training rows. To start another run, set a new "
                 "trainer.experiment_name or trainer.default_local_dir; to resume, give the rows of that run"
             )
-
-    @cached_property
-    def _media(self) -> str | None:
-        """What tells the images of the training data from others; None without, and for a custom dataset."""
-        dataset = self.run.inputs.train_dataset
-        return dataset.media_fingerprint if isinstance(dataset, TokenizedDataset) else None
-
-    def _check_media(self, saved: str | None, folder: Path) -> None:
-        """Raise ValueError if the rows name files with other images or videos than those of the checkpoint."""
-        if saved is None or saved == self._media:
+        if saved.get("media") in (None, self._fingerprints["media"]):
             return
         text = "images or videos of the training data have other contents than in the run that wrote it"
         if "data" not in self.config.trainer.allow_change:

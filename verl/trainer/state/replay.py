@@ -23,6 +23,7 @@ from verl.config.schema import Config
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.single_controller.worker import Worker
+from verl.trainer.ppo.operators import sequence_columns, update_rows
 from verl.trainer.state.saved_state import load_state
 from verl.utils.paths import expanded, resolved
 from verl.workers.critic import CriticWorker
@@ -145,7 +146,7 @@ def _worker(role: str, dump: Path, model: Path, state: dict[str, Any]) -> Worker
 
 def _compare(worker: Any, batch: DataProto) -> str:
     """How far log-probs of this replay are from those of the run."""
-    inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], _images(batch), [])
+    inputs = sequence_columns(batch)
     inputs.meta_info["outputs"] = ()
     mask = batch.batch["response_mask"].bool()
     log_probs = worker.compute_log_prob(inputs).batch["old_log_probs"]
@@ -153,16 +154,9 @@ def _compare(worker: Any, batch: DataProto) -> str:
     return f"log-probs of the replay and of the run differ by at most {difference:.3g}"
 
 
-def _images(batch: DataProto) -> list[str]:
-    """The object columns that a model reads."""
-    return [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
-
-
 def _bad_samples(worker: Any, role: str, batch: DataProto) -> Iterator[BadSample]:
     """The samples whose update is not finite, with the operator that is the cause."""
-    rows = batch.select(None, _images(batch), [])
-    if "loss_mask" in rows:
-        rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
+    rows = update_rows(batch)
     update = getattr(worker, _UPDATES[role][0])
     bad, benign = [], None
     for row in range(len(rows)):
