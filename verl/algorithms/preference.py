@@ -14,7 +14,6 @@ from torch.nn.functional import logsigmoid
 from verl.algorithms.advantages import GroupedRewards, register_adv_est
 from verl.algorithms.masked import (
     Groups,
-    agg_loss,
     at_least_float32,
     force_mode,
     masked_mean,
@@ -22,7 +21,7 @@ from verl.algorithms.masked import (
     mean_parts,
     zero_padding,
 )
-from verl.algorithms.policy_losses import LossAndMetrics, apply_weights, register_policy_loss
+from verl.algorithms.policy_losses import LossAndMetrics, register_policy_loss, weighted_loss
 from verl.registry import did_you_mean
 
 
@@ -157,10 +156,9 @@ def sppo_loss(
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = (log_prob - old_log_prob).sum(-1)
-    losses = (log_ratio - sppo_eta * masked_mean(advantages, response_mask, -1)) ** 2
-    losses = apply_weights(losses.unsqueeze(-1).expand_as(log_prob), rollout_is_weights, response_mask)
-    metrics = {"actor/ppo_kl": mean_parts(old_log_prob - log_prob, response_mask)}
-    return agg_loss(losses, response_mask, force_mode(loss_agg_mode, "seq-mean-token-mean")), metrics
+    losses = ((log_ratio - sppo_eta * masked_mean(advantages, response_mask, -1)) ** 2).unsqueeze(-1)
+    mode, ppo_kl = force_mode(loss_agg_mode, "seq-mean-token-mean"), old_log_prob - log_prob
+    return weighted_loss(losses.expand_as(log_prob), rollout_is_weights, response_mask, mode, ppo_kl=ppo_kl)
 
 
 def bradley_terry_loss(
