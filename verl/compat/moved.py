@@ -38,6 +38,7 @@ MOVED = {
     "verl.config.dialects": "verl.config.public.aliases",
     "verl.config.available": "verl.config.checks.registered",
     "verl.invariant.attention": "verl.modeling.batch_invariant.attention",
+    "verl.modeling.batch_invariant.scores": "verl.modeling.batch_invariant.attention",
     "verl.invariant.functions": "verl.modeling.batch_invariant.linear",
     "verl.invariant.kernels": "verl.modeling.batch_invariant.triton_kernels",
     "verl.invariant.pieces": "verl.modeling.batch_invariant.chunked",

@@ -9,12 +9,15 @@ from verl.modeling.batch_invariant import chunked
 
 
 class _Linear(torch.autograd.Function):
-    """x (..., in), weight (out, in), bias (out,) or None, of one dtype -> (..., out)."""
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+        functions = chunked
+        if x.is_cuda:
+            from verl.modeling.batch_invariant import (
+                triton_kernels as functions,
+            )  # triton comes only with torch for GPUs
+        return functions.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -30,19 +33,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _Linear.apply(x, weight, bias)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if not x.is_cuda:
-        return chunked.linear(x, weight, bias)
-    from verl.modeling.batch_invariant import triton_kernels  # triton comes only with torch for GPUs
-
-    return triton_kernels.linear(x, weight, bias)
-
-
 class _WithGradientOf(torch.autograd.Function):
-    """Forward pass of `compute`, backward pass of `standard`, which is recomputed for it."""
+    """compute(*inputs) with the gradient of standard(*inputs), the same function with another rounding."""
 
     @staticmethod
-    def forward(ctx, compute: Callable, standard: Callable, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, standard: Callable, compute: Callable, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.standard = standard
         ctx.save_for_backward(*inputs)
         return compute(*inputs)
@@ -57,11 +52,7 @@ class _WithGradientOf(torch.autograd.Function):
         return None, None, *(next(gradients) if want else None for want in needed)
 
 
-def with_gradient_of(
-    standard: Callable[..., torch.Tensor], compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
-) -> torch.Tensor:
-    """compute(*inputs) with the gradient of standard(*inputs), the same function with another rounding."""
-    return _WithGradientOf.apply(compute, standard, *inputs)
+with_gradient_of = _WithGradientOf.apply
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:

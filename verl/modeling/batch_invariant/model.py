@@ -25,10 +25,9 @@ from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 
 from verl.modeling.attention import packed_attention
-from verl.modeling.batch_invariant.attention import attend_rows
+from verl.modeling.batch_invariant.attention import Attend, Scores, attend_rows
 from verl.modeling.batch_invariant.chunked import elementwise
 from verl.modeling.batch_invariant.linear import linear, rms_norm, with_gradient_of
-from verl.modeling.batch_invariant.scores import Attend, Scores
 from verl.modeling.linear import compute_dtype
 from verl.modeling.log_probs import logit_statistics
 from verl.modeling.packing import Packing

@@ -13,7 +13,7 @@ together are adjacent, so that a rotation is one complex multiplication.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -53,14 +53,8 @@ class Family:
     activation: str = "hidden_act"
 
 
-_GEMMA3 = Family(
-    gemma=True,
-    post_norms=True,
-    qk_norm=True,
-    window="layer_types",
-    rope_per_type=True,
-    activation="hidden_activation",
-)
+_GEMMA2 = Family(gemma=True, post_norms=True, softcaps=True, window="layer_types", activation="hidden_activation")
+_GEMMA3 = replace(_GEMMA2, softcaps=False, qk_norm=True, rope_per_type=True)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
@@ -74,9 +68,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family(qk_norm=True),
     "Phi3ForCausalLM": Family(window="all", fused=True),
     "GemmaForCausalLM": Family(gemma=True),
-    "Gemma2ForCausalLM": Family(
-        gemma=True, post_norms=True, softcaps=True, window="layer_types", activation="hidden_activation"
-    ),
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
 }
@@ -130,12 +122,14 @@ def read_decoder(
     family, config, trunk = check_supported(module), module.config.get_text_config(), language_model_of(module)
     head_dim = trunk.layers[0].self_attn.head_dim
     head = module.lm_head.weight
-    transposed = head.device.type == "cpu" and _bytes_of(module) <= transpose_limit
+    transposed = head.device.type == "cpu" and sum(p.nbytes for p in module.parameters()) <= transpose_limit
     dtype = head.dtype if dtype is None else dtype
     stream_dtype = torch.promote_types(head.dtype, dtype)
     # in 16 bits, folding would round once more, and there are no 16-bit complex numbers
     folded = transposed and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
     known = config.to_dict()
+    if (activation := known[family.activation]) not in ACTIVATIONS:
+        raise ValueError(f"rollout.name=native: activation {activation!r} is unknown; known: {sorted(ACTIVATIONS)}")
     types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
     rope_types = sorted(set(types)) if family.rope_per_type else [None]
     ropes, limits = zip(*(_rope(trunk.rotary_emb, config, kind) for kind in rope_types))
@@ -156,7 +150,7 @@ def read_decoder(
         head_dim=head_dim,
         eps=config.rms_norm_eps,
         scaling=1.0 if folded else trunk.layers[0].self_attn.scaling,
-        activation=_activation(known[family.activation]),
+        activation=activation,
         # rounded as the model rounds it
         embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=stream_dtype)) if family.gemma else 1.0,
         attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
@@ -168,16 +162,6 @@ def read_decoder(
         tp=tp,
         vision=vision_of(module, dtype),
     )
-
-
-def _bytes_of(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def _activation(name: str) -> str:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"rollout.name=native: activation {name!r} is unknown; known: {sorted(ACTIVATIONS)}")
-    return name
 
 
 def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: int) -> Layer:
