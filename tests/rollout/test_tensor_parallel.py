@@ -261,11 +261,8 @@ def test_the_slices_of_all_ranks_are_the_parameters(case, ranks):
     module = make_model(case)
     slices = [Slices(module.config, TensorParallel(rank, ranks)) for rank in range(ranks)]
     config = module.config
-    heads, kv_heads, size = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        module.model.layers[0].self_attn.head_dim,
-    )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size = module.model.layers[0].self_attn.head_dim
     copies = max(1, ranks // kv_heads)
     for name, full in module.named_parameters():
         parts = [own.slice_of(name, full) for own in slices]

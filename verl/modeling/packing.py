@@ -127,23 +127,20 @@ class ModelInput:
 
     def share_of(self, ranks: SequenceRanks) -> "ModelInput":
         """One rank's share of a packed input: a run of tokens (padded at the very end) and the states in it."""
-        total = self.input_ids.shape[1]
-        tokens = -(-total // ranks.size)
-        fill, start = tokens * ranks.size - total, ranks.rank * tokens
-        routed_experts = self.routed_experts
-        if routed_experts is not None:
-            routed_experts = pad(routed_experts, (0, 0, 0, 0, 0, fill), value=-1)[start : start + tokens]
-        is_local = (self.states >= start) & (self.states < start + tokens)
+        whole = self.padded_to(ranks.size)
+        tokens, experts = whole.input_ids.shape[1] // ranks.size, whole.routed_experts
+        start = ranks.rank * tokens
+        span, is_local = slice(start, start + tokens), (self.states >= start) & (self.states < start + tokens)
         return dataclasses.replace(
             self,
-            input_ids=pad(self.input_ids, (0, fill))[:, start : start + tokens],
-            position_ids=pad(self.position_ids, (0, fill))[..., start : start + tokens],
+            input_ids=whole.input_ids[:, span],
+            position_ids=whole.position_ids[..., span],
             packing=dataclasses.replace(self.packing, ranks=ranks),
             states=self.states[is_local] - start,
             targets=self.targets[is_local],
             slots=self.slots[is_local],
-            tokens=self.tokens[start : start + tokens],
-            routed_experts=routed_experts,
+            tokens=self.tokens[span],
+            routed_experts=None if experts is None else experts[span],
             vision=None if self.vision is None else self.vision.share_of(start, tokens),
         )
 

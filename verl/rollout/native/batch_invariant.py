@@ -80,16 +80,16 @@ class BatchInvariantDecoder:
 def in_batches(
     prefill: Callable[[list[list[int]], list[list[int]]], torch.Tensor],
     prompts: list[list[int]],
-    places: list[list[int]],
+    targets: list[list[int]],
 ) -> torch.Tensor:
-    """Prefill prompts in batches of up to PREFILL_TOKENS; a longer prompt is a batch by itself. places: of each."""
+    """Prefill prompts in batches of up to PREFILL_TOKENS; a longer one is a batch. targets: slots or blocks of each."""
     logits, start, tokens = [], 0, 0
     for i, prompt in enumerate(prompts):
         if i > start and tokens + len(prompt) > PREFILL_TOKENS:
-            logits.append(prefill(prompts[start:i], places[start:i]))
+            logits.append(prefill(prompts[start:i], targets[start:i]))
             start, tokens = i, 0
         tokens += len(prompt)
-    return torch.cat([*logits, prefill(prompts[start:], places[start:])])
+    return torch.cat([*logits, prefill(prompts[start:], targets[start:])])
 
 
 def prompt_states(

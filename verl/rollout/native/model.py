@@ -90,10 +90,12 @@ def family_of(name: str) -> Family:
 
 
 def check_supported(module: nn.Module) -> Family:
-    """The family of `module`. Raises ValueError like `family_of`, and for bidirectional attention."""
-    name = type(module).__name__
+    """The family of `module`. Raises ValueError like `family_of`, for an activation and for bidirectional attention."""
+    name, config = type(module).__name__, module.config.get_text_config().to_dict()
     family = family_of(name)
-    if module.config.get_text_config().to_dict().get("use_bidirectional_attention"):
+    if (activation := config[family.activation]) not in ACTIVATIONS:
+        raise ValueError(f"rollout.name=native: activation {activation!r} is unknown; known: {sorted(ACTIVATIONS)}")
+    if config.get("use_bidirectional_attention"):
         raise ValueError(
             f"rollout.name=native: {name} with use_bidirectional_attention does not generate token by token"
         )
@@ -128,8 +130,6 @@ def read_decoder(
     # in 16 bits, folding would round once more, and there are no 16-bit complex numbers
     folded = transposed and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
     known = config.to_dict()
-    if (activation := known[family.activation]) not in ACTIVATIONS:
-        raise ValueError(f"rollout.name=native: activation {activation!r} is unknown; known: {sorted(ACTIVATIONS)}")
     types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
     rope_types = sorted(set(types)) if family.rope_per_type else [None]
     ropes, limits = zip(*(_rope(trunk.rotary_emb, config, kind) for kind in rope_types))
@@ -150,7 +150,7 @@ def read_decoder(
         head_dim=head_dim,
         eps=config.rms_norm_eps,
         scaling=1.0 if folded else trunk.layers[0].self_attn.scaling,
-        activation=activation,
+        activation=known[family.activation],
         # rounded as the model rounds it
         embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=stream_dtype)) if family.gemma else 1.0,
         attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
