@@ -13,17 +13,17 @@ together are adjacent, so that a rotation is one complex multiplication.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.modeling.moe import keeps_float_weights, normalizes_weights
-from verl.modeling.vision import language_model_of
+from verl.modeling.vision import is_vision_config, language_model_of
 from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, Rope, padded_width
 from verl.rollout.native.experts import Experts, is_mixture
-from verl.rollout.native.vision import axis_of_frequencies, vision_of
+from verl.rollout.native.vision import NativeVision, axis_of_frequencies
 from verl.rollout.tensor_parallel import ALONE, TensorParallel
 
 
@@ -136,7 +136,7 @@ def read_decoder(
     pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if folded else None
     heads = config.num_attention_heads // tp.size, max(1, config.num_key_value_heads // tp.size)
     old = reuse.copies if reuse is not None else ()
-    reader = _Reader(family, dtype, stream_dtype, transposed, heads, pairs, old, tp)
+    reader = _Reader(family, dtype, stream_dtype, transposed, *heads, pairs, old, tp)
     rope_of = {kind: rope_types.index(kind) if family.rope_per_type else 0 for kind in types}
     norm, factor = reader.norm_before(trunk.norm.weight)
     return Decoder(
@@ -160,7 +160,7 @@ def read_decoder(
         folded=folded,
         floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), dtype=dtype, device=head.device),
         tp=tp,
-        vision=vision_of(module, dtype),
+        vision=NativeVision(module, dtype) if is_vision_config(module.config) else None,
     )
 
 
@@ -194,36 +194,25 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
     )
 
 
+@dataclass(eq=False)
 class _Reader:
     """Reads parameters: projections in `dtype`, optionally copied as (in, out); all others in `stream_dtype`.
 
-    Args:
-        heads: query heads, and key/value heads.
+    Attributes:
         pairs: (D,) order in which to read the dimensions of a query or key head; None if nothing is folded.
         old: tensors of an earlier reading, whose memory is reused where shapes match.
-        tp: the ranks that hold the model.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        dtype: torch.dtype,
-        stream_dtype: torch.dtype,
-        transposed: bool,
-        heads: tuple[int, int],
-        pairs: torch.Tensor | None,
-        old: Sequence[torch.Tensor],
-        tp: TensorParallel = ALONE,
-    ):
-        self.family = family
-        self.tp = tp
-        self.dtype = dtype
-        self.stream_dtype = stream_dtype
-        self.transposed = transposed
-        self.heads, self.kv_heads = heads
-        self.pairs = pairs
-        self.old = list(old)
-        self.copies: list[torch.Tensor] = []
+    family: Family
+    dtype: torch.dtype
+    stream_dtype: torch.dtype
+    transposed: bool
+    heads: int
+    kv_heads: int
+    pairs: torch.Tensor | None
+    old: Sequence[torch.Tensor]
+    tp: TensorParallel
+    copies: list[torch.Tensor] = field(default_factory=list)
 
     def _copy(self, parts: list[torch.Tensor], dtype: torch.dtype, transposed: bool = False) -> torch.Tensor:
         """Concatenate parts (n_i, ...) into one new tensor (sum n_i, ...), optionally transposed."""
