@@ -3,7 +3,6 @@
 import gc
 import random
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -65,14 +64,6 @@ def test_rows_are_what_they_are_alone_whatever_the_cache_holds(module, case):
         # those of the last call
         assert engine.stats.seconds not in (0, seconds)
         assert engine.stats.steps == steps > 0 and engine.stats.tokens == sum(len(a.token_ids) for a in answers)
-
-
-def test_large_models_compute_on_their_parameters_and_small_ones_on_transposed_copies_alike(module, monkeypatch):
-    params = SamplingParams(12, (), temperature=0)
-    expected = NativeRollout(module).generate(make_requests([[1, 2], [3]], params))
-    monkeypatch.setattr("verl.rollout.native.engine.read_decoder", partial(read_decoder, transpose_limit=0))
-    answers = NativeRollout(module).generate(make_requests([[1, 2], [3]], params))
-    assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
 
 
 def test_samples_of_one_prompt_differ_and_their_first_tokens_have_the_models_distribution(module):

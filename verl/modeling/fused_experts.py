@@ -24,7 +24,7 @@ def fused_experts(
     Args:
         module: experts with the parameters gate_up_proj (E, 2 I, H) and down_proj (E, H, I).
         x: (..., H).
-        chosen, weights: (..., k), experts of each token and their weights.
+        selected, weights: (..., k), experts of each token and their weights.
         cache: knows when the weights do not change.
 
     Returns:

@@ -11,7 +11,7 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.row = x.shape[1:]
-        out = x.new_zeros(*shape, *ctx.row)  # a copy: the output of a layer under FSDP2 must not be one
+        out = x.new_zeros(*shape, *ctx.row)  # returned itself: the output of a layer under FSDP2 must not be a view
         out.view(-1, *ctx.row).index_copy_(0, index, x)
         return out
 
