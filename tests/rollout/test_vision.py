@@ -1,6 +1,5 @@
 """Rollout of vision-language models: the log-probs of the responses are those of training."""
 
-import asyncio
 import dataclasses
 import gc
 import weakref
@@ -14,6 +13,7 @@ from transformers import AutoModelForImageTextToText, LlavaConfig
 
 from tests.engines.ranks import make_engine, qwen2, run_on_ranks, save_model
 from tests.engines.test_vision import prompts
+from tests.rollout.test_continuous import at_once
 from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, processor, random_image, save_vl_model, tokenizer
 from verl.config import schema
 from verl.data.processor import load_processor
@@ -138,12 +138,8 @@ def test_images_are_computed_once_for_all_samples_and_batches_admit_rows(family,
     names = ("pixel_values", "pixel_values_videos")
     assert sum(patches) == sum(len(made[name]) for made in inputs for name in names if name in made)
     assert [a.token_ids for a in rollout.generate(every)] == [a.token_ids for a in together]
-    one_by_one = asyncio.run(_concurrently(make_rollout("native", engine), every))
+    one_by_one = at_once(make_rollout("native", engine), every)
     assert [a.token_ids for a in one_by_one] == [a.token_ids for a in together]
-
-
-async def _concurrently(rollout: Any, every: list[Request]) -> list[Any]:
-    return await asyncio.gather(*(rollout.generate_one(request) for request in every))
 
 
 def test_images_of_responses_that_have_ended_are_not_kept(trainers):
