@@ -1,4 +1,4 @@
-"""Every registered estimator against an independent float64 loop and a worked example, and the common contract.
+"""Every registered estimator against an independent float64 loop, worked examples, and the common contract.
 
 A new estimator needs an entry in estimator_loops.REFERENCES; the contract tests find it in the registry.
 """
@@ -20,6 +20,10 @@ def test_every_estimator_has_a_reference():
     assert set(REFERENCES) == set(ADV_ESTIMATOR_REGISTRY)
 
 
+def rows_of(batch, index):
+    return {k: c[index] if isinstance(c, torch.Tensor) else [c[i] for i in index] for k, c in batch.items()}
+
+
 def outcome(*lengths_and_rewards, uid=None, width=4):
     """Columns with an outcome reward on the last token: (length, reward) per sample."""
     rewards, mask = torch.zeros(2, len(lengths_and_rewards), width)
@@ -28,22 +32,10 @@ def outcome(*lengths_and_rewards, uid=None, width=4):
     return {"token_level_rewards": rewards, "response_mask": mask, "uid": uid or "a" * len(mask)}
 
 
-def tokens(rewards, mask, **columns):
-    named = {"token_level_rewards": rewards, "response_mask": mask, **columns}
-    return {"uid": "a" * len(rewards), **{k: torch.tensor(v, dtype=torch.float64) for k, v in named.items()}}
-
-
 FOUR = outcome((1, 1), (2, 0), (3, 0), (4, 1))
-TOKEN_BASELINE = {  # W = [.5, 1] and [.08, .58]; B = .5 / .58 and 1 / 1.58
-    "old_log_probs": [[math.log(0.5)] * 2, [math.log(0.8), math.log(0.5)]],
-    "sum_pi_squared": [[0.5, 0.5], [0.68, 0.5]],
-}
-# name, columns, settings, advantages of each sample's first token or of all tokens; worked by hand
+# name, columns, settings that the loops do not cover, advantages of each sample's first token; worked by hand
 WORKED = [
-    ("grpo", FOUR, {}, [0.866024, -0.866024, -0.866024, 0.866024]),
     ("grpo", FOUR, {"norm_adv_by_std_in_grpo": False}, [0.5, -0.5, -0.5, 0.5]),
-    ("rloo", FOUR, {}, [0.666667, -0.666667, -0.666667, 0.666667]),
-    ("opo", outcome((1, 1), (2, 1), (3, 0), (4, 0)), {}, [0.7, 0.7, -0.3, -0.3]),
     # Four of six samples have an advantage: alpha 6 / 4. Counting non-zero rewards (6 / 2) would give 1.5.
     (
         "gpg",
@@ -52,53 +44,18 @@ WORKED = [
         [0.75, -0.75, -0.75, 0.75, 0, 0],
     ),
     ("grpo_passk", outcome((1, 3), (2, 1), (3, 2), (4, 0)), {"norm_adv_by_std_in_grpo": False}, [1, 0, 0, 0]),
-    ("grpo_passk", outcome((1, 3), (2, 1), (3, 2), (4, 0)), {}, [0.774596, 0, 0, 0]),
-    ("analytic_passk", outcome((1, 1), (2, 0), (3, 0), (4, 0)), {}, [1, -1 / 3, -1 / 3, -1 / 3]),
-    ("reinforce_plus_plus_baseline", outcome((2, 1), (1, 0), width=2), {}, [[0.57735, 0.57735], [-1.154701, 0]]),
-    ("sppo", outcome((1, 1), (1, 0)), {"sppo_beta": 1.0}, [0.379885, -0.620115]),
-    (
-        "gae",
-        tokens([[0, 0, 1]], [[1, 1, 1]], values=[[0.5, 0.6, 0.7]]),
-        {"gamma": 1.0, "lam": 0.5},
-        [[-0.872868, -0.218218, 1.091086]],
-    ),
-    (
-        "remax",
-        tokens([[0, 0, 1], [0, 0.5, 0]], [[1, 1, 1], [1, 1, 0]], reward_baselines=[0.4, 0.2]),
-        {},
-        [[0.6, 0.6, 0.6], [0.3, 0.3, 0]],
-    ),
-    (
-        "reinforce_plus_plus",
-        tokens([[0, 0, 1], [0, -1, 0]], [[1, 1, 1], [1, 1, 0]]),
-        {"gamma": 0.5},
-        [[0.25049, 0.563602, 1.189826], [-0.688847, -1.315071, 0]],
-    ),
     (
         "gdpo",
         {**outcome((2, 1), (2, 11), (2, 0), (2, 0), width=2), "acc": [1, 1, 0, 0], "format": [0, 10, 0, 0]},
         {"gdpo_reward_weights": None},
         [0.222589, 1.438844, -0.830717, -0.830717],
     ),
-    (
-        "optimal_token_baseline",
-        tokens([[0, 1], [0, 0]], [[1, 1], [1, 1]], **TOKEN_BASELINE),
-        {},
-        [[0.137931, 0.367089], [-0.862069, -0.632911]],
-    ),
-    (
-        "prime",  # rewards to go 9, 8 and -7, whitened
-        tokens([[0, 1], [0, 0]], [[1, 1], [1, 0]], rm_scores=[[0.2, 0.4], [-0.1, 0]]),
-        {},
-        [[(9 - 10 / 3) / 8.962886, (8 - 10 / 3) / 8.962886], [(-7 - 10 / 3) / 8.962886, 0]],
-    ),
 ]
 
 
 @pytest.mark.parametrize("name, columns, settings, expected", WORKED)
 def test_worked_examples(name, columns, settings, expected):
-    found, _ = estimate(name, columns, **settings)
-    found = found[:, 0] if not isinstance(expected[0], list) else found
+    found = estimate(name, columns, **settings)[0][:, 0]
     torch.testing.assert_close(found.double(), torch.tensor(expected).double(), rtol=0, atol=2e-6)
 
 
@@ -139,12 +96,8 @@ class TestContract:
 
     def test_order_of_rows(self, name):
         batch = make_batch()
-        order = torch.randperm(len(UID), generator=torch.Generator().manual_seed(1))
-        shuffled = {
-            key: column[order] if isinstance(column, torch.Tensor) else np.array(column, dtype=object)[order.numpy()]
-            for key, column in batch.items()
-        }
-        for found, expected in zip(estimate(name, shuffled), estimate(name, batch)):
+        order = torch.randperm(len(UID), generator=torch.Generator().manual_seed(1)).tolist()
+        for found, expected in zip(estimate(name, rows_of(batch, order)), estimate(name, batch)):
             torch.testing.assert_close(found, expected[order])
 
     def test_arguments_are_not_modified(self, name):
@@ -192,10 +145,7 @@ def test_prompts_with_one_response_have_advantage_zero_and_one_warning(name):
         found, _ = estimate(name, batch)
     assert len(caught) == 1
     assert (found[[1, 3]] == 0).all()
-    rest = {
-        key: column[[0, 2, 4]] if isinstance(column, torch.Tensor) else [column[i] for i in (0, 2, 4)]
-        for key, column in batch.items()
-    }
+    rest = rows_of(batch, [0, 2, 4])
     alone = 5 / 3 if name == "gpg" else 1  # gpg compensates for samples that contribute nothing
     torch.testing.assert_close(found[[0, 2, 4]], estimate(name, rest)[0] * alone)
 
@@ -205,10 +155,7 @@ def test_a_sample_without_tokens_does_not_contribute(name):
     batch = make_batch()
     batch["response_mask"][5] = 0
     rest = [i for i in range(len(UID)) if i != 5]
-    expected, _ = estimate(
-        name,
-        {k: c[rest] if isinstance(c, torch.Tensor) else [c[i] for i in rest] for k, c in batch.items()},
-    )
+    expected, _ = estimate(name, rows_of(batch, rest))
     found, _ = estimate(name, batch)
     torch.testing.assert_close(found[rest], expected)
     assert (found[5] == 0).all()
@@ -223,21 +170,6 @@ def test_a_constant_added_to_every_reward_changes_nothing(name):
     torch.testing.assert_close(
         estimate(name, shifted, **settings)[0], estimate(name, batch, **settings)[0], rtol=0, atol=1e-5
     )
-
-
-@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "analytic_passk"])
-def test_groups_sum_to_zero(name):
-    batch = make_batch()
-    found, _ = estimate(name, batch)
-    per_row = found.sum(-1) / batch["response_mask"].sum(-1)
-    for prompt in set(UID):
-        assert abs(sum(a for a, uid in zip(per_row.tolist(), UID) if uid == prompt)) < 1e-9
-
-
-def test_grpo_does_not_depend_on_the_scale_of_the_reward():
-    batch = make_batch()
-    scaled = {**batch, "token_level_rewards": batch["token_level_rewards"] * 100}
-    torch.testing.assert_close(estimate("grpo", scaled)[0], estimate("grpo", batch)[0], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline", "gpg", "opo", "gdpo"])
@@ -285,15 +217,6 @@ def test_remax_needs_one_baseline_per_sample():
     batch = make_batch()
     with pytest.raises(ValueError, match="expected 10 finite numbers, one per response"):
         estimate("remax", {**batch, "reward_baselines": batch["reward_baselines"].unsqueeze(-1)})
-
-
-def test_gae_of_a_perfect_critic_is_zero_before_whitening():
-    rewards = torch.tensor([[0.0, 0, 1], [0, 0, 0]])
-    values = torch.tensor([[1.0, 1, 1], [0, 0, 0]])
-    columns = {"token_level_rewards": rewards, "response_mask": torch.ones(2, 3), "values": values}
-    advantages, returns = estimate("gae", columns, gamma=1.0)
-    assert (advantages == 0).all()
-    assert torch.equal(returns, values)
 
 
 def test_misspelt_name_lists_the_estimators():

@@ -1,4 +1,4 @@
-"""DPO, IPO, pairs for online DPO, reward models, and the loss and rewards of PRIME."""
+"""DPO, IPO, pairs for online DPO, and the loss and rewards of PRIME."""
 
 import math
 
@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from verl.algorithms import merge_metrics
-from verl.algorithms.preference import (
-    bradley_terry_loss,
-    dpo_loss,
-    last_token_scores,
-    select_pairs,
-    sequence_log_prob,
-)
+from verl.algorithms.preference import dpo_loss, select_pairs, sequence_log_prob
 from verl.algorithms.prime import implicit_process_rewards, prime_loss
 
 
@@ -85,38 +79,6 @@ def test_a_zero_variance_group_gives_no_pair():
 def test_nan_rewards_are_an_error():
     with pytest.raises(ValueError, match=r"found NaN in rows \[1\]"):
         select_pairs(torch.tensor([0.0, math.nan]), ["a", "a"])
-
-
-def test_bradley_terry():
-    chosen, rejected, *_ = pairs()
-    expected = sum(-log_sigmoid(c - r) for c, r in zip(chosen.tolist(), rejected.tolist())) / 5
-    assert bradley_terry_loss(chosen, rejected)[0].item() == pytest.approx(expected)
-    margin = torch.arange(5) / 10
-    assert bradley_terry_loss(chosen, rejected, margin=margin)[0] > expected
-    torch.autograd.gradcheck(
-        lambda x: bradley_terry_loss(x, rejected, margin=margin, center_coef=0.01)[0], chosen.requires_grad_()
-    )
-    parts = [bradley_terry_loss(c, r, num_pairs=5)[0] for c, r in zip(chosen.split([2, 3]), rejected.split([2, 3]))]
-    assert sum(parts).item() == pytest.approx(expected)
-
-
-def test_only_the_center_term_penalizes_a_drift():
-    chosen, rejected, *_ = pairs()
-    assert bradley_terry_loss(chosen + 9, rejected + 9)[0].item() == pytest.approx(
-        bradley_terry_loss(chosen, rejected)[0].item()
-    )
-    assert (
-        bradley_terry_loss(chosen + 9, rejected + 9, center_coef=0.1)[0]
-        > bradley_terry_loss(chosen, rejected, center_coef=0.1)[0]
-    )
-
-
-def test_last_token_for_padding_on_either_side():
-    scores = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
-    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]])
-    assert last_token_scores(scores, mask).tolist() == [2, 8, 11]
-    with pytest.raises(ValueError, match=r"found none in rows \[1\]"):
-        last_token_scores(scores, mask * torch.tensor([[1], [0], [1]]))
 
 
 def test_prime_process_rewards_and_loss():

@@ -89,17 +89,6 @@ def test_weights_equal_the_loop(level, threshold):
     assert (weights[MANY_MASK == 0] == 0).all()
 
 
-@pytest.mark.parametrize("option", correction.REJECTIONS)
-def test_rejections_equal_the_loop(option):
-    upper = BOUND[option[-2:]]
-    kept, _ = correction.compute_rollout_rejection_mask(MANY, MANY_MASK, option, upper)
-    low = 1 / upper if option.endswith("k1") else 0
-    rows = [[math.exp(x) for x in row] for row in own_tokens(MANY, MANY_MASK)]
-    expected = [[int(low <= value <= upper) for value in row] for row in values_by_hand(option, rows)]
-    assert own_tokens(kept, MANY_MASK) == expected
-    assert 0 < sum(map(sum, expected)) < MANY_MASK.sum()
-
-
 def corrections():
     """Everything of this page as a function of (x, mask)."""
     found = {}
@@ -142,16 +131,22 @@ def values_by_hand(option, rows):
 
 
 @pytest.mark.parametrize("option", correction.REJECTIONS)
-@pytest.mark.parametrize("upper", [1.01, 1.2, 2.0, 5.0])
-def test_every_rejection_by_hand(option, upper):
-    kept, metrics = correction.compute_rollout_rejection_mask(X, MASK, option, upper)
-    low = 1 / upper if option.endswith("k1") else 0
-    expected = [
-        [int(low <= value <= upper) for value in row] for row in values_by_hand(option, [[1.5, 3, 1], [0.5, 0.8]])
-    ]
-    assert kept.tolist() == [expected[0], [*expected[1], 0]]
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - sum(map(sum, expected)) / 5)
-    assert metrics[f"rollout_corr/{option}_seq_masked_fraction"] == sum(not any(row) for row in expected) / 2
+def test_every_rejection_by_hand(option):
+    for x, mask, upper in (
+        (MANY, MANY_MASK, BOUND[option[-2:]]),
+        *((X, MASK, upper) for upper in (1.01, 1.2, 2.0, 5.0)),
+    ):
+        kept, metrics = correction.compute_rollout_rejection_mask(x, mask, option, upper)
+        low = 1 / upper if option.endswith("k1") else 0
+        rows = [[math.exp(value) for value in row] for row in own_tokens(x, mask)]
+        expected = [[int(low <= value <= upper) for value in row] for row in values_by_hand(option, rows)]
+        assert own_tokens(kept, mask) == expected and (kept[mask == 0] == 0).all()
+        total = sum(map(sum, expected))
+        assert x is X or 0 < total < mask.sum()
+        fraction = 1 - total / int(mask.sum())
+        assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(fraction)
+        rejected = sum(not any(row) for row in expected) / len(rows)
+        assert metrics[f"rollout_corr/{option}_seq_masked_fraction"] == pytest.approx(rejected)
 
 
 def test_bounds_are_on_train_over_rollout():

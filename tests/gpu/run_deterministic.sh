@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.."
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,noheader
 workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n 8")
 part 200 bits python3 -m pytest -q $workers --tb=short --import-mode=importlib -p no:cacheprovider -o addopts= -ra \
-    tests/gpu/test_gpu_deterministic.py tests/invariant/test_invariant_kernels.py
+    tests/gpu/test_gpu_deterministic.py tests/modeling/test_batch_invariant_triton.py
 part 100 cost python3 benchmarks/deterministic.py --rows 256 --prompt 128 --new 256 --out "$out/deterministic.jsonl"
 part 100 many-rows python3 benchmarks/deterministic.py --rows 1024 --prompt 128 --new 256 --out "$out/deterministic.jsonl"
 part 120 1.5B python3 benchmarks/deterministic.py --shape 1.5B --out "$out/deterministic.jsonl"

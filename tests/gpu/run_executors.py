@@ -111,37 +111,39 @@ def overrides_of(variant: Variant, folder: Path, device: str) -> list[str]:
     if variant.kind == "golden":
         tiny = [*run_settings(folder / "tiny", folder / "runs" / variant.name), "data.train_batch_size=8"]
         return [*tiny, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=3", *run]
-    half = [
+    sums = sums_overrides(folder, "half", variant.name)
+    return [*sums, "data.max_response_length=64", "trainer.total_training_steps=2", *run]
+
+
+def sums_overrides(folder: Path, model: str, run: str) -> list[str]:
+    """Settings of a run with the rows of `prepare`."""
+    return [
         f"data.train_files={folder / 'sums.jsonl'}",
         "data.train_batch_size=16",
-        "data.max_response_length=64",
-        f"actor_rollout_ref.model.path={folder / 'half'}",
+        f"actor_rollout_ref.model.path={folder / model}",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "reward.reward_function=accuracy_reward",
-        f"trainer.default_local_dir={folder / 'runs' / variant.name}",
-        "trainer.total_training_steps=2",
+        f"trainer.default_local_dir={folder / 'runs' / run}",
         "trainer.logger=[jsonl]",
         "trainer.val_before_train=false",
     ]
-    return [*half, *run]
 
 
-def run_one(name: str, folder: Path, device: str) -> None:
-    """Run a variant and write what its steps reported to `<folder>/<name>.json`."""
+def train(overrides: list[str], results: Path) -> None:
+    """Run the steps and write what they reported to a file."""
     from verl.trainer.base import StepReport
     from verl.trainer.local_trainer import LocalPPOTrainer
 
-    (variant,) = [v for v in variants() if v.name == name]
-    trainer = LocalPPOTrainer(overrides=[*overrides_of(variant, folder, device), *variant.overrides])
-    steps: list[dict[str, float]] = []
+    trainer, steps = LocalPPOTrainer(overrides=overrides), []
 
     def record(report: StepReport) -> None:
-        steps.append(dict(report.metrics) | {"seconds_of_all": sum(report.timings.values())})
+        numbers = {name: float(value) for name, value in report.metrics.items() if isinstance(value, int | float)}
+        steps.append(numbers | {"seconds_of_all": sum(report.timings.values())})
 
     trainer.on_step.append(record)
     trainer.fit()
-    (folder / f"{name}.json").write_text(json.dumps(steps))
+    results.write_text(json.dumps(steps))
 
 
 def prepare(folder: Path) -> None:
@@ -300,25 +302,29 @@ def machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"python": platform.python_version()} | versions
     return {"gpus": installed_gpus(), "versions": versions, "tolerance": TOLERANCE}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "executors_gpu.json")
-    parser.add_argument("--seconds", type=float, default=150.0)
+def argument_parser(description: str, results: str, seconds: float) -> argparse.ArgumentParser:
+    """results: name of the default file of results."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / results)
+    parser.add_argument("--seconds", type=float, default=seconds)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = argument_parser(__doc__, "executors_gpu.json", 150.0).parse_args()
     if args.one:
-        run_one(args.one, args.folder, args.device)
+        (variant,) = [v for v in variants() if v.name == args.one]
+        overrides = [*overrides_of(variant, args.folder, args.device), *variant.overrides]
+        train(overrides, args.folder / f"{variant.name}.json")
         return 0
     begun = time.monotonic()
     gpus = len(installed_gpus()) if args.device == "cuda" else 4
@@ -338,12 +344,8 @@ def main() -> int:
         )
         compare(chosen, rows, folder)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps(
-            {"command": "python tests/gpu/run_executors.py"} | machine() | {"results": list(rows.values())}, indent=1
-        )
-        + "\n"
-    )
+    results = {"command": "python tests/gpu/run_executors.py"} | machine() | {"results": list(rows.values())}
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{time.monotonic() - begun:.0f} s in all")
     for row in rows.values():
         print("  ".join(f"{key}={value}" for key, value in row.items()))

@@ -13,7 +13,6 @@ Prints a table last; exits with 1 if numbers disagree.
 """
 
 import argparse
-import asyncio
 import gc
 import json
 import os
@@ -107,46 +106,13 @@ def prompts_of(count: int, length: int, vocabulary: int) -> list[list[int]]:
     return [[(131 * i + 17 * j) % (vocabulary - 10) + 5 for j in range(length)] for i in range(count)]
 
 
-def decode(tokens: list[int]) -> str:
-    return "".join(f"<{token}>" for token in tokens)
-
-
 def exact(engine, vocabulary: int) -> dict:
     """Completions of every kind of call, as plain lists."""
-    from verl.rollout.request import Request, SamplingParams, make_requests
-    from verl.rollout.stop_strings import StopStrings
-    from verl.utils.coroutines import gather_coroutines, run_coroutine
+    from tests.rollout.test_tensor_parallel import answer
 
     prompts = [p[: 1 + 13 * i % 150] for i, p in enumerate(prompts_of(24, 150, vocabulary))]
     prompts[-1] = prompts[-2]
-    limits = [1 + 7 * i % 60 for i in range(len(prompts))]
-    greedy, sampled = SamplingParams(48, (), temperature=0), SamplingParams(48, (7,), seed=3, temperature=0.8)
-    found = {
-        "greedy": engine.generate(make_requests(prompts, greedy)),
-        "lengths": engine.generate(make_requests(prompts, greedy, limits=[min(n, 48) for n in limits])),
-        "sampled": engine.generate(make_requests(prompts, sampled)),
-        "top_k": engine.generate(make_requests(prompts, SamplingParams(24, (), seed=4, top_k=50, top_p=0.95))),
-    }
-    stop = StopStrings((decode(found["greedy"][0].token_ids[9:11]),), decode)
-    found["stop"] = engine.generate(make_requests(prompts[:4], SamplingParams(48, (), temperature=0, stop=stop)))
-
-    async def turns(i: int) -> list:
-        first = await engine.generate_one(Request(prompts[i], sampled, i))
-        second = [*prompts[i], *first.token_ids, 9, 8]
-        return [first, await engine.generate_one(Request(second, sampled, i))]
-
-    async def abort() -> list:
-        requests = [Request(prompts[i], SamplingParams(400, (), seed=1), i, str(i)) for i in range(6)]
-        tasks = [asyncio.ensure_future(engine.generate_one(request)) for request in requests]
-        before = engine.stats
-        while engine.stats is before or engine.stats.steps < 16:
-            await asyncio.sleep(0)
-        engine.abort()
-        return await asyncio.gather(*tasks)
-
-    conversations = run_coroutine(gather_coroutines([turns(i) for i in range(len(prompts))]))
-    found["turns"] = [completion for both in conversations for completion in both]
-    found["abort"] = run_coroutine(abort())
+    found = answer(engine, prompts, tokens=48, steps=16)
     return {kind: [(c.token_ids, c.log_probs, c.finish_reason) for c in many] for kind, many in found.items()}
 
 
@@ -271,11 +237,11 @@ def compare_exact(found: dict, expected: dict) -> list[str]:
     for kind, answers in expected.items():
         sampled += len(answers) * (kind != "greedy")
         for row, (a, b) in enumerate(zip(found[kind], answers, strict=True)):
-            shared = min(len(a[0]), len(b[0])) if kind == "abort" else max(len(a[0]), len(b[0]))
+            shared = min(len(a[0]), len(b[0])) if kind == "aborted" else max(len(a[0]), len(b[0]))
             first = next((i for i, (x, y) in enumerate(zip(a[0][:shared], b[0])) if x != y), None)
             worst = max((abs(x - y) for x, y in zip(a[1][:first], b[1][:first])), default=0.0)
             text = f"{kind}, row {row}: first other token {first}, log-probs before it differ by {worst:.2g}"
-            if worst > 1e-4 or (first is None and (a[2] != b[2] or (kind != "abort" and a[0] != b[0]))):
+            if worst > 1e-4 or (first is None and (a[2] != b[2] or (kind != "aborted" and a[0] != b[0]))):
                 problems.append(text)
             elif first is not None:
                 (problems if kind == "greedy" else flips).append(text)

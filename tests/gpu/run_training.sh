@@ -19,7 +19,7 @@ nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,no
 workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n 6")
 compiled=$([ "$mode" = short ] && echo "not compiled" || echo "test")
 part 70 correctness python3 -m pytest -q $workers --tb=short --import-mode=importlib -p no:cacheprovider -o addopts= \
-    -ra -k "$compiled" tests/gpu/test_gpu_training.py tests/engines/test_layer_kernels.py
+    -ra -k "$compiled" tests/gpu/test_gpu_training.py tests/modeling/test_layer_functions.py
 step 70 fused --suite rl --variants fused --repeats 2 --profile
 if [ "$mode" != short ]; then
     step 40 16k --suite 16k --variants fused --repeats 1 --profile

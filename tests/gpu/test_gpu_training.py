@@ -11,7 +11,7 @@ from verl.engines import memory
 from verl.engines.base import MicroBatching
 from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention, log_probs
-from verl.modeling.packing import Packing, build_input
+from verl.modeling.packing import Packing, build_input, to_device
 from verl.protocol import DataProto
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective
@@ -60,7 +60,7 @@ def test_rows_that_share_prompts_by_the_variable_length_kernel(heads, key_heads,
     prompts = [[1] * 70, [2] * 3, [1] * 70, [1] * 70, [2] * 3, [3] * 129]
     answers = [[5] * n for n in (60, 200, 1, 0, 7, 0)]
     columns = build_sequences(prompts, answers, pad_token_id=0)
-    packing = build_input(columns, True, shared_prefix=True).packing.to(torch.device("cuda"))
+    packing = to_device(build_input(columns, True, shared_prefix=True).packing, torch.device("cuda"))
     n = sum(packing.lengths)
     assert n == 70 + 3 + 129 + 268
     assert apart_from_float64(packing, n, (heads, key_heads, dim), window) < 1e-2

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from verl.modeling.batch_invariant import chunked
 from verl.modeling.batch_invariant.chunked import elementwise, log_sum_exp
-from verl.modeling.batch_invariant.linear import linear, with_gradient_of
+from verl.modeling.batch_invariant.model import linear, with_gradient_of
 
 COUNTS = (*range(1, 36), 63, 64, 65, 128, 333, 600)
 

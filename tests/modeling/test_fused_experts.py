@@ -1,4 +1,4 @@
-"""Experts as one function over grouped matmuls, against a loop over tokens in float64, and in a training engine."""
+"""Experts as one function over grouped matmuls, against a loop in float64; fused layers in a training engine."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.engines.ranks import (
     OPTIMIZER,
@@ -139,22 +139,31 @@ CONFIGS = {
         mlp_only_layers=[0],  # an MLP without experts
     ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
 }
+MIXTURES = ("qwen3_moe", "mixtral")
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
-def test_training_with_fused_layers_is_that_of_plain_layers(kind, lora, tmp_path):
-    path, found = save_model(CONFIGS[kind], tmp_path), []
+@pytest.mark.parametrize(
+    ("name", "kind", "lora"),
+    [
+        *((name, "causal_lm", lora) for name in MIXTURES for lora in ({}, LORA)),
+        ("qwen3", "causal_lm", {"lora_rank": 2, "lora_alpha": 4}),
+        ("qwen3", "value", {}),
+    ],
+)
+def test_training_with_fused_layers_is_that_of_plain_layers(name, kind, lora, tmp_path):
+    path, found = save_model(CONFIGS[name], tmp_path, kind), []
+    output = "values" if kind == "value" else "log_probs"
     for kernels in ("plain", "fused"):
         torch.manual_seed(0)
-        engine, batch = make_engine(path, OPTIMIZER, kernels=kernels, **lora), make_batch()
+        engine, batch = make_engine(path, OPTIMIZER, kind=kind, kernels=kernels, **lora), make_batch()
         train(engine, batch, UNEVEN)
-        found.append(engine.infer(batch, ("log_probs",), UNEVEN)["log_probs"])
+        found.append(engine.infer(batch, (output,), UNEVEN)[output])
     assert torch.allclose(*found, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_no_layer_returns_a_view(kind, tmp_path):
     """FSDP2 registers hooks on the outputs of a layer, and warns of views."""
     engine, found = make_engine(save_model(CONFIGS[kind], tmp_path), kernels="fused"), []
@@ -164,10 +173,18 @@ def test_no_layer_returns_a_view(kind, tmp_path):
     assert found and not any(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", [{}, {"expert_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2}], ids=str)
-def test_fused_layers_with_experts_over_ranks(sharding, tmp_path):
-    path = save_model(CONFIGS["qwen3_moe"], tmp_path)
+SHARDINGS = [
+    *(("qwen3", sharding) for sharding in ({}, {"tensor_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2})),
+    *(
+        pytest.param("qwen3_moe", sharding, marks=pytest.mark.slow)
+        for sharding in ({}, {"expert_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2})
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sharding"), SHARDINGS)
+def test_fused_layers_over_ranks(name, sharding, tmp_path):
+    path = save_model(CONFIGS[name], tmp_path)
     ranks = run_on_ranks(2, engine_on_rank, path, UNEVEN, kernels="fused", **sharding)
     assert_same(ranks, engine_alone(path), atol=1e-3)
 

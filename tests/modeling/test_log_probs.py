@@ -67,7 +67,7 @@ def test_the_gradient_of_the_logits_by_finite_differences(wanted, temperature):
     weights = tuple(torch.randn(3, generator=generator, dtype=torch.float64) * asked for asked in map(float, wanted))
 
     def total(logits_: torch.Tensor) -> float:
-        _, *found = log_probs.statistics(logits_, targets, temperature, wanted)
+        _, *found = log_probs.logit_statistics(logits_, targets, temperature, wanted)
         return sum((w * values).sum().item() for w, values in zip(weights, found))
 
     expected, h = torch.zeros_like(x), 1e-5
@@ -76,8 +76,9 @@ def test_the_gradient_of_the_logits_by_finite_differences(wanted, temperature):
             step = torch.zeros_like(x)
             step[i, j] = h
             expected[i, j] = (total(x + step) - total(x - step)) / (2 * h)
-    lse, _, entropys, squares = log_probs.statistics(x, targets, temperature, wanted)
-    found = log_probs.logits_gradient(x, targets, lse, entropys, squares, weights, temperature, wanted)
+    lse, _, entropys, squares = log_probs.logit_statistics(x, targets, temperature, wanted)
+    gradients = tuple(w if asked else None for w, asked in zip(weights, wanted))
+    found = log_probs.gradient_of_logits(x, targets, lse, entropys, squares, gradients, temperature)
     assert torch.allclose(found, expected, atol=1e-8)
 
 

@@ -12,7 +12,7 @@ from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.engines.micro_batch import plan_micro_batches
 from verl.modeling.packing import build_input
-from verl.modeling.shared_prefix import MOST_KEYS, first_with_prompt, plan_shared, shared_prefix_layout
+from verl.modeling.shared_prefix import MOST_KEYS, first_with_prompt, plan_shared_prefixes, shared_prefix_layout
 from verl.protocol import DataProto
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective
@@ -63,14 +63,19 @@ def test_every_row_finds_its_tokens(seed):
 
 
 def test_a_prompt_counts_once_in_a_micro_batch():
-    lengths, prompts = [10, 10, 9, 12, 10], [8, 8, 8, 10, 8]
+    def plan(prompts: list[list[int]], answers: list[int], budget: int) -> list[list[int]]:
+        lengths = [len(prompt) + answer for prompt, answer in zip(prompts, answers)]
+        columns = build_sequences(prompts, [[7] * answer for answer in answers], pad_token_id=0)
+        return plan_shared_prefixes(columns, lengths, budget)
+
+    rows = [[1] * 8] * 3 + [[2] * 10] + [[1] * 8], [2, 2, 1, 2, 2]
     # row 0 and the others of its prompt: 10 + 2 + 1 + 2 = 15; with row 3 it would be 27
-    assert plan_shared(lengths, prompts, [0, 0, 0, 3, 0], 16) == [[0, 1, 2, 4], [3]]
-    assert plan_shared(lengths, prompts, [0, 0, 0, 3, 0], 27) == [[0, 1, 2, 3, 4]]
+    assert plan(*rows, 16) == [[0, 1, 2, 4], [3]]
+    assert plan(*rows, 27) == [[0, 1, 2, 3, 4]]
     # a prompt counts again in every micro-batch
-    assert plan_shared(lengths, prompts, [0, 0, 0, 3, 0], 12) == [[0, 1], [2, 4], [3]]
+    assert plan(*rows, 12) == [[0, 1], [2, 4], [3]]
     # keys take memory, too
-    assert [len(rows) for rows in plan_shared([101] * 40, [100] * 40, [0] * 40, 140)] == [MOST_KEYS * 140 // 101] * 8
+    assert [len(rows) for rows in plan([[1] * 100] * 40, [1] * 40, 140)] == [MOST_KEYS * 140 // 101] * 8
 
 
 def test_rows_with_different_prompts_are_split_as_without_sharing():

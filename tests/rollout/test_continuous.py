@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import random
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 
 import pytest
@@ -35,9 +35,9 @@ SHAPE = dict(
 STOP = StopStrings(("ab", "xyz", "q"), lambda ids: "".join(chr(97 + i % 26) for i in ids))
 
 
-def make_module(attention: str = "sdpa") -> Qwen2ForCausalLM:
+def make_module(attention: str = "sdpa", **sizes: int) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    module = Qwen2ForCausalLM(Qwen2Config(**SHAPE, attn_implementation=attention)).eval()
+    module = Qwen2ForCausalLM(Qwen2Config(**SHAPE | sizes, attn_implementation=attention)).eval()
     with torch.no_grad():
         for p in module.parameters():
             p.mul_(8 if p.dim() > 1 else 1)
@@ -56,15 +56,19 @@ def make_engine(kind: str, **options) -> RolloutEngine:
     return NativeRollout(module, forward=batch_invariant.BatchInvariantForward(model), **options)
 
 
-def mixed_requests(seed: int, count: int = 18) -> list[Request]:
+def mixed_requests(
+    seed: int, count: int = 18, lengths: Sequence[int] = range(1, 14), most_tokens: int = 40
+) -> list[Request]:
     """Of different lengths, limits, seeds and stop strings; some prompts more than once."""
     draw = random.Random(seed)
-    distinct = [[draw.randrange(VOCAB) for _ in range(draw.randrange(1, 14))] for _ in range(6)]
+    distinct = [[draw.randrange(VOCAB) for _ in range(draw.choice(lengths))] for _ in range(6)]
     base = SamplingParams(30, (3, 7), temperature=1.2)
     return [
         Request(
             draw.choice(distinct),
-            replace(base, max_tokens=draw.randrange(1, 40), seed=draw.randrange(3), stop=draw.choice([None, STOP])),
+            replace(
+                base, max_tokens=draw.randrange(1, most_tokens), seed=draw.randrange(3), stop=draw.choice([None, STOP])
+            ),
             sample_id=draw.randrange(1000),
             request_id=f"r{i}",
         )
@@ -79,7 +83,7 @@ def at_once(engine: RolloutEngine, requests: list[Request]) -> list[Completion]:
     return run_coroutine(run())
 
 
-def staggered(engine: RolloutEngine, requests: list[Request], seed: int) -> list[Completion]:
+def staggered(engine: RolloutEngine, requests: list[Request], seed: int, most_yields: int = 59) -> list[Completion]:
     """The requests arrive at random times, while others are at work."""
     draw = random.Random(seed)
 
@@ -89,7 +93,7 @@ def staggered(engine: RolloutEngine, requests: list[Request], seed: int) -> list
         return await engine.generate_one(request)
 
     async def run() -> list[Completion]:
-        return await asyncio.gather(*(later(request, draw.randrange(60)) for request in requests))
+        return await asyncio.gather(*(later(request, draw.randrange(most_yields + 1)) for request in requests))
 
     return run_coroutine(run())
 
@@ -160,40 +164,30 @@ def test_other_sampling_parameters_wait_for_a_batch_of_their_own():
 
 @pytest.mark.parametrize("kind", ["native", "batch_invariant"])
 def test_abort_by_name_keeps_the_tokens_and_leaves_the_others_alone(kind):
-    engine = make_engine(kind, max_rows=4)
-    params = SamplingParams(60, (), ignore_eos=True, seed=2)
+    check_abort(make_engine(kind, max_rows=4), 60, yields=12)
+
+
+def check_abort(engine: RolloutEngine, tokens: int, yields: int) -> None:
+    """Of an engine for four rows."""
+    params = SamplingParams(tokens, (), ignore_eos=True, seed=2)
     requests = [Request([i + 1], params, i, f"r{i}") for i in range(6)]  # two of them wait
     expected = engine.generate(requests)
 
     async def run() -> list[Completion]:
         tasks = [asyncio.ensure_future(engine.generate_one(request)) for request in requests]
-        for _ in range(12):
+        for _ in range(yields):
             await asyncio.sleep(0)
         engine.abort(["r1", "r5", "unknown"])
         return await asyncio.gather(*tasks)
 
     found = run_coroutine(run())
     assert found[1].finish_reason == found[5].finish_reason == "abort"
-    assert 0 < len(found[1].token_ids) < 60 and found[5] == Completion([], [], "abort")
+    assert 0 < len(found[1].token_ids) < tokens and found[5] == Completion([], [], "abort")
     assert found[1].token_ids == expected[1].token_ids[: len(found[1].token_ids)]
     assert len(found[1].log_probs) == len(found[1].token_ids)
     for i in (0, 2, 3, 4):
         assert (found[i].token_ids, found[i].finish_reason) == (expected[i].token_ids, "length")
     assert [c.token_ids for c in engine.generate(requests)] == [c.token_ids for c in expected]
-
-
-@pytest.mark.parametrize("kind", ["native", "hf"])
-def test_abort_all(kind):
-    engine = make_engine(kind)
-    requests = make_requests([[1], [2]], SamplingParams(60, (), ignore_eos=True))
-
-    async def run() -> list[Completion]:
-        tasks = [asyncio.ensure_future(engine.generate_one(request)) for request in requests]
-        await asyncio.sleep(0)
-        engine.abort()
-        return await asyncio.gather(*tasks)
-
-    assert [c.finish_reason for c in run_coroutine(run())] == ["abort"] * 2
 
 
 LONG = SamplingParams(12, ())
@@ -227,7 +221,7 @@ def test_a_bad_request_fails_alone(kind, case):
     with pytest.raises(ValueError, match=message):
         raise error
     assert found == engine.generate([good])[0]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"prompt 1.*{message}"):
         engine.generate([good, bad])
 
 
@@ -244,17 +238,6 @@ def test_a_bad_request_that_arrives_later_leaves_the_batch_alone(kind):
         return await running
 
     assert run_coroutine(run()) == engine.generate([good])[0]
-
-
-def test_broken_weights_reach_every_coroutine():
-    engine = make_engine("native")
-    with torch.no_grad():
-        engine.module.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="not finite"):
-        at_once(engine, make_requests([[1], [2]], SamplingParams(5, ())))
-    with torch.no_grad():
-        engine.module.lm_head.weight.normal_()
-    assert len(at_once(engine, make_requests([[1]], SamplingParams(5, (), ignore_eos=True)))[0].token_ids) == 5
 
 
 def test_what_broken_weights_left_in_the_cache_reaches_no_other_row():
@@ -421,9 +404,14 @@ def test_abort_from_another_thread(kind, iterations):
     assert found.finish_reason == "abort" and len(found.token_ids) < 60
 
 
+async def async_generate(requests):
+    return [STOPPED for _ in requests]
+
+
 @pytest.mark.parametrize(
     "generate, error, message",
     [
+        (async_generate, ValueError, r"Custom.generate\(\) returned a coroutine: .* must not be `async`"),
         (lambda requests: [STOPPED] * (len(requests) - 1), ValueError, "returned 2 completions for 3 requests"),
         (lambda requests: [STOPPED] * (len(requests) + 1), ValueError, "returned 4 completions for 3 requests"),
         (lambda requests: None, ValueError, "returned a NoneType: expected a list with one Completion per request"),
@@ -431,22 +419,12 @@ def test_abort_from_another_thread(kind, iterations):
         (lambda requests: next(iter(())), RuntimeError, "raised StopIteration"),
         (lambda requests: 1 / 0, ZeroDivisionError, "division by zero"),
     ],
-    ids=["too few", "too many", "None", "no completions", "StopIteration", "error"],
+    ids=["async", "too few", "too many", "None", "no completions", "StopIteration", "error"],
 )
 def test_what_a_custom_generate_does_wrong_reaches_every_coroutine(generate, error, message):
     engine = type("Custom", (RolloutEngine,), {"generate": lambda self, requests: generate(requests)})()
     for found in in_time(outcomes(engine)):
         with pytest.raises(error, match=message):
-            raise found
-
-
-def test_an_async_generate_is_refused():
-    class Custom(RolloutEngine):
-        async def generate(self, requests):
-            return [STOPPED for _ in requests]
-
-    for found in in_time(outcomes(Custom())):
-        with pytest.raises(ValueError, match=r"Custom.generate\(\) returned a coroutine: .* must not be `async`"):
             raise found
 
 

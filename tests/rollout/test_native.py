@@ -1,51 +1,36 @@
 """The native engine's schedule: nothing is lost, cut or repeated, and a row's answer is its own."""
 
+import gc
 import random
-from functools import partial
+import weakref
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
+from tests.rollout.test_continuous import VOCAB, at_once, make_engine, make_module, mixed_requests
+from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.request import Request, SamplingParams, make_requests
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.sampling import draw
 from verl.utils.coroutines import run_coroutine
-
-VOCAB = 29
 
 
 @pytest.fixture(scope="module")
 def module():
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    module = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.mul_(8 if p.dim() > 1 else 1)
-    return module
+    return make_module()
 
 
 def one_by_one(module, prompts, params, sample_ids, limits):
     """The answer of each row alone, by the module's own forward pass and no cache."""
-    from verl.rollout.sampling import draw
-
     found = []
     for prompt, sample_id, limit in zip(prompts, sample_ids, limits):
         ids, reason = list(prompt), "length"
         for position in range(limit):
             with torch.no_grad():
-                logits = module(torch.tensor([ids])).logits[:, -1]
-            token, _ = draw(logits, params, torch.tensor([sample_id]), position)
+                logits = module(torch.tensor([ids], device=module.device)).logits[:, -1]
+            token, _ = draw(logits, params, torch.tensor([sample_id], device=module.device), position)
             ids.append(int(token))
             if ids[-1] in params.stop_token_ids and not params.ignore_eos:
                 reason = "stop"
@@ -79,25 +64,6 @@ def test_rows_are_what_they_are_alone_whatever_the_cache_holds(module, case):
         # those of the last call
         assert engine.stats.seconds not in (0, seconds)
         assert engine.stats.steps == steps > 0 and engine.stats.tokens == sum(len(a.token_ids) for a in answers)
-
-
-def test_large_models_compute_on_their_parameters_and_small_ones_on_transposed_copies_alike(module, monkeypatch):
-    params = SamplingParams(12, (), temperature=0)
-    expected = NativeRollout(module).generate(make_requests([[1, 2], [3]], params))
-    monkeypatch.setattr("verl.rollout.native.engine.read_decoder", partial(read_decoder, transpose_limit=0))
-    answers = NativeRollout(module).generate(make_requests([[1, 2], [3]], params))
-    assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
-
-
-def test_sampled_log_probs_are_those_of_the_module(module):
-    params = SamplingParams(20, (), temperature=0.7, top_k=9)
-    prompts = [[1, 2, 3], [4], [5, 6]]
-    for prompt, answer in zip(prompts, NativeRollout(module).generate(make_requests(prompts, params))):
-        with torch.no_grad():
-            logits = module(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].double() / 0.7
-        kept = logits.masked_fill(logits < logits.topk(9).values[:, -1:], float("-inf")).log_softmax(-1)
-        expected = kept.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_samples_of_one_prompt_differ_and_their_first_tokens_have_the_models_distribution(module):
@@ -166,25 +132,9 @@ def test_weights_that_are_not_finite_end_with_the_name_of_the_row(module):
     assert torch.tensor([a.log_probs for a in answers]).isfinite().all(), "the cache kept what broken weights left"
 
 
-@pytest.mark.parametrize(
-    "prompts, params, more, message",
-    [
-        ([[1], []], SamplingParams(2, ()), {}, "prompt 1 has no tokens"),
-        ([[1], [2]], SamplingParams(2, ()), {"sample_ids": [0, 2**63]}, "prompt 1: sample_id: expected a 64-bit"),
-        ([[1], [VOCAB]], SamplingParams(2, ()), {}, "prompt 1 has a token outside the vocabulary of 29"),
-        ([[1] * 60], SamplingParams(5, ()), {}, "prompt 0: 60 prompt and 5 response tokens exceed 64 positions"),
-        ([[1]], SamplingParams(5, ()), {"sample_ids": [6, 7]}, r"as many sample_ids as prompts \(1\), found 2"),
-    ],
-)
-def test_bad_requests_are_refused_by_name(module, prompts, params, more, message):
-    with pytest.raises(ValueError, match=message):
-        NativeRollout(module).generate(make_requests(prompts, params, **more))
-
-
-def test_images_are_refused(module):
-    request = Request([1], SamplingParams(2, ()), 0, multi_modal_data={"image": 1})
-    with pytest.raises(ValueError, match=r"prompt 0: expected text, found images: rollout.name=native"):
-        NativeRollout(module).generate([request])
+def test_every_prompt_needs_a_sample_id(module):
+    with pytest.raises(ValueError, match=r"as many sample_ids as prompts \(1\), found 2"):
+        make_requests([[1]], SamplingParams(5, ()), sample_ids=[6, 7])
 
 
 def test_requests_that_cannot_share_a_batch_are_batches_of_their_own(module):
@@ -200,12 +150,6 @@ def test_requests_that_cannot_share_a_batch_are_batches_of_their_own(module):
 def test_too_little_memory_for_one_row_is_said_before_work_begins(module):
     with pytest.raises(ValueError, match=r"has 100 bytes, but one row of 5 tokens needs 1,280"):
         NativeRollout(module, cache_bytes=100).generate(make_requests([[1, 2]], SamplingParams(4, ())))
-
-
-def test_stop_strings_without_stop_tokens(module):
-    stop = StopStrings(("never",), lambda ids: "")
-    answers = NativeRollout(module).generate(make_requests([[1]], SamplingParams(20, (), stop=stop)))
-    assert (len(answers[0].token_ids), answers[0].finish_reason) == (20, "length")
 
 
 def test_no_prompts_no_responses(module):
@@ -224,3 +168,21 @@ def test_new_tokens_are_passed_on_while_a_response_is_generated(module):
     found = run_coroutine(NativeRollout(module).generate_one(request))
     assert [len(chunk) for chunk in chunks] == [9, 8, 8]
     assert [token for chunk in chunks for token in chunk] == found.token_ids[:25] and log_probs == found.log_probs[:25]
+
+
+def test_sleep_frees_the_copy_of_the_weights(monkeypatch):
+    engine = make_engine("native", dtype=torch.bfloat16)  # another dtype than that of the parameters: a copy
+    copies = []
+
+    def read(*given, **options) -> Decoder:
+        copies.append(read_decoder(*given, **options))
+        return copies[-1]
+
+    monkeypatch.setattr("verl.rollout.native.engine.read_decoder", read)
+    at_once(engine, mixed_requests(0, 3))
+    found = [weakref.ref(copy) for copy in copies]
+    copies.clear()
+    assert found
+    engine.sleep()
+    gc.collect()
+    assert [ref() for ref in found] == [None] * len(found)

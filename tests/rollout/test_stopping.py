@@ -1,4 +1,4 @@
-"""Texts that end an answer: at the token that completes one, in every engine, whatever the batch."""
+"""Texts that end a response: at the token that completes one, whatever the batch."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
-from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.request import SamplingParams, make_requests, stop_strings
@@ -44,7 +43,7 @@ def test_empty_strings_are_refused(strings):
 
 
 @pytest.mark.parametrize("strings", [("bab",), ("é", "abcab"), ("aaaaaaaaaaaaaaaaaaaaaaaaa",)])
-def test_every_engine_cuts_there(module, strings):
+def test_responses_are_cut_there_whatever_the_cache_holds(module, strings):
     limits = [40 - i for i in range(len(PROMPTS))]
     without = SamplingParams(40, (5,), seed=7)
     params = SamplingParams(40, (5,), seed=7, stop=StopStrings(strings, decode))
@@ -60,10 +59,6 @@ def test_every_engine_cuts_there(module, strings):
         answers = engine.generate(make_requests(PROMPTS, params, limits=limits))
         assert [(a.token_ids, a.finish_reason) for a in answers] == expected
         assert all(len(a.log_probs) == len(a.token_ids) for a in answers)
-    same_limit = HFRollout(module, pad_token_id=0).generate(make_requests(PROMPTS, params))
-    assert same_limit[0].token_ids == expected[0][0] and same_limit[0].finish_reason == expected[0][1]
-    found = NativeRollout(module).generate(make_requests(PROMPTS, params))
-    assert [(a.token_ids, a.finish_reason) for a in same_limit] == [(a.token_ids, a.finish_reason) for a in found]
 
 
 def test_steps_end_with_the_token_that_completes_the_string(module):

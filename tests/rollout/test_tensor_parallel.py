@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,35 +55,35 @@ def engine_of(path: Path, rank: int = 0, size: int = 1, trainer: "Trainer | None
     return make_native(section, schema.ModelConfig(path=str(path)), env, trainer)
 
 
-def answer(engine: NativeRollout) -> dict:
-    """What both sizes generate: a batch, then agent loops."""
-    limits = [12, 3, 9, 12, 5]
-    sampled = make_requests(PROMPTS, SAMPLED, limits=limits)
+def answer(engine: NativeRollout, prompts: list[list[int]] = PROMPTS, tokens: int = 12, steps: int = 3) -> dict:
+    """What both sizes generate: a batch, then agent loops. steps: before requests are aborted."""
+    limits = [1 + (tokens - 1, 2, 8, tokens - 1, 4)[i % 5] for i in range(len(prompts))]
+    greedy, sampled = replace(GREEDY, max_tokens=tokens), replace(SAMPLED, max_tokens=tokens)
     answers = {
-        "greedy": engine.generate(make_requests(PROMPTS, GREEDY)),
-        "lengths": engine.generate(make_requests(PROMPTS, GREEDY, limits=limits)),
-        "sampled": engine.generate(sampled),
+        "greedy": engine.generate(make_requests(prompts, greedy)),
+        "lengths": engine.generate(make_requests(prompts, greedy, limits=limits)),
+        "sampled": engine.generate(make_requests(prompts, sampled, limits=limits)),
+        "without filter": engine.generate(make_requests(prompts, replace(sampled, top_k=-1, temperature=0.8))),
     }
     stop = StopStrings((decode(answers["greedy"][0].token_ids[4:6]),), decode)
-    stopping = SamplingParams(12, (), temperature=0, stop=stop)
-    answers["stop"] = engine.generate(make_requests(PROMPTS[:3], stopping))
+    answers["stop"] = engine.generate(make_requests(prompts[:3], replace(greedy, stop=stop)))
 
     async def turns(i: int) -> list:
         """Two turns of a conversation; the second prompt is longer than what was asked for so far."""
-        first = await engine.generate_one(Request(PROMPTS[i], SAMPLED, i, f"first {i}"))
+        first = await engine.generate_one(Request(prompts[i], sampled, i, f"first {i}"))
         await asyncio.sleep(0.001 * i)
-        prompt = [*PROMPTS[i], *first.token_ids, *range(10 + i)]
-        return [first, await engine.generate_one(Request(prompt, SAMPLED, i, f"second {i}"))]
+        prompt = [*prompts[i], *first.token_ids, *range(10 + i)]
+        return [first, await engine.generate_one(Request(prompt, sampled, i, f"second {i}"))]
 
     async def aborted() -> list:
-        long, before = SamplingParams(24, (), seed=1), engine.stats
+        long, before = SamplingParams(2 * tokens, (), seed=1), engine.stats
         tasks = [asyncio.ensure_future(engine.generate_one(Request([9, i], long, i, str(i)))) for i in range(4)]
-        while engine.stats is before or engine.stats.steps < 3:
+        while engine.stats is before or engine.stats.steps < steps:
             await asyncio.sleep(0)
         engine.abort(["1", "2"])
         return await asyncio.gather(*tasks)
 
-    conversations = run_coroutine(gather_coroutines([turns(i) for i in range(len(PROMPTS))]))
+    conversations = run_coroutine(gather_coroutines([turns(i) for i in range(len(prompts))]))
     answers["turns"] = [completion for both in conversations for completion in both]
     answers["aborted"] = run_coroutine(aborted())
     return answers
@@ -261,11 +262,8 @@ def test_the_slices_of_all_ranks_are_the_parameters(case, ranks):
     module = make_model(case)
     slices = [Slices(module.config, TensorParallel(rank, ranks)) for rank in range(ranks)]
     config = module.config
-    heads, kv_heads, size = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        module.model.layers[0].self_attn.head_dim,
-    )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size = module.model.layers[0].self_attn.head_dim
     copies = max(1, ranks // kv_heads)
     for name, full in module.named_parameters():
         parts = [own.slice_of(name, full) for own in slices]

@@ -1,6 +1,5 @@
 """Rollout of vision-language models: the log-probs of the responses are those of training."""
 
-import asyncio
 import dataclasses
 import gc
 import weakref
@@ -14,6 +13,7 @@ from transformers import AutoModelForImageTextToText, LlavaConfig
 
 from tests.engines.ranks import make_engine, qwen2, run_on_ranks, save_model
 from tests.engines.test_vision import prompts
+from tests.rollout.test_continuous import at_once
 from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, processor, random_image, save_vl_model, tokenizer
 from verl.config import schema
 from verl.data.processor import load_processor
@@ -61,6 +61,13 @@ def trained_log_probs(engine: Any, every: list[Request], answers: list[Any], tem
     return engine.infer(batch, ("log_probs",), MicroBatching(), temperature)["log_probs"]
 
 
+def check(engine: Any, every: list[Request], answers: list[Any], temperature: float = 1.0, bound: float = 1e-4) -> None:
+    """The log-probs of the answers are those of training."""
+    expected = trained_log_probs(engine, every, answers, temperature)
+    for row, answer in enumerate(answers):
+        assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=bound)
+
+
 def make_rollout(name: str, engine: Any, **keys: Any):
     config = schema.RolloutConfig(name=name, prompt_length=100, response_length=8, **keys)
     env = RolloutEnv(
@@ -74,9 +81,7 @@ def test_log_probs_are_those_of_training(name, family, trainers):
     engine = trainers(family)
     rollout, every = make_rollout(name, engine, max_num_seqs=5), requests(family, temperature=0.8)
     answers = rollout.generate(every)
-    expected = trained_log_probs(engine, every, answers, 0.8)
-    for row, answer in enumerate(answers):
-        assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
+    check(engine, every, answers, 0.8)
     alone = rollout.generate([every[2]])[0]  # another batch, the same response
     assert alone.token_ids == answers[2].token_ids
 
@@ -95,9 +100,7 @@ def test_vllm_gives_the_log_probs_of_training_also_after_a_push(family, tmp_path
     for version in (1, 2):
         rollout.receiver().receive(engine.rollout_weights(None), version)
         answers = rollout.generate(every)
-        expected = trained_log_probs(engine, every, answers)
-        for row, answer in enumerate(answers):
-            assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
+        check(engine, every, answers)
         with torch.no_grad():  # features that vLLM kept would be stale
             for parameter in tower_of(engine.module)[1].parameters():
                 parameter.mul_(0.8)
@@ -121,9 +124,7 @@ def test_vllm_places_the_frames_of_a_video_as_training_does(family, tmp_path):
     item = RLHFDataset([row], tokens, data, processor=load_processor(model, tokens))[0]
     every = [Request(item["prompt_ids"], SamplingParams(6, (0,), seed=1), i, **media_of(item)) for i in range(2)]
     answers = rollout.generate(every)
-    expected = trained_log_probs(engine, every, answers)
-    for row, answer in enumerate(answers):
-        assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
+    check(engine, every, answers)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"])
@@ -137,12 +138,8 @@ def test_images_are_computed_once_for_all_samples_and_batches_admit_rows(family,
     names = ("pixel_values", "pixel_values_videos")
     assert sum(patches) == sum(len(made[name]) for made in inputs for name in names if name in made)
     assert [a.token_ids for a in rollout.generate(every)] == [a.token_ids for a in together]
-    one_by_one = asyncio.run(_concurrently(make_rollout("native", engine), every))
+    one_by_one = at_once(make_rollout("native", engine), every)
     assert [a.token_ids for a in one_by_one] == [a.token_ids for a in together]
-
-
-async def _concurrently(rollout: Any, every: list[Request]) -> list[Any]:
-    return await asyncio.gather(*(rollout.generate_one(request) for request in every))
 
 
 def test_images_of_responses_that_have_ended_are_not_kept(trainers):
@@ -219,9 +216,7 @@ def test_a_gpu_gives_the_log_probs_of_training(family, tmp_path):
     engine = make_engine(save_vl_model(family, tmp_path, head_dim=64), device="cuda", dtype="fp32")
     rollout, every = make_rollout("native", engine, max_num_seqs=5), requests(family, 3)
     answers = rollout.generate(every)
-    expected = trained_log_probs(engine, every, answers)
-    for row, answer in enumerate(answers):
-        assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-3)
+    check(engine, every, answers, bound=1e-3)
 
 
 def on_two_ranks(paths: dict[str, str]) -> dict[str, Any]:
@@ -257,9 +252,7 @@ def test_two_ranks_generate_what_one_generates(tmp_path):
         for answers in leader[family]:
             alone = make_rollout("native", engine).generate(requests(family, temperature=0.8))
             assert [a.token_ids for a in answers] == [a.token_ids for a in alone]
-            expected = trained_log_probs(engine, requests(family), answers, 0.8)
-            for row, answer in enumerate(answers):
-                assert answer.log_probs == pytest.approx(expected[row, : len(answer.token_ids)].tolist(), abs=1e-4)
+            check(engine, requests(family), answers, 0.8)
             with torch.no_grad():
                 for parameter in engine.module.parameters():
                     parameter.mul_(0.9)

@@ -20,7 +20,6 @@ import torch
 
 from verl.algorithms import advantages as _advantages
 from verl.algorithms import kl as _kl
-from verl.algorithms import off_policy_losses as _off_policy_losses
 from verl.algorithms import policy_losses as _policy_losses
 from verl.algorithms import token_baselines as _token_baselines
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn, register_adv_est
@@ -88,7 +87,7 @@ _FUNCTIONS: dict[str, tuple[Callable, str]] = {
     ),
     "compute_optimal_token_baseline_advantage": (_token_baselines.optimal_token_baseline, _TOKENS),
     "compute_multi_turn_optimal_token_baseline_advantage": (_token_baselines.tir_optimal_token_baseline, _TOKENS),
-    "compute_policy_loss_reinforce": (_off_policy_losses.reinforce, _LOSS),
+    "compute_policy_loss_reinforce": (_policy_losses.reinforce, _LOSS),
 }
 #: settings that public verl's function reads from `config`, which takes precedence over a parameter
 _FROM_CONFIG = {
@@ -97,9 +96,8 @@ _FROM_CONFIG = {
 }
 #: policy losses `compute_policy_loss_<name>`
 _LOSSES = (
-    *(_policy_losses.vanilla, _policy_losses.gspo, _policy_losses.sapo, _policy_losses.gpg, _policy_losses.clip_cov),
-    *(_policy_losses.kl_cov, _policy_losses.geo_mean, _policy_losses.cispo, _off_policy_losses.dro),
-    *(_off_policy_losses.dppo_tv, _off_policy_losses.dppo_kl, _off_policy_losses.bypass_mode),
+    *("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"),
+    *("dro", "dppo_tv", "dppo_kl", "bypass_mode"),
 )
 
 
@@ -271,8 +269,9 @@ def _aggregation(mode: str, response_mask: torch.Tensor, counts: Mapping[str, An
     )
 
 
-def _policy_loss(fn: Callable) -> Callable:
-    """Return the policy loss `fn` with public verl's parameters."""
+def _policy_loss(name: str) -> Callable:
+    """Return a policy loss with public verl's parameters."""
+    fn = POLICY_LOSS_REGISTRY[name]
     parameters = inspect.signature(fn).parameters
     names = {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} - {"rollout_is_weights", "generator"}
 
@@ -294,13 +293,13 @@ def _policy_loss(fn: Callable) -> Callable:
         loss, metrics = fn(old_log_prob, log_prob, advantages, response_mask, agg, **settings)
         return loss * dp_size, merge_metrics([metrics])
 
-    compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{fn.__name__}"
+    compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{name}"
     compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with public verl's arguments."
     return compute
 
 
 globals().update({name: _with_public_signature(name, *target) for name, target in _FUNCTIONS.items()})
-globals().update({f"compute_policy_loss_{fn.__name__}": _policy_loss(fn) for fn in _LOSSES})
+globals().update({f"compute_policy_loss_{name}": _policy_loss(name) for name in _LOSSES})
 
 __all__ += [name for name in globals() if name.startswith("compute_") and name not in __all__]
 

@@ -4,7 +4,7 @@ A mask is 0/1 and has the shape of the tensor it masks. Values where it is 0 are
 padding cannot reach a loss or a gradient.
 
 - `masked_sum masked_mean masked_var masked_whiten zero_padding`: masked statistics
-- `Groups`, `group_mean_std`: statistics over the samples of one prompt
+- `Groups`: statistics over the samples of one prompt
 - `LossAggregation`, `agg_loss`: a scalar from a matrix of token losses, independent of how the batch is split
 - `mean_parts`, `Largest`, `merge_metrics`: metrics that merge exactly over micro-batches and ranks
 """
@@ -124,13 +124,11 @@ class Groups:
         self.counted = counted.bool()
         self.count = self.sum(torch.ones(len(index), dtype=torch.float64, device=counted.device))
 
-    def _counted_like(self, x: torch.Tensor) -> torch.Tensor:
-        return self.counted.view(-1, *[1] * (x.dim() - 1))
-
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Group sums; `x` and the result are (B,) or (B, T)."""
         total = torch.zeros(self.num_groups, *x.shape[1:], dtype=x.dtype, device=x.device)
-        return total.index_add_(0, self.index, torch.where(self._counted_like(x), x, 0))[self.index]
+        counted = self.counted.view(-1, *[1] * (x.dim() - 1))
+        return total.index_add_(0, self.index, torch.where(counted, x, 0))[self.index]
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Group means (B,)."""
@@ -149,12 +147,6 @@ class Groups:
     def num_groups_with(self, samples: torch.Tensor) -> int:
         """Number of groups that have at least one of `samples`, a (B,) bool mask."""
         return int(self.index[samples].unique().numel())
-
-
-def group_mean_std(x: torch.Tensor, uid: Sequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (mean, std, count) of the group of each sample, all (B,); the std is over n - 1."""
-    groups = Groups(uid, torch.ones_like(x, dtype=torch.bool))
-    return groups.mean(x), groups.std(x), groups.count
 
 
 class LossAggregation(str):

@@ -6,36 +6,21 @@ and the current one (`log_prob`). In bypass mode `old_log_prob` is the log-prob 
 
 import torch
 
-from verl.algorithms.masked import agg_loss, mean_parts, zero_padding
-from verl.algorithms.policy_losses import MAX_LOG_RATIO, LossAndMetrics, apply_weights, register_policy_loss, vanilla
+from verl.algorithms.masked import mean_parts, zero_padding
+from verl.algorithms.policy_losses import (
+    MAX_LOG_RATIO,
+    LossAndMetrics,
+    register_policy_loss,
+    reinforce,
+    vanilla,
+    weighted_loss,
+)
 from verl.algorithms.rollout_correction import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
     mismatch,
 )
 from verl.registry import did_you_mean
-
-
-@register_policy_loss("reinforce")
-def reinforce(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    *,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> LossAndMetrics:
-    """REINFORCE (Williams 1992) with importance weights: no ratio, no clip.
-
-        L = -w A log_prob, with the constant w = rollout_is_weights, or 1
-
-    Assumes one update per batch, or weights that account for the difference.
-    """
-    old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
-    losses = apply_weights(-advantages * log_prob, rollout_is_weights, response_mask)
-    metrics = {"actor/ppo_kl": mean_parts(old_log_prob - log_prob, response_mask)}
-    return agg_loss(losses, response_mask, loss_agg_mode), metrics
 
 
 @register_policy_loss("decoupled_ppo")
@@ -67,18 +52,9 @@ def decoupled_ppo(
     """
     x = mismatch(old_log_prob.detach(), rollout_log_probs, response_mask)
     weights, _ = compute_rollout_correction_weights(x, response_mask, "token", rollout_is_threshold)
-    loss, metrics = vanilla(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        loss_agg_mode,
-        clip_ratio=clip_ratio,
-        clip_ratio_low=clip_ratio_low,
-        clip_ratio_high=clip_ratio_high,
-        clip_ratio_c=clip_ratio_c,
-        rollout_is_weights=weights,
-    )
+    columns = (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode)
+    clip = {"clip_ratio": clip_ratio, "clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
+    loss, metrics = vanilla(*columns, **clip, clip_ratio_c=clip_ratio_c, rollout_is_weights=weights)
     return loss, metrics | {"actor/behav_weight": mean_parts(weights, response_mask)}
 
 
@@ -222,11 +198,7 @@ def _divergence_ppo(divergence, columns, bounds, rollout_is_weights) -> LossAndM
         bound = torch.full_like(log_ratio, low).masked_fill(advantages > 0, high)
         dropped = moves_further & (divergence(log_prob, old_log_prob) > bound)
     losses = torch.where(dropped, 0, -advantages * weight * log_prob)
-    metrics = {
-        "actor/pg_clipfrac": mean_parts(dropped, mask),
-        "actor/ppo_kl": mean_parts(-log_ratio, mask),
-    }
-    return agg_loss(apply_weights(losses, rollout_is_weights, mask), mask, loss_agg_mode), metrics
+    return weighted_loss(losses, rollout_is_weights, mask, loss_agg_mode, pg_clipfrac=dropped, ppo_kl=-log_ratio)
 
 
 @register_policy_loss("dro")
@@ -252,5 +224,4 @@ def dro(
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = log_prob - old_log_prob
     losses = -(advantages * log_prob - 0.5 * dro_beta * log_ratio**2)
-    metrics = {"actor/ppo_kl": mean_parts(-log_ratio, response_mask)}
-    return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
+    return weighted_loss(losses, rollout_is_weights, response_mask, loss_agg_mode, ppo_kl=-log_ratio)

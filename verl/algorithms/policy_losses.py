@@ -19,13 +19,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from verl.algorithms.masked import (
-    agg_loss,
-    force_mode,
-    masked_mean,
-    mean_parts,
-    zero_padding,
-)
+from verl.algorithms.masked import agg_loss, force_mode, masked_mean, mean_parts, zero_padding
 from verl.registry import Registry
 
 LossAndMetrics = tuple[torch.Tensor, dict[str, object]]
@@ -61,6 +55,14 @@ def clip_range(clip_ratio: float, clip_ratio_low: float | None, clip_ratio_high:
 def apply_weights(losses: torch.Tensor, weights: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
     """Multiply token losses by the importance weights, which are treated as constants; None: unchanged."""
     return losses if weights is None else losses * zero_padding(mask, weights.detach())[0]
+
+
+def weighted_loss(
+    losses: torch.Tensor, weights: torch.Tensor | None, mask: torch.Tensor, loss_agg_mode: str, **metrics: torch.Tensor
+) -> LossAndMetrics:
+    """Return the aggregated token losses (B, T) after `apply_weights`, and `metrics` (B, T) as `actor/<name>`."""
+    loss = agg_loss(apply_weights(losses, weights, mask), mask, loss_agg_mode)
+    return loss, {f"actor/{name}": mean_parts(value, mask) for name, value in metrics.items()}
 
 
 def compute_policy_loss(
@@ -168,12 +170,8 @@ def gspo(
     ratio = (log_prob - log_prob.detach() + sequence_log_ratio.detach()).clamp(max=10.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    losses = apply_weights(torch.maximum(unclipped, clipped), rollout_is_weights, response_mask)
-    metrics = {
-        "actor/pg_clipfrac": mean_parts(clipped > unclipped, response_mask),
-        "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
-    }
-    return agg_loss(losses, response_mask, loss_agg_mode), metrics
+    losses, metrics = torch.maximum(unclipped, clipped), {"pg_clipfrac": clipped > unclipped, "ppo_kl": -log_ratio}
+    return weighted_loss(losses, rollout_is_weights, response_mask, loss_agg_mode, **metrics)
 
 
 @register_policy_loss("geo_mean")
@@ -202,13 +200,9 @@ def geo_mean(
     within = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
     clipped = sign * torch.minimum(sign * log_ratio, sign * within)
     ratio = masked_mean(clipped, response_mask, -1).exp()  # (B,)
-    losses = -masked_mean(advantages, response_mask, -1) * ratio
-    losses = apply_weights(losses.unsqueeze(-1).expand_as(log_ratio), rollout_is_weights, response_mask)
-    metrics = {
-        "actor/pg_clipfrac": mean_parts(clipped != log_ratio * sign.abs(), response_mask),
-        "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
-    }
-    return agg_loss(losses, response_mask, force_mode(loss_agg_mode, "seq-mean-token-mean")), metrics
+    losses = (-masked_mean(advantages, response_mask, -1) * ratio).unsqueeze(-1).expand_as(log_ratio)
+    mode, metrics = force_mode(loss_agg_mode, "seq-mean-token-mean"), {"pg_clipfrac": clipped != log_ratio * sign.abs()}
+    return weighted_loss(losses, rollout_is_weights, response_mask, mode, **metrics, ppo_kl=-log_ratio)
 
 
 @register_policy_loss("cispo")
@@ -234,12 +228,8 @@ def cispo(
     log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    losses = apply_weights(-weight * advantages * log_prob, rollout_is_weights, response_mask)
-    metrics = {
-        "actor/pg_clipfrac": mean_parts(weight != ratio, response_mask),
-        "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
-    }
-    return agg_loss(losses, response_mask, loss_agg_mode), metrics
+    losses, metrics = -weight * advantages * log_prob, {"pg_clipfrac": weight != ratio, "ppo_kl": -log_ratio}
+    return weighted_loss(losses, rollout_is_weights, response_mask, loss_agg_mode, **metrics)
 
 
 @register_policy_loss("sapo")
@@ -265,13 +255,13 @@ def sapo(
     log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     tau = torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
-    losses = apply_weights(-advantages * gate, rollout_is_weights, response_mask)
-    metrics = {"actor/ppo_kl": mean_parts(-log_ratio, response_mask)}
-    return agg_loss(losses, response_mask, force_mode(loss_agg_mode, "seq-mean-token-mean")), metrics
+    mode = force_mode(loss_agg_mode, "seq-mean-token-mean")
+    return weighted_loss(-advantages * gate, rollout_is_weights, response_mask, mode, ppo_kl=-log_ratio)
 
 
+@register_policy_loss("reinforce")
 @register_policy_loss("gpg")
-def gpg(
+def reinforce(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
@@ -280,16 +270,16 @@ def gpg(
     *,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """Group policy gradient (Chu et al. 2025, arXiv 2504.02546): the plain policy gradient, without ratio and clip.
+    """REINFORCE (Williams 1992) with importance weights: the plain policy gradient, without ratio and clip.
 
-        L = -A log_prob
+        L = -w A log_prob, with the constant w = rollout_is_weights, or 1
 
-    Assumes on-policy data: one update per batch.
+    Assumes one update per batch, or weights that account for the difference. Group policy gradient (`gpg`, Chu et al.
+    2025, arXiv 2504.02546) has the same loss.
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
-    losses = apply_weights(-advantages * log_prob, rollout_is_weights, response_mask)
-    metrics = {"actor/ppo_kl": mean_parts(old_log_prob - log_prob, response_mask)}
-    return agg_loss(losses, response_mask, loss_agg_mode), metrics
+    ppo_kl = old_log_prob - log_prob
+    return weighted_loss(-advantages * log_prob, rollout_is_weights, response_mask, loss_agg_mode, ppo_kl=ppo_kl)
 
 
 # ---------------------------------------------------------------------------------------------------- Clip-Cov, KL-Cov
@@ -363,12 +353,8 @@ def clip_cov(
     dropped = torch.zeros_like(covariance, dtype=torch.bool)
     dropped.view(-1)[selected] = True
 
-    losses = torch.where(dropped, 0, torch.maximum(unclipped, clipped))
-    metrics = {
-        "actor/pg_clipfrac": mean_parts(dropped, response_mask),
-        "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
-    }
-    return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
+    losses, metrics = torch.where(dropped, 0, torch.maximum(unclipped, clipped)), {"pg_clipfrac": dropped}
+    return weighted_loss(losses, rollout_is_weights, response_mask, loss_agg_mode, **metrics, ppo_kl=-log_ratio)
 
 
 @register_policy_loss("kl_cov")
@@ -400,8 +386,5 @@ def kl_cov(
     penalized.view(-1)[covariance.flatten().topk(_num_selected(kl_cov_ratio, response_mask)).indices] = True
 
     losses = -advantages * log_ratio.exp() + torch.where(penalized, ppo_kl_coef * log_ratio.abs(), 0)
-    metrics = {
-        "actor/kl_cov_fraction": mean_parts(penalized, response_mask),
-        "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
-    }
-    return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
+    metrics = {"kl_cov_fraction": penalized, "ppo_kl": -log_ratio}
+    return weighted_loss(losses, rollout_is_weights, response_mask, loss_agg_mode, **metrics)

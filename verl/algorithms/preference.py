@@ -1,4 +1,4 @@
-"""Preference learning: DPO and IPO, pairs for online DPO, SPPO, the Bradley-Terry loss of a reward model.
+"""Preference learning: DPO and IPO, pairs for online DPO, SPPO.
 
 A sequence log-prob is the sum over the response (`sequence_log_prob`), (N,) for N pairs. Losses are means over pairs.
 `num_pairs` is the number of pairs of the whole mini-batch; pass it if a call sees a micro-batch, so that the losses of
@@ -14,7 +14,6 @@ from torch.nn.functional import logsigmoid
 from verl.algorithms.advantages import GroupedRewards, register_adv_est
 from verl.algorithms.masked import (
     Groups,
-    agg_loss,
     at_least_float32,
     force_mode,
     masked_mean,
@@ -22,7 +21,7 @@ from verl.algorithms.masked import (
     mean_parts,
     zero_padding,
 )
-from verl.algorithms.policy_losses import LossAndMetrics, apply_weights, register_policy_loss
+from verl.algorithms.policy_losses import LossAndMetrics, register_policy_loss, weighted_loss
 from verl.registry import did_you_mean
 
 
@@ -157,48 +156,6 @@ def sppo_loss(
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = (log_prob - old_log_prob).sum(-1)
-    losses = (log_ratio - sppo_eta * masked_mean(advantages, response_mask, -1)) ** 2
-    losses = apply_weights(losses.unsqueeze(-1).expand_as(log_prob), rollout_is_weights, response_mask)
-    metrics = {"actor/ppo_kl": mean_parts(old_log_prob - log_prob, response_mask)}
-    return agg_loss(losses, response_mask, force_mode(loss_agg_mode, "seq-mean-token-mean")), metrics
-
-
-def bradley_terry_loss(
-    chosen_scores: torch.Tensor,
-    rejected_scores: torch.Tensor,
-    *,
-    margin: torch.Tensor | float = 0.0,
-    center_coef: float = 0.0,
-    num_pairs: int | None = None,
-) -> LossAndMetrics:
-    """Reward-model loss -log sigmoid(s_chosen - s_rejected - margin), mean over pairs (Bradley & Terry 1952).
-
-    Only differences are learned, so the level of the scores may drift; `center_coef` penalizes it.
-
-    Args:
-        chosen_scores: (N,), scores at the last token of each sequence (`last_token_scores`).
-        rejected_scores: (N,).
-        margin: (N,) or a number, the required difference of the scores.
-        center_coef: weight of s_chosen^2 + s_rejected^2.
-        num_pairs: pairs of the whole mini-batch; N by default.
-    """
-    chosen_scores, rejected_scores = at_least_float32(chosen_scores), at_least_float32(rejected_scores)
-    difference = chosen_scores - rejected_scores
-    losses = -logsigmoid(difference - margin) + center_coef * (chosen_scores**2 + rejected_scores**2)
-    ones = torch.ones_like(difference)
-    metrics = {"rm/accuracy": mean_parts(difference > 0, ones), "rm/margin": mean_parts(difference, ones)}
-    return mean_over(losses, num_pairs), metrics
-
-
-def last_token_scores(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return the score at the last token that is not padding: (B, T) -> (B,). Padding may be on either side.
-
-    Raises:
-        ValueError: if a row has no tokens.
-    """
-    mask = attention_mask.bool()
-    empty = (~mask.any(-1)).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"expected at least one token in every row, found none in rows {empty}")
-    last = (torch.arange(mask.shape[-1], device=mask.device) * mask).argmax(-1)
-    return scores.gather(-1, last.unsqueeze(-1)).squeeze(-1)
+    losses = ((log_ratio - sppo_eta * masked_mean(advantages, response_mask, -1)) ** 2).unsqueeze(-1)
+    mode, ppo_kl = force_mode(loss_agg_mode, "seq-mean-token-mean"), old_log_prob - log_prob
+    return weighted_loss(losses.expand_as(log_prob), rollout_is_weights, response_mask, mode, ppo_kl=ppo_kl)

@@ -41,8 +41,8 @@ def optimal_token_baseline(
             and its advantage 0. True uses a baseline of 0 there.
     """
     grouped = GroupedRewards("optimal_token_baseline", token_level_rewards, response_mask, uid)
-    columns = _token_columns(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
-    return _advantages(grouped, grouped.token_level_rewards, grouped.mask, *columns, handle_zero_tail, epsilon)
+    columns = _columns(grouped, old_log_probs, sum_pi_squared, rollout_is_weights)
+    return _advantages(grouped, *columns, handle_zero_tail, epsilon)
 
 
 @register_adv_est("tir_optimal_token_baseline", min_group_size=2)
@@ -64,37 +64,35 @@ def tir_optimal_token_baseline(
     front of each response, and the result is moved back to their positions. Arguments as in `optimal_token_baseline`.
     """
     grouped = GroupedRewards("tir_optimal_token_baseline", token_level_rewards, response_mask, uid)
-    columns = _token_columns(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    columns = _columns(grouped, old_log_probs, sum_pi_squared, rollout_is_weights)
     order = torch.argsort(~grouped.mask, dim=-1, stable=True)  # (B, T) the policy's tokens first
-    compacted = (x.gather(-1, order) for x in (grouped.token_level_rewards, grouped.mask, *columns))
+    compacted = (x.gather(-1, order) for x in columns)
     advantages, returns = _advantages(grouped, *compacted, handle_zero_tail, epsilon)
     inverse = torch.argsort(order, dim=-1)
     return advantages.gather(-1, inverse), returns.gather(-1, inverse)
 
 
-def _token_columns(
-    mask: torch.Tensor, old_log_probs: torch.Tensor, sum_pi_squared: torch.Tensor, weights: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the checked columns: log-probs, sum of squares, importance weights (ones if None)."""
+def _columns(
+    grouped: GroupedRewards, old_log_probs: torch.Tensor, sum_pi_squared: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Return rewards, mask and gradient energy of each token, (B, T)."""
+    mask = grouped.mask
     old_log_probs = checked_column("old_log_probs", old_log_probs, mask)
-    sum_pi_squared = checked_column("sum_pi_squared", sum_pi_squared, mask)
-    if weights is None:
-        return old_log_probs, sum_pi_squared, torch.ones_like(old_log_probs)
-    return old_log_probs, sum_pi_squared, checked_column("rollout_is_weights", weights, mask)
+    energy = 1 - 2 * old_log_probs.exp() + checked_column("sum_pi_squared", sum_pi_squared, mask)
+    if weights is not None:
+        energy = energy * checked_column("rollout_is_weights", weights, mask) ** 2
+    return grouped.token_level_rewards, mask, energy
 
 
 def _advantages(
     grouped: GroupedRewards,
     rewards: torch.Tensor,
     mask: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    weights: torch.Tensor,
+    energy: torch.Tensor,
     handle_zero_tail: bool,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     returns = rewards_to_go(rewards, mask)
-    energy = (1 - 2 * old_log_probs.exp() + sum_pi_squared) * weights**2
     accumulated = torch.where(mask, torch.where(mask, energy, 0).cumsum(-1), 0)  # W_t, (B, T)
     baseline = grouped.groups.sum(returns * accumulated) / (grouped.groups.sum(accumulated) + epsilon)
     if handle_zero_tail:

@@ -151,20 +151,11 @@ def _attend_varlen(
         key_packing = packing.keys.packing
         k, v = (Repeat.apply(x, packing.keys.source, packing.keys.offsets, packing.keys.uses) for x in (k, v))
     starts, longest = packing.cu_seqlens, packing.max_length
+    key_starts, longest_keys = key_packing.cu_seqlens, key_packing.max_length
     # queries and keys of a row end together, also if there are more keys than queries
     window_size = (-1 if window is None else window - 1, 0)
-    return varlen_attn(
-        q,
-        k,
-        v,
-        starts,
-        key_packing.cu_seqlens,
-        longest,
-        key_packing.max_length,
-        scale=scaling,
-        window_size=window_size,
-        **_GQA,
-    ).unsqueeze(0)
+    options = {"scale": scaling, "window_size": window_size, **_GQA}
+    return varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, **options).unsqueeze(0)
 
 
 def attends_in_one_call(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:

@@ -19,21 +19,7 @@ from torch.distributed.tensor import DTensor
 from verl.modeling import layers_cpu
 from verl.modeling.linear import compute_dtype, layer_functions
 from verl.modeling.moe import ExpertsFunction, ScaledGradient, by_expert, inverse
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send sent[i] rows of x to rank i and receive received[i] rows from it. The gradient is sent back."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        output = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(output, x.contiguous(), received, sent, group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _AllToAll.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+from verl.modeling.sequence_parallel import AllToAll
 
 
 class _Copies(torch.autograd.Function):
@@ -93,8 +79,8 @@ class ExpertRanks:
         incoming = incoming.view(self.size, -1)  # (rank, e)
         sent, received = torch.stack([counts.view(self.size, -1).sum(1), incoming.sum(1)]).tolist()
         rows = _Copies.apply(x.to(compute_dtype(x, module.gate_up_proj)).flatten(0, -2), tokens, uses)
-        rows = _AllToAll.apply(rows, sent, received, self.group)
-        received_weights = _AllToAll.apply(weights.flatten()[order], sent, received, self.group)
+        rows = AllToAll.apply(rows, self.group, sent, received)
+        received_weights = AllToAll.apply(weights.flatten()[order], self.group, sent, received)
         # rows come by rank and expert; each is a token with one expert
         local_experts = incoming.shape[1]
         expert = torch.arange(local_experts, device=x.device).repeat(self.size)
@@ -102,7 +88,7 @@ class ExpertRanks:
         outputs = self.compute(
             self._local_experts(module, local_experts), rows, expert[:, None], received_weights[:, None]
         )
-        outputs = _AllToAll.apply(outputs, received, sent, self.group)
+        outputs = AllToAll.apply(outputs, self.group, received, sent)
         return _SumOfCopies.apply(outputs, tokens, uses).to(x.dtype).view_as(x)
 
     def _local_experts(self, module: nn.Module, count: int) -> SimpleNamespace:

@@ -24,7 +24,7 @@ def fused_experts(
     Args:
         module: experts with the parameters gate_up_proj (E, 2 I, H) and down_proj (E, H, I).
         x: (..., H).
-        chosen, weights: (..., k), experts of each token and their weights.
+        selected, weights: (..., k), experts of each token and their weights.
         cache: knows when the weights do not change.
 
     Returns:
@@ -54,12 +54,8 @@ class FusedExperts(torch.autograd.Function):
         functions = layer_functions(x)
         order, counts = by_expert(selected, len(gate_up))
         back, ends = inverse(order), counts.cumsum(0, dtype=torch.int32)
-        ctx.cache, ctx.parameters, ctx.dtypes, ctx.shape = (
-            cache,
-            (gate_up, down),
-            (x.dtype, weights.dtype),
-            selected.shape,
-        )
+        ctx.cache, ctx.parameters = cache, (gate_up, down)
+        ctx.dtypes, ctx.shape = (x.dtype, weights.dtype), selected.shape
         x, scale = x.to(dtype).flatten(0, -2), weights.flatten()[order]
         rows = x[order // selected.shape[-1]]
         hidden = _grouped(rows, cache.concatenated([gate_up], dtype).transpose(1, 2), ends)

@@ -49,7 +49,9 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
     model_type, silu = trunk.config.model_type, trunk.config.hidden_act in ("silu", "swish")
     has_noise = bool(trunk.config.to_dict().get("router_jitter_noise"))
     head_norms = model_type in _HEAD_NORMS
-    added = _deepstack_layers(module)
+    vision = module.config.to_dict().get("vision_config") or {}
+    # after so many layers, features of images are added to the states (Qwen3-VL)
+    added = len(vision.get("deepstack_visual_indexes") or ())
     layer_classes: dict[tuple[type, bool], type] = {}
     norms = [trunk.norm]
     for i, layer in enumerate(trunk.layers):
@@ -79,12 +81,6 @@ def fuse(module: nn.Module, cache: WeightCache) -> None:
     head = module.get_output_embeddings()
     if type(head) is nn.Linear:
         head.forward = partial(_head, head, cache)
-
-
-def _deepstack_layers(module: nn.Module) -> int:
-    """Number of layers after which features of images are added to the states (Qwen3-VL)."""
-    vision = module.config.to_dict().get("vision_config") or {}
-    return len(vision.get("deepstack_visual_indexes") or ())
 
 
 def _layer(self: nn.Module, original: type, single_output: bool, hidden_states: States, **kwargs: Any) -> States:
@@ -182,9 +178,9 @@ def _embedding(module: nn.Embedding, cache: WeightCache, ids: torch.Tensor) -> t
 
 
 def _head(module: nn.Module, cache: WeightCache, states: torch.Tensor) -> torch.Tensor:
-    return (
-        _fused_linear([module], cache, states) if _can_fuse([module], cache) else type(module).forward(module, states)
-    )
+    if _can_fuse([module], cache):
+        return _fused_linear([module], cache, states)
+    return type(module).forward(module, states)
 
 
 def _linear(module: nn.Module, cache: WeightCache, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.row = x.shape[1:]
-        out = x.new_zeros(*shape, *ctx.row)  # a copy: the output of a layer under FSDP2 must not be one
+        out = x.new_zeros(*shape, *ctx.row)  # returned itself: the output of a layer under FSDP2 must not be a view
         out.view(-1, *ctx.row).index_copy_(0, index, x)
         return out
 
@@ -22,6 +22,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """x (count, ...) -> (N, ...): the rows at `index` (N,), which are distinct."""
+
     @staticmethod
     def forward(ctx, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
@@ -35,6 +37,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Repeat(torch.autograd.Function):
+    """x (N, ...) -> (M, ...): row source[i] as row i. representative: (N,), for each row of x a row equal to it."""
+
     @staticmethod
     def forward(ctx, x: torch.Tensor, source: torch.Tensor, representative: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(source, representative)
@@ -53,17 +57,5 @@ def scatter_rows(x: torch.Tensor, index: torch.Tensor, *shape: int) -> torch.Ten
     return _Scatter.apply(x, index, shape)
 
 
-def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x (count, ...) -> (N, ...): the rows at `index` (N,), which are distinct."""
-    return _Gather.apply(x, index)
-
-
-def repeat_rows(x: torch.Tensor, source: torch.Tensor, representative: torch.Tensor) -> torch.Tensor:
-    """x (N, ...) -> (M, ...): row source[i] as row i.
-
-    Args:
-        x: the rows.
-        source: (M,), the row of x that becomes each row.
-        representative: (N,), for each row of x one row of the output that is equal to it.
-    """
-    return _Repeat.apply(x, source, representative)
+gather_rows = _Gather.apply
+repeat_rows = _Repeat.apply

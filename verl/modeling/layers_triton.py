@@ -220,10 +220,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """(s, weight * s / sqrt(mean(s^2) + eps)) of the sum s = x + branch. x, branch (..., D), weight (D,).
-
-    The sum has the dtype of x + branch, the norm the requested dtype.
-    """
+    """As `layers_cpu.AddRMSNorm`. The sum has the dtype of x + branch, the norm the requested dtype."""
 
     @staticmethod
     def forward(
@@ -244,7 +241,7 @@ class AddRMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.autograd.Function):
-    """weight * x / sqrt(mean(x^2) + eps). x (..., D), weight (D,) -> (..., D) of the requested dtype."""
+    """As `layers_cpu.RMSNorm`, in the requested dtype."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
@@ -311,7 +308,7 @@ def _norm_gradients(
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, (..., D): of two tensors (..., D), or of one (..., 2 D) that concatenates them."""
+    """As `layers_cpu.SwiGLU`."""
 
     @staticmethod
     def forward(ctx, *inputs: torch.Tensor) -> torch.Tensor:
@@ -319,7 +316,7 @@ class SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         gate, up = _halves(inputs)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        _swiglu_kernel[_swiglu_grid(gate)](gate, up, y, _row_stride(inputs), gate.shape[-1], BLOCK)
+        _swiglu_kernel[_swiglu_grid(gate)](gate, up, y, inputs[0].shape[-1], gate.shape[-1], BLOCK)
         return y
 
     @staticmethod
@@ -328,7 +325,7 @@ class SwiGLU(torch.autograd.Function):
         gradients = [torch.empty_like(x) for x in inputs]
         gate, up = _halves(inputs)
         _swiglu_gradient_kernel[_swiglu_grid(gate)](
-            gy.contiguous(), gate, up, *_halves(gradients), _row_stride(inputs), gate.shape[-1], BLOCK
+            gy.contiguous(), gate, up, *_halves(gradients), inputs[0].shape[-1], gate.shape[-1], BLOCK
         )
         return tuple(gradients)
 
@@ -373,21 +370,13 @@ def _halves(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(inputs[0].chunk(2, -1)) if len(inputs) == 1 else list(inputs)
 
 
-def _row_stride(inputs: list[torch.Tensor]) -> int:
-    return inputs[0].shape[-1]
-
-
 def _swiglu_grid(gate: torch.Tensor) -> tuple[int, int]:
     width = gate.shape[-1]
     return gate.numel() // width, triton.cdiv(width, BLOCK)
 
 
 class RotaryQKV(torch.autograd.Function):
-    """Queries (N, HQ, D), keys and values (N, HK, D) of a joint projection (N, (HQ + 2 HK) D), the first two rotated.
-
-    x * cos + rotate_half(x) * sin, with cos and sin (N, D) (Su et al. 2021, arXiv 2104.09864). heads: (HQ, HK).
-    weights: none, or (D,) for queries and for keys, whose heads then go through an RMS norm first.
-    """
+    """As `layers_cpu.RotaryQKV`."""
 
     @staticmethod
     def forward(
@@ -430,7 +419,7 @@ class RotaryQKV(torch.autograd.Function):
 
 
 class Rotary(torch.autograd.Function):
-    """Heads (N, H, D), rotated: x * cos + rotate_half(x) * sin, with cos and sin (N, D); see `RotaryQKV`."""
+    """As `layers_cpu.Rotary`."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

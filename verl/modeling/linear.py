@@ -63,9 +63,10 @@ class WeightCache:
 
     def accumulate_matmul(self, parameters: Sequence[nn.Parameter], g: torch.Tensor, x: torch.Tensor) -> None:
         """Add g^T x to the gradients of weights. g: (N, O). x: (N, I)."""
-        old = self._gradient(parameters)
+        old, dtype = self._gradient(parameters), parameters[0].dtype
         if old is None:
-            self._keep_gradient(parameters, _matmul(g.t(), x, parameters[0].dtype))
+            wide = {} if dtype == g.dtype else {"out_dtype": dtype}  # float32
+            self._keep_gradient(parameters, torch.mm(g.t(), x, **wide))
         elif old.dtype == x.dtype:
             old.addmm_(g.t(), x)
         else:
@@ -106,11 +107,6 @@ def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
         if torch.is_autocast_enabled(device_type)
         else torch.result_type(x, weight)
     )
-
-
-def _matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a b in `dtype`: that of a and b, or float32."""
-    return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)
 
 
 def _column_sums(x: torch.Tensor) -> torch.Tensor:

@@ -114,36 +114,9 @@ def logit_statistics(
     requested: tuple[bool, bool, bool],
     batch_invariant: bool = False,
 ) -> list[torch.Tensor]:
-    """`statistics`, with the Triton kernel on a GPU, which is batch-invariant."""
-    if _has_kernel(logits):
-        return _statistics_on_gpu(logits, targets, temperature, requested)
-    return statistics(logits, targets, temperature, requested, batch_invariant)
+    """[log sum exp x, log-probs, entropies, sums of squares], each (s,); 0 where not requested.
 
-
-def gradient_of_logits(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    lse: torch.Tensor,
-    entropys: torch.Tensor,
-    squares: torch.Tensor,
-    gradients: tuple[torch.Tensor | None, ...],
-    temperature: float,
-) -> torch.Tensor:
-    """`logits_gradient`, with the Triton kernel on a GPU; an entry of `gradients` is None for an output without one."""
-    requested = tuple(gradient is not None for gradient in gradients)
-    filled = tuple(torch.zeros_like(lse) if gradient is None else gradient for gradient in gradients)
-    compute = _gradient_on_gpu if _has_kernel(logits) else logits_gradient
-    return compute(logits, targets, lse, entropys, squares, filled, temperature, requested)
-
-
-def statistics(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    requested: tuple[bool, bool, bool],
-    batch_invariant: bool = False,
-) -> list[torch.Tensor]:
-    """[log sum exp x, log-probs, entropies, sums of squares], each (s,), in plain torch; 0 where not requested.
+    By a Triton kernel on a GPU, which is batch-invariant, and otherwise in plain torch.
 
     Args:
         logits: (s, V).
@@ -152,6 +125,10 @@ def statistics(
         requested: which of log-probs, entropies and sums of squares.
         batch_invariant: the bits of the first two do not depend on the other rows.
     """
+    if _has_kernel(logits):
+        from verl.modeling import log_probs_triton
+
+        return log_probs_triton.statistics(logits, targets, temperature, requested)
     results = [logits.new_zeros(len(logits), dtype=_wide(logits)) for _ in range(4)]
     for rows in _blocks(logits):
         x = _scaled(logits[rows], temperature)
@@ -168,20 +145,28 @@ def statistics(
     return results
 
 
-def logits_gradient(
+def gradient_of_logits(
     logits: torch.Tensor,
     targets: torch.Tensor,
     lse: torch.Tensor,
     entropys: torch.Tensor,
     squares: torch.Tensor,
-    gradients: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor | None, ...],
     temperature: float,
-    requested: tuple[bool, bool, bool],
 ) -> torch.Tensor:
-    """The gradient of the logits, (s, V) in their dtype, in plain torch. A target of -1 is none of the entries.
+    """The gradient of the logits, (s, V) in their dtype. A target of -1 is none of the entries.
 
-    d log p_y / dx = 1[y] - p;  d H / dx = -p (log p + H);  d sum p^2 / dx = 2 p (p - sum p^2).
+    d log p_y / dx = 1[y] - p;  d H / dx = -p (log p + H);  d sum p^2 / dx = 2 p (p - sum p^2). An entry of `gradients`
+    is None for an output without one.
     """
+    requested = tuple(gradient is not None for gradient in gradients)
+    gradients = tuple(torch.zeros_like(lse) if gradient is None else gradient for gradient in gradients)
+    if _has_kernel(logits):
+        from verl.modeling import log_probs_triton
+
+        return log_probs_triton.logits_gradient(
+            logits, targets, lse, entropys, squares, gradients, temperature, requested
+        )
     g_log_prob, g_entropy, g_squares = (gradient[:, None] / temperature for gradient in gradients)
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     in_place = result.dtype == _wide(logits)
@@ -218,18 +203,6 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 def _has_kernel(logits: torch.Tensor) -> bool:
     return logits.is_cuda and logits.dtype != torch.float64  # the kernels compute in float32
-
-
-def _statistics_on_gpu(*arguments) -> list[torch.Tensor]:
-    from verl.modeling import log_probs_triton
-
-    return log_probs_triton.statistics(*arguments)
-
-
-def _gradient_on_gpu(*arguments) -> torch.Tensor:
-    from verl.modeling import log_probs_triton
-
-    return log_probs_triton.logits_gradient(*arguments)
 
 
 def token_statistics(

@@ -60,7 +60,7 @@ def _gradient_kernel(logits, targets, lse, entropys, squares, of_log_prob, of_en
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, requested: tuple[bool, bool, bool]
 ) -> list[torch.Tensor]:
-    """As `log_probs.statistics`."""
+    """As `log_probs.logit_statistics`."""
     rows, vocabulary = logits.shape
     lse, log_probs, entropys, squares = (logits.new_zeros(rows, dtype=torch.float32) for _ in range(4))
     if rows:
@@ -81,7 +81,7 @@ def logits_gradient(
     temperature: float,
     requested: tuple[bool, bool, bool],
 ) -> torch.Tensor:
-    """As `log_probs.logits_gradient`."""
+    """As `log_probs.gradient_of_logits`; `requested`: which outputs have a gradient."""
     rows, vocabulary = logits.shape
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if rows:

@@ -7,6 +7,7 @@ log-probs and their gradients are computed for response tokens only.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -17,6 +18,7 @@ from verl.modeling.shared_prefix import first_with_prompt, shared_prefix_layout
 from verl.modeling.vision import INDEX, Media, VisionInput
 
 Tensors = dict[str, torch.Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,6 @@ class Packing:
         within = torch.arange(row.numel(), device=lengths.device) - starts[row]
         return cls(known_lengths, starts.to(torch.int32), row * longest + within, longest)
 
-    def to(self, device: torch.device) -> "Packing":
-        """A copy whose tensors are moved from the host to a device."""
-        return dataclasses.replace(
-            self,
-            cu_seqlens=to_device(self.cu_seqlens, device),
-            slots=to_device(self.slots, device),
-            keys=None if self.keys is None else self.keys.to(device),
-        )
-
 
 @dataclass(frozen=True)
 class Keys:
@@ -77,11 +70,6 @@ class Keys:
     representative: torch.Tensor
     offsets: torch.Tensor
     uses: torch.Tensor
-
-    def to(self, device: torch.device) -> "Keys":
-        """A copy whose tensors are moved from the host to a device."""
-        tensors = (self.source, self.representative, self.offsets, self.uses)
-        return Keys(self.packing.to(device), *(to_device(tensor, device) for tensor in tensors))
 
 
 @dataclass(frozen=True)
@@ -122,20 +110,7 @@ class ModelInput:
 
     def to(self, device: torch.device) -> "ModelInput":
         """A copy whose tensors are moved from the host to a device."""
-        mask, packing, routed_experts = self.attention_mask, self.packing, self.routed_experts
-        return dataclasses.replace(
-            self,
-            input_ids=to_device(self.input_ids, device),
-            position_ids=to_device(self.position_ids, device),
-            attention_mask=None if mask is None else to_device(mask, device),
-            packing=None if packing is None else packing.to(device),
-            states=to_device(self.states, device),
-            targets=to_device(self.targets, device),
-            slots=to_device(self.slots, device),
-            tokens=to_device(self.tokens, device),
-            routed_experts=None if routed_experts is None else to_device(routed_experts, device),
-            vision=None if self.vision is None else self.vision.to(device),
-        )
+        return to_device(self, device)
 
     def padded_to(self, multiple: int) -> "ModelInput":
         """A packed input with tokens appended until their number is divisible; they belong to no sequence."""
@@ -152,32 +127,36 @@ class ModelInput:
 
     def share_of(self, ranks: SequenceRanks) -> "ModelInput":
         """One rank's share of a packed input: a run of tokens (padded at the very end) and the states in it."""
-        total = self.input_ids.shape[1]
-        tokens = -(-total // ranks.size)
-        fill, start = tokens * ranks.size - total, ranks.rank * tokens
-        routed_experts = self.routed_experts
-        if routed_experts is not None:
-            routed_experts = pad(routed_experts, (0, 0, 0, 0, 0, fill), value=-1)[start : start + tokens]
-        is_local = (self.states >= start) & (self.states < start + tokens)
+        whole = self.padded_to(ranks.size)
+        tokens, experts = whole.input_ids.shape[1] // ranks.size, whole.routed_experts
+        start = ranks.rank * tokens
+        span, is_local = slice(start, start + tokens), (self.states >= start) & (self.states < start + tokens)
         return dataclasses.replace(
             self,
-            input_ids=pad(self.input_ids, (0, fill))[:, start : start + tokens],
-            position_ids=pad(self.position_ids, (0, fill))[..., start : start + tokens],
+            input_ids=whole.input_ids[:, span],
+            position_ids=whole.position_ids[..., span],
             packing=dataclasses.replace(self.packing, ranks=ranks),
             states=self.states[is_local] - start,
             targets=self.targets[is_local],
             slots=self.slots[is_local],
-            tokens=self.tokens[start : start + tokens],
-            routed_experts=routed_experts,
+            tokens=self.tokens[span],
+            routed_experts=None if experts is None else experts[span],
             vision=None if self.vision is None else self.vision.share_of(start, tokens),
         )
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on a device; the copy to a GPU is asynchronous."""
-    if device.type != "cuda" or not tensor.numel():
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+def to_device(value: T, device: torch.device) -> T:
+    """A host tensor, or an input with its tensors, on a device; copies of tensors to a GPU are asynchronous."""
+    if isinstance(value, ModelInput | Packing | Keys):
+        moved = {field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **moved)
+    if isinstance(value, VisionInput):
+        return value.to(device)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if device.type != "cuda" or not value.numel():
+        return value.to(device)
+    return value.pin_memory().to(device, non_blocking=True)
 
 
 def row_lengths(attention_mask: torch.Tensor) -> list[int]:

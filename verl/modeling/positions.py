@@ -10,6 +10,7 @@ earlier releases, vLLM and SGLang follow the rule of the papers, as this module 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -95,9 +96,10 @@ def placeholder_runs(
         grid = next(grids[media], None)
         count = 0 if grid is None else grid.shape[1]
         if not count or ids[index : index + count] != [ids[index]] * count:
+            run = sum(1 for _ in takewhile(ids[index].__eq__, ids[index:]))
             raise ValueError(
                 f"expected {count} {media} tokens at token {index} of the prompt, from {media}_grid_thw, found "
-                f"{_run(ids, index)}: the placeholders must be expanded by the processor that made the grids"
+                f"{run}: the placeholders must be expanded by the processor that made the grids"
             )
         yield media, index, grid
         begin = index + count
@@ -161,11 +163,3 @@ def _grid(t: int, h: int, w: int, step: float) -> torch.Tensor:
     time = (torch.arange(t) * step).long()
     axes = torch.meshgrid(time, torch.arange(h), torch.arange(w), indexing="ij")
     return torch.stack(axes).flatten(1)
-
-
-def _run(ids: list[int], index: int) -> int:
-    """Number of equal tokens from `index` on."""
-    end = index
-    while end < len(ids) and ids[end] == ids[index]:
-        end += 1
-    return end - index

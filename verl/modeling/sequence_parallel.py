@@ -14,19 +14,25 @@ import torch
 import torch.distributed as dist
 
 
-class _AllToAll(torch.autograd.Function):
-    """Sends slice i of the first dimension to rank i and returns the received slices in rank order."""
+class AllToAll(torch.autograd.Function):
+    """Send sent[i] rows of x to rank i and receive received[i] rows from it; None: equal slices, in rank order."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return received
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        group: dist.ProcessGroup,
+        sent: list[int] | None = None,
+        received: list[int] | None = None,
+    ) -> torch.Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        output = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
+        dist.all_to_all_single(output, x.contiguous(), received, sent, group=group)
+        return output
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.apply(gradient.contiguous(), ctx.group), None
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return AllToAll.apply(gradient, ctx.group, ctx.received, ctx.sent), None, None, None
 
 
 class _SumOfShares(torch.autograd.Function):
@@ -65,7 +71,7 @@ class SequenceRanks:
 
     def tokens_to_heads(self, *states: torch.Tensor) -> list[torch.Tensor]:
         """Each (1, H, n, D) of this rank's tokens -> (1, H / size, N, D) of this rank's heads, in one all-to-all."""
-        received = _AllToAll.apply(torch.cat([x.reshape(self.size, -1) for x in states], 1), self.group)
+        received = AllToAll.apply(torch.cat([x.reshape(self.size, -1) for x in states], 1), self.group)
         widths = [x.numel() // self.size for x in states]
         heads = []
         for x, chunk in zip(states, received.split(widths, 1)):
@@ -78,7 +84,7 @@ class SequenceRanks:
         """(1, N, H / size, D) of this rank's heads -> (1, n, H, D) of this rank's tokens."""
         _, total, heads, d = states.shape
         by_rank = states.reshape(self.size, total // self.size, heads, d).contiguous()
-        received = _AllToAll.apply(by_rank, self.group)
+        received = AllToAll.apply(by_rank, self.group)
         return received.transpose(0, 1).reshape(1, total // self.size, self.size * heads, d)
 
     def check_heads(self, heads: int) -> None:

@@ -37,27 +37,19 @@ def first_with_prompt(
 
 
 def plan_shared_prefixes(columns: dict[str, torch.Tensor], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Split rows into micro-batches of at most `budget` tokens, counting a shared prompt once. Returns row indices.
+    """Split rows into micro-batches of at most `budget` tokens, with rows of the same prompt together.
 
     Args:
         columns: input_ids, attention_mask and responses of the rows, and `vision.INDEX` if they have images.
         lengths: tokens of each row.
-        budget: tokens of a micro-batch.
+        budget: tokens of a micro-batch, in which a prompt counts once; a row that is longer is a micro-batch by itself.
+
+    Returns:
+        The indices of the rows of each micro-batch.
     """
     attention, width = columns["attention_mask"], columns["responses"].shape[1]
     prompts = attention[:, :-width].sum(1).tolist()
     first = first_with_prompt(attention, columns["input_ids"], width, columns.get(INDEX))
-    return plan_shared(lengths, prompts, first, budget)
-
-
-def plan_shared(lengths: Sequence[int], prompts: Sequence[int], first: Sequence[int], budget: int) -> list[list[int]]:
-    """Split rows into micro-batches of at most `budget` tokens, with rows of the same prompt together.
-
-    Args:
-        lengths, prompts: tokens of each row, and of its prompt.
-        first: as `first_with_prompt` returns it.
-        budget: tokens of a micro-batch; a row that is longer is a micro-batch by itself.
-    """
     chunks: list[list[int]] = []
     size = keys = 0
     for row in sorted(range(len(lengths)), key=lambda row: (first[row], row)):

@@ -199,7 +199,7 @@ class Media:
         ids = ids.flatten()
         tokens = torch.arange(len(ids)) if kept is None else kept
         slots, sources, offset = [], [], 0
-        for media, pixels in _PIXELS.items():
+        for media in _PIXELS:
             if self._token(media) is None:
                 continue
             counts = torch.tensor([self._features(i, media) for i in used])
@@ -209,19 +209,10 @@ class Media:
             placeholders = is_token[tokens].nonzero()[:, 0]
             row, counts_per_row = torch.unique_consecutive(tokens[placeholders] // mask.shape[1], return_counts=True)
             inputs_of_rows = local[index[row]]
-            self._check(
-                media,
-                pixels,
-                row,
-                counts_per_row,
-                counts[inputs_of_rows],
-                is_token.view_as(mask).sum(1),
-                counts[local],
-                index,
-            )
-            rank = torch.arange(len(placeholders)) - (counts_per_row.cumsum(0) - counts_per_row).repeat_interleave(
-                counts_per_row
-            )
+            in_rows, per_row = is_token.view_as(mask).sum(1), torch.where(index >= 0, counts[local[index]], 0)
+            self._check(media, row, counts_per_row, counts[inputs_of_rows], in_rows, per_row)
+            before = counts_per_row.cumsum(0) - counts_per_row
+            rank = torch.arange(len(placeholders)) - before.repeat_interleave(counts_per_row)
             slots.append(placeholders)
             sources.append(starts[inputs_of_rows].repeat_interleave(counts_per_row) + rank)
         slot, source = torch.cat(slots), torch.cat(sources)
@@ -242,16 +233,15 @@ class Media:
         return 0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()) // merge**2
 
     @staticmethod
-    def _check(media, pixels, row, counted, expected, in_rows, counts, index) -> None:
+    def _check(media, row, counted, expected, in_rows, per_row) -> None:
         """Raise ValueError if a row has not as many placeholder tokens as its images have features."""
         wrong = [(int(row[i]), int(expected[i]), int(counted[i])) for i in (counted != expected).nonzero()[:, 0]]
-        per_row = torch.where(index >= 0, counts[index], 0)
         wrong += [(int(i), int(per_row[i]), int(in_rows[i])) for i in (in_rows != per_row).nonzero()[:, 0]]
         if wrong:
             i, needed, actual = wrong[0]
             raise ValueError(
-                f"row {i} of a micro-batch: expected {needed} {media} tokens in the prompt for its {pixels}, found "
-                f"{actual}: the prompt was truncated, or its placeholders were not expanded by the processor"
+                f"row {i} of a micro-batch: expected {needed} {media} tokens in the prompt for its {_PIXELS[media]}, "
+                f"found {actual}: the prompt was truncated, or its placeholders were not expanded by the processor"
             )
 
     def _row_by_row(self, rows: Tensors) -> VisionInput:
@@ -328,11 +318,9 @@ class TextTokens:
         """A context in which the embedding layer embeds `tokens` if it gets `ids`, known by their shape (b, L)."""
 
         def replace(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-            return (
-                (torch.where(self.tokens < 0, arguments[0], self.tokens),)
-                if arguments[0].shape == self.ids.shape
-                else None
-            )
+            if arguments[0].shape != self.ids.shape:
+                return None
+            return (torch.where(self.tokens < 0, arguments[0], self.tokens),)
 
         handle = module.get_input_embeddings().register_forward_pre_hook(replace)
         try:

@@ -5,7 +5,7 @@ calls the module of the training engine, token by token, with its rounding, auto
 token must not depend on the batch. In a decoder only four functions read more than one token or leave the order of a
 sum to a library:
 
-- linear layers, including the head: `batch_invariant.linear`
+- linear layers, including the head: `linear`
 - attention: `batch_invariant.attention`, over packed sequences in training and over the KV cache in generation
 - norms and log-sum-exp: one kernel program per row on a GPU; torch, or chunks of one shape, on a CPU
 - elementwise functions: torch on a GPU; chunks of one shape on a CPU
@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 
 from verl.modeling.attention import packed_attention
-from verl.modeling.batch_invariant.attention import attend_rows
+from verl.modeling.batch_invariant import chunked
+from verl.modeling.batch_invariant.attention import Attend, Scores, attend_rows
 from verl.modeling.batch_invariant.chunked import elementwise
-from verl.modeling.batch_invariant.linear import linear, rms_norm, with_gradient_of
-from verl.modeling.batch_invariant.scores import Attend, Scores
 from verl.modeling.linear import compute_dtype
 from verl.modeling.log_probs import logit_statistics
 from verl.modeling.packing import Packing
@@ -36,6 +36,63 @@ from verl.modeling.packing import Packing
 NAME = "verl_batch_invariant"
 
 _ACTIVATIONS = tuple(type(ACT2FN[name]) for name in ("silu", "gelu", "gelu_pytorch_tanh"))
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        functions = chunked
+        if x.is_cuda:
+            from verl.modeling.batch_invariant import (
+                triton_kernels as functions,
+            )  # triton comes only with torch for GPUs
+        return functions.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        gx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        gw = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (..., in), weight (out, in), bias (out,) or None, of one dtype -> (..., out)."""
+    return _LinearFunction.apply(x, weight, bias)
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """compute(*inputs) with the gradient of standard(*inputs), the same function with another rounding."""
+
+    @staticmethod
+    def forward(ctx, standard: Callable, compute: Callable, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.standard = standard
+        ctx.save_for_backward(*inputs)
+        return compute(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, needed)]
+        with torch.enable_grad():
+            output = ctx.standard(*inputs)
+        gradients = iter(torch.autograd.grad(output, [x for x in inputs if x.requires_grad], gradient))
+        return None, None, *(next(gradients) if want else None for want in needed)
+
+
+with_gradient_of = _WithGradientOf.apply
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """On a GPU: weight (D,) * x (..., D) / sqrt(mean(x^2) + eps), computed in float32, in `dtype`."""
+    from verl.modeling.batch_invariant import triton_kernels
+
+    def standard(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(dtype)
+
+    return with_gradient_of(standard, lambda x, weight: triton_kernels.rms_norm(x, weight, eps, dtype), x, weight)
 
 
 class _Linear:

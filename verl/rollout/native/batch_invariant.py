@@ -1,16 +1,16 @@
 """Batch-invariant generation with the trainer's forward pass: `rollout.deterministic` on a CPU.
 
 By default, the native engine uses faster matmuls and kernels than training, which round differently. Here it only
-manages the KV cache. A `ModelForward` computes the model, with results for a token that do not depend on the batch, so
-log-probs are bitwise equal to those of training.
+manages the KV cache. `BatchInvariantForward` computes the model, with results for a token that do not depend on the
+batch, so log-probs are bitwise equal to those of training.
 """
 
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 from verl.modeling.batch_invariant.attention import Attend, Scores, attend_cached, attend_rows
+from verl.modeling.batch_invariant.model import BatchInvariantForward
 from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.kv_cache import BatchInvariantCache
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS
@@ -18,32 +18,10 @@ from verl.rollout.request import SamplingParams
 from verl.rollout.sampling import choose
 
 
-class ModelForward(Protocol):
-    """A batch-invariant model. N tokens. dtype: of keys and values."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def generating(self) -> AbstractContextManager[None]:
-        """Context in which the weights do not change."""
-
-    def release(self) -> None:
-        """Free the memory that only generation needs."""
-
-    def states(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states: ids, positions (N,) -> (N, H). attend: computes the attention of each layer."""
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """(N, H) -> (N, V), not scaled by a temperature."""
-
-    def log_probs(self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Log-probs of tokens (N,) under softmax(logits / temperature): (N,) float32."""
-
-
 class BatchInvariantDecoder:
-    """Like `torch_decoder.TorchDecoder`, but runs a `ModelForward`."""
+    """Like `torch_decoder.TorchDecoder`, but runs a `BatchInvariantForward`."""
 
-    def __init__(self, decoder: Decoder, cache: BatchInvariantCache, forward: ModelForward):
+    def __init__(self, decoder: Decoder, cache: BatchInvariantCache, forward: BatchInvariantForward):
         self.decoder = decoder
         self.cache = cache
         self.forward = forward
@@ -53,10 +31,7 @@ class BatchInvariantDecoder:
 
     def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
         """Prefill each prompt once, with keys and values for all its `slots`. Returns logits (len(prompts), V)."""
-        logits = []
-        for indices in prefill_batches([len(prompt) for prompt in prompts]):
-            logits.append(self._prefill([prompts[i] for i in indices], [slots[i] for i in indices]))
-        return torch.cat(logits)
+        return in_batches(self._prefill, prompts, slots)
 
     def _prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
         lengths = tuple(map(len, prompts))
@@ -102,21 +77,23 @@ class BatchInvariantDecoder:
         return tokens, self.forward.log_probs(logits, tokens, 1.0 if params.greedy else params.temperature)
 
 
-def prefill_batches(lengths: list[int]) -> list[list[int]]:
-    """Split prompts of these lengths into batches of up to PREFILL_TOKENS; a longer prompt is a batch by itself."""
-    batches: list[list[int]] = []
-    tokens = 0
-    for i, length in enumerate(lengths):
-        if not batches or tokens + length > PREFILL_TOKENS:
-            batches.append([])
-            tokens = 0
-        batches[-1].append(i)
-        tokens += length
-    return batches
+def in_batches(
+    prefill: Callable[[list[list[int]], list[list[int]]], torch.Tensor],
+    prompts: list[list[int]],
+    targets: list[list[int]],
+) -> torch.Tensor:
+    """Prefill prompts in batches of up to PREFILL_TOKENS; a longer one is a batch. targets: slots or blocks of each."""
+    logits, start, tokens = [], 0, 0
+    for i, prompt in enumerate(prompts):
+        if i > start and tokens + len(prompt) > PREFILL_TOKENS:
+            logits.append(prefill(prompts[start:i], targets[start:i]))
+            start, tokens = i, 0
+        tokens += len(prompt)
+    return torch.cat([*logits, prefill(prompts[start:], targets[start:])])
 
 
 def prompt_states(
-    forward: ModelForward, prompts: list[list[int]], attend: Attend, device: torch.device
+    forward: BatchInvariantForward, prompts: list[list[int]], attend: Attend, device: torch.device
 ) -> torch.Tensor:
     """Hidden state of the last token of each prompt, (len(prompts), H), from one forward pass over packed prompts."""
     ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)

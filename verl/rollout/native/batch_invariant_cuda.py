@@ -6,8 +6,9 @@ import triton.language as tl
 
 from verl.modeling.batch_invariant import triton_kernels as batch_invariant_kernels
 from verl.modeling.batch_invariant.attention import Scores, attend_rows
+from verl.modeling.batch_invariant.model import BatchInvariantForward
 from verl.rollout.native import triton_kernels
-from verl.rollout.native.batch_invariant import ModelForward, prefill_batches, prompt_states
+from verl.rollout.native.batch_invariant import in_batches, prompt_states
 from verl.rollout.native.cuda_decoder import CudaDecoder, StaticBuffers, upload
 from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
@@ -39,18 +40,15 @@ def _replace_log_probs(log_probs, before, state, out_log_probs, first, slots, ST
 
 
 class BatchInvariantCudaDecoder(CudaDecoder):
-    """A `CudaDecoder` that runs a `ModelForward`."""
+    """A `CudaDecoder` that runs a `BatchInvariantForward`."""
 
-    def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool, forward: ModelForward):
+    def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool, forward: BatchInvariantForward):
         super().__init__(decoder, buffers, graphs)
         self.forward = forward
 
     def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
         """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V)."""
-        logits = []
-        for indices in prefill_batches([len(prompt) for prompt in prompts]):
-            logits.append(self._prefill([prompts[i] for i in indices], [blocks[i] for i in indices]))
-        return torch.cat(logits)
+        return in_batches(self._prefill, prompts, blocks)
 
     def _prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
         lengths, device = tuple(map(len, prompts)), self.buffers.kv_cache.device

@@ -25,26 +25,9 @@ from verl.rollout.tensor_parallel import on_every_rank
 
 #: batch sizes with a CUDA graph; a step is padded to the next larger one
 BUCKETS = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    320,
-    384,
-    448,
-    512,
-    640,
-    768,
-    896,
-    1024,
+    *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192),
+    *range(256, 513, 64),
+    *range(640, 1025, 128),
     1280,
     1536,
     1792,
@@ -66,10 +49,6 @@ def bucket_of(rows: int) -> int:
 def attention_launch(rows: int, head_dim: int) -> dict[str, int]:
     """Launch options of the attention kernel, tuned on an H200 with benchmarks/attention.py. ROUND: blocks per load."""
     return {"num_warps": 4 if rows < 512 or head_dim > 64 else 2, "num_stages": 2, "ROUND": 1}
-
-
-def block_bytes(decoder: Decoder) -> int:
-    return BLOCK_SIZE * decoder.cache_bytes_per_token()
 
 
 @dataclass(frozen=True)
@@ -266,7 +245,7 @@ class CudaDecoder(Layers):
             self._store_experts(rows)
         logits = decoder.project(h)
         if params is not None:
-            self._sample(logits, 0, params, decoder.final_softcap)
+            self.sample(logits, 0, params)
         return logits
 
     def _store_experts(self, rows: int) -> None:
@@ -338,11 +317,9 @@ class CudaDecoder(Layers):
 
         capped: the logits are already soft-capped.
         """
-        self._sample(logits, first, params, None if capped else self.decoder.final_softcap)
-
-    def _sample(self, logits: torch.Tensor, first: int, params: SamplingParams, softcap: float | None) -> None:
         if not self.tp.leads:
             return
+        softcap = None if capped else self.decoder.final_softcap
         buffers, rows = self.buffers, len(logits)
         responses = (buffers.state, buffers.tokens, buffers.log_probs, buffers.is_stop, first, buffers.slots)
         if params.filters:

@@ -29,7 +29,8 @@ from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
 
 if TYPE_CHECKING:
-    from verl.rollout.native.batch_invariant import BatchInvariantDecoder, ModelForward
+    from verl.modeling.batch_invariant.model import BatchInvariantForward
+    from verl.rollout.native.batch_invariant import BatchInvariantDecoder
     from verl.rollout.native.cuda_decoder import CudaDecoder, Size, StaticBuffers
     from verl.rollout.native.paged_scheduler import PagedScheduler
     from verl.weight_sync import ModuleReceiver
@@ -79,7 +80,7 @@ class NativeRollout(RolloutEngine):
         max_length: int = 0,
         max_response: int = 0,
         graphs: bool = True,
-        forward: "ModelForward | None" = None,
+        forward: "BatchInvariantForward | None" = None,
         weights: "ModuleReceiver | None" = None,
         tp: TensorParallel = ALONE,
         records: bool = False,
@@ -240,11 +241,10 @@ class NativeRollout(RolloutEngine):
             length += length // 2
         slots = max(1, min(slots, budget // (length * token)))
         length = min(length, budget // (slots * token))
-        old = self._cache
-        like = decoder.embedding
+        old, device = self._cache, decoder.embedding.device
         fits = old is not None and old.slots >= slots and old.length >= length
-        if not fits or old.keys.device != like.device or old.keys.dtype != decoder.dtype:
-            old = None
+        if not fits or old.keys.device != device or old.keys.dtype != decoder.dtype:
+            del old  # freed before the new one is allocated
             self._new_cache(slots, length, False)
         return self._cache
 
@@ -294,9 +294,11 @@ class NativeRollout(RolloutEngine):
         if not self.tp.smallest(fits):
             row_blocks, longest, size = size.width, size.positions, size.with_headroom()
             self._cuda_decoder = None  # freed before the new one is allocated
-            block = cuda_decoder.block_bytes(decoder)
+            block = cuda_decoder.BLOCK_SIZE * decoder.cache_bytes_per_token()
             budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, size.slots)
-            budget = self.tp.smallest(budget - self._routes_bytes(decoder, size.responses))
+            if self.records:
+                budget -= 2 * size.responses * math.prod(decoder.routed_experts_shape)
+            budget = self.tp.smallest(budget)
             if budget // block < row_blocks:
                 raise ValueError(
                     f"the KV cache has {max(0, budget):,} bytes, but one row of {longest} tokens needs "
@@ -313,10 +315,6 @@ class NativeRollout(RolloutEngine):
         if self.forward is None:
             return cuda_decoder.CudaDecoder(decoder, buffers, self.graphs)
         return batch_invariant_cuda.BatchInvariantCudaDecoder(decoder, buffers, self.graphs, self.forward)
-
-    def _routes_bytes(self, decoder: Decoder, tokens: int) -> int:
-        """Bytes of the recorded choices of the routers for `tokens` tokens."""
-        return 2 * tokens * math.prod(decoder.routed_experts_shape) if self.records else 0
 
     def _gpu_budget(self, decoder: Decoder, slots: int) -> int:
         """Bytes available for the KV cache, after the working memory of prefill and logits."""

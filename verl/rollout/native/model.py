@@ -13,17 +13,17 @@ together are adjacent, so that a rotation is one complex multiplication.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.modeling.moe import keeps_float_weights, normalizes_weights
-from verl.modeling.vision import language_model_of
+from verl.modeling.vision import is_vision_config, language_model_of
 from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, Rope, padded_width
 from verl.rollout.native.experts import Experts, is_mixture
-from verl.rollout.native.vision import axis_of_frequencies, vision_of
+from verl.rollout.native.vision import NativeVision, axis_of_frequencies
 from verl.rollout.tensor_parallel import ALONE, TensorParallel
 
 
@@ -53,14 +53,8 @@ class Family:
     activation: str = "hidden_act"
 
 
-_GEMMA3 = Family(
-    gemma=True,
-    post_norms=True,
-    qk_norm=True,
-    window="layer_types",
-    rope_per_type=True,
-    activation="hidden_activation",
-)
+_GEMMA2 = Family(gemma=True, post_norms=True, softcaps=True, window="layer_types", activation="hidden_activation")
+_GEMMA3 = replace(_GEMMA2, softcaps=False, qk_norm=True, rope_per_type=True)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
@@ -74,9 +68,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family(qk_norm=True),
     "Phi3ForCausalLM": Family(window="all", fused=True),
     "GemmaForCausalLM": Family(gemma=True),
-    "Gemma2ForCausalLM": Family(
-        gemma=True, post_norms=True, softcaps=True, window="layer_types", activation="hidden_activation"
-    ),
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
 }
@@ -98,10 +90,12 @@ def family_of(name: str) -> Family:
 
 
 def check_supported(module: nn.Module) -> Family:
-    """The family of `module`. Raises ValueError like `family_of`, and for bidirectional attention."""
-    name = type(module).__name__
+    """The family of `module`. Raises ValueError like `family_of`, for an activation and for bidirectional attention."""
+    name, config = type(module).__name__, module.config.get_text_config().to_dict()
     family = family_of(name)
-    if module.config.get_text_config().to_dict().get("use_bidirectional_attention"):
+    if (activation := config[family.activation]) not in ACTIVATIONS:
+        raise ValueError(f"rollout.name=native: activation {activation!r} is unknown; known: {sorted(ACTIVATIONS)}")
+    if config.get("use_bidirectional_attention"):
         raise ValueError(
             f"rollout.name=native: {name} with use_bidirectional_attention does not generate token by token"
         )
@@ -130,7 +124,7 @@ def read_decoder(
     family, config, trunk = check_supported(module), module.config.get_text_config(), language_model_of(module)
     head_dim = trunk.layers[0].self_attn.head_dim
     head = module.lm_head.weight
-    transposed = head.device.type == "cpu" and _bytes_of(module) <= transpose_limit
+    transposed = head.device.type == "cpu" and sum(p.nbytes for p in module.parameters()) <= transpose_limit
     dtype = head.dtype if dtype is None else dtype
     stream_dtype = torch.promote_types(head.dtype, dtype)
     # in 16 bits, folding would round once more, and there are no 16-bit complex numbers
@@ -142,7 +136,7 @@ def read_decoder(
     pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if folded else None
     heads = config.num_attention_heads // tp.size, max(1, config.num_key_value_heads // tp.size)
     old = reuse.copies if reuse is not None else ()
-    reader = _Reader(family, dtype, stream_dtype, transposed, heads, pairs, old, tp)
+    reader = _Reader(family, dtype, stream_dtype, transposed, *heads, pairs, old, tp)
     rope_of = {kind: rope_types.index(kind) if family.rope_per_type else 0 for kind in types}
     norm, factor = reader.norm_before(trunk.norm.weight)
     return Decoder(
@@ -156,7 +150,7 @@ def read_decoder(
         head_dim=head_dim,
         eps=config.rms_norm_eps,
         scaling=1.0 if folded else trunk.layers[0].self_attn.scaling,
-        activation=_activation(known[family.activation]),
+        activation=known[family.activation],
         # rounded as the model rounds it
         embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=stream_dtype)) if family.gemma else 1.0,
         attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
@@ -166,18 +160,8 @@ def read_decoder(
         folded=folded,
         floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), dtype=dtype, device=head.device),
         tp=tp,
-        vision=vision_of(module, dtype),
+        vision=NativeVision(module, dtype) if is_vision_config(module.config) else None,
     )
-
-
-def _bytes_of(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def _activation(name: str) -> str:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"rollout.name=native: activation {name!r} is unknown; known: {sorted(ACTIVATIONS)}")
-    return name
 
 
 def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: int) -> Layer:
@@ -210,36 +194,25 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
     )
 
 
+@dataclass(eq=False)
 class _Reader:
     """Reads parameters: projections in `dtype`, optionally copied as (in, out); all others in `stream_dtype`.
 
-    Args:
-        heads: query heads, and key/value heads.
+    Attributes:
         pairs: (D,) order in which to read the dimensions of a query or key head; None if nothing is folded.
         old: tensors of an earlier reading, whose memory is reused where shapes match.
-        tp: the ranks that hold the model.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        dtype: torch.dtype,
-        stream_dtype: torch.dtype,
-        transposed: bool,
-        heads: tuple[int, int],
-        pairs: torch.Tensor | None,
-        old: Sequence[torch.Tensor],
-        tp: TensorParallel = ALONE,
-    ):
-        self.family = family
-        self.tp = tp
-        self.dtype = dtype
-        self.stream_dtype = stream_dtype
-        self.transposed = transposed
-        self.heads, self.kv_heads = heads
-        self.pairs = pairs
-        self.old = list(old)
-        self.copies: list[torch.Tensor] = []
+    family: Family
+    dtype: torch.dtype
+    stream_dtype: torch.dtype
+    transposed: bool
+    heads: int
+    kv_heads: int
+    pairs: torch.Tensor | None
+    old: Sequence[torch.Tensor]
+    tp: TensorParallel
+    copies: list[torch.Tensor] = field(default_factory=list)
 
     def _copy(self, parts: list[torch.Tensor], dtype: torch.dtype, transposed: bool = False) -> torch.Tensor:
         """Concatenate parts (n_i, ...) into one new tensor (sum n_i, ...), optionally transposed."""

@@ -288,7 +288,9 @@ class PagedScheduler:
         """Free finished rows, and admit waiting rows if there are enough free slots for a prefill."""
         for slot, sample in enumerate(self.slots):
             if sample is not None and (sample.ended or sample.launched >= sample.row.limit):
-                self._free(sample)
+                self.free_blocks += sample.own_blocks
+                sample.group.running -= 1
+                self._release(sample.group)
                 self.finished.append(sample)
                 self.slots[slot] = None
         alive = sum(sample is not None for sample in self.slots)
@@ -299,11 +301,6 @@ class PagedScheduler:
             self._compact(alive)
         if refill:
             self._admit(room)
-
-    def _free(self, sample: Sample) -> None:
-        self.free_blocks += sample.own_blocks
-        sample.group.running -= 1
-        self._release(sample.group)
 
     def _release(self, group: Group) -> None:
         """Free the blocks that no sample of the group needs any more."""
@@ -324,9 +321,8 @@ class PagedScheduler:
         if holes:
             source, target = upload([last, holes], torch.int64, self.device)
             buffers.state.index_copy_(1, target, buffers.state[:, source])
-            buffers.table.index_copy_(0, target, buffers.table[source])
-            buffers.sample_ids.index_copy_(0, target, buffers.sample_ids[source])
-            buffers.seeds.index_copy_(0, target, buffers.seeds[source])
+            for rows in (buffers.table, buffers.sample_ids, buffers.seeds):
+                rows.index_copy_(0, target, rows[source])
         buffers.state[triton_kernels.STATUS, alive:end] = triton_kernels.DONE
         for hole, slot in zip(holes, last):
             self.slots[hole] = self.slots[slot]
@@ -364,7 +360,10 @@ class PagedScheduler:
                 group.logits = row
             for group, routed_experts in zip(fresh, self.decoder.prompt_experts):
                 group.routed_experts = routed_experts
-        self._copy_tails(admitted)
+        # each sample gets its own copy of the last block of its prompt
+        pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in admitted if s.group.tail_blocks]
+        if pairs:
+            self.decoder.copy_blocks(*map(list, zip(*pairs)))
         self._fill_slots(admitted)
         for group in {id(s.group): s.group for s in admitted}.values():
             self._release(group)
@@ -374,12 +373,6 @@ class PagedScheduler:
         taken = self.free_blocks[at:]
         del self.free_blocks[at:]
         return taken
-
-    def _copy_tails(self, samples: list[Sample]) -> None:
-        """Give each sample its own copy of the last block of its prompt."""
-        pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in samples if s.group.tail_blocks]
-        if pairs:
-            self.decoder.copy_blocks(*map(list, zip(*pairs)))
 
     def _fill_slots(self, samples: list[Sample]) -> None:
         """Initialize the slots of the chosen rows and sample their first tokens."""

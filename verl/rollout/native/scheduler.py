@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from verl.rollout.checks import check_request
@@ -181,17 +180,16 @@ class SlotScheduler:
         for line, row, ids, lps in zip(lines, rows, tokens.tolist(), log_probs.tolist()):
             length = self.lengths[line]
             completion = Completion(ids[:length], lps[:length], self._reason(line, ids[length - 1]))
-            completion.routed_experts = self._routes_of(line, length)
+            if self.routed_experts is not None:  # of the prompt and all but the last response token
+                start = line * self.width
+                choices = self.prompt_experts.pop(line), self.routed_experts[start : start + length - 1]
+                completion.routed_experts = torch.cat(choices).cpu().numpy()
             completions.append((row, completion))
-            self._free_line(line)
+            self.rows[line], self.searched[line] = None, 0
+            self.text_ends.pop(line, None)
+            self.aborted.discard(line)
+        self.free_lines += lines
         return completions
-
-    def _routes_of(self, line: int, length: int) -> np.ndarray | None:
-        """The choices for a prompt and all but the last of `length` response tokens."""
-        if self.routed_experts is None:
-            return None
-        start = line * self.width
-        return torch.cat((self.prompt_experts[line], self.routed_experts[start : start + length - 1])).cpu().numpy()
 
     def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
         """New tokens of active rows and their log-probs. since: Row.index -> tokens that the caller already has."""
@@ -285,16 +283,10 @@ class SlotScheduler:
         tokens = self._sample(logits, live)
         ended = self.due == 0 or (bool(self.stops) and bool(self.is_stop[tokens].any()))
         if self.has_stop_strings and self.steps % SEARCH_INTERVAL == 0:
-            ended |= self._search_stop_strings()
+            for line, step in self.state[[_LINE, _STEP], live].T.tolist():
+                ended |= self._text_end(line, step + 1) is not None
         if ended:
             self._retire(live)
-
-    def _search_stop_strings(self) -> bool:
-        """Search the active rows for stop strings. Returns whether any row ended."""
-        has_ended = False
-        for line, step in self.state[[_LINE, _STEP], : self.active].T.tolist():
-            has_ended |= self._text_end(line, step + 1) is not None
-        return has_ended
 
     def _text_end(self, line: int, length: int) -> int | None:
         """Number of tokens up to the first stop string in the first `length` tokens of a row; None if there is none."""
@@ -344,13 +336,6 @@ class SlotScheduler:
         if line in self.text_ends or last_token in self.stops:
             return "stop"
         return "abort" if line in self.aborted and self.lengths[line] < self.rows[line].limit else "length"
-
-    def _free_line(self, line: int) -> None:
-        self.rows[line], self.searched[line] = None, 0
-        self.text_ends.pop(line, None)
-        self.prompt_experts.pop(line, None)
-        self.aborted.discard(line)
-        self.free_lines.append(line)
 
     def _check(self) -> None:
         """Raise ValueError if the last log-prob of an active row is not finite."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from verl.modeling.positions import multimodal_positions
-from verl.modeling.vision import BIDIRECTIONAL, INDEX, Media, VisionForward, insert_features, is_vision_config
+from verl.modeling.vision import BIDIRECTIONAL, INDEX, Media, VisionForward, insert_features
 from verl.rollout.native.decoder import RopeTable
 from verl.rollout.request import Request
 
@@ -140,11 +140,6 @@ def _runs(slots: torch.Tensor, count: int, width: int) -> torch.Tensor:
     starts[1:] = (slots.diff() != 1) | (slots[1:] % width == 0)
     runs[slots] = starts.cumsum(0)
     return runs.view(count, width)
-
-
-def vision_of(module: nn.Module, dtype: torch.dtype) -> NativeVision | None:
-    """The vision tower of a module; None for a text model."""
-    return NativeVision(module, dtype) if is_vision_config(module.config) else None
 
 
 def axis_of_frequencies(parameters: Mapping[str, Any], count: int) -> torch.Tensor | None:
