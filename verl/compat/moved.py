@@ -113,6 +113,8 @@ MOVED = {
     "verl.cli.train": "verl.trainer.main_ppo",
     "verl.cli.replay": "verl.cli.runs",
     "verl.cli.report": "verl.cli.runs",
+    **dict.fromkeys(("verl.cli.check", "verl.cli.merge", "verl.cli.quickstart"), "verl.cli.programs"),
+    "verl.cli.config.commands": "verl.cli.app",
     "verl.recipe.r1.main_eval": "verl.trainer.main_eval",
     "verl.trainer.checks.model_config": "verl.trainer.checks.models",
     "verl.trainer.checkpointing": "verl.trainer.state.checkpointing",

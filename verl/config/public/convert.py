@@ -143,7 +143,7 @@ def _from_verl(layer: Layer, schema: type[Schema]) -> Conversion:
     settings = reader.read()
     plain, derived = to_flat_dict(schema()), derived_fields(schema)
     for key, setting in settings.items():
-        if key in derived or setting.value != plain.get(key, _Absent):
+        if key in derived or key not in plain or setting.value != plain[key]:
             result.values[key] = setting.value
     same = len(settings) - len(result.values)
     refused = {problem.spelled or problem.key: problem.message for problem in reader.problems}
@@ -156,10 +156,6 @@ def _from_verl(layer: Layer, schema: type[Schema]) -> Conversion:
     result.remarks += [f"equal to the default here: {same} keys"] if same else []
     result.remarks += _other_defaults(settings, schema)
     return result
-
-
-class _Absent:
-    """Differs from every value."""
 
 
 def _why_unused(spelled: str, value: Any, schema: type[Schema]) -> str:
