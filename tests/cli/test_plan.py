@@ -8,12 +8,8 @@ import pytest
 
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.cli import plan
-from verl.config import ConfigError, load_config
-from verl.config.schema import SFTConfig
 from verl.planner.shapes import ModelShape
 from verl.trainer.checks.planning import shape_of
-
-FSDP = "actor_rollout_ref.actor.fsdp_config."
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -155,27 +151,3 @@ def test_a_shape_has_positive_sizes(values, message):
     assert ModelShape.from_config(config).head_dim == 1
     with pytest.raises(ValueError, match=message):
         ModelShape.from_config(config | values)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ([f"{FSDP}fsdp_size=0"], "found 0, expected int >= 1, or -1 for all ranks"),
-        ([f"{FSDP}fsdp_size=3", "trainer.n_gpus_per_node=4"], "3 does not divide the 4 ranks that FSDP shards over"),
-        (
-            [f"{FSDP}fsdp_size=4", f"{FSDP}tensor_parallel_size=2", "trainer.n_gpus_per_node=4"],
-            "4 does not divide the 2 ranks",
-        ),
-    ],
-)
-def test_groups_of_fsdp(settings, message):
-    with pytest.raises(ConfigError, match=f"{FSDP}fsdp_size.*{message}"):
-        load_config(overrides=settings)
-
-
-def test_groups_of_fsdp_that_divide_the_ranks():
-    for size in (-1, 1, 2, 4):
-        load_config(overrides=[f"{FSDP}fsdp_size={size}", "trainer.n_gpus_per_node=4"])
-    load_config(overrides=[f"{FSDP}fsdp_size=8"])  # one device is not sharded
-    with pytest.raises(ConfigError, match=r"engine\.fsdp_size.*3 does not divide the 4 ranks"):
-        load_config(overrides=["engine.fsdp_size=3", "trainer.n_gpus_per_node=4"], schema=SFTConfig)
