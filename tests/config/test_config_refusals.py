@@ -279,16 +279,8 @@ def test_derived_fields_do_not_repeat_a_problem():
     assert len(problems("trainer.seed=x")) == 1
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_a_file_that_is_not_there():
     assert "there is no file 'nowhere.yaml'" in problems(path="nowhere.yaml")[0]
-    broken = tmp_path / "c.yaml"
-    for text, message in {
-        "data: [1\n": "is not valid YAML",
-        "- a\n- b\n": "found list, expected a mapping of keys",
-        "data: {seed: 1}\ndata: {seed: 2}\n": "duplicate key",
-    }.items():
-        broken.write_text(text)
-        assert message in problems(path=broken)[0]
 
 
 # ------------------------------------------------------------------------------------------------- checks of the caller
@@ -390,20 +382,16 @@ def test_tools_that_no_loop_calls_are_noted(caplog):
     assert not any("no tool is called" in text for text in caplog.messages)
 
 
-@pytest.mark.parametrize("path", ["./nothing", "../nothing", "/nothing", "a/b/c", "a/", "outputs/modle"])
-def test_a_missing_local_model_is_not_looked_up_on_the_hub(path, tmp_path, monkeypatch):
+LOCAL = ["./nothing", "../nothing", "/nothing", "a/b/c", "a/", "outputs/modle"]
+
+
+@pytest.mark.parametrize("path", [*LOCAL, "gpt2", "Qwen/Qwen2.5-0.5B-Instruct"])
+def test_only_hub_ids_are_looked_up_on_the_hub(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     config = load_config(overrides=[f"actor_rollout_ref.model.path={path}"])
     problems = [problem.message for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"]
-    assert problems == [f"there is no folder {path!r}"]
-
-
-@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-0.5B-Instruct"])
-def test_a_hub_id_is_not_a_path(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = load_config(overrides=[f"actor_rollout_ref.model.path={name}"])
-    assert [problem for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"] == []
+    assert problems == ([f"there is no folder {path!r}"] if path in LOCAL else [])
 
 
 @pytest.mark.parametrize("override", ["9" * 5000 + "=1", "data.train_files=" + "9" * 5000], ids=["key", "value"])

@@ -67,6 +67,13 @@ CALLS = {
             "optim.clip_grad": 0.5,
         },
     ),
+    "names of two releases": (
+        "data.train_files=a.parquet data.messages_key=messages data.pad_mode=no_padding optim.lr=1e-4 "
+        "model.partial_pretrain=/m model.fsdp_config.model_dtype=bf16 engine.strategy=fsdp2 trainer.total_epochs=2 "
+        "optim.warmup_style=cosine trainer.profile_interval=[-1,-1]",
+        {"optim.lr": 1e-4, "optim.lr_scheduler_type": "cosine", "model.path": "/m", "engine.model_dtype": "bf16"}
+        | {"engine.strategy": "fsdp2", "data.train_batch_size": 256, "data.use_dynamic_bsz": True, "data.seed": 1},
+    ),
     "engine form": (
         "data.train_files=train.parquet data.val_files=null data.train_batch_size=256 data.max_length=2048 "
         "data.pad_mode=no_padding data.truncation=error data.use_dynamic_bsz=True data.max_token_len_per_gpu=65536 "
