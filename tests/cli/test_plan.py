@@ -52,6 +52,11 @@ def test_the_number_of_gpus_is_a_whole_number(capsys, text):
     assert f"argument --gpus: expected a whole number from 1 to 1000000000, found '{text}'" in err
 
 
+def test_the_rank_of_lora_is_not_negative(capsys):
+    status, _, err = call(capsys, "--gpus", "1", "--lora-rank", "-1")
+    assert status == 2 and "argument --lora-rank: expected a whole number from 0 to 1000000000, found '-1'" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -165,7 +165,7 @@ def test_vllm_that_is_not_installed_is_one_message(tmp_path, text, monkeypatch):
     assert config.actor_rollout_ref.rollout.name == "vllm" and config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
-def test_use_vllm_that_contradicts_the_engine(tmp_path):
+def test_use_vllm(tmp_path):
     with pytest.raises(ConfigError, match=r"false contradicts actor_rollout_ref\.rollout\.name=vllm"):
         load(tmp_path, "actor_rollout: {use_vllm: false}", "actor_rollout_ref.rollout.name=vllm")
     with pytest.raises(ConfigError, match=r"use_vllm.*false contradicts engine\.actor_type=vllm; remove one of them"):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl.cli import plan
 from verl.planner import devices, host, shapes
 from verl.planner.devices import GIB
 from verl.planner.fixes import Change, describe, plan_with, smallest_change
@@ -459,9 +458,3 @@ def test_the_profile_of_a_device_name(name, key):
 
 def test_memory_of_a_device_is_in_bytes():
     assert 139 < H200.memory / GIB < 141 and H200.matmul > 2 * A100.matmul
-
-
-def test_a_negative_rank_of_lora_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        plan.main(["--gpus", "1", "--lora-rank", "-1"])
-    assert "argument --lora-rank: expected a whole number from 0 to 1000000000, found '-1'" in capsys.readouterr().err
