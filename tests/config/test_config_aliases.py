@@ -172,10 +172,6 @@ def test_use_vllm(tmp_path):
         load(tmp_path, "actor_rollout: {use_vllm: false}", "engine.actor_type=vllm")
 
 
-def test_the_executor_keeps_its_name():
-    assert load_config(overrides=["trainer.backend=ray"]).trainer.backend == "ray"
-
-
 @pytest.mark.parametrize(
     ("old", "key", "value"),
     [

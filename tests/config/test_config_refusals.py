@@ -18,6 +18,7 @@ from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig
 
 ARR, ACTOR, ROLLOUT = "actor_rollout_ref.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 MODEL, MEGATRON = f"{ARR}model.", f"{ACTOR}megatron."
+PATH = f"{MEGATRON}dist_checkpointing_path"
 TRANSFORMER = f"+{MEGATRON}override_transformer_config."
 TWO_RANKS = "data.train_batch_size=6 critic.ppo_mini_batch_size=6 trainer.n_gpus_per_node=2"
 FOUR = "trainer.n_gpus_per_node=4"
@@ -44,6 +45,17 @@ UNKNOWN_KEYS = {
     "actor_rollout_ref.rollout.temprature": "actor_rollout_ref.rollout.temperature",
     "actor_rollout.model_name_or_pth": "actor_rollout.model_name_or_path",
     "algoritm.gamma": "algorithm.gamma",
+    "actor_rollout_ref.actor.gradient_clip": "actor_rollout_ref.actor.grad_clip",
+    # names of TRL, and short ones
+    "learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.actor.learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "max_steps": "trainer.total_training_steps",
+    "trainer.max_steps": "trainer.total_training_steps",
+    "num_train_epochs": "trainer.total_epochs",
+    "gradient_accumulation_steps": "data.train_batch_size",
+    "epochs": "trainer.total_epochs",
+    "actor_rollout_ref.rollout.tp_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "temperature": "actor_rollout_ref.rollout.temperature",
 }
 
 VALUES = {
@@ -116,6 +128,8 @@ VALUES = {
     "algorithm.my_temperature=1": "as algorithm.adv_kwargs.my_temperature=...",
     f"{ACTOR}policy_loss.tau_x=1": f"as {ACTOR}policy_loss.loss_kwargs.tau_x=...",
     "optim.name=muon": f"unknown key (keys of {ACTOR}optim: lr, betas, ",
+    # no suggestion is better than a wrong one
+    **dict.fromkeys(("my_flag=1", "foo.enable=1", "trainer.foo=1", "trainer.gpus=1", "foo.lrx=1"), "unknown key ("),
     "actor.optim.name=muon": f"unknown key (keys of {ACTOR}optim: lr, betas, ",
     "reward.reward_model.rollout.dtype=float16": "'float16' (str) is not supported: use reward.reward_model.fsdp.dtype",
 }
@@ -175,6 +189,10 @@ COMBINATIONS = {
     f"{MEGATRON}router_replay.mode=R3": "enable_rollout_routing_replay=true, or use R2",
     f"{MEGATRON}use_megatron_fsdp=true": "use strategy=fsdp",
     f"{MEGATRON}use_dist_checkpointing=true": "is not set: remove this key (initial weights are read from model.path",
+    **dict.fromkeys(
+        (f"{MEGATRON}use_dist_checkpointing=true {PATH}={path}" for path in ("null", "\"''\"", "\"'  '\"")),
+        "dist_checkpointing_path is not set: remove this key",
+    ),
     f"model_engine=megatron {MODEL}lora_rank=8": "does not support LoRA adapters: use strategy=fsdp",
     f"model_engine=megatron {MEGATRON}dtype=float16": "use bf16 or fp32",
     f"model_engine=megatron +{ACTOR}optim.override_optimizer_config.weight_decay=1": (
@@ -197,6 +215,7 @@ COMBINATIONS = {
 }
 
 OF_SFT = {
+    "learning_rate=1": "did you mean optim.lr?",
     "trainer.resume_mode=resume_path": "set it to a global_step_N folder",
     "data.multiturn.enable=1": "found 1, expected bool",
     "model.fsdp_config.cpu_offload=yes_please": "found 'yes_please', expected bool",

@@ -38,46 +38,28 @@ def test_every_upstream_default_is_accepted():
     assert config.actor_rollout_ref.rollout.name == "native"
 
 
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+FSDP = (f"{ACTOR}fsdp_config.", "actor_rollout_ref.ref.fsdp_config.", "critic.fsdp.")
 OURS = {
-    "actor_rollout_ref.actor.clip_ratio",  # null: the published value of the chosen loss
-    "actor_rollout_ref.actor.clip_ratio_high",
-    "actor_rollout_ref.actor.clip_ratio_low",
-    "actor_rollout_ref.actor.loss_agg_mode",
-    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
-    "actor_rollout_ref.actor.fsdp_config.dtype",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype",
-    "actor_rollout_ref.actor.fsdp_config.use_torch_compile",  # false: a short run does not win back its time
-    "actor_rollout_ref.actor.megatron.dtype",  # auto: bf16 on a GPU
-    "actor_rollout_ref.ref.megatron.dtype",
-    "critic.megatron.dtype",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",  # null: 16384 where they fit
-    "actor_rollout_ref.model.enable_gradient_checkpointing",  # auto: where memory asks for it
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.rollout.n_gpus_per_node",  # null: trainer.n_gpus_per_node
+    # null: the published value of the chosen loss
+    *(f"{ACTOR}{name}" for name in ("clip_ratio", "clip_ratio_high", "clip_ratio_low", "loss_agg_mode")),
+    *(f"{ACTOR}policy_loss.ppo_kl_coef", "critic.loss_agg_mode"),
+    # auto: bf16 on a GPU; no compilation: a short run does not win back its time
+    *(f"{section}{name}" for section in FSDP for name in ("dtype", "model_dtype", "use_torch_compile")),
+    *(f"{role}.megatron.dtype" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")),
+    f"{ROLLOUT}dtype",
+    # null: 16384 where they fit
+    *(f"{ACTOR}ppo_max_token_len_per_gpu", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
+    f"{ROLLOUT}log_prob_max_token_len_per_gpu",
+    *("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+    # auto: where memory asks for it
+    *(f"{model}.enable_gradient_checkpointing" for model in ("actor_rollout_ref.model", "critic.model")),
+    *("actor_rollout_ref.model.path", "critic.model.path", "data.train_files", "data.val_files"),
+    f"{ROLLOUT}n_gpus_per_node",  # null: trainer.n_gpus_per_node
     "actor_rollout_ref.nccl_timeout",  # null: the controller ends what hangs, and shows where
-    "actor_rollout_ref.ref.fsdp_config.dtype",
-    "actor_rollout_ref.ref.fsdp_config.model_dtype",
-    "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    "actor_rollout_ref.rollout.dtype",
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-    "actor_rollout_ref.rollout.max_num_seqs",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "critic.fsdp.dtype",
-    "critic.fsdp.model_dtype",
-    "critic.fsdp.use_torch_compile",
-    "critic.forward_max_token_len_per_gpu",
-    "critic.loss_agg_mode",
-    "critic.model.enable_gradient_checkpointing",
-    "critic.model.path",
-    "critic.ppo_max_token_len_per_gpu",
+    *(f"{ROLLOUT}max_num_seqs", f"{ROLLOUT}tensor_model_parallel_size"),
     "data.dataloader_num_workers",  # null: threads for images only
-    "data.train_files",
-    "data.val_files",
-    "reward.reward_manager.module.name",
-    "trainer.device",
-    "trainer.logger",
-    "trainer.n_gpus_per_node",
+    *("reward.reward_manager.module.name", "trainer.device", "trainer.logger", "trainer.n_gpus_per_node"),
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),  # from data and algorithm
 }
 
@@ -178,16 +160,26 @@ def test_keys_without_effect_are_accepted_with_one_note(caplog):
     assert "global_profiler.tool, global_profiler.steps" in note
 
 
-def test_more_than_three_ignored_keys_of_a_section_are_counted(caplog):
-    keys = ["tool=torch", "enable=true", "all_ranks=true", "ranks=[0]"]
+PROFILER = ["tool=torch", "enable=true", "all_ranks=true", "ranks=[0]"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        (
+            [f"critic.profiler.{key}" for key in PROFILER],  # more than three of a section are counted
+            ["ignored: 4 keys without effect here: critic.profiler.* (4 keys)"],
+        ),
+        (
+            ["data.use_shm=false", "global_profiler.save_path=outputs/profile", "trainer.use_v1=true"],
+            [],
+        ),  # the defaults
+    ],
+)
+def test_the_note_on_ignored_keys(overrides, notes, caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
-        load_config(overrides=[f"critic.profiler.{key}" for key in keys])
-    assert caplog.messages == ["ignored: 4 keys without effect here: critic.profiler.* (4 keys)"]
-
-
-def test_the_default_of_an_ignored_key_is_not_noted(caplog):
-    load_config(overrides=["data.use_shm=false", "global_profiler.save_path=outputs/profile", "trainer.use_v1=true"])
-    assert caplog.messages == []
+        load_config(overrides=overrides)
+    assert caplog.messages == notes
 
 
 def test_every_ignored_key_has_a_reason():

@@ -103,15 +103,6 @@ def test_a_public_script_loads(name, caplog):
     assert all(key in notes for key in ignored)
 
 
-@pytest.mark.parametrize(
-    "paths", ["", "dist_checkpointing_path=null", "dist_checkpointing_path=''", "dist_checkpointing_path='  '"]
-)
-def test_a_distributed_checkpoint_needs_a_path(paths):
-    given = [f"{ACTOR}{override}" for override in ("use_dist_checkpointing=True", paths) if override]
-    with pytest.raises(ConfigError, match=r"1\. \S*use_dist_checkpointing .*dist_checkpointing_path is not set"):
-        load_config(None, given)
-
-
 def test_a_distributed_checkpoint_that_is_not_used_is_no_error(monkeypatch):
     monkeypatch.setenv("USE_DIST", "true")
     load_config(None, [f"{ACTOR}use_dist_checkpointing=False", f"{ACTOR}dist_checkpointing_path=null"])

@@ -61,38 +61,6 @@ def test_a_name_of_trl_is_suggested_wherever_it_is_typed(name, spelled):
         load_config(overrides=[spelled.format(name) + "=1"])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "key"),
-    {
-        "learning_rate": "actor_rollout_ref.actor.optim.lr",
-        "actor_rollout_ref.actor.learning_rate": "actor_rollout_ref.actor.optim.lr",
-        "max_steps": "trainer.total_training_steps",
-        "trainer.max_steps": "trainer.total_training_steps",
-        "num_train_epochs": "trainer.total_epochs",
-        "gradient_accumulation_steps": "data.train_batch_size",
-        "epochs": "trainer.total_epochs",
-        "actor_rollout_ref.rollout.tp_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
-        "temperature": "actor_rollout_ref.rollout.temperature",
-        "actor_rollout_ref.actor.gradient_clip": "actor_rollout_ref.actor.grad_clip",
-    }.items(),
-)
-def test_suggestions(wrong, key):
-    with pytest.raises(ConfigError, match=rf"did you mean {re.escape(key)}\?"):
-        load_config(overrides=[f"{wrong}=1"])
-
-
-@pytest.mark.parametrize("wrong", ["my_flag", "optim.name", "foo.enable", "trainer.foo", "trainer.gpus", "foo.lrx"])
-def test_no_suggestion_is_better_than_a_wrong_one(wrong):
-    with pytest.raises(ConfigError) as error:
-        load_config(overrides=[f"{wrong}=1"])
-    assert "did you mean" not in str(error.value) and "unknown key" in str(error.value)
-
-
-def test_suggestions_of_sft():
-    with pytest.raises(ConfigError, match=r"did you mean optim\.lr\?"):
-        load_config(overrides=["learning_rate=1"], schema=SFTConfig)
-
-
 def test_the_keys_that_change_between_verl_and_here():
     for theirs, ours, note in table_rows(VERL, "Keys that change") + table_rows(VERL, "Scripts for Megatron"):
         settings = codes(ours)

@@ -124,7 +124,8 @@ class Section(pydantic.BaseModel):
     @classmethod
     def _bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject True and False for numbers: Python accepts True as 1, but in a configuration it is a mistake."""
-        if isinstance(value, bool) and not _accepts_bool(cls.model_fields[info.field_name].annotation):
+        kinds = _members(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and not any(kind in (bool, Any) or get_origin(kind) is dict for kind in kinds):
             raise ValueError("expected a number, found a bool")
         return value
 
@@ -288,7 +289,10 @@ class ConfigField:
         members = [member for member in get_args(self.annotation) if get_origin(member) is Annotated]
         inner = [limit for member in members for limit in get_args(member)[1:]]
         inner = [item for limit in inner for item in (limit.metadata if isinstance(limit, FieldInfo) else [limit])]
-        limits = _describe_limits([*self.info.metadata, *inner])
+        metadata = [*self.info.metadata, *inner]  # one object of annotated_types for each limit
+        limits = [
+            f"{_SIGNS[name]} {getattr(item, name)}" for item in metadata for name in _SIGNS if hasattr(item, name)
+        ]
         first, *others = (_type_name(kind) for kind in _members(self.annotation))
         return " or ".join([f"{first} {' and '.join(limits)}".strip(), *others])
 
@@ -473,10 +477,6 @@ def _is_choice(kind: Any) -> bool:
     return get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind))
 
 
-def _accepts_bool(annotation: Any) -> bool:
-    return any(kind in (bool, Any) or get_origin(kind) is dict for kind in _members(annotation))
-
-
 _TYPE_NAMES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "str", NoneType: "null", Any: "any"}
 
 
@@ -493,8 +493,3 @@ def _type_name(kind: Any) -> str:
     if origin is dict:
         return "dict"
     raise TypeError(f"a configuration field cannot have the type {kind!r}")
-
-
-def _describe_limits(metadata: list[Any]) -> list[str]:
-    """The limits of a field as text; pydantic keeps one object of annotated_types for each."""
-    return [f"{_SIGNS[name]} {getattr(item, name)}" for item in metadata for name in _SIGNS if hasattr(item, name)]

@@ -188,7 +188,8 @@ def agree_with_preset(
         elif age < 0:
             notes.append(f"{preset} replaces {setting} by {expected}")
             del result[key]
-        elif age > 0 or not _is_preset_value(key, settings[key].value, presets):
+        elif age > 0 or key != _IDENTITY[0] or all(p.get(key) != settings[key].value for p in presets.values()):
+            # losses are combined freely with presets
             notes.append(f"{setting} replaces {expected}, which {preset} sets")
         else:
             message = f"{settings[key].value!r} disagrees with {preset}, which sets {expected!r}: remove one of them"
@@ -196,11 +197,6 @@ def agree_with_preset(
     if kept:
         notes.append(f"{preset} does not change settings that you gave: {'; '.join(kept)}")
     return result
-
-
-def _is_preset_value(key: str, value: Any, presets: Presets) -> bool:
-    """Whether a preset has this estimator. Losses are combined freely with presets."""
-    return key == "algorithm.adv_estimator" and any(preset.get(key) == value for preset in presets.values())
 
 
 def apply_preset(settings: Mapping[str, Any], presets: Presets, schema: type[Schema] = Config) -> dict[str, Any]:

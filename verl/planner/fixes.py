@@ -66,7 +66,7 @@ def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan |
     combined = [c for i in range(2, len(single) + 1) for c in [_joined(single[:i])]]
     harmless = [change for change in single if change.factor == 1 and "lora" not in change.settings[0]]
     everything = _joined(harmless)
-    more = [_more_devices(factor) for factor in (2, 4, 8, 16, 32, 64, 128)]
+    more = [Change((), lambda job: job, factor) for factor in (2, 4, 8, 16, 32, 64, 128)]
     lora = _lora(job)
     last = [_joined([everything, change]) for change in [*lora, *more]]
     last += [_joined([everything, *lora, change]) for change in more]
@@ -186,10 +186,6 @@ def _micro_tokens(job: Job, tokens: int) -> Change:
 
 def _is_more(current: int | None, tokens: int) -> bool:
     return current is None or current > tokens
-
-
-def _more_devices(factor: int) -> Change:
-    return Change((), lambda job: job, factor)
 
 
 def _lora(job: Job) -> list[Change]:

@@ -140,10 +140,6 @@ def _bool(value: Any) -> bool:
     return value
 
 
-def _batch_of_all_gpus(value: Any, lookup: Lookup) -> dict[str, Any]:
-    return {"data.train_batch_size": _int(value) * _world_size(lookup)}
-
-
 def _per_gpu(key: str) -> Computed:
     def per_gpu(value: Any, lookup: Lookup) -> dict[str, Any]:
         total, ranks = _int(value), _world_size(lookup)
@@ -334,14 +330,6 @@ def _offloaded(key: str) -> Computed:
     return offloaded
 
 
-def _gpg_loss(value: Any, lookup: Lookup) -> dict[str, Any]:
-    return {_ARR + "actor.policy_loss.loss_mode": "gpg"} if _bool(value) else {}
-
-
-def _rollout_name(value: Any, lookup: Lookup) -> dict[str, Any]:
-    return {_ARR + "rollout.name": "sglang" if value == "sglang_async" else value}
-
-
 def _megatron_optimizer(section: str) -> dict[str, Computed]:
     """The keys of an `optim` section that only public verl's Megatron engine reads."""
     return {
@@ -358,8 +346,12 @@ _COMPUTED = {
     _ARR + "actor.model_engine": _same(_ARR + "actor.strategy"),
     _ARR + "actor.use_rollout_log_probs": _rollout_log_probs,
     _ARR + "actor.tis_imp_ratio_cap": _importance_cap,
-    _ARR + "actor.use_gpg_loss": _gpg_loss,
-    _ARR + "rollout.name": _rollout_name,
+    _ARR + "actor.use_gpg_loss": lambda value, lookup: (
+        {_ARR + "actor.policy_loss.loss_mode": "gpg"} if _bool(value) else {}
+    ),
+    _ARR + "rollout.name": lambda value, lookup: {
+        _ARR + "rollout.name": "sglang" if value == "sglang_async" else value
+    },
     "async_training.staleness_threshold": _staleness,
     "async_training.trigger_parameter_sync_step": _sync_step,
     "async_training.require_batches": _require_batches,
@@ -371,7 +363,7 @@ _COMPUTED = {
     "data.gen_batch_size": _gen_batch_size,
     "trainer.v1.trainer_mode": _trainer_mode,
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
-    "data.batch_size_per_gpu": _batch_of_all_gpus,
+    "data.batch_size_per_gpu": lambda value, lookup: {"data.train_batch_size": _int(value) * _world_size(lookup)},
     "actor_rollout.use_vllm": _vllm,
     "engine.actor_type": _actor_type,
     "trainer.backend": _backend,
