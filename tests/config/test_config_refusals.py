@@ -13,7 +13,8 @@ from verl.config import (
     load_config,
 )
 from verl.config.checks.registered import REGISTERED_KINDS
-from verl.config.fields import fields_of, requirements_of
+from verl.config.describe import requirements_of
+from verl.config.fields import fields_of
 from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig
 
 ARR, ACTOR, ROLLOUT = "actor_rollout_ref.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from verl.config import batch_summary, load_config, settings_without_effect
-from verl.config.fields import requirements_of
+from verl.config.describe import requirements_of
 from verl.config.schema import Config
 from verl.config.schema.model import EngineConfig
 from verl.config.schema.offline import GenerationConfig

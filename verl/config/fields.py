@@ -14,8 +14,6 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from verl.config.errors import format_plain
-
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -334,56 +332,6 @@ def _walk(schema: type[Section], prefix: str) -> Iterator[tuple[str, ConfigField
                 yield inner, field
         else:
             yield key, ConfigField(kind, info, extra.get("default_from"), conditions)
-
-
-@functools.cache
-def requirements_of(schema: type[Section]) -> dict[str, list[list[Condition]]]:
-    """Dotted key -> what must hold so that the field has an effect: of each list, one condition with dotted keys."""
-    known = fields_of(schema)
-
-    def full_key(section: str, name: str) -> str:
-        """The nearest key of this name in a section or above it."""
-        if section + name in known:
-            return section + name
-        assert section, f"active_when: there is no key {name}"
-        return full_key(section[: section.rstrip(".").rfind(".") + 1], name)
-
-    def alternatives(section: str, conditions: tuple[Any, ...]) -> list[Condition]:
-        conditions = (conditions,) if isinstance(conditions[0], str) else conditions
-        return [(full_key(section, name), *value) for name, *value in conditions]
-
-    requirements: dict[str, list[list[Condition]]] = {}
-    for key, field in known.items():
-        declared = [
-            (section, item)
-            for section, when in field.active_when
-            for item in (when if isinstance(when, list) else [when])
-        ]
-        required = [alternatives(section, item) for section, item in declared]
-        # the key of a condition in a section is not subject to it
-        requirements[key] = [items for items in required if key not in (item[0] for item in items)]
-    return {key: required for key, required in requirements.items() if required}
-
-
-def settings_without_effect(config: Schema) -> list[str]:
-    """Fields that were changed from their default and have no effect, each as "key: value has no effect with ...".
-
-    The fields that the selected estimator and loss do not read follow from their signatures (`unused_settings`).
-    """
-    flat, required = flatten(config.model_dump(), type(config)), requirements_of(type(config))
-
-    def holds(condition: Condition) -> bool:
-        key, value, *_ = condition
-        return bool(value(flat[key])) if callable(value) else flat[key] == value
-
-    notes = []
-    for key in differences(config):
-        unmet = next((items for items in required.get(key, ()) if not any(map(holds, items))), None)
-        if unmet is not None:
-            reason = " and ".join(f"{other}={format_plain(flat[other])}" for other, *_ in unmet)
-            exceptions = "".join(text for _, _, *texts in unmet for text in texts)
-            notes.append(f"{key}: {format_plain(flat[key])} has no effect with {reason}{exceptions}")
-    return notes
 
 
 def flatten(data: Mapping[Any, Any], schema: type[Section] | None = None, prefix: str = "") -> dict[str, Any]:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.checks.registered import check_built_in
-from verl.config.checks.settings import check_combinations
 from verl.config.errors import ConfigError
 from verl.config.fields import Schema, derived_fields, to_flat_dict
-from verl.config.load import Presets, read_config
+from verl.config.load import Presets, check_combinations, read_config
 from verl.config.public.trl import DEFAULTS, TABLES, kind_of, rules_of
 from verl.config.public.upstream import upstream_defaults, upstream_key
 from verl.config.reader import Reader
