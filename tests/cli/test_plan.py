@@ -148,11 +148,14 @@ def test_a_folder_without_a_config(capsys, tmp_path):
         ({"num_experts": 4, "num_experts_per_tok": 0}, "has 4 experts and num_experts_per_tok=0"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "has 4 experts and num_experts_per_tok=5"),
         ({"num_experts": -4, "num_experts_per_tok": 1}, "has -4 experts and num_experts_per_tok=1"),
+        ({"num_experts": 4}, "mine has 4 experts, but no num_experts_per_tok"),
+        ({"num_hidden_layers": None}, "the config of mine has no num_hidden_layers"),
+        ({"kv_lora_rank": 512}, "mine has multi-head latent attention"),
     ],
 )
-def test_a_shape_has_positive_sizes(values, message):
+def test_a_shape_that_no_model_has_or_that_is_not_modelled(values, message):
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     config = dict.fromkeys(names, 8)
     assert ModelShape.from_config(config).head_dim == 1
     with pytest.raises(ValueError, match=message):
-        ModelShape.from_config(config | values)
+        ModelShape.from_config(config | values, "mine")
