@@ -20,6 +20,13 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
+def table_rows(text: str, title: str = "") -> list[list[str]]:
+    """The cells of the tables of a text, without their heads; title: of the section."""
+    section = text.split(f"\n## {title}\n")[1].split("\n## ")[0] if title else text
+    tables = re.findall(r"^\|.*\n\|[-|: ]+\|\n((?:\|.*\n?)+)", section, re.MULTILINE)
+    return [[cell.strip() for cell in line[1:-1].split("|")] for table in tables for line in table.splitlines()]
+
+
 def commands(page: str) -> list[str]:
     """One string a command of docs/<page>: lines of a here-document, and continued lines, are joined."""
     one = re.compile(r"^\w.*<<'EOF'\n(?:.*\n)*?EOF$|^(?:.*\\\n)*.+$", re.MULTILINE)

@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks.learning import read_runs
 from benchmarks.learning_page import CURVES, RESULTS, page, pictures
 from benchmarks.learning_pool import read_plan
+from tests.pages import table_rows
 from verl.algorithms.masked import LOSS_AGG_MODES
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.config.fields import fields_of
@@ -16,15 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 
 
-def rows(title: str) -> list[list[str]]:
-    """The cells of the table under a heading."""
-    section = PAGE.split(f"## {title}")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
 def named(title: str) -> dict[str, list[str]]:
-    return {re.match(r"`(\w+)`", cells[0])[1]: cells for cells in rows(title)}
+    return {re.match(r"`(\w+)`", cells[0])[1]: cells for cells in table_rows(PAGE, title)}
 
 
 def test_every_preset_has_its_line_and_its_paper():
@@ -39,7 +33,7 @@ def test_every_preset_has_its_line_and_its_paper():
 
 
 def test_every_recipe_has_its_line():
-    folders = {re.search(r"\((.*?)\)", cells[0])[1] for cells in rows("Recipes")}
+    folders = {re.search(r"\((.*?)\)", cells[0])[1] for cells in table_rows(PAGE, "Recipes")}
     recipes = {path.parent.name for path in ROOT.glob("verl/recipe/*/*.yaml")}
     assert folders == {f"../verl/recipe/{name}" for name in recipes}
     for name in recipes:  # and shows its curve
@@ -70,7 +64,7 @@ def test_every_loss_and_aggregation_is_named():
 
 def test_the_keys_are_there():
     known = list(fields_of(Config))
-    for cells in rows("Options for every algorithm"):
+    for cells in table_rows(PAGE, "Options for every algorithm"):
         for key in re.findall(r"`([\w.*]+)`", cells[0]):
             name = key.replace("actor.", "actor_rollout_ref.actor.").rstrip("*")
             assert any(k.startswith(name) for k in known), key

@@ -143,9 +143,3 @@ def test_a_name_that_public_verl_does_not_have_is_an_ordinary_import_error():
         exec("from verl.protocol import nothing", {})
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("verl.utils.metric.nothing")
-
-
-def test_core_algos_of_both_paths_are_one_module():
-    assert importlib.import_module("verl.trainer.ppo.core_algos") is importlib.import_module(
-        "verl.algorithms.core_algos"
-    )

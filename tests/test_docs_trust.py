@@ -5,15 +5,13 @@ import re
 from functools import cache
 from pathlib import Path
 
+from tests.pages import table_rows
+
 ROOT = Path(__file__).resolve().parents[1]
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
-def rows() -> list[list[str]]:
-    """The cells of all table rows, without the headings."""
-    lines = [line for line in (ROOT / "docs/trust.md").read_text().splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in cells if row[0] != "fault" and set(row[0]) != {"-"}]
+ROWS = table_rows((ROOT / "docs/trust.md").read_text())
 
 
 @cache
@@ -23,7 +21,7 @@ def functions_of(file: str) -> set[str]:
 
 
 def test_every_row_names_tests_that_exist():
-    for row in rows():
+    for row in ROWS:
         assert len(row) == 4 and all(row), row
         named = TEST.findall(row[3])
         assert named and not TEST.sub("", row[3]).strip(" ,"), row
@@ -33,6 +31,6 @@ def test_every_row_names_tests_that_exist():
 
 
 def test_there_are_at_least_80_faults_each_once():
-    faults = [row[0] for row in rows()]
+    faults = [row[0] for row in ROWS]
     assert len(faults) >= 80
-    assert len({" ".join(row[:2]) for row in rows()}) == len(faults)
+    assert len({" ".join(row[:2]) for row in ROWS}) == len(faults)

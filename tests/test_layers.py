@@ -55,7 +55,7 @@ AT_USE = {"vllm", "sglang"}  # the engine's factory imports the modules of megat
 
 HANDED_ON = {"__all__", "__version__", "_HOME"}
 #: the one call in an __init__ file
-LAZY = "__getattr__, __dir__ = lazy_names(__name__, _HOME)"
+LAZY = "__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)"
 
 
 parsed = functools.cache(ast.parse)
@@ -225,7 +225,7 @@ def test_the_rule_of_init_files_itself():
         only_hands_names_on('"""Doc."""\nfrom a import b\n__all__ = ["b"]\n_HOME = {}\ndef __getattr__(name): ...')
         == []
     )
-    assert only_hands_names_on("_HOME = {}\n__getattr__, __dir__ = lazy_names(__name__, _HOME)") == []
+    assert only_hands_names_on("_HOME = {}\n__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)") == []
     assert only_hands_names_on("__getattr__, __dir__ = other(__name__)") == ["__getattr__, __dir__ = other(__name__)"]
     assert only_hands_names_on("x = 1") == ["x = 1"]
     assert only_hands_names_on("def f():\n    pass") == ["def f():"]

@@ -32,7 +32,6 @@ EXCEPTIONS = {
     "verl/planner/workload.py": ({"native"}, "a default"),
     "verl/cli/serve.py": ({"native"}, "a default"),
     "verl/cli/plan.py": ({"vllm"}, "a default"),
-    "verl/config/schema/__init__.py": ({"megatron"}, "the module of the section"),
     "verl/rollout/checks.py": ({"hf"}, "what an error suggests instead of an engine that does not support a model"),
     "verl/rollout/traits.py": ({"native"}, "what an error suggests instead of an engine that is not installed"),
     "verl/model_merger/__main__.py": ({"megatron"}, "a value of public verl's option --backend"),

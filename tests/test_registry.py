@@ -131,11 +131,6 @@ def test_a_file_that_ends_the_process_is_an_error(folder):
             import_module(address)
 
 
-def test_an_empty_address():
-    with pytest.raises(ValueError, match=r"expected a module name or the path to a .py file, found ''"):
-        import_module("")
-
-
 def test_a_dotted_module(folder):
     (folder / "users_pkg").mkdir()
     (folder / "users_pkg" / "__init__.py").write_text("")
@@ -149,22 +144,24 @@ def test_names_that_a_package_loads_at_first_use():
     assert load_object("verl", "DataProto") is DataProto
 
 
-@pytest.mark.parametrize("address", ["no_such_module", "no_such_package.module", "json.no_such_part"])
-def test_a_module_that_is_not_there(address):
-    with pytest.raises(ValueError, match=f"no module '{address}': expected a dotted module name"):
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("", r"expected a module name or the path to a .py file, found ''"),
+        *(
+            (name, f"no module '{name}': expected a dotted module name")
+            for name in ("no_such_module", "json.no_such_part")
+        ),
+        ("no_such_package.module", "no module 'no_such_package.module': expected a dotted module name"),
+        *(
+            (path, rf"no file '{path}' \(looked at /.*\): expected a path to a \.py file")
+            for path in ("no_such_file.py", "some/where.py", "some/where", "./README.md")
+        ),
+    ],
+)
+def test_an_address_of_nothing(address, message):
+    with pytest.raises(ValueError, match=message):
         import_module(address)
-
-
-@pytest.mark.parametrize("address", ["no_such_file.py", "some/where.py", "some/where"])
-def test_a_file_that_is_not_there(address):
-    with pytest.raises(ValueError, match=rf"no file '{address}' \(looked at /.*\): expected a path to a \.py file"):
-        import_module(address)
-
-
-def test_a_file_that_is_no_python_file(folder):
-    (folder / "reward.txt").write_text("def f(): ...\n")
-    with pytest.raises(ValueError, match=r"expected a path to a \.py file"):
-        import_module(str(folder / "reward.txt"))
 
 
 def test_what_the_users_code_raises_comes_through(folder):

@@ -36,8 +36,7 @@ from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_o
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import check_inputs, load_config
 from verl.config.checks.registered import check_built_in
-from verl.config.checks.settings import check_combinations
-from verl.config.load import read_config
+from verl.config.load import check_combinations, read_config
 from verl.config.presets import PRESETS
 from verl.tracking.console import Alive, TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves

@@ -8,12 +8,8 @@ import pytest
 
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.cli import plan
-from verl.config import ConfigError, load_config
-from verl.config.schema import SFTConfig
 from verl.planner.shapes import ModelShape
 from verl.trainer.checks.planning import shape_of
-
-FSDP = "actor_rollout_ref.actor.fsdp_config."
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -54,6 +50,11 @@ def test_the_number_of_gpus_is_a_whole_number(capsys, text):
     status, out, err = call(capsys, f"--gpus={text}")
     assert (status, out) == (2, "")
     assert f"argument --gpus: expected a whole number from 1 to 1000000000, found '{text}'" in err
+
+
+def test_the_rank_of_lora_is_not_negative(capsys):
+    status, _, err = call(capsys, "--gpus", "1", "--lora-rank", "-1")
+    assert status == 2 and "argument --lora-rank: expected a whole number from 0 to 1000000000, found '-1'" in err
 
 
 @pytest.mark.parametrize(
@@ -147,35 +148,14 @@ def test_a_folder_without_a_config(capsys, tmp_path):
         ({"num_experts": 4, "num_experts_per_tok": 0}, "has 4 experts and num_experts_per_tok=0"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "has 4 experts and num_experts_per_tok=5"),
         ({"num_experts": -4, "num_experts_per_tok": 1}, "has -4 experts and num_experts_per_tok=1"),
+        ({"num_experts": 4}, "mine has 4 experts, but no num_experts_per_tok"),
+        ({"num_hidden_layers": None}, "the config of mine has no num_hidden_layers"),
+        ({"kv_lora_rank": 512}, "mine has multi-head latent attention"),
     ],
 )
-def test_a_shape_has_positive_sizes(values, message):
+def test_a_shape_that_no_model_has_or_that_is_not_modelled(values, message):
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     config = dict.fromkeys(names, 8)
     assert ModelShape.from_config(config).head_dim == 1
     with pytest.raises(ValueError, match=message):
-        ModelShape.from_config(config | values)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ([f"{FSDP}fsdp_size=0"], "found 0, expected int >= 1, or -1 for all ranks"),
-        ([f"{FSDP}fsdp_size=3", "trainer.n_gpus_per_node=4"], "3 does not divide the 4 ranks that FSDP shards over"),
-        (
-            [f"{FSDP}fsdp_size=4", f"{FSDP}tensor_parallel_size=2", "trainer.n_gpus_per_node=4"],
-            "4 does not divide the 2 ranks",
-        ),
-    ],
-)
-def test_groups_of_fsdp(settings, message):
-    with pytest.raises(ConfigError, match=f"{FSDP}fsdp_size.*{message}"):
-        load_config(overrides=settings)
-
-
-def test_groups_of_fsdp_that_divide_the_ranks():
-    for size in (-1, 1, 2, 4):
-        load_config(overrides=[f"{FSDP}fsdp_size={size}", "trainer.n_gpus_per_node=4"])
-    load_config(overrides=[f"{FSDP}fsdp_size=8"])  # one device is not sharded
-    with pytest.raises(ConfigError, match=r"engine\.fsdp_size.*3 does not divide the 4 ranks"):
-        load_config(overrides=["engine.fsdp_size=3", "trainer.n_gpus_per_node=4"], schema=SFTConfig)
+        ModelShape.from_config(config | values, "mine")

@@ -13,10 +13,8 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from examples.quickstart.tiny_model import tiny_model
-from verl.cli.app import app
 
 vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 ENGINES = ["native", pytest.param("vllm", marks=vllm)]
@@ -126,16 +124,3 @@ def test_a_size_that_is_not_supported_is_one_error(options, message, folder):
     command = [sys.executable, "-c", START, "serve", str(folder), "--port", "0", "--device", "cpu", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.count("error: ") == 1 and message in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--engine-kwargs", "{"], "--engine-kwargs: not JSON"),
-        (["--engine-kwargs", "[1]"], "expected a JSON object, found [1]"),
-        (["--engine-kwargs", '{"block_size": 32}'], "the engine native has no such arguments"),
-    ],
-)
-def test_arguments_that_the_engine_does_not_take(options, message, folder, capfd):
-    found = CliRunner().invoke(app, ["serve", str(folder), "--port", "0", "--device", "cpu", *options])
-    assert found.exit_code == 1 and message in found.output + capfd.readouterr().err

@@ -57,15 +57,16 @@ def test_a_configuration_by_folder_and_name(options, folder):
     assert config.trainer.project_name == "run-none-project"
 
 
-@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_trainer.yaml", "sft_trainer_engine"])
-def test_configurations_of_upstream_are_the_defaults(name):
+@pytest.mark.parametrize(
+    ("name", "selected"),
+    [
+        *((name, []) for name in ("ppo_trainer", "ppo_trainer.yaml", "sft_trainer_engine")),  # the defaults
+        ("ppo_megatron_trainer", ["@=ppo_megatron_trainer"]),
+    ],
+)
+def test_configurations_of_upstream_need_no_file(name, selected):
     path, overrides, _ = split_arguments(["--config-path=config", f"--config-name={name}", "data.seed=1"])
-    assert (path, overrides) == (None, ["data.seed=1"])
-
-
-def test_the_megatron_configuration_of_upstream_selects_the_engine():
-    path, overrides, _ = split_arguments(["--config-path=config", "--config-name=ppo_megatron_trainer", "data.seed=1"])
-    assert (path, overrides) == (None, ["@=ppo_megatron_trainer", "data.seed=1"])
+    assert (path, overrides) == (None, [*selected, "data.seed=1"])
 
 
 def test_a_configuration_that_is_not_there_or_not_supported(folder):

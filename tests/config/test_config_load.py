@@ -7,7 +7,7 @@ import pytest
 
 from verl.config import Config, ConfigError, Problem, load_config, to_flat_dict
 from verl.config.fields import derived_fields, fields_of
-from verl.config.sources import read_overrides, read_yaml
+from verl.config.sources import read_overrides
 
 
 def load(*overrides, **kwargs):
@@ -19,62 +19,47 @@ def test_leading_signs_of_an_override(prefix):
     assert load(f"{prefix}data.train_batch_size=64").data.train_batch_size == 64
 
 
-@pytest.mark.parametrize(
-    "written",
-    ['["a.parquet","b.parquet"]', "[a.parquet,b.parquet]", "['a.parquet', 'b.parquet']"],
-)
-def test_lists_from_the_shell(written):
-    assert load(f"data.train_files={written}").data.train_files == ["a.parquet", "b.parquet"]
+FILES = ["a.parquet", "b.parquet"]
+READ = [
+    # lists as shells pass them on; one text is a list of one
+    *((f"data.train_files={text}", FILES) for text in ('["a.parquet","b.parquet"]', "[a.parquet,b.parquet]")),
+    ("data.train_files=['a.parquet', 'b.parquet']", FILES),
+    ("data.train_files=a.parquet", ["a.parquet"]),
+    ("trainer.logger=console", ["console"]),
+    ("imports=my.pkg", ["my.pkg"]),
+    ("actor_rollout_ref.actor.optim.lr=1e-6", 1e-6),
+    ("actor_rollout_ref.actor.use_kl_loss=True", True),
+    ("trainer.total_training_steps=null", None),
+    ("data.max_prompt_length=1e3", 1000),
+    ("critic.optim.betas=[0.8,0.9]", [0.8, 0.9]),
+]
 
 
-def test_one_text_is_a_list_of_one():
-    config = load("data.train_files=a.parquet", "trainer.logger=console", "imports=my.pkg")
-    assert (config.data.train_files, config.trainer.logger, config.imports) == (["a.parquet"], ["console"], ["my.pkg"])
+@pytest.mark.parametrize(("override", "value"), READ)
+def test_values_of_overrides(override, value):
+    found = to_flat_dict(load(override))[override.partition("=")[0]]
+    assert found == value and type(found) is type(value)
 
 
-def test_typing_of_overrides():
-    config = load(
-        "actor_rollout_ref.actor.optim.lr=1e-6",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "trainer.total_training_steps=null",
-        "data.max_prompt_length=1e3",
-        "critic.optim.betas=[0.8,0.9]",
-        "actor_rollout_ref.model.override_config={attn: {dropout: 0.1}}",
-        "+actor_rollout_ref.model.override_config.num_layers=2",
-    )
-    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
-    assert config.actor_rollout_ref.actor.use_kl_loss is True
-    assert config.trainer.total_training_steps is None
-    assert config.data.max_prompt_length == 1000
-    assert config.critic.optim.betas == (0.8, 0.9)
-    assert config.actor_rollout_ref.model.override_config == {"attn": {"dropout": 0.1}, "num_layers": 2}
+#: YAML 1.1 reads 012 as 10, 12:30 as 750 and yes as true; a name is none of them, and a number is decimal
+SCALARS = [
+    *(("experiment_name", text, text) for text in ("012", "12:30", "yes", "1_000", "0x10", "2024-01-01", "1e3")),
+    *(("seed", text, n) for text, n in (("010", 10), ("0042", 42), ("1_000", 1000), ("1e3", 1000), ("+5", 5))),
+    *(("val_only", text, value) for text, value in (("yes", True), ("on", True), ("no", False), ("off", False))),
+]
 
 
-@pytest.mark.parametrize("text", ["012", "12:30", "yes", "1_000", "0x10", "2024-01-01", "1e3"])
-def test_text_stays_as_written(text, tmp_path):
-    """YAML 1.1 reads 012 as 10, 12:30 as 750 and yes as true; a name is none of them."""
-    assert load(f"trainer.experiment_name={text}").trainer.experiment_name == text
+@pytest.mark.parametrize(("key", "text", "value"), SCALARS)
+def test_scalars_of_overrides_and_files(key, text, value, tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text(f"trainer:\n  experiment_name: {text}\n")
-    assert load_config(file).trainer.experiment_name == text
-
-
-@pytest.mark.parametrize(("text", "number"), [("010", 10), ("0042", 42), ("1_000", 1000), ("1e3", 1000), ("+5", 5)])
-def test_numbers_are_decimal(text, number, tmp_path):
-    """YAML 1.1 reads 010 as the octal number 8."""
-    assert load(f"trainer.seed={text}").trainer.seed == number
-    assert load(f"actor_rollout_ref.rollout.temperature={text}").actor_rollout_ref.rollout.temperature == number
-    file = tmp_path / "c.yaml"
-    file.write_text(f"trainer: {{seed: {text}}}\nplacement: {{actor_devices: [{text}]}}\n")
+    devices = f"placement: {{actor_devices: [{text}]}}\n" if key == "seed" else ""
+    file.write_text(f"trainer:\n  {key}: {text}\n{devices}")
     config = load_config(file)
-    assert (config.trainer.seed, config.placement.actor_devices) == (number, [number])
-
-
-@pytest.mark.parametrize(("text", "value"), [("yes", True), ("on", True), ("no", False), ("off", False)])
-def test_words_for_true_and_false(text, value, tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text(f"trainer: {{val_only: {text}}}")
-    assert load(f"trainer.val_only={text}").trainer.val_only is load_config(file).trainer.val_only is value
+    for found in (load(f"trainer.{key}={text}").trainer[key], config.trainer[key]):
+        assert found == value and type(found) is type(value)
+    if key == "seed":
+        assert load(f"actor_rollout_ref.rollout.temperature={text}").actor_rollout_ref.rollout.temperature == value
+        assert config.placement.actor_devices == [value]
 
 
 def test_a_tilde_removes_a_key_from_earlier_sources(tmp_path):
@@ -88,10 +73,6 @@ def test_a_tilde_removes_a_key_from_earlier_sources(tmp_path):
     assert load_config(file, ["~data.seed", "data.seed=5"]).data.seed == 5
     with pytest.raises(ConfigError, match=r"data.sed \(override '~data.sed'\): unknown key; did you mean data.seed"):
         load("~data.sed")
-
-
-def test_the_last_of_two_equal_overrides_counts():
-    assert load("data.seed=1", "data.seed=2").data.seed == 2
 
 
 def test_order_defaults_base_file_overrides(tmp_path):
@@ -153,6 +134,8 @@ def test_a_free_mapping_can_be_emptied(tmp_path):
         (f"{key}={{}}", f"{key}.d=4"): {"d": 4},
     }.items():
         assert load_config(file, overrides).actor_rollout_ref.model.override_config == expected
+    several = load(f"{key}={{attn: {{dropout: 0.1}}}}", f"+{key}.num_layers=2").actor_rollout_ref.model
+    assert several.override_config == {"attn": {"dropout": 0.1}, "num_layers": 2}
     given = load("critic.optim.override_optimizer_config=null", "critic.optim.override_optimizer_config.eps=1e-9")
     assert given.critic.optim.override_optimizer_config == {"eps": 1e-9}
 
@@ -248,6 +231,9 @@ def test_loading_is_fast_and_needs_no_torch():
 @pytest.mark.parametrize(
     "content, reason",
     [
+        (b"data: [1\n", "is not valid YAML"),
+        (b"- a\n- b\n", "found list, expected a mapping of keys"),
+        (b"data: {seed: 1}\ndata: {seed: 2}\n", "is not valid YAML: .*duplicate key"),
         (b"a: &x {b: *x}", "is not valid YAML: an anchor contains itself"),
         (b"a: &x [*x]", "is not valid YAML: an anchor contains itself"),
         (b"\x80\x02\xff", "is not a text file in UTF-8"),
@@ -261,8 +247,8 @@ def test_loading_is_fast_and_needs_no_torch():
 )
 def test_files_that_cannot_be_read(content, reason, tmp_path):
     (tmp_path / "run.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"run.yaml {reason}"):
-        read_yaml(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=f"(?s)run.yaml:? {reason}"):
+        load_config(tmp_path / "run.yaml")
 
 
 def test_an_override_with_an_anchor_that_contains_itself():

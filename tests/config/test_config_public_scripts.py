@@ -43,57 +43,50 @@ DYNAMIC = """
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576
 """
 
-# name -> (what a script adds to COMMON, a key, its value, how many keys are ignored)
+# name -> ((a key, its value, how many keys are ignored), what a script adds to COMMON)
 SCRIPTS = {
     "grpo with fsdp and an update bucket": (
+        ("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes", 4096, 0),
         f"""algorithm.adv_estimator=grpo {KL_LOSS} {MICRO} algorithm.use_kl_in_reward=False
         actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096""",
-        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
-        4096,
-        0,
     ),
     "grpo with generations in the trackers and a legacy switch": (
+        ("trainer.log_val_generations", 10, 2),
         f"""algorithm.adv_estimator=grpo {KL_LOSS} {DYNAMIC} trainer.log_val_generations=10
         trainer.use_legacy_worker_impl=disable trainer.val_before_train=False ++trainer.use_v1=False""",
-        "trainer.log_val_generations",
-        10,
-        2,
     ),
     "hydra groups and a configuration by name": (
+        ("algorithm.adv_estimator", "grpo", 2),
         f"""--config-path=./config --config-name='ppo_trainer' algorithm.adv_estimator=grpo {KL_LOSS} {MICRO}
         model_engine=dp actor@actor_rollout_ref.actor=dp_actor ref@actor_rollout_ref.ref=dp_ref
         hydra.run.dir=outputs/grpo data.return_raw_chat=False""",
-        "algorithm.adv_estimator",
-        "grpo",
-        2,
     ),
     "lora from shared memory": (
+        ("actor_rollout_ref.model.lora_rank", 64, 3),
         f"""algorithm.adv_estimator=grpo {KL_LOSS} {MICRO} actor_rollout_ref.model.use_shm=True
         actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=32
         actor_rollout_ref.model.target_modules=all-linear actor_rollout_ref.rollout.load_format=safetensors
         actor_rollout_ref.rollout.layered_summon=True""",
-        "actor_rollout_ref.model.lora_rank",
-        64,
-        3,
     ),
     "ppo with a critic in the old sections": (
+        ("critic.fsdp.optimizer_offload", True, 0),
         f"""algorithm.adv_estimator=gae {MICRO} critic.optim.lr=1e-5 critic.model.use_remove_padding=True
         critic.model.path=Qwen/Qwen3-8B critic.model.enable_gradient_checkpointing=True
         critic.ppo_micro_batch_size_per_gpu=32 critic.model.fsdp_config.param_offload=False
         critic.model.fsdp_config.optimizer_offload=True algorithm.use_kl_in_reward=False""",
-        "critic.fsdp.optimizer_offload",
-        True,
-        0,
     ),
     "ppo with sequence balancing and sequence parallelism": (
+        ("critic.fsdp.ulysses_sequence_parallel_size", 2, 1),
         f"""algorithm.adv_estimator=gae {DYNAMIC} critic.use_dynamic_bsz=True critic.ppo_max_token_len_per_gpu=98304
         critic.forward_max_token_len_per_gpu=98304 critic.model.enable_activation_offload=True
         actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 critic.ulysses_sequence_parallel_size=2""",
-        "critic.fsdp.ulysses_sequence_parallel_size",
-        2,
-        1,
     ),
     "dapo with the keys of older releases": (
+        (
+            "reward.reward_kwargs",
+            {"max_resp_len": 1024, "overlong_buffer": {"enable": True, "len": 512, "penalty_factor": 1.0}},
+            0,
+        ),
         f"""algorithm.adv_estimator=grpo {DYNAMIC} actor_rollout_ref.actor.clip_ratio_low=0.2
         actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.clip_ratio_c=10.0
         actor_rollout_ref.actor.loss_agg_mode=token-mean data.gen_batch_size=1536
@@ -106,92 +99,104 @@ SCRIPTS = {
         actor_rollout_ref.rollout.val_kwargs.temperature=1.0 actor_rollout_ref.rollout.val_kwargs.top_p=0.7
         actor_rollout_ref.rollout.val_kwargs.n=1 actor_rollout_ref.rollout.enable_chunked_prefill=True
         actor_rollout_ref.rollout.max_num_batched_tokens=1536 trainer.resume_mode=auto""",
-        "reward.reward_kwargs",
-        {"max_resp_len": 1024, "overlong_buffer": {"enable": True, "len": 512, "penalty_factor": 1.0}},
-        0,
     ),
     "gspo": (
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo", 2),
         f"""algorithm.adv_estimator=grpo {DYNAMIC} actor_rollout_ref.actor.policy_loss.loss_mode=gspo
         actor_rollout_ref.actor.clip_ratio_low=0.0003 actor_rollout_ref.actor.clip_ratio_high=0.0004
         actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean data.filter_overlong_prompts_workers=64
         actor_rollout_ref.actor.entropy_checkpointing=True""",
-        "actor_rollout_ref.actor.policy_loss.loss_mode",
-        "gspo",
-        2,
     ),
     "cispo": (
+        ("actor_rollout_ref.actor.clip_ratio_low", 10.0, 0),
         f"""algorithm.adv_estimator=grpo {MICRO} actor_rollout_ref.actor.policy_loss.loss_mode=cispo
         actor_rollout_ref.actor.clip_ratio_low=10 actor_rollout_ref.actor.clip_ratio_high=0.2""",
-        "actor_rollout_ref.actor.clip_ratio_low",
-        10.0,
-        0,
     ),
     "rloo": (
+        ("algorithm.use_kl_in_reward", True, 0),
         f"""algorithm.adv_estimator=rloo {MICRO} algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl
         algorithm.kl_ctrl.kl_coef=0.001 actor_rollout_ref.actor.use_kl_loss=False""",
-        "algorithm.use_kl_in_reward",
-        True,
-        0,
     ),
     "remax with greedy validation of several samples": (
+        ("actor_rollout_ref.rollout.val_kwargs.n", 4, 0),
         f"""algorithm.adv_estimator=remax {DYNAMIC} algorithm.use_kl_in_reward=True
         actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=False""",
-        "actor_rollout_ref.rollout.val_kwargs.n",
-        4,
-        0,
     ),
     "reinforce++ with micro-batches over all gpus": (
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 32, 0),
         """algorithm.adv_estimator=reinforce_plus_plus actor_rollout_ref.actor.ppo_micro_batch_size=256
         actor_rollout_ref.rollout.log_prob_micro_batch_size=512 actor_rollout_ref.ref.log_prob_micro_batch_size=512
         actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse""",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-        32,
-        0,
     ),
     "profiling": (
+        ("trainer.device", "cuda", 6),
         f"""algorithm.adv_estimator=grpo {MICRO} global_profiler.tool=nsys global_profiler.steps=[1,2,5]
         global_profiler.save_path=./profile actor_rollout_ref.actor.profiler.enable=True
         actor_rollout_ref.actor.profiler.all_ranks=False actor_rollout_ref.actor.profiler.ranks=[0,1]
         actor_rollout_ref.actor.profiler.tool_config.npu.level=level1 trainer.device=cuda""",
-        "trainer.device",
-        "cuda",
-        6,
     ),
     "leftovers of megatron": (
+        ("actor_rollout_ref.actor.strategy", "fsdp2", 1),
         f"""algorithm.adv_estimator=grpo {KL_LOSS} {MICRO} actor_rollout_ref.actor.strategy=fsdp2
         actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4
         actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
         actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4
         +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full
         actor_rollout_ref.rollout.mode=sync actor_rollout_ref.rollout.calculate_log_probs=False""",
-        "actor_rollout_ref.actor.strategy",
-        "fsdp2",
-        1,
     ),
     "a custom reward and an attention kernel": (
+        ("actor_rollout_ref.model.override_config", {"max_position_embeddings": 32768}, 1),
         f"""algorithm.adv_estimator=grpo {MICRO} custom_reward_function.path=recipe/my/reward.py
         custom_reward_function.name=compute_score +custom_reward_function.reward_kwargs.scale=2
         +actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2
         +actor_rollout_ref.model.override_config.max_position_embeddings=32768
         trainer.resume_from_path=checkpoints/x/global_step_20 ray_kwargs.ray_init.num_cpus=32""",
-        "actor_rollout_ref.model.override_config",
-        {"max_position_embeddings": 32768},
-        1,
     ),
     "rollout correction": (
+        ("algorithm.rollout_correction.rollout_is", "token", 0),
         f"""algorithm.adv_estimator=grpo {DYNAMIC} algorithm.rollout_correction.rollout_is=token
         algorithm.rollout_correction.rollout_is_threshold=2.0 algorithm.rollout_correction.rollout_rs=null
         algorithm.rollout_correction.bypass_mode=False actor_rollout_ref.rollout.calculate_log_probs=True""",
-        "algorithm.rollout_correction.rollout_is",
-        "token",
-        0,
+    ),
+    "the keys that are used most": (
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["model", "optimizer", "extra", "hf_model"], 0),
+        f"""{KL_LOSS} {MICRO}
+        data.prompt_key=prompt data.image_key=images data.shuffle=True data.seed=1 data.custom_cls.path=d.py
+        data.custom_cls.name=MyData actor_rollout_ref.model.lora_rank=0 actor_rollout_ref.model.lora_alpha=16
+        actor_rollout_ref.model.target_modules=all-linear actor_rollout_ref.model.trust_remote_code=False
+        actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000
+        actor_rollout_ref.actor.ppo_epochs=1 actor_rollout_ref.actor.clip_ratio=0.2
+        actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+        actor_rollout_ref.actor.clip_ratio_c=10.0 actor_rollout_ref.actor.loss_agg_mode=token-mean
+        actor_rollout_ref.actor.policy_loss.loss_mode=vanilla actor_rollout_ref.actor.strategy=fsdp2
+        actor_rollout_ref.actor.checkpoint.save_contents=['model','optimizer','extra','hf_model']
+        actor_rollout_ref.rollout.temperature=1.0 actor_rollout_ref.rollout.top_p=1.0
+        actor_rollout_ref.rollout.top_k=-1 actor_rollout_ref.rollout.val_kwargs.do_sample=True
+        actor_rollout_ref.rollout.val_kwargs.temperature=0.6 actor_rollout_ref.rollout.val_kwargs.top_p=0.95
+        actor_rollout_ref.rollout.val_kwargs.top_k=-1 actor_rollout_ref.rollout.val_kwargs.n=4
+        actor_rollout_ref.rollout.multi_turn.enable=False actor_rollout_ref.rollout.multi_turn.format=hermes
+        actor_rollout_ref.rollout.agent.num_workers=8 actor_rollout_ref.rollout.calculate_log_probs=True
+        actor_rollout_ref.rollout.mode=async critic.optim.lr=1e-5 critic.model.path=Qwen/Qwen2.5-0.5B-Instruct
+        critic.model.use_remove_padding=True critic.model.enable_gradient_checkpointing=True
+        critic.model.fsdp_config.param_offload=False critic.ppo_micro_batch_size_per_gpu=4
+        critic.cliprange_value=0.5 algorithm.adv_estimator=grpo algorithm.gamma=1.0 algorithm.lam=0.95
+        algorithm.use_kl_in_reward=False algorithm.kl_penalty=kl algorithm.kl_ctrl.type=fixed
+        algorithm.kl_ctrl.kl_coef=0.001 algorithm.kl_ctrl.horizon=10000 algorithm.kl_ctrl.target_kl=0.1
+        algorithm.norm_adv_by_std_in_grpo=True algorithm.filter_groups.enable=False
+        algorithm.filter_groups.metric=acc algorithm.filter_groups.max_num_gen_batches=10
+        algorithm.rollout_correction.rollout_is=null algorithm.rollout_correction.rollout_is_threshold=2.0
+        trainer.total_training_steps=100 trainer.val_before_train=False trainer.val_only=False
+        trainer.default_local_dir=checkpoints/x trainer.resume_mode=auto trainer.resume_from_path=null
+        trainer.max_actor_ckpt_to_keep=2 trainer.max_critic_ckpt_to_keep=2 trainer.rollout_data_dir=rollouts
+        trainer.validation_data_dir=validation trainer.log_val_generations=0 reward.custom_reward_function.path=r.py
+        reward.custom_reward_function.name=compute_score reward_model.reward_manager=naive""",
     ),
 }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_public_script_loads(name, caplog):
-    further, key, value, ignored = SCRIPTS[name]
+    (key, value, ignored), further = SCRIPTS[name]
     path, overrides, _ = split_arguments(shlex.split(COMMON + further))
     with caplog.at_level(logging.WARNING, "verl.config"):
         config = load_config(path, overrides, presets=PRESETS, extra_checks=[check_built_in])

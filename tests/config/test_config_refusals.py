@@ -1,7 +1,7 @@
 """Invalid settings: one table of everything that `load_config` refuses, and how the problems are reported."""
 
 import logging
-import re
+import shlex
 
 import pytest
 
@@ -13,13 +13,21 @@ from verl.config import (
     load_config,
 )
 from verl.config.checks.registered import REGISTERED_KINDS
-from verl.config.fields import fields_of, requirements_of
+from verl.config.describe import requirements_of
+from verl.config.fields import fields_of
 from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig
 
 ARR, ACTOR, ROLLOUT = "actor_rollout_ref.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-TWO_RANKS = ["data.train_batch_size=6", "critic.ppo_mini_batch_size=6", "trainer.n_gpus_per_node=2"]
+MODEL, MEGATRON = f"{ARR}model.", f"{ACTOR}megatron."
+PATH = f"{MEGATRON}dist_checkpointing_path"
+TRANSFORMER = f"+{MEGATRON}override_transformer_config."
+TWO_RANKS = "data.train_batch_size=6 critic.ppo_mini_batch_size=6 trainer.n_gpus_per_node=2"
+FOUR = "trainer.n_gpus_per_node=4"
+SEPARATE = "trainer.n_gpus_per_node=2 placement.actor_devices=[0] placement.rollout_devices=[1]"
 SHARDED = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
 TENSOR_PARALLEL = f"{ACTOR}fsdp_config.tensor_parallel_size"
+FSDP_SIZE = f"{ACTOR}fsdp_config.fsdp_size"
+TOWER = "freeze_vision_tower=true'): true, but strategy=megatron does not support vision-language models"
 
 
 def problems(*overrides, path=None, **kwargs):
@@ -38,6 +46,17 @@ UNKNOWN_KEYS = {
     "actor_rollout_ref.rollout.temprature": "actor_rollout_ref.rollout.temperature",
     "actor_rollout.model_name_or_pth": "actor_rollout.model_name_or_path",
     "algoritm.gamma": "algorithm.gamma",
+    "actor_rollout_ref.actor.gradient_clip": "actor_rollout_ref.actor.grad_clip",
+    # names of TRL, and short ones
+    "learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.actor.learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "max_steps": "trainer.total_training_steps",
+    "trainer.max_steps": "trainer.total_training_steps",
+    "num_train_epochs": "trainer.total_epochs",
+    "gradient_accumulation_steps": "data.train_batch_size",
+    "epochs": "trainer.total_epochs",
+    "actor_rollout_ref.rollout.tp_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "temperature": "actor_rollout_ref.rollout.temperature",
 }
 
 VALUES = {
@@ -92,46 +111,125 @@ VALUES = {
     f"{ACTOR}megatron.tensor_model_paralel_size=2": "did you mean",
     f"{ROLLOUT}mtp.enable=true": "remove the key",
     f"{ROLLOUT}over_sample_rate=0.5": "0.5 is not supported: a rollout waits for every response; remove the key",
+    "data.validation_shuffle=true": (
+        "true is not supported: the order of validation rows does not change metrics; use false (accepted: false)"
+    ),
+    "algorithm.use_pf_ppo=true": (
+        "true is not supported: resampling of the batch by reward is not supported; use false (accepted: false)"
+    ),
+    "reward.sandbox_fusion.url=http://x": (
+        "'http://x' (str) is not supported: generated code does not run in a service; use null (accepted: null)"
+    ),
+    # in the wrong section
+    "model.reward_function=a": "did you mean reward_function?",
+    "data.reward_function=a": "did you mean reward_function?",
+    "foo.use_rm=true": "unknown key",
+    "model.imports=[a]": "unknown key",
+    "data.suffix=a": "custom function or class as data.custom_cls.kwargs.suffix=...",
+    "algorithm.my_temperature=1": "as algorithm.adv_kwargs.my_temperature=...",
+    f"{ACTOR}policy_loss.tau_x=1": f"as {ACTOR}policy_loss.loss_kwargs.tau_x=...",
+    "optim.name=muon": f"unknown key (keys of {ACTOR}optim: lr, betas, ",
+    # no suggestion is better than a wrong one
+    **dict.fromkeys(("my_flag=1", "foo.enable=1", "trainer.foo=1", "trainer.gpus=1", "foo.lrx=1"), "unknown key ("),
+    "actor.optim.name=muon": f"unknown key (keys of {ACTOR}optim: lr, betas, ",
     "reward.reward_model.rollout.dtype=float16": "'float16' (str) is not supported: use reward.reward_model.fsdp.dtype",
 }
 
-COMBINATIONS = [
-    (
-        ["data.train_batch_size=100", f"{ACTOR}ppo_mini_batch_size=64"],
+#: settings that are refused together, with one problem
+COMBINATIONS = {
+    f"data.train_batch_size=100 {ACTOR}ppo_mini_batch_size=64": (
         f"100 is not a multiple of {ACTOR}ppo_mini_batch_size=64: use a mini-batch of 50 or 100, or a batch of 64 or "
-        "128",
+        "128"
     ),
-    (["data.train_batch_size=7", f"{ACTOR}ppo_mini_batch_size=8"], "use a mini-batch of 7, or a batch of 8"),
-    (["data.train_batch_size=100000007"], "256: use a mini-batch of 1, or a batch of 100000000 or 100000256"),
-    (["data.train_batch_size=99999999999999999999"], "use a mini-batch of 123 or 271"),
-    (["data.train_batch_size=64", "critic.ppo_mini_batch_size=48"], "critic.ppo_mini_batch_size=48: use a mini-batch"),
-    ([f"{ROLLOUT}temperature=0"], "found 0.0, expected float >= 1e-05"),
-    ([f"{ROLLOUT}temperature=1e-9"], "found 1e-09, expected float >= 1e-05"),
-    ([f"{ROLLOUT}val_kwargs.do_sample=true", f"{ROLLOUT}val_kwargs.temperature=1e-9"], "of at least 1e-05"),
-    ([f"{ROLLOUT}val_kwargs.do_sample=true"], "found 0.0 with do_sample=true"),
-    ([f"{ROLLOUT}prompt_length=9"], "found 9, but data.max_prompt_length is 512: set only data.max_prompt_length"),
-    ([f"{ROLLOUT}top_k=0"], "expected int >= 1, or -1 for all tokens"),
-    (
-        ["algorithm.use_kl_in_reward=true", "use_reference_policy=false"],
-        "algorithm.use_kl_in_reward=true needs the ref",
+    f"data.train_batch_size=7 {ACTOR}ppo_mini_batch_size=8": "use a mini-batch of 7, or a batch of 8",
+    "data.train_batch_size=100000007": "256: use a mini-batch of 1, or a batch of 100000000 or 100000256",
+    "data.train_batch_size=99999999999999999999": "use a mini-batch of 123 or 271",
+    "data.train_batch_size=64 critic.ppo_mini_batch_size=48": "critic.ppo_mini_batch_size=48: use a mini-batch",
+    f"{ROLLOUT}temperature=0": "found 0.0, expected float >= 1e-05",
+    f"{ROLLOUT}temperature=1e-9": "found 1e-09, expected float >= 1e-05",
+    f"{ROLLOUT}val_kwargs.do_sample=true {ROLLOUT}val_kwargs.temperature=1e-9": "of at least 1e-05",
+    f"{ROLLOUT}val_kwargs.do_sample=true": "found 0.0 with do_sample=true",
+    f"{ROLLOUT}prompt_length=9": "found 9, but data.max_prompt_length is 512: set only data.max_prompt_length",
+    f"{ROLLOUT}top_k=0": "expected int >= 1, or -1 for all tokens",
+    f"{SEPARATE} {ROLLOUT}weight_sync=disk": "weight_sync=disk needs a folder",
+    f"{SEPARATE} {ROLLOUT}weight_sync_dir=/tmp/w": "weight_sync=auto writes no files",
+    "algorithm.use_kl_in_reward=true use_reference_policy=false": "algorithm.use_kl_in_reward=true needs the ref",
+    "trainer.resume_mode=resume_path": "set it to a global_step_N folder",
+    f"{ACTOR}policy_loss.loss_mode=dro": "the loss dro needs it",
+    "reward_function=a reward.custom_reward_function.path=b.py": "keep one",
+    "reward.reward_manager.source=importlib": "must be set if, and only if",
+    "data.custom_cls.path=x.py": "set both or neither",
+    f"{FOUR} {SHARDED}=3": "4 ranks are not divisible by the model-parallel size 3",
+    f"{FOUR} {SHARDED}=2 {TENSOR_PARALLEL}=4": "by the model-parallel size 8",
+    f"{FOUR} {ARR}ref.fsdp_config.tensor_parallel_size=3": (
+        "4 ranks are not divisible by the model-parallel size 3 (tensor_parallel_size=3)"
     ),
-    (["trainer.resume_mode=resume_path"], "set it to a global_step_N folder"),
-    ([f"{ACTOR}policy_loss.loss_mode=dro"], "the loss dro needs it"),
-    (["reward_function=a", "reward.custom_reward_function.path=b.py"], "keep one"),
-    (["reward.reward_manager.source=importlib"], "must be set if, and only if"),
-    (["data.custom_cls.path=x.py"], "set both or neither"),
-    ([f"{SHARDED}=3", "trainer.n_gpus_per_node=4"], "4 ranks are not divisible by the model-parallel size 3"),
-    ([f"{SHARDED}=2", f"{TENSOR_PARALLEL}=4", "trainer.n_gpus_per_node=4"], "by the model-parallel size 8"),
-    (
-        ["actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=3", "trainer.n_gpus_per_node=4"],
-        "4 ranks are not divisible by the model-parallel size 3 (tensor_parallel_size=3)",
+    f"{FSDP_SIZE}=0": f"{FSDP_SIZE} (override '{FSDP_SIZE}=0'): found 0, expected int >= 1, or -1 for all ranks",
+    f"{FOUR} {FSDP_SIZE}=3": "=3'): 3 does not divide the 4 ranks that FSDP shards over",
+    f"{FOUR} {FSDP_SIZE}=4 {TENSOR_PARALLEL}=2": "=4'): 4 does not divide the 2 ranks",
+    f"{TWO_RANKS} {ACTOR}ppo_mini_batch_size=3": "3 responses are not divisible by 2 ranks: use 2 or 4 prompts",
+    "trainer.worker_env.MASTER_ADDR=other": "is set for each worker from its rank",
+    "trainer.worker_env.KEY='<not saved>'": "its value was not saved with the configuration",
+    "trainer.experiment_name=../../elsewhere": "expected a name or a relative path without '..'",
+    "trainer.project_name=/elsewhere": "found '/elsewhere', expected a name or a relative path",
+    # the keys of Megatron and of its optimizer
+    f"{ACTOR}optim.lr_decay_style=WSD": "expected one of constant, cosine",
+    f"{ACTOR}optim.min_lr=1": f"expected a number from 0 to {ACTOR}optim.lr=1e-06",
+    f"{ACTOR}optim.lr_warmup_init=1e-7": "the warmup starts at 0",
+    f"{MEGATRON}offload.param.target=disk": "expected none or cpu",
+    f"{TRANSFORMER}context_parallel_size=2 {MEGATRON}context_parallel_size=4": "set twice with different values",
+    f"{TRANSFORMER}attention_dropout=0.1": "dropout is not supported",
+    f"{TRANSFORMER}hidden_dropout=0.1": "dropout is not supported",
+    f"{TRANSFORMER}normalization=LayerNorm": "use model.path",
+    f"{TRANSFORMER}fp8=hybrid": "training in fp8 is not supported",
+    f"{TRANSFORMER}moe_router_load_balancing_type=seq_aux_loss": "use none or aux_loss",
+    f"{TRANSFORMER}moe_expert_capacity_factor=1.0": "not supported by strategy=megatron",
+    f"{TRANSFORMER}moe_router_topk=4": "use model.path",
+    f"{TRANSFORMER}pipeline_model_parallel_layout=Et*2tL": "num_layers_in_last_pipeline_stage",
+    f"{MEGATRON}override_ddp_config.grad_reduce_in_fp32=False": "gradients are reduced in fp32",
+    f"{MEGATRON}router_replay.mode=R3": "enable_rollout_routing_replay=true, or use R2",
+    f"{MEGATRON}use_megatron_fsdp=true": "use strategy=fsdp",
+    f"{MEGATRON}use_dist_checkpointing=true": "is not set: remove this key (initial weights are read from model.path",
+    **dict.fromkeys(
+        (f"{MEGATRON}use_dist_checkpointing=true {PATH}={path}" for path in ("null", "\"''\"", "\"'  '\"")),
+        "dist_checkpointing_path is not set: remove this key",
     ),
-    ([*TWO_RANKS, f"{ACTOR}ppo_mini_batch_size=3"], "3 responses are not divisible by 2 ranks: use 2 or 4 prompts"),
-    (["trainer.worker_env.MASTER_ADDR=other"], "is set for each worker from its rank"),
-    (["trainer.worker_env.KEY=<not saved>"], "its value was not saved with the configuration"),
-    (["trainer.experiment_name=../../elsewhere"], "expected a name or a relative path without '..'"),
-    (["trainer.project_name=/elsewhere"], "found '/elsewhere', expected a name or a relative path"),
-]
+    f"model_engine=megatron {MODEL}lora_rank=8": "does not support LoRA adapters: use strategy=fsdp",
+    f"model_engine=megatron {MEGATRON}dtype=float16": "use bf16 or fp32",
+    f"model_engine=megatron +{ACTOR}optim.override_optimizer_config.weight_decay=1": (
+        "are not supported by strategy=megatron"
+    ),
+    f"model_engine=megatron {TRANSFORMER}recompute_granularity=selective {TRANSFORMER}recompute_modules=[moe_act]": (
+        "cannot be recomputed: use some of"
+    ),
+    "critic.strategy=megatron critic.megatron.dtype=float16": "critic.megatron.dtype (",
+    f"model_engine=megatron {MODEL}freeze_vision_tower=true": f"'{MODEL}{TOWER}",
+    "critic.strategy=megatron critic.model.freeze_vision_tower=true": f"'critic.model.{TOWER}",
+    # other keys of public verl
+    f"+{ACTOR}tis_imp_ratio_cap=True": "found True, expected a number",
+    f"{ROLLOUT}quantization=fp8": "the engine generates with the weights that training pushes",
+    f"{ROLLOUT}single_turn_response_length=4096": "all turns share data.max_response_length",
+    "data.curriculum.curriculum_class=RandomSampler": "use data.custom_cls",
+    "+algorithm.rollout_correction.rollout_token_veto_threshold=1e-4": "use rollout_rs",
+    f"+{ACTOR}policy_loss.cppo.cppo_w_min=0.8": "cppo is not supported",
+    f"{MODEL}lora_rank=8 {MODEL}lora_alpha=0": "expected float > 0 with lora_rank=8",
+}
+
+OF_SFT = {
+    "learning_rate=1": "did you mean optim.lr?",
+    "trainer.resume_mode=resume_path": "set it to a global_step_N folder",
+    "data.multiturn.enable=1": "found 1, expected bool",
+    "model.fsdp_config.cpu_offload=yes_please": "found 'yes_please', expected bool",
+    "trainer.default_hdfs_dir=hdfs://folder": "trainer.default_local_dir",
+    "trainer.save_freq=after_every_epoch": "expected int >= -1 or one of after_each_epoch",
+    "trainer.test_freq=-2": "found -2, expected int >= -1 or one of after_each_epoch",
+    "engine.fsdp_size=3 trainer.n_gpus_per_node=4": "engine.fsdp_size (override 'engine.fsdp_size=3'): 3 does not",
+    "engine.strategy=megatron model.freeze_vision_tower=true": f"'model.{TOWER}",
+    "engine.strategy=megatron model.lora_rank=8": "does not support LoRA",
+    "engine=megatron engine.use_megatron_fsdp=true": "use strategy=fsdp",
+    "engine=megatron engine.use_dist_checkpointing=True": "=True'): true, but dist_checkpointing_path is not set",
+    "engine=megatron engine.qat.enable=true": "engine.qat.enable=true'): true is not supported",
+}
 
 
 def test_unknown_keys_name_the_nearest():
@@ -149,16 +247,24 @@ def test_values(override):
     assert VALUES[override] in problem
 
 
-@pytest.mark.parametrize(("overrides", "message"), COMBINATIONS)
-def test_combinations(overrides, message):
-    (problem,) = problems(*overrides)
-    assert message in problem
+@pytest.mark.parametrize("line", COMBINATIONS)
+def test_combinations(line):
+    (problem,) = problems(*shlex.split(line))
+    assert COMBINATIONS[line] in problem
+
+
+@pytest.mark.parametrize("line", OF_SFT)
+def test_combinations_of_sft(line):
+    (problem,) = problems(*shlex.split(line), schema=SFTConfig)
+    assert OF_SFT[line] in problem
 
 
 def test_combinations_that_are_valid():
-    load_config(overrides=[*TWO_RANKS, f"{ACTOR}ppo_mini_batch_size=3", f"{SHARDED}=2"])
-    load_config(overrides=[*TWO_RANKS, f"{ACTOR}ppo_mini_batch_size=3", f"{TENSOR_PARALLEL}=2"])
-    assert "set it to a global_step_N folder" in problems("trainer.resume_mode=resume_path", schema=SFTConfig)[0]
+    for size in (SHARDED, TENSOR_PARALLEL):
+        load_config(overrides=[*TWO_RANKS.split(), f"{ACTOR}ppo_mini_batch_size=3", f"{size}=2"])
+    for size in (-1, 1, 2, 4):
+        load_config(overrides=[FOUR, f"{FSDP_SIZE}={size}"])
+    load_config(overrides=[f"{FSDP_SIZE}=8"])  # one device is not sharded
 
 
 # ------------------------------------------------------------------------------------------------ how they are reported
@@ -193,16 +299,8 @@ def test_derived_fields_do_not_repeat_a_problem():
     assert len(problems("trainer.seed=x")) == 1
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_a_file_that_is_not_there():
     assert "there is no file 'nowhere.yaml'" in problems(path="nowhere.yaml")[0]
-    broken = tmp_path / "c.yaml"
-    for text, message in {
-        "data: [1\n": "is not valid YAML",
-        "- a\n- b\n": "found list, expected a mapping of keys",
-        "data: {seed: 1}\ndata: {seed: 2}\n": "duplicate key",
-    }.items():
-        broken.write_text(text)
-        assert message in problems(path=broken)[0]
 
 
 # ------------------------------------------------------------------------------------------------- checks of the caller
@@ -251,19 +349,6 @@ def test_the_critic_must_match_the_estimator():
     assert "true, but algorithm.adv_estimator=grpo does not read values" in str(problem)
 
 
-def test_unsupported_values():
-    service = "reward.sandbox_fusion.url"
-    values = ["data.validation_shuffle=true", "algorithm.use_pf_ppo=true", f"{service}=http://x"]
-    assert [re.sub(r" \(override .*?'\)", "", problem) for problem in problems(*values)] == [
-        "data.validation_shuffle: true is not supported: the order of validation rows does not change metrics; use "
-        "false (accepted: false)",
-        "algorithm.use_pf_ppo: true is not supported: resampling of the batch by reward is not supported; use false "
-        "(accepted: false)",
-        f"{service}: 'http://x' (str) is not supported: generated code does not run in a service; use null "
-        "(accepted: null)",
-    ]
-
-
 def test_names_of_registered_objects_are_keys():
     keys = [*fields_of(Config), *fields_of(SFTConfig)]
     assert [end for end in REGISTERED_KINDS if not any(f".{key}".endswith(f".{end}") for key in keys)] == []
@@ -307,23 +392,6 @@ def test_engines_that_are_not_registered(override, message):
     assert check_registered(config, REGISTERED | {end: [*REGISTERED[end], name]}) == []
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.reward_function=a", "did you mean reward_function?"),
-        ("data.reward_function=a", "did you mean reward_function?"),
-        ("foo.use_rm=true", "unknown key"),
-        ("model.imports=[a]", "unknown key"),
-        ("data.suffix=a", "custom function or class as data.custom_cls.kwargs.suffix=..."),
-        ("algorithm.my_temperature=1", "as algorithm.adv_kwargs.my_temperature=..."),
-        ("actor_rollout_ref.actor.policy_loss.tau_x=1", "as actor_rollout_ref.actor.policy_loss.loss_kwargs.tau_x=..."),
-    ],
-)
-def test_a_key_in_the_wrong_section(override, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(overrides=[override])
-
-
 def test_tools_that_no_loop_calls_are_noted(caplog):
     tools = "actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py"
     with caplog.at_level(logging.WARNING, "verl.config"):
@@ -334,39 +402,16 @@ def test_tools_that_no_loop_calls_are_noted(caplog):
     assert not any("no tool is called" in text for text in caplog.messages)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (["weight_sync=disk"], "weight_sync=disk needs a folder"),
-        (["weight_sync_dir=/tmp/w"], "weight_sync=auto writes no files"),
-    ],
-)
-def test_the_folder_of_the_weight_sync(keys, message):
-    separate = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
-    with pytest.raises(ConfigError, match=message):
-        load_config(overrides=[*separate, *(f"actor_rollout_ref.rollout.{key}" for key in keys)])
+LOCAL = ["./nothing", "../nothing", "/nothing", "a/b/c", "a/", "outputs/modle"]
 
 
-@pytest.mark.parametrize("path", ["./nothing", "../nothing", "/nothing", "a/b/c", "a/", "outputs/modle"])
-def test_a_missing_local_model_is_not_looked_up_on_the_hub(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", [*LOCAL, "gpt2", "Qwen/Qwen2.5-0.5B-Instruct"])
+def test_only_hub_ids_are_looked_up_on_the_hub(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     config = load_config(overrides=[f"actor_rollout_ref.model.path={path}"])
     problems = [problem.message for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"]
-    assert problems == [f"there is no folder {path!r}"]
-
-
-@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-0.5B-Instruct"])
-def test_a_hub_id_is_not_a_path(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = load_config(overrides=[f"actor_rollout_ref.model.path={name}"])
-    assert [problem for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"] == []
-
-
-@pytest.mark.parametrize("key", ["optim.name", "actor.optim.name"])
-def test_an_unknown_key_below_a_shortened_section_lists_the_keys_of_that_section(key):
-    with pytest.raises(ConfigError, match=r"unknown key \(keys of actor_rollout_ref.actor.optim: lr, betas, "):
-        load_config(None, [f"{key}=muon"])
+    assert problems == ([f"there is no folder {path!r}"] if path in LOCAL else [])
 
 
 @pytest.mark.parametrize("override", ["9" * 5000 + "=1", "data.train_files=" + "9" * 5000], ids=["key", "value"])

@@ -7,7 +7,7 @@ import yaml
 
 from verl.config import Config, dump_config, load_config, reference_table, to_flat_dict
 from verl.config.fields import fields_of, unflatten
-from verl.config.schema import EvalConfig, GenerationConfig, SFTConfig
+from verl.config.schema import EvalConfig, GenerationConfig
 from verl.utils.redaction import redacted
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
@@ -65,19 +65,6 @@ def test_the_reference_table_has_a_row_for_every_key():
     assert "| `critic.optim.lr` | float >= 0 | `1.0e-05` | peak learning rate |" in lines
     assert all(line.count("|") == 5 for line in lines)
     assert any("| `${trainer.seed}` |" in line for line in lines)
-
-
-def test_fine_tuning():
-    words = (
-        "data.train_files=a.parquet data.messages_key=messages data.pad_mode=no_padding optim.lr=1e-4 "
-        "model.partial_pretrain=/m model.fsdp_config.model_dtype=bf16 engine.strategy=fsdp2 trainer.total_epochs=2 "
-        "optim.warmup_style=cosine trainer.profile_interval=[-1,-1]"
-    )
-    config = load_config(overrides=words.split(), schema=SFTConfig)
-    assert (config.optim.lr, config.optim.lr_scheduler_type) == (1e-4, "cosine")
-    assert (config.model.path, config.engine.model_dtype, config.engine.strategy) == ("/m", "bf16", "fsdp2")
-    assert (config.data.train_batch_size, config.data.use_dynamic_bsz, config.data.seed) == (256, True, 1)
-    assert config.trainer.default_local_dir.startswith("checkpoints/a/sft-m-")
 
 
 def test_generation_as_on_the_command_line():

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from verl.config import batch_summary, load_config, settings_without_effect
-from verl.config.fields import requirements_of
+from verl.config.describe import requirements_of
 from verl.config.schema import Config
 from verl.config.schema.model import EngineConfig
 from verl.config.schema.offline import GenerationConfig
@@ -71,43 +71,39 @@ BATCH = [
 ]
 
 
-def test_one_rank():
-    expected = (
-        "64 prompts x 8 samples = 512 responses per step; 2 updates of 256 responses; "
-        "micro-batches of 32 (8 per update)"
-    )
-    assert batch_summary(load(*BATCH)) == expected
+STEP = "64 prompts x 8 samples = 512 responses per step; "
+TOKENS = f"{ACTOR}ppo_epochs=2 {ACTOR}ppo_micro_batch_size_per_gpu=30 critic.use_dynamic_bsz=true"
+SUMMARIES = [
+    ("", {}, STEP + "2 updates of 256 responses; micro-batches of 32 (8 per update)"),
+    (
+        "",
+        {"world_size": 4},
+        STEP + "128 on each of 4 ranks; 2 updates of 256 responses; micro-batches of 32 per rank (2 per update)",
+    ),
+    (  # 2 epochs over 64 prompts in mini-batches of 32: 4 updates. 256 = 8 x 30 + 16.
+        TOKENS,
+        {},
+        STEP + "4 updates of 256 responses (2 epochs); micro-batches of 30 (9 per update, the last of 16); "
+        "critic: 4 updates of 256 responses (2 epochs); micro-batches sized by free memory",
+    ),
+    (
+        TOKENS,
+        {"critic": False},
+        STEP + "4 updates of 256 responses (2 epochs); micro-batches of 30 (9 per update, the last of 16)",
+    ),
+    (  # a micro-batch is never larger than its mini-batch
+        f"data.train_batch_size=4 {ACTOR}ppo_mini_batch_size=4 {ROLLOUT}n=1 {ACTOR}ppo_micro_batch_size_per_gpu=64",
+        {},
+        "4 prompts x 1 sample = 4 responses per step; 1 update of 4 responses; micro-batches of 4 (1 per update)",
+    ),
+]
 
 
-def test_several_ranks():
-    assert batch_summary(load(*BATCH), world_size=4) == (
-        "64 prompts x 8 samples = 512 responses per step; 128 on each of 4 ranks; "
-        "2 updates of 256 responses; micro-batches of 32 per rank (2 per update)"
-    )
+@pytest.mark.parametrize(("changes", "options", "expected"), SUMMARIES)
+def test_the_summary_of_a_batch(changes, options, expected):
+    assert batch_summary(load(*BATCH, *changes.split()), **options) == expected
+
+
+def test_a_batch_that_the_ranks_do_not_divide():
     with pytest.raises(ValueError, match="512 responses are not divisible by 3 ranks"):
         batch_summary(load(*BATCH), world_size=3)
-
-
-def test_epochs_tokens_and_a_critic_that_differs():
-    # 2 epochs over 64 prompts in mini-batches of 32: 4 updates. 256 = 8 x 30 + 16.
-    config = load(
-        *BATCH, f"{ACTOR}ppo_epochs=2", f"{ACTOR}ppo_micro_batch_size_per_gpu=30", "critic.use_dynamic_bsz=true"
-    )
-    assert batch_summary(config) == (
-        "64 prompts x 8 samples = 512 responses per step; "
-        "4 updates of 256 responses (2 epochs); micro-batches of 30 (9 per update, the last of 16); "
-        "critic: 4 updates of 256 responses (2 epochs); micro-batches sized by free memory"
-    )
-
-
-def test_without_a_critic():
-    config = load(*BATCH, "critic.use_dynamic_bsz=true")
-    assert "critic" in batch_summary(config)
-    assert "critic" not in batch_summary(config, critic=False)
-
-
-def test_a_micro_batch_is_never_larger_than_its_mini_batch():
-    summary = batch_summary(load("data.train_batch_size=4", f"{ACTOR}ppo_micro_batch_size_per_gpu=64"))
-    assert summary == (
-        "4 prompts x 1 sample = 4 responses per step; 1 update of 4 responses; micro-batches of 4 (1 per update)"
-    )

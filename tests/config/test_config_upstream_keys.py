@@ -13,122 +13,6 @@ from verl.config.schema import Config, SFTConfig
 
 UPSTREAM = upstream_defaults()
 
-MOST_USED = """
-data.train_files=$HOME/data/gsm8k/train.parquet
-data.val_files=$HOME/data/gsm8k/test.parquet
-data.train_batch_size=256
-data.max_prompt_length=512
-data.max_response_length=1024
-data.filter_overlong_prompts=True
-data.truncation='error'
-data.prompt_key=prompt
-data.image_key=images
-data.shuffle=True
-data.seed=1
-data.custom_cls.path=d.py
-data.custom_cls.name=MyData
-actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct
-actor_rollout_ref.model.use_remove_padding=True
-actor_rollout_ref.model.enable_gradient_checkpointing=True
-actor_rollout_ref.model.lora_rank=0
-actor_rollout_ref.model.lora_alpha=16
-actor_rollout_ref.model.target_modules=all-linear
-actor_rollout_ref.model.trust_remote_code=False
-actor_rollout_ref.actor.optim.lr=1e-6
-actor_rollout_ref.actor.ppo_mini_batch_size=64
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
-actor_rollout_ref.actor.use_dynamic_bsz=True
-actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000
-actor_rollout_ref.actor.ppo_epochs=1
-actor_rollout_ref.actor.clip_ratio=0.2
-actor_rollout_ref.actor.clip_ratio_low=0.2
-actor_rollout_ref.actor.clip_ratio_high=0.28
-actor_rollout_ref.actor.clip_ratio_c=10.0
-actor_rollout_ref.actor.entropy_coeff=0
-actor_rollout_ref.actor.use_kl_loss=True
-actor_rollout_ref.actor.kl_loss_coef=0.001
-actor_rollout_ref.actor.kl_loss_type=low_var_kl
-actor_rollout_ref.actor.loss_agg_mode=token-mean
-actor_rollout_ref.actor.policy_loss.loss_mode=vanilla
-actor_rollout_ref.actor.strategy=fsdp2
-actor_rollout_ref.actor.fsdp_config.param_offload=False
-actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
-actor_rollout_ref.actor.checkpoint.save_contents=['model','optimizer','extra','hf_model']
-actor_rollout_ref.rollout.name=hf
-actor_rollout_ref.rollout.n=8
-actor_rollout_ref.rollout.temperature=1.0
-actor_rollout_ref.rollout.top_p=1.0
-actor_rollout_ref.rollout.top_k=-1
-actor_rollout_ref.rollout.tensor_model_parallel_size=1
-actor_rollout_ref.rollout.gpu_memory_utilization=0.4
-actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
-actor_rollout_ref.rollout.val_kwargs.do_sample=True
-actor_rollout_ref.rollout.val_kwargs.temperature=0.6
-actor_rollout_ref.rollout.val_kwargs.top_p=0.95
-actor_rollout_ref.rollout.val_kwargs.top_k=-1
-actor_rollout_ref.rollout.val_kwargs.n=4
-actor_rollout_ref.rollout.multi_turn.enable=False
-actor_rollout_ref.rollout.multi_turn.format=hermes
-actor_rollout_ref.rollout.agent.num_workers=8
-actor_rollout_ref.rollout.calculate_log_probs=True
-actor_rollout_ref.rollout.mode=async
-actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8
-actor_rollout_ref.ref.fsdp_config.param_offload=False
-critic.optim.lr=1e-5
-critic.model.path=Qwen/Qwen2.5-0.5B-Instruct
-critic.model.use_remove_padding=True
-critic.model.enable_gradient_checkpointing=True
-critic.model.fsdp_config.param_offload=False
-critic.ppo_micro_batch_size_per_gpu=4
-critic.cliprange_value=0.5
-algorithm.adv_estimator=grpo
-algorithm.gamma=1.0
-algorithm.lam=0.95
-algorithm.use_kl_in_reward=False
-algorithm.kl_penalty=kl
-algorithm.kl_ctrl.type=fixed
-algorithm.kl_ctrl.kl_coef=0.001
-algorithm.kl_ctrl.horizon=10000
-algorithm.kl_ctrl.target_kl=0.1
-algorithm.norm_adv_by_std_in_grpo=True
-algorithm.filter_groups.enable=False
-algorithm.filter_groups.metric=acc
-algorithm.filter_groups.max_num_gen_batches=10
-algorithm.rollout_correction.rollout_is=null
-algorithm.rollout_correction.rollout_is_threshold=2.0
-trainer.logger=['console','wandb']
-trainer.project_name=verl_grpo_example_gsm8k
-trainer.experiment_name=qwen2_7b
-trainer.nnodes=1
-trainer.n_gpus_per_node=1
-trainer.save_freq=20
-trainer.test_freq=5
-trainer.total_epochs=15
-trainer.total_training_steps=100
-trainer.val_before_train=False
-trainer.val_only=False
-trainer.critic_warmup=0
-trainer.default_local_dir=checkpoints/x
-trainer.resume_mode=auto
-trainer.resume_from_path=null
-trainer.max_actor_ckpt_to_keep=2
-trainer.max_critic_ckpt_to_keep=2
-trainer.rollout_data_dir=rollouts
-trainer.validation_data_dir=validation
-trainer.log_val_generations=0
-reward.custom_reward_function.path=r.py
-reward.custom_reward_function.name=compute_score
-reward_model.reward_manager=naive
-"""
-
-
-def test_the_most_used_overrides_together():
-    overrides = MOST_USED.strip().splitlines()
-    assert len(overrides) > 100
-    config = load_config(overrides=overrides)
-    assert config.actor_rollout_ref.rollout.val_kwargs.n == 4
-    assert config.actor_rollout_ref.actor.checkpoint.save_contents == ["model", "optimizer", "extra", "hf_model"]
-
 
 def test_every_upstream_key_is_a_field_an_alias_or_listed_as_unsupported():
     fields, missing = fields_of(Config), []
@@ -154,46 +38,28 @@ def test_every_upstream_default_is_accepted():
     assert config.actor_rollout_ref.rollout.name == "native"
 
 
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+FSDP = (f"{ACTOR}fsdp_config.", "actor_rollout_ref.ref.fsdp_config.", "critic.fsdp.")
 OURS = {
-    "actor_rollout_ref.actor.clip_ratio",  # null: the published value of the chosen loss
-    "actor_rollout_ref.actor.clip_ratio_high",
-    "actor_rollout_ref.actor.clip_ratio_low",
-    "actor_rollout_ref.actor.loss_agg_mode",
-    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
-    "actor_rollout_ref.actor.fsdp_config.dtype",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype",
-    "actor_rollout_ref.actor.fsdp_config.use_torch_compile",  # false: a short run does not win back its time
-    "actor_rollout_ref.actor.megatron.dtype",  # auto: bf16 on a GPU
-    "actor_rollout_ref.ref.megatron.dtype",
-    "critic.megatron.dtype",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",  # null: 16384 where they fit
-    "actor_rollout_ref.model.enable_gradient_checkpointing",  # auto: where memory asks for it
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.rollout.n_gpus_per_node",  # null: trainer.n_gpus_per_node
+    # null: the published value of the chosen loss
+    *(f"{ACTOR}{name}" for name in ("clip_ratio", "clip_ratio_high", "clip_ratio_low", "loss_agg_mode")),
+    *(f"{ACTOR}policy_loss.ppo_kl_coef", "critic.loss_agg_mode"),
+    # auto: bf16 on a GPU; no compilation: a short run does not win back its time
+    *(f"{section}{name}" for section in FSDP for name in ("dtype", "model_dtype", "use_torch_compile")),
+    *(f"{role}.megatron.dtype" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")),
+    f"{ROLLOUT}dtype",
+    # null: 16384 where they fit
+    *(f"{ACTOR}ppo_max_token_len_per_gpu", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
+    f"{ROLLOUT}log_prob_max_token_len_per_gpu",
+    *("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+    # auto: where memory asks for it
+    *(f"{model}.enable_gradient_checkpointing" for model in ("actor_rollout_ref.model", "critic.model")),
+    *("actor_rollout_ref.model.path", "critic.model.path", "data.train_files", "data.val_files"),
+    f"{ROLLOUT}n_gpus_per_node",  # null: trainer.n_gpus_per_node
     "actor_rollout_ref.nccl_timeout",  # null: the controller ends what hangs, and shows where
-    "actor_rollout_ref.ref.fsdp_config.dtype",
-    "actor_rollout_ref.ref.fsdp_config.model_dtype",
-    "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    "actor_rollout_ref.rollout.dtype",
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-    "actor_rollout_ref.rollout.max_num_seqs",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "critic.fsdp.dtype",
-    "critic.fsdp.model_dtype",
-    "critic.fsdp.use_torch_compile",
-    "critic.forward_max_token_len_per_gpu",
-    "critic.loss_agg_mode",
-    "critic.model.enable_gradient_checkpointing",
-    "critic.model.path",
-    "critic.ppo_max_token_len_per_gpu",
+    *(f"{ROLLOUT}max_num_seqs", f"{ROLLOUT}tensor_model_parallel_size"),
     "data.dataloader_num_workers",  # null: threads for images only
-    "data.train_files",
-    "data.val_files",
-    "reward.reward_manager.module.name",
-    "trainer.device",
-    "trainer.logger",
-    "trainer.n_gpus_per_node",
+    *("reward.reward_manager.module.name", "trainer.device", "trainer.logger", "trainer.n_gpus_per_node"),
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),  # from data and algorithm
 }
 
@@ -269,36 +135,23 @@ def test_sections_of_older_releases_at_their_defaults(tmp_path):
 
 
 IGNORED = """
-actor_rollout_ref.rollout.load_format=safetensors
-actor_rollout_ref.rollout.disable_log_stats=false
-actor_rollout_ref.rollout.agent.num_workers=4
-actor_rollout_ref.rollout.prometheus.enable=true
-actor_rollout_ref.rollout.trace.backend=mlflow
-actor_rollout_ref.rollout.data_parallel_size=2
-actor_rollout_ref.model.use_shm=true
-actor_rollout_ref.model.enable_activation_offload=true
-actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2
-actor_rollout_ref.actor.profiler.enable=true
-actor_rollout_ref.actor.megatron.use_mbridge=false
-actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=1000
-actor_rollout_ref.actor.fsdp_config.forward_prefetch=true
-actor_rollout_ref.actor._target_=some.Config
-critic.model.use_shm=true
-data.filter_overlong_prompts_workers=64
-global_profiler.tool=nsys
-global_profiler.steps=[1,2]
-reward.num_workers=32
-reward.reward_model.rollout.name=vllm
-reward.reward_model.rollout.tensor_model_parallel_size=4
-trainer.use_legacy_worker_impl=disable
-trainer.use_v1=false
-transfer_queue.enable=true
-hydra.run.dir=outputs/${now:%Y}
+    actor_rollout_ref.rollout.load_format=safetensors actor_rollout_ref.rollout.disable_log_stats=false
+    actor_rollout_ref.rollout.agent.num_workers=4 actor_rollout_ref.rollout.prometheus.enable=true
+    actor_rollout_ref.rollout.trace.backend=mlflow actor_rollout_ref.rollout.data_parallel_size=2
+    actor_rollout_ref.model.use_shm=true actor_rollout_ref.model.enable_activation_offload=true
+    actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2
+    actor_rollout_ref.actor.profiler.enable=true actor_rollout_ref.actor.megatron.use_mbridge=false
+    actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=1000
+    actor_rollout_ref.actor.fsdp_config.forward_prefetch=true actor_rollout_ref.actor._target_=some.Config
+    critic.model.use_shm=true data.filter_overlong_prompts_workers=64 global_profiler.tool=nsys
+    global_profiler.steps=[1,2] reward.num_workers=32 reward.reward_model.rollout.name=vllm
+    reward.reward_model.rollout.tensor_model_parallel_size=4 trainer.use_legacy_worker_impl=disable
+    trainer.use_v1=false transfer_queue.enable=true hydra.run.dir=outputs/${now:%Y}
 """
 
 
 def test_keys_without_effect_are_accepted_with_one_note(caplog):
-    overrides = IGNORED.strip().splitlines()
+    overrides = IGNORED.split()
     with caplog.at_level(logging.WARNING, "verl.config"):
         config = load_config(overrides=overrides)
     assert config == load_config()
@@ -307,16 +160,26 @@ def test_keys_without_effect_are_accepted_with_one_note(caplog):
     assert "global_profiler.tool, global_profiler.steps" in note
 
 
-def test_more_than_three_ignored_keys_of_a_section_are_counted(caplog):
-    keys = ["tool=torch", "enable=true", "all_ranks=true", "ranks=[0]"]
+PROFILER = ["tool=torch", "enable=true", "all_ranks=true", "ranks=[0]"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        (
+            [f"critic.profiler.{key}" for key in PROFILER],  # more than three of a section are counted
+            ["ignored: 4 keys without effect here: critic.profiler.* (4 keys)"],
+        ),
+        (
+            ["data.use_shm=false", "global_profiler.save_path=outputs/profile", "trainer.use_v1=true"],
+            [],
+        ),  # the defaults
+    ],
+)
+def test_the_note_on_ignored_keys(overrides, notes, caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
-        load_config(overrides=[f"critic.profiler.{key}" for key in keys])
-    assert caplog.messages == ["ignored: 4 keys without effect here: critic.profiler.* (4 keys)"]
-
-
-def test_the_default_of_an_ignored_key_is_not_noted(caplog):
-    load_config(overrides=["data.use_shm=false", "global_profiler.save_path=outputs/profile", "trainer.use_v1=true"])
-    assert caplog.messages == []
+        load_config(overrides=overrides)
+    assert caplog.messages == notes
 
 
 def test_every_ignored_key_has_a_reason():
@@ -325,28 +188,15 @@ def test_every_ignored_key_has_a_reason():
     assert all(len(found.instead) > 10 for found in ignored.values())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "note"),
-    [
-        (
-            ["actor_rollout_ref.rollout.val_kwargs.n=4"],
-            "val_kwargs.n=4 with do_sample=false generates 4 equal responses per prompt",
-        ),
-        (
-            ["trainer.resume_from_path=/nowhere"],
-            "trainer.resume_from_path: /nowhere has no effect with trainer.resume_mode=auto",
-        ),
-    ],
-)
-def test_what_upstream_accepts_and_results_do_not_depend_on(overrides, note, caplog):
+def test_what_upstream_accepts_and_results_do_not_depend_on(caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
-        config = load_config(overrides=overrides)
-    assert note in caplog.text + "".join(settings_without_effect(config))
-
-
-def test_validation_generations_are_a_setting():
-    config = load_config(overrides=["trainer.log_val_generations=5"])
-    assert config.trainer.log_val_generations == 5
+        config = load_config(
+            overrides=["actor_rollout_ref.rollout.val_kwargs.n=4", "trainer.resume_from_path=/nowhere"]
+        )
+    assert "val_kwargs.n=4 with do_sample=false generates 4 equal responses per prompt" in caplog.text
+    assert settings_without_effect(config) == [
+        "trainer.resume_from_path: /nowhere has no effect with trainer.resume_mode=auto"
+    ]
 
 
 def test_false_is_not_zero():

@@ -103,34 +103,6 @@ def test_a_public_script_loads(name, caplog):
     assert all(key in notes for key in ignored)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("override_transformer_config.moe_router_load_balancing_type=seq_aux_loss", "use none or aux_loss"),
-        ("override_transformer_config.moe_expert_capacity_factor=1.0", "not supported by strategy=megatron"),
-        ("override_transformer_config.moe_router_topk=4", "use model.path"),
-        ("override_transformer_config.pipeline_model_parallel_layout=Et*2tL", "num_layers_in_last_pipeline_stage"),
-        ("router_replay.mode=R3", "enable_rollout_routing_replay=true, or use R2"),
-        ("use_megatron_fsdp=true", "use strategy=fsdp"),
-        ("use_dist_checkpointing=true", r"dist_checkpointing_path is not set: remove this key .*from model\.path"),
-    ],
-)
-def test_what_is_not_supported_is_refused_with_a_reason(override, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(None, [f"{ACTOR}{override}"])
-
-
-@pytest.mark.parametrize(
-    "paths", ["", "dist_checkpointing_path=null", "dist_checkpointing_path=''", "dist_checkpointing_path='  '"]
-)
-def test_a_distributed_checkpoint_needs_a_path(paths):
-    given = [f"{ACTOR}{override}" for override in ("use_dist_checkpointing=True", paths) if override]
-    with pytest.raises(ConfigError, match=r"1\. \S*use_dist_checkpointing .*dist_checkpointing_path is not set"):
-        load_config(None, given)
-    with pytest.raises(ConfigError, match=r"engine\.use_dist_checkpointing .*dist_checkpointing_path is not set"):
-        load_config(None, ["engine=megatron", "engine.use_dist_checkpointing=True"], schema=SFTConfig)
-
-
 def test_a_distributed_checkpoint_that_is_not_used_is_no_error(monkeypatch):
     monkeypatch.setenv("USE_DIST", "true")
     load_config(None, [f"{ACTOR}use_dist_checkpointing=False", f"{ACTOR}dist_checkpointing_path=null"])
@@ -149,10 +121,6 @@ def test_supervised_fine_tuning_has_the_keys_of_the_engine():
     assert engine.selected is engine.megatron and engine.strategy == "megatron"
     assert engine.selected.ranks_with_same_rows == 4 and engine.selected.param_offload
     assert engine.selected.override_transformer_config.recompute_granularity == "full"
-    with pytest.raises(ConfigError, match=r"use_megatron_fsdp.*use strategy=fsdp"):
-        load_config(path, [*overrides, "engine.use_megatron_fsdp=true"], schema=SFTConfig)
-    with pytest.raises(ConfigError, match=r"engine\.qat\.enable.*not supported"):
-        load_config(path, [*overrides, "engine.qat.enable=true"], schema=SFTConfig)
     with pytest.raises(ConfigError, match="not divisible by the model-parallel size 4"):
         load_config(path, [*overrides, "trainer.n_gpus_per_node=2"], schema=SFTConfig)
 
@@ -160,19 +128,6 @@ def test_supervised_fine_tuning_has_the_keys_of_the_engine():
 def test_router_replay_and_its_key_in_the_megatron_section():
     found = load_config(None, ["model_engine=megatron", f"{ACTOR}router_replay.mode=R2"])
     assert found.actor_rollout_ref.actor.router_replay.mode == "R2"
-
-
-@pytest.mark.parametrize(
-    ("schema_of", "overrides", "key"),
-    [
-        (Config, ["critic.strategy=megatron", "critic.model.freeze_vision_tower=true"], "critic.model"),
-        (Config, ["model_engine=megatron", "actor_rollout_ref.model.freeze_vision_tower=true"], "actor_rollout_ref.mo"),
-        (SFTConfig, ["engine.strategy=megatron", "model.freeze_vision_tower=true"], "model"),
-    ],
-)
-def test_a_vision_tower_is_refused(schema_of, overrides, key):
-    with pytest.raises(ConfigError, match=f"1. {key}.*freeze_vision_tower .*strategy=megatron does not support vision"):
-        load_config(None, overrides, schema=schema_of)
 
 
 def test_a_reference_is_not_trained():

@@ -2,10 +2,10 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
+from tests.pages import DOCS, table_rows
 from verl.config import ConfigError, load_config, to_flat_dict
 from verl.config.fields import fields_of
 from verl.config.presets import PRESETS
@@ -13,15 +13,7 @@ from verl.config.public import trl as trl_names
 from verl.config.schema import Config, SFTConfig
 from verl.trainer.startup.command_line import split_arguments
 
-DOCS = Path(__file__).parents[2] / "docs"
 VERL, TRL = ((DOCS / f"migrate_from_{name}.md").read_text() for name in ("verl", "trl"))
-
-
-def rows(page: str, title: str) -> list[list[str]]:
-    """The rows of the table below a heading."""
-    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
 
 
 def codes(cell: str) -> list[str]:
@@ -42,7 +34,7 @@ TABLES = {"GRPOConfig": (Config, trl_names.RL), "SFTConfig": (SFTConfig, trl_nam
 @pytest.mark.parametrize("title", TABLES)
 def test_every_setting_of_the_trl_page_loads_alone(title):
     schema, _ = TABLES[title]
-    for row in rows(TRL, title):
+    for row in table_rows(TRL, title):
         (setting,) = codes(row[1])
         load_config(overrides=[setting], schema=schema)
 
@@ -51,7 +43,7 @@ def test_every_setting_of_the_trl_page_loads_alone(title):
 def test_names_of_trl_lead_to_the_keys_of_the_page(title):
     schema, known = TABLES[title]
     on_page = {}
-    for theirs, ours, *_ in rows(TRL, title):
+    for theirs, ours, *_ in table_rows(TRL, title):
         for argument in codes(theirs):
             on_page[argument.partition("=")[0]] = codes(ours)[0].partition("=")[0]
     for name, key in on_page.items():
@@ -69,40 +61,8 @@ def test_a_name_of_trl_is_suggested_wherever_it_is_typed(name, spelled):
         load_config(overrides=[spelled.format(name) + "=1"])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "key"),
-    {
-        "learning_rate": "actor_rollout_ref.actor.optim.lr",
-        "actor_rollout_ref.actor.learning_rate": "actor_rollout_ref.actor.optim.lr",
-        "max_steps": "trainer.total_training_steps",
-        "trainer.max_steps": "trainer.total_training_steps",
-        "num_train_epochs": "trainer.total_epochs",
-        "gradient_accumulation_steps": "data.train_batch_size",
-        "epochs": "trainer.total_epochs",
-        "actor_rollout_ref.rollout.tp_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
-        "temperature": "actor_rollout_ref.rollout.temperature",
-        "actor_rollout_ref.actor.gradient_clip": "actor_rollout_ref.actor.grad_clip",
-    }.items(),
-)
-def test_suggestions(wrong, key):
-    with pytest.raises(ConfigError, match=rf"did you mean {re.escape(key)}\?"):
-        load_config(overrides=[f"{wrong}=1"])
-
-
-@pytest.mark.parametrize("wrong", ["my_flag", "optim.name", "foo.enable", "trainer.foo", "trainer.gpus", "foo.lrx"])
-def test_no_suggestion_is_better_than_a_wrong_one(wrong):
-    with pytest.raises(ConfigError) as error:
-        load_config(overrides=[f"{wrong}=1"])
-    assert "did you mean" not in str(error.value) and "unknown key" in str(error.value)
-
-
-def test_suggestions_of_sft():
-    with pytest.raises(ConfigError, match=r"did you mean optim\.lr\?"):
-        load_config(overrides=["learning_rate=1"], schema=SFTConfig)
-
-
 def test_the_keys_that_change_between_verl_and_here():
-    for theirs, ours, note in rows(VERL, "Keys that change") + rows(VERL, "Scripts for Megatron"):
+    for theirs, ours, note in table_rows(VERL, "Keys that change") + table_rows(VERL, "Scripts for Megatron"):
         settings = codes(ours)
         ranks = ["trainer.n_gpus_per_node=2"] if "parallel_size" in ours else []
         for setting in settings:
@@ -119,7 +79,7 @@ def test_the_keys_that_change_between_verl_and_here():
 
 
 def test_what_the_page_calls_not_supported_is_refused():
-    for row in rows(VERL, "Keys that change"):
+    for row in table_rows(VERL, "Keys that change"):
         if "not supported yet" in row[2] and not row[1]:
             for setting in codes(row[0]):
                 key = setting if setting.startswith(("data", "dist")) else f"actor_rollout_ref.rollout.{setting}"
@@ -129,7 +89,7 @@ def test_what_the_page_calls_not_supported_is_refused():
 
 def test_the_defaults_that_differ():
     ours = to_flat_dict(load_config())
-    for key, _, here in rows(VERL, "Defaults that differ"):
+    for key, _, here in table_rows(VERL, "Defaults that differ"):
         key = codes(key)[0]
         if key not in ("critic.model.path", "trainer.project_name", "trainer.experiment_name"):
             assert str(ours[key]).replace("'", "").lower() == here.strip("`"), key

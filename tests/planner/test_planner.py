@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl.cli import plan
 from verl.planner import devices, host, shapes
 from verl.planner.devices import GIB
 from verl.planner.fixes import Change, describe, plan_with, smallest_change
 from verl.planner.memory import activation_bytes, gradients, kv_cache_bytes, optimizer_bytes, weights
-from verl.planner.placement import STAGES, Plan, is_possible, plan_groups
+from verl.planner.placement import STAGES, is_possible, plan_groups
 from verl.planner.report import choice_lines, memory_lines, reason, time_lines
 from verl.planner.search import MEGATRON_SIZES, NEAR, Search, Space, partitions, preferred, sizes_up_to
 from verl.planner.shapes import ModelShape
@@ -100,8 +99,6 @@ def test_the_shape_of_a_config_with_experts():
     mixtral = {key: value for key, value in config.items() if key in (*common, "vocab_size", "num_experts_per_tok")}
     shape = ModelShape.from_config(mixtral | {"num_local_experts": 8}, "mixtral")
     assert (shape.experts, shape.expert_mlp, shape.dense_layers) == (8, 16, 0)
-    with pytest.raises(ValueError, match="moe has 4 experts, but no num_experts_per_tok"):
-        ModelShape.from_config(common | {"vocab_size": 32, "num_experts": 4}, "moe")
 
 
 def test_training_memory_by_hand():
@@ -247,37 +244,6 @@ def test_sizes_of_groups():
     assert max(sizes_up_to(1024, 8)) == 1024 and len(sizes_up_to(1024, 8)) < 80
 
 
-def brute_force(search: Search, devices: int) -> Plan | None:
-    """The fastest plan, by trying every allocation of every partition."""
-    best: Plan | None = None
-    for partition in search.partitions():
-        split = search.is_split(partition)
-        for sizes in itertools.product(range(1, devices + 1), repeat=len(partition)):
-            groups = [search.group(names, split, size) for names, size in zip(partition, sizes)]
-            if sum(sizes) <= devices and None not in groups:
-                plan = search._plan(groups, split)
-                best = plan if best is None or plan.seconds < best.seconds else best
-    return best
-
-
-@pytest.mark.parametrize("devices_", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("roles", [("actor", "ref"), ("actor", "ref", "critic", "reward")])
-def test_search_equals_brute_force(devices_, roles):
-    job = job_of(shapes.built_in("0.5B"), roles, strict=False, prompts=48, samples=2, response_tokens=512)
-    search = Search(job, H200, Space(separate_rollout=True, rollout_sizes=(1, 2)))
-    best, expected = search.plans(devices_), brute_force(search, devices_)
-    assert best[0].seconds == expected.seconds
-    assert best == Search(job, H200, Space(separate_rollout=True, rollout_sizes=(1, 2))).plans(devices_)
-
-
-def test_search_equals_brute_force_when_memory_is_short():
-    job = job_of(shapes.built_in("7B"), ("actor", "ref", "critic"), strict=False, engine="vllm", memory_share=0.4)
-    search = Search(job, H200, Space(separate_rollout=False, rollout_sizes=(1, 2)))
-    assert not search.plans(1) and brute_force(search, 1) is None
-    for count in (4, 8):
-        assert search.plans(count)[0].seconds == brute_force(search, count).seconds
-
-
 def test_a_strict_batch_is_divided_by_the_ranks():
     job = job_of(shapes.built_in("0.5B"), prompts=6)
     assert not is_possible(job, job.role("actor").on(4)) and is_possible(job, job.role("actor").on(3))
@@ -329,7 +295,6 @@ def test_experts_are_spread_by_the_search():
     search = Search(job, H200, Space(separate_rollout=False, model_sizes=((1, 1), (2, 1)), rollout_sizes=(2,)))
     layout = search.plans(16)[0].groups[0].roles[0].layout
     assert layout.expert > 1 and layout.expert_tensor == 1  # 30 billion weights and gradients do not fit without
-    assert search.plans(8)[0].seconds == brute_force(search, 8).seconds
 
 
 def test_stages_add_up_inside_a_group_and_groups_take_the_slowest():
@@ -391,15 +356,6 @@ def test_the_table_says_what_does_not_fit():
     assert lines.endswith("the allocator keeps are not counted: 13 to 16 % in records")
 
 
-def test_a_model_that_is_not_modelled():
-    with pytest.raises(ValueError, match="mla has multi-head latent attention"):
-        ModelShape.from_config({"kv_lora_rank": 512}, "mla")
-    with pytest.raises(ValueError, match="has no num_hidden_layers"):
-        ModelShape.from_config({"n_embd": 8}, "gpt2")
-    with pytest.raises(ValueError, match="no built-in model"):
-        shapes.built_in("7")
-
-
 def test_a_calibration_is_stored_for_one_device_and_its_versions(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
     assert devices.calibrated({"torch": "1"}, "H200") == (None, "this host is not calibrated")
@@ -459,9 +415,3 @@ def test_the_profile_of_a_device_name(name, key):
 
 def test_memory_of_a_device_is_in_bytes():
     assert 139 < H200.memory / GIB < 141 and H200.matmul > 2 * A100.matmul
-
-
-def test_a_negative_rank_of_lora_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        plan.main(["--gpus", "1", "--lora-rank", "-1"])
-    assert "argument --lora-rank: expected a whole number from 0 to 1000000000, found '-1'" in capsys.readouterr().err

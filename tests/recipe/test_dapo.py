@@ -4,20 +4,14 @@ import shutil
 
 import pytest
 
-from tests.trainer.conftest import make_tiny, run_settings
 from tests.trainer.runs import metrics_of
 from verl.recipe.dapo import DAPOTrainer
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.fixture
-def settings(tiny, tmp_path):
+def settings(settings):
     """Answers that end early: with a limit of 6 tokens the last 4 of them cost something."""
-    return [*run_settings(tiny, tmp_path / "run"), "reward.reward_kwargs.overlong_buffer.len=4"]
+    return [*settings, "reward.reward_kwargs.overlong_buffer.len=4"]
 
 
 def test_the_settings_are_those_of_the_paper(settings):
@@ -36,11 +30,6 @@ def test_a_users_own_file_stands_above_the_recipe(settings, tmp_path):
     (tmp_path / "my.yaml").write_text("algorithm: {filter_groups: {max_num_gen_batches: 3}}")
     groups = DAPOTrainer(config_path=tmp_path / "my.yaml", overrides=settings).config.algorithm.filter_groups
     assert (groups.enable, groups.metric, groups.max_num_gen_batches) == (True, "acc", 3)
-
-
-def test_without_dynamic_sampling_it_is_not_dapo(settings):
-    with pytest.raises(ValueError, match=r"filter_groups\.enable"):
-        DAPOTrainer(overrides=[*settings, "algorithm.filter_groups.enable=false"])
 
 
 def test_resumed_in_the_middle_of_what_was_put_back_is_bit_equal(settings, tmp_path):

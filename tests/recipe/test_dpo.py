@@ -6,26 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.conftest import make_tiny, run_settings
 from verl.algorithms.preference import dpo_loss
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
-from verl.recipe.dpo import RECIPE, DPOTrainer
+from verl.recipe.dpo import DPOTrainer
 from verl.recipe.dpo.flow import pairs
 from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig, sequence_weights
 from verl.trainer.base import StepReport
 from verl.trainer.ppo.operators import Update, UpdatePlan
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def settings(tiny, tmp_path):
-    return run_settings(tiny, tmp_path / "run")
 
 
 def test_pairs_by_hand():
@@ -177,21 +166,6 @@ def test_two_processes_give_the_numbers_of_one(settings):
         trainer.fit()
         found.append([report.metrics[name] for report in reports for name in ("dpo/loss", "actor/grad_norm")])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("actor_rollout_ref.rollout.n=1", "a preference needs two responses"),
-        ("actor_rollout_ref.ref.enable=null", "needs the reference"),
-        ("algorithm.adv_estimator=gae", "does not compute advantages"),
-        ("actor_rollout_ref.actor.use_kl_loss=true", r"limits the KL by dpo\.beta"),
-        ("dpo={loss_type: ipo, label_smoothing: 0.1}", "has no effect with dpo.loss_type=ipo"),
-    ],
-)
-def test_settings_that_do_not_fit(override, message):
-    with pytest.raises(ValueError, match=message):
-        load_config(overrides=[override], base=RECIPE.read(), schema=DPOConfig, extra_checks=[RECIPE.check])
 
 
 def test_a_step_of_ties_only_reports_no_loss(settings, tmp_path):

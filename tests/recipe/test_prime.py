@@ -10,7 +10,7 @@ from tests.trainer.runs import metrics_of
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
-from verl.recipe.prime import RECIPE, PRIMETrainer
+from verl.recipe.prime import PRIMETrainer
 from verl.recipe.prime.flow import PromptFilter
 from verl.recipe.prime.worker import ImplicitPRMWorker, PrimeConfig, PromptFilterConfig
 from verl.trainer.base import StepReport
@@ -126,25 +126,3 @@ def test_resumed_is_bit_equal_to_uninterrupted(settings, tmp_path):
     PRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
     PRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
     assert metrics_of(tmp_path / "run") == straight
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("algorithm.adv_estimator=grpo", "PRIME has its own"),
-        ("actor_rollout_ref.ref.enable=null", "needs the reference"),
-        ("algorithm.filter_groups.enable=true", "two filters"),
-        ("prime.ppo_mini_batch_size=3", "does not divide"),
-        ("prime.filter.accuracy_lower_bound=0.9", "no prompt could be preferred"),
-        ("prime.betta=1", "beta"),
-    ],
-)
-def test_settings_that_do_not_fit(override, message):
-    with pytest.raises(ValueError, match=message):
-        load_config(
-            overrides=[override, "actor_rollout_ref.rollout.n=2"],
-            base=RECIPE.read(),
-            schema=PrimeConfig,
-            presets={"prime": {"algorithm.adv_estimator": "prime"}},
-            extra_checks=[RECIPE.check],
-        )

@@ -147,26 +147,28 @@ def test_hostile_functions_do_not_stop_it(function, tmp_path, capsys):
     assert "a.parquet, row 1 (the first is 0), response 1" in error
 
 
-def test_a_regular_expression_that_never_ends(responses, capsys):
-    evaluate(responses, "reward.timeout=1", function="backtracks", status=1)
-    assert "did not end within 1 s and was stopped" in capsys.readouterr().err
+BROKEN = """
+def nothing(data_source, solution_str, ground_truth):
+    return None
+def wrong_acc(sampled_response, reference_answer):
+    return {'score': 1, 'acc': 'yes'}
+"""
 
 
-def test_a_function_that_scores_nothing_is_an_error_even_when_errors_are_counted(tmp_path, capsys):
-    rewards = tmp_path / "broken.py"
-    rewards.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return None\n")
-    path = write_responses(tmp_path / "a.parquet")
-    evaluate(path, f"custom_reward_function.path={rewards}", "reward.on_error=count", status=1)
-    assert "returned None: expected a number" in capsys.readouterr().err
-    assert not path.with_suffix(".eval.json").exists()
-
-
-def test_an_acc_that_is_not_a_number(tmp_path, capsys):
-    rewards = tmp_path / "broken.py"
-    rewards.write_text("def f(sampled_response, reference_answer):\n    return {'score': 1, 'acc': 'yes'}\n")
-    keys = [f"custom_reward_function.path={rewards}", "custom_reward_function.name=f"]
-    evaluate(write_responses(tmp_path / "a.parquet"), *keys, status=1)
-    assert "returned a dict whose \"acc\" is 'yes': expected a number" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("function", "keys", "message"),
+    [
+        ("backtracks", ["reward.timeout=1"], "did not end within 1 s and was stopped"),  # a regular expression
+        ("nothing", ["reward.on_error=count"], "returned None: expected a number"),  # is an error even when counted
+        ("wrong_acc", [], "returned a dict whose \"acc\" is 'yes': expected a number"),
+    ],
+)
+def test_a_function_that_scores_nothing_is_an_error(function, keys, message, responses, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    own = [] if function == "backtracks" else [f"custom_reward_function.path={tmp_path / 'broken.py'}"]
+    evaluate(responses, *own, *keys, function=function, status=1)
+    assert message in capsys.readouterr().err
+    assert not responses.with_suffix(".eval.json").exists()
 
 
 # ---- two files ------------------------------------------------------------------------------------------------------

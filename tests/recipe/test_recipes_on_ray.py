@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.trainer.conftest import make_tiny, run_settings
 from verl.recipe.dapo import DAPOTrainer
 from verl.recipe.dpo import DPOTrainer
 from verl.recipe.prime import PRIMETrainer
@@ -15,11 +14,6 @@ RECIPES = {
     "prime": (PRIMETrainer, ["prime.filter.oversample_factor=2"]),
 }
 REMOTE = ["trainer.n_gpus_per_node=2", "trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def run(trainer_class: type, overrides: list[str]) -> list[list[float]]:
@@ -38,11 +32,11 @@ def run(trainer_class: type, overrides: list[str]) -> list[list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_ray_gives_the_numbers_of_one_process(name, tiny, tmp_path):
+def test_ray_gives_the_numbers_of_one_process(name, settings):
     pytest.importorskip("ray")
     trainer_class, further = RECIPES[name]
     # a small step: those of AdamW amplify the rounding of sums
-    chosen = [*run_settings(tiny, tmp_path / "run"), *further, "actor_rollout_ref.actor.optim.lr=1e-5"]
+    chosen = [*settings, *further, "actor_rollout_ref.actor.optim.lr=1e-5"]
     expected = run(trainer_class, chosen)
     found = run(trainer_class, [*chosen, *REMOTE])
     for a, b in zip(found, expected, strict=True):

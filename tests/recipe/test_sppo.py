@@ -4,18 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.conftest import make_tiny, run_settings
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 FILE = Path(__file__).parents[2] / "verl" / "recipe" / "sppo" / "sppo.yaml"
 
 
-def test_two_steps(tmp_path):
+def test_two_steps(settings):
     reports: list[StepReport] = []
-    settings = run_settings(make_tiny(tmp_path), tmp_path / "run")
-    settings += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=2"]
-    trainer = LocalPPOTrainer(config_path=FILE, overrides=settings)
+    small = ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=2"]
+    trainer = LocalPPOTrainer(config_path=FILE, overrides=[*settings, *small])
     # the only update of a step has the old log-probs itself
     assert [op.name for op in trainer.pipeline.operators][-4:] == ["reward", "adv", "update_actor", "sync_weights"]
     trainer.on_step.append(reports.append)

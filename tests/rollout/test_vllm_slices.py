@@ -324,9 +324,7 @@ def test_a_parameter_that_the_loaders_skip_is_named_by_the_comparison(name):
     with torch.no_grad():
         trained.get_parameter(name).mul_(2)
     sync.push(source, 3)  # not compared
-    with pytest.raises(
-        ValueError, match=rf"version 4 were not loaded: .*, 1 of 9 param.* first \['{name}'\]"
-    ):
+    with pytest.raises(ValueError, match=rf"version 4 were not loaded: .*, 1 of 9 param.* first \['{name}'\]"):
         sync.push(source, 4)
     assert not receiver.filled
 

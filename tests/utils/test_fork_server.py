@@ -19,7 +19,7 @@ import pytest
 import verl
 from tests.waiting import gone
 from verl.processes import fork_server
-from verl.processes.child import PythonProcess
+from verl.processes.child import PythonProcess, describe_exit
 from verl.processes.fork_server import ForkServer, ForkServerError, server_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -168,6 +168,20 @@ def test_exit_statuses(server, expression, status, message, capfd):
         assert not psutil.pid_exists(process.pid), "a zombie"
     out, err = capfd.readouterr()
     assert ("at exit" in out) == ("atexit" in expression) and ("ZeroDivisionError" in err) == (expression == "1 / 0")
+
+
+@pytest.mark.parametrize(
+    "status, description",
+    [
+        (0, "exited with status 0"),
+        (3, "exited with status 3"),
+        (-11, "was killed by SIGSEGV"),
+        (-9, "was killed by SIGKILL (if no user or scheduler did it, the machine ran out of memory: see `dmesg`)"),
+        (-70, "was killed by signal 70"),
+    ],
+)
+def test_exits_are_described(status, description):
+    assert describe_exit(status) == description
 
 
 def test_output_goes_where_that_of_the_parent_goes_now(server, capfd):

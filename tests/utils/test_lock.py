@@ -68,13 +68,6 @@ def test_the_lock_is_exclusive(tmp_path):
     assert file.read_text() == "200"
 
 
-def test_a_folder_in_place_of_the_lock_is_named(tmp_path):
-    (tmp_path / ".in_use").mkdir()
-    with pytest.raises(ValueError, match=r"\.in_use is a folder: .*remove the folder"), lock_folder(tmp_path):
-        pass
-    assert (tmp_path / ".in_use").is_dir()
-
-
 def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path, caplog):
     with pytest.raises(ZeroDivisionError), lock_folder(tmp_path):
         (tmp_path / NAME).unlink()
@@ -83,17 +76,29 @@ def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path, caplog):
     assert f"{tmp_path / NAME} cannot be removed" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
-def test_only_a_regular_file_is_a_lock(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        *((kind, "expected a lock file that can be written, found a link") for kind in ("link", "dangling link")),
+        ("pipe", "is not a regular file"),
+        ("folder", r"\.in_use is a folder: .*remove the folder"),
+    ],
+)
+def test_only_a_regular_file_is_a_lock(tmp_path, kind, expected):
     folder, target = tmp_path / "run", tmp_path / "elsewhere"
     folder.mkdir()
     if kind == "pipe":
         os.mkfifo(folder / ".in_use")
+    elif kind == "folder":
+        (folder / ".in_use").mkdir()
     else:
         (folder / ".in_use").symlink_to(target)
     if kind == "link":
         target.write_text("mine")
-    expected = "is not a regular file" if kind == "pipe" else "expected a lock file that can be written, found a link"
     with pytest.raises(ValueError, match=expected), lock_folder(folder):
         pass
-    assert target.exists() == (kind == "link") and (kind != "link" or target.read_text() == "mine")
+    assert (
+        os.path.lexists(folder / ".in_use")
+        and target.exists() == (kind == "link")
+        and (kind != "link" or target.read_text() == "mine")
+    )

@@ -11,22 +11,12 @@ Names are loaded at first use.
 from verl.utils.lazy import lazy_names
 
 _HOME = {
-    "AGENT_LOOPS": "verl.agents.loop",
-    "NO_FACTS": "verl.agents.loop",
-    "NO_TRAJECTORY_INFO": "verl.agents.loop",
-    "POLICY": "verl.agents.loop",
-    "SINGLE_TURN": "verl.agents.loop",
-    "AgentLoop": "verl.agents.loop",
-    "AgentLoopFactory": "verl.agents.loop",
-    "GenerateFn": "verl.agents.loop",
-    "MultiTurnLoop": "verl.agents.multi_turn",
-    "Prompt": "verl.agents.loop",
-    "Segment": "verl.agents.loop",
-    "SingleTurn": "verl.agents.loop",
-    "Trajectory": "verl.agents.loop",
-    "make_agent_loop": "verl.agents.public",
-    "register_agent_loop": "verl.agents.loop",
+    "verl.agents.loop": (
+        "AGENT_LOOPS NO_FACTS NO_TRAJECTORY_INFO POLICY SINGLE_TURN AgentLoop AgentLoopFactory GenerateFn Prompt "
+        "Segment SingleTurn Trajectory register_agent_loop"
+    ),
+    "verl.agents.multi_turn": "MultiTurnLoop",
+    "verl.agents.public": "make_agent_loop",
 }
 
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

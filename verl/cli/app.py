@@ -1,10 +1,10 @@
 """The command `verl`. A subcommand imports its modules at use, so that `verl --help` takes a fraction of a second."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from verl.cli.config.commands import config
 from verl.cli.examples import examples
 from verl.cli.programs import PROGRAMS
 from verl.cli.runs import replay, report, runs
@@ -48,6 +48,61 @@ def _verl(
 _PASS_ON = {"ignore_unknown_options": True}
 for _program in PROGRAMS:
     app.command(_program.name, help=_program.help, add_help_option=False, context_settings=_PASS_ON)(_program.command())
+
+
+config = typer.Typer(help="Explain, show, compare and convert configurations.", no_args_is_help=True)
+
+_Program = Annotated[str, typer.Option("--of", help="program: ppo, sft, generation or evaluation")]
+
+
+@config.command("explain", add_help_option=False, context_settings=_PASS_ON)
+def explain(terms: Annotated[list[str] | None, typer.Argument(metavar="[WORD]...")] = None) -> None:
+    """Every key with type, default and meaning, or those with WORD."""
+    from verl.cli.config.explain import main
+
+    raise typer.Exit(main(terms or [], "verl config explain"))
+
+
+@config.command("show", context_settings=_PASS_ON)
+def show(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    file: Annotated[str | None, typer.Option("--config", "-c", help="YAML file")] = None,
+    changed: Annotated[bool, typer.Option(help="Only keys that differ from the defaults.")] = False,
+    program: _Program = "ppo",
+) -> None:
+    """Print the configuration that a file and overrides give."""
+    from verl.cli.config.show import show as print_config
+
+    raise typer.Exit(print_config(file, overrides or [], program, changed))
+
+
+@config.command("diff")
+def diff(
+    a: Annotated[str, typer.Argument(help="YAML file, folder of a run or checkpoint, algorithm, or `defaults`")],
+    b: Annotated[str, typer.Argument(help="the same")],
+    program: _Program = "ppo",
+) -> None:
+    """Print the keys that differ between two configurations. Exit status 1 if there are any, as diff."""
+    from verl.cli.config.show import diff as compared
+
+    raise typer.Exit(compared(a, b, program))
+
+
+@config.command("convert")
+def convert(
+    file: Annotated[Path, typer.Argument(help="YAML or JSON; a file or script with key=value words for public verl")],
+    source: Annotated[
+        str, typer.Option("--from", help="auto, verl, trl-grpo, trl-ppo or trl-sft; auto decides by the keys")
+    ] = "auto",
+    program: Annotated[str, typer.Option("--of", help="program of a verl configuration: ppo or sft")] = "ppo",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the TRL run, whose batch sizes are per device")] = 1,
+    overrides: Annotated[bool, typer.Option("--overrides", help="Print key=value lines instead of YAML.")] = False,
+) -> None:
+    """Convert a configuration of public verl or TRL."""
+    from verl.cli.config.convert import main
+
+    raise typer.Exit(main(file, source, program, gpus, overrides))
+
 
 app.add_typer(config, name="config")
 app.add_typer(examples, name="examples")

@@ -39,25 +39,23 @@ def copy(
 ) -> None:
     """Copy an example, with the examples that it imports."""
     from verl.registry import did_you_mean
+    from verl.trainer.startup.command_line import user_errors
 
-    if name not in names():
-        typer.echo(f"error: there is no example {name!r}: {did_you_mean(name, names())}", err=True)
-        raise typer.Exit(1)
-    pairs = [
-        (path, dest / "examples" / path.relative_to(FOLDER)) for example in needed(name) for path in files_of(example)
-    ]
-    existing = [target for _, target in pairs if target.exists()]
-    if existing and not overwrite:
-        typer.echo(f"error: {existing[0]} exists: choose another DEST, or use --overwrite", err=True)
-        raise typer.Exit(1)
-    for path, target in pairs:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, target)
-        except OSError as error:
-            typer.echo(f"error: {target} cannot be written: {error.strerror}; choose another DEST", err=True)
-            raise typer.Exit(1) from None
-        typer.echo(target)
+    with user_errors():
+        if name not in names():
+            raise ValueError(f"there is no example {name!r}: {did_you_mean(name, names())}")
+        paths = [path for example in needed(name) for path in files_of(example)]
+        pairs = [(path, dest / "examples" / path.relative_to(FOLDER)) for path in paths]
+        existing = [target for _, target in pairs if target.exists()]
+        if existing and not overwrite:
+            raise ValueError(f"{existing[0]} exists: choose another DEST, or use --overwrite")
+        for path, target in pairs:
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, target)
+            except OSError as error:
+                raise ValueError(f"{target} cannot be written: {error.strerror}; choose another DEST") from None
+            typer.echo(target)
 
 
 def names() -> list[str]:

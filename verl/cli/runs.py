@@ -47,14 +47,10 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
         )
     for run in records:
         total = run.about.get("total_steps")
-        training = run.metrics.get(run.reward_name or "", ())
-        validation = run.metrics.get(_first(run.validation_names) or "", ())
         name = str(run.folder.relative_to(folder)) if run.folder != folder else run.name
         steps = f"{run.steps}/{total}" if total else str(run.steps)
-        figures = [
-            *_last_and_best(run.reward_name, training),
-            *_last_and_best(_first(run.validation_names), validation),
-        ]
+        metrics = (run.reward_name, next(iter(run.validation_names), None))
+        figures = [cell for metric in metrics for cell in _last_and_best(metric, run.metrics.get(metric or "", ()))]
         cells = (name, run.algorithm, run.model, steps, *figures, run.state, format_short_duration(run.age))
         table.add_row(*map(console_text, cells))
     _print(table)
@@ -158,10 +154,6 @@ def _print(table: Any, widest: int = 10_000) -> None:
         wide = Console(**plain, width=10_000)
         console = Console(**plain, width=min(max(console.width, wide.measure(table).maximum), widest))
     console.print(table)
-
-
-def _first(names: list[str]) -> str | None:
-    return names[0] if names else None
 
 
 def _shown_metrics(records: list[Any]) -> list[str]:

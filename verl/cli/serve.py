@@ -97,7 +97,9 @@ def _one_error() -> Iterator[None]:
         try:
             yield
         except ModuleNotFoundError as error:
-            raise _with_extra(error) from None
+            if error.name not in ("starlette", "uvicorn"):
+                raise
+            raise ImportError(f"verl serve needs {error.name}: pip install -e '.[server]' in a clone") from None
 
 
 def _engine_kwargs(engine: str, text: str) -> dict:
@@ -196,13 +198,6 @@ def load(
     served = ServedModel(name, tokenizer, params, vocab_size=limits.vocab_size, max_model_len=max_model_len)
     with served_engine(config, model, device, pad, imports) as made:
         yield made, replace(served, sampling_keys=made.sampling_keys)
-
-
-def _with_extra(error: Exception) -> Exception:
-    """Name the extra to install, if a package of the server is missing."""
-    if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):
-        return ImportError(f"verl serve needs {error.name}: pip install -e '.[server]' in a clone")
-    return error
 
 
 if __name__ == "__main__":

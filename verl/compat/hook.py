@@ -58,28 +58,15 @@ class _Moved(importlib.abc.Loader):
         return spec.loader.get_code(spec.name)
 
 
-class _Published(importlib.abc.Loader):
-    """Creates an empty package that resolves its names in `PUBLISHED`."""
+class _Empty(importlib.abc.Loader):
+    """Creates a package without files, whose names `find` resolves; None: it has none."""
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ in PUBLISHED:
-            module.__getattr__ = published_names(module.__name__)
-
-
-class _Forwarded(importlib.abc.Loader):
-    """Creates a package without files that has the names of the package `target`."""
-
-    def __init__(self, target: str):
-        self.target = target
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
+    def __init__(self, find: Callable[[str], Any] | None):
+        self.find = find
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__getattr__ = lambda name: getattr(importlib.import_module(self.target), name)
+        if self.find is not None:
+            module.__getattr__ = self.find
 
 
 def _former_recipe(fullname: str) -> importlib.machinery.ModuleSpec | None:
@@ -89,7 +76,8 @@ def _former_recipe(fullname: str) -> importlib.machinery.ModuleSpec | None:
     if spec is None:
         return None
     if spec.submodule_search_locations is not None:
-        return importlib.util.spec_from_loader(fullname, _Forwarded(target), is_package=True)
+        forwarded = _Empty(lambda name: getattr(importlib.import_module(target), name))
+        return importlib.util.spec_from_loader(fullname, forwarded, is_package=True)
     return importlib.util.spec_from_loader(fullname, _Moved(target), origin=spec.origin)
 
 
@@ -120,7 +108,8 @@ class PublishedModules(importlib.abc.MetaPathFinder):
         if fullname.partition(".")[0] == "recipe":
             return _former_recipe(fullname)
         if fullname in PUBLISHED or fullname in _PARENTS:
-            return importlib.util.spec_from_loader(fullname, _Published(), is_package=True)
+            loader = _Empty(published_names(fullname) if fullname in PUBLISHED else None)
+            return importlib.util.spec_from_loader(fullname, loader, is_package=True)
         return None
 
 

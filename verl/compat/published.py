@@ -22,33 +22,48 @@ _SEQUENCE_PARALLEL = "sequence parallelism is the setting actor.ulysses_sequence
 _PROFILER = "profilers are not supported: trainer.logger records the seconds of every operator as timing_s/*"
 _MEGATRON = "the Megatron engine is chosen by actor.strategy=megatron, and its settings are those of actor.megatron"
 
-_TRAINER = "verl.trainer.ppo.batch_functions:"
+_CHECKPOINTS = "checkpoints are written by verl.checkpoints.store"
+_TOOLS = {ANY: "tools are loaded by verl.agents.tools.load.load_tools"}
+_RESULT = "return a pair (sum, count) from a loss, or a number"
+
 _FUNCTIONAL = "verl.utils.py_functional:"
-_FUNCTIONS = "verl.algorithms.torch_functional:"
 _SCHEMA = "verl.config.schema:"
-_MANAGERS = "verl.rewards.public_managers:"
 _RULES = "verl.rewards.public_scores:"
 
-_PUBLIC_LOOPS = "verl.agents.public:"
 
-#: agent loops, under two paths
+def _same_names(module: str, *names: str) -> dict[str, str]:
+    """Names that `module` has, too."""
+    return {name: f"{module}:{name}" for name in names}
+
+
 _AGENT_LOOPS = {
-    "AgentLoopBase": _PUBLIC_LOOPS + "AgentLoopBase",
-    "AgentLoopMetrics": _PUBLIC_LOOPS + "AgentLoopMetrics",
-    "AgentLoopOutput": _PUBLIC_LOOPS + "AgentLoopOutput",
-    "DictConfigWrap": _PUBLIC_LOOPS + "DictConfigWrap",
-    "TokenOutput": _PUBLIC_LOOPS + "TokenOutput",
-    "register": _PUBLIC_LOOPS + "register",
+    **_same_names("verl.agents.public", "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "DictConfigWrap"),
+    **_same_names("verl.agents.public", "TokenOutput", "register"),
     ANY: "agent loops are in verl.agents",
 }
-
-#: functions for timing, under several paths
-_TIMERS = {
-    "marked_timer": _FUNCTIONAL + "marked_timer",
-    "simple_timer": _FUNCTIONAL + "marked_timer",
-    "_timer": _FUNCTIONAL + "marked_timer",
-    ANY: _PROFILER,
+_TIMERS = {**dict.fromkeys(("marked_timer", "simple_timer", "_timer"), _FUNCTIONAL + "marked_timer"), ANY: _PROFILER}
+_REDUCE_METRICS = _same_names("verl.utils.py_functional", "reduce_metrics")
+_BATCH_METRICS = _REDUCE_METRICS | _same_names(
+    "verl.trainer.ppo.batch_functions",
+    *("compute_data_metrics", "compute_timing_metrics", "compute_throughout_metrics"),
+)
+_DEFAULT_SCORE = "verl.rewards.resolve:default_compute_score"
+_BOXES = {"last_boxed_only_string": _RULES + "last_box", "remove_boxed": _RULES + "inside_box"}
+_MATH = {"compute_score": _RULES + "math_score", "is_equiv": _RULES + "math_equal", **_BOXES}
+_MANAGER_REGISTRY = _same_names("verl.rewards.public_managers", "register", "get_reward_manager_cls")
+_MANAGER_BASE = _same_names("verl.rewards.public_managers", "RewardManagerBase")
+_ABSTRACT_MANAGER = _same_names("verl.rewards.public_managers", "AbstractRewardManager")
+_MANAGERS = {
+    kind: _same_names("verl.rewards.managers", f"{name}RewardManager")
+    for kind, name in {"naive": "Naive", "batch": "Batch", "dapo": "DAPO", "prime": "Prime"}.items()
 }
+_WORKER = _same_names("verl.single_controller.worker", "Worker")
+_WORKER_GROUP = {
+    **_same_names("verl.single_controller.worker_group", "WorkerGroup"),
+    **_same_names("verl.single_controller.placement", "ResourcePool"),
+}
+_RLHF_DATASET = _same_names("verl.data.rlhf_dataset", "RLHFDataset")
+_SFT_DATASET = _same_names("verl.data.sft_dataset", "SFTDataset")
 
 PUBLISHED: dict[str, dict[str, str]] = {
     # ---- modules that exist here and lack some names
@@ -58,8 +73,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "_padding_size_key": "Dispatch.DP_COMPUTE_PROTO adds and removes padding rows",
     },
     "verl.utils": {
-        "hf_tokenizer": "verl.utils.tokenizer:hf_tokenizer",
-        "hf_processor": "verl.utils.tokenizer:hf_processor",
+        **_same_names("verl.utils.tokenizer", "hf_tokenizer", "hf_processor"),
         "torch_functional": "verl.algorithms.torch_functional",
     },
     "verl.utils.balance": {
@@ -72,14 +86,11 @@ PUBLISHED: dict[str, dict[str, str]] = {
     },
     "verl.single_controller.ray": {
         "RayWorkerGroup": "verl.single_controller.ray.group:RayWorkerGroup",
-        "RayResourcePool": _PLACEMENT,
         "RayClassWithInitArgs": "describe a worker with verl.single_controller.WorkerSpec",
-        "ResourcePoolManager": _PLACEMENT,
-        "SubRayResourcePool": _PLACEMENT,
         "create_colocated_worker_cls": "verl.single_controller.ray.group.colocate starts several workers in one actor",
         "create_colocated_worker_cls_fused": "verl.single_controller.ray.group.colocate does the same",
-        "split_resource_pool": _PLACEMENT,
-        "merge_resource_pool": _PLACEMENT,
+        **dict.fromkeys(("split_resource_pool", "merge_resource_pool"), _PLACEMENT),
+        **dict.fromkeys(("RayResourcePool", "SubRayResourcePool", "ResourcePoolManager"), _PLACEMENT),
     },
     "verl.trainer.local_trainer": {"LocalTrainer": "verl.trainer.local_trainer:LocalPPOTrainer"},
     "verl.trainer.ray_trainer": {
@@ -94,25 +105,19 @@ PUBLISHED: dict[str, dict[str, str]] = {
     },
     # ---- trainer
     "verl.trainer.ppo.ray_trainer": {
-        "RayPPOTrainer": "verl.trainer.ray_trainer:RayPPOTrainer",
-        "AdvantageEstimator": "verl.algorithms.core_algos:AdvantageEstimator",
-        "apply_kl_penalty": _TRAINER + "apply_kl_penalty",
-        "compute_advantage": _TRAINER + "compute_advantage",
-        "compute_response_mask": _TRAINER + "compute_response_mask",
-        "compute_data_metrics": _TRAINER + "compute_data_metrics",
-        "compute_timing_metrics": _TRAINER + "compute_timing_metrics",
-        "compute_throughout_metrics": _TRAINER + "compute_throughout_metrics",
-        "reduce_metrics": _FUNCTIONAL + "reduce_metrics",
+        **_same_names("verl.trainer.ray_trainer", "RayPPOTrainer"),
+        **_same_names("verl.algorithms.core_algos", "AdvantageEstimator"),
+        **_same_names(
+            "verl.trainer.ppo.batch_functions", "apply_kl_penalty", "compute_advantage", "compute_response_mask"
+        ),
+        **_BATCH_METRICS,
         "core_algos": "verl.algorithms.core_algos",
         "ResourcePoolManager": _PLACEMENT,
         "Role": _ROLES,
         "WorkerType": _WORKERS,
     },
     "verl.trainer.ppo.metric_utils": {
-        "compute_data_metrics": _TRAINER + "compute_data_metrics",
-        "compute_timing_metrics": _TRAINER + "compute_timing_metrics",
-        "compute_throughout_metrics": _TRAINER + "compute_throughout_metrics",
-        "reduce_metrics": _FUNCTIONAL + "reduce_metrics",
+        **_BATCH_METRICS,
         "process_validation_metrics": "verl.trainer.output.metrics.validation_metrics takes a validation's batches",
         "bootstrap_metric": "verl.evaluation.statistics.bootstrap_means and bootstrap_intervals",
         "calc_maj_val": "verl.trainer.output.metrics.validation_metrics reports maj@N",
@@ -120,131 +125,89 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.trainer.ppo.utils": {
         "need_critic": "verl.trainer.ppo.flow:needs_critic",
         "need_reference_policy": "verl.trainer.ppo.flow:needs_reference",
-        "need_reward_model": _TRAINER + "need_reward_model",
+        **_same_names("verl.trainer.ppo.batch_functions", "need_reward_model"),
         "Role": _ROLES,
         "WorkerType": _WORKERS,
         "need_teacher_policy": "distillation is not supported",
     },
     "verl.trainer.ppo.reward": {
-        "load_reward_manager": "verl.rewards.load:load_reward_manager",
-        "compute_reward": _TRAINER + "compute_reward",
+        **_same_names("verl.rewards.load", "load_reward_manager"),
+        **_same_names("verl.trainer.ppo.batch_functions", "compute_reward"),
         "get_custom_reward_fn": "verl.rewards.resolve.resolve_reward_function takes path and name of the function",
         "compute_reward_async": "reward functions run concurrently in worker processes: call compute_reward",
     },
     "verl.trainer.config": {
         "AlgoConfig": _SCHEMA + "AlgorithmConfig",
-        "KLControlConfig": _SCHEMA + "KLControlConfig",
-        "FilterGroupsConfig": _SCHEMA + "FilterGroupsConfig",
+        **_same_names("verl.config.schema", "KLControlConfig", "FilterGroupsConfig", "RolloutCorrectionConfig"),
+        **_same_names("verl.config.schema", "CheckpointConfig"),
         "PFPPOConfig": "resampling of the batch by reward (PF-PPO) is not supported",
-        "RolloutCorrectionConfig": _SCHEMA + "RolloutCorrectionConfig",
-        "CheckpointConfig": _SCHEMA + "CheckpointConfig",
         ANY: _CONFIG,
     },
     # ---- rewards
-    "verl.utils.reward_score": {
-        "default_compute_score": "verl.rewards.resolve:default_compute_score",
-        "_default_compute_score": "verl.rewards.resolve:default_compute_score",
-    },
+    "verl.utils.reward_score": dict.fromkeys(("default_compute_score", "_default_compute_score"), _DEFAULT_SCORE),
     "verl.utils.reward_score.gsm8k": {
         "compute_score": _RULES + "gsm8k_score",
         "extract_solution": _RULES + "gsm8k_number",
     },
     "verl.utils.reward_score.geo3k": {"compute_score": _RULES + "geo3k_score"},
-    "verl.utils.reward_score.math": {
-        "compute_score": _RULES + "math_score",
-        "is_equiv": _RULES + "math_equal",
-        "last_boxed_only_string": _RULES + "last_box",
-        "remove_boxed": _RULES + "inside_box",
-    },
-    "verl.utils.reward_score.math_reward": {
-        "compute_score": _RULES + "math_score",
-        "is_equiv": _RULES + "math_equal",
-        "last_boxed_only_string": _RULES + "last_box",
-        "remove_boxed": _RULES + "inside_box",
-    },
+    "verl.utils.reward_score.math": _MATH,
+    "verl.utils.reward_score.math_reward": _MATH,
     "verl.utils.reward_score.math_verify": {"compute_score": _RULES + "math_score"},
-    "verl.utils.reward_score.math_dapo": {
-        "compute_score": _RULES + "math_dapo_score",
-        "last_boxed_only_string": _RULES + "last_box",
-        "remove_boxed": _RULES + "inside_box",
-    },
+    "verl.utils.reward_score.math_dapo": {"compute_score": _RULES + "math_dapo_score", **_BOXES},
     "verl.utils.reward_score.prime_math": {"compute_score": _RULES + "math_score"},
     "verl.utils.reward_score.prime_code": {"compute_score": _RULES + "code_score"},
     "verl.utils.reward_score.sandbox_fusion": {
         ANY: "programs are run by verl.rewards.sandbox.code_tests on this machine",
     },
     "verl.workers.reward_manager": {
-        "register": _MANAGERS + "register",
-        "get_reward_manager_cls": _MANAGERS + "get_reward_manager_cls",
-        "AbstractRewardManager": _MANAGERS + "AbstractRewardManager",
-        "NaiveRewardManager": "verl.rewards.managers:NaiveRewardManager",
-        "BatchRewardManager": "verl.rewards.managers:BatchRewardManager",
-        "DAPORewardManager": "verl.rewards.managers:DAPORewardManager",
-        "PrimeRewardManager": "verl.rewards.managers:PrimeRewardManager",
+        **_MANAGER_REGISTRY,
+        **_ABSTRACT_MANAGER,
+        **{name: home for names in _MANAGERS.values() for name, home in names.items()},
     },
     "verl.workers.reward_manager.abstract": {
-        "AbstractRewardManager": _MANAGERS + "AbstractRewardManager",
+        **_ABSTRACT_MANAGER,
         "RawRewardFn": "verl.rewards.functions:ScoreFunction",
     },
     "verl.workers.reward_manager.registry": {
-        "register": _MANAGERS + "register",
-        "get_reward_manager_cls": _MANAGERS + "get_reward_manager_cls",
-        "REWARD_MANAGER_REGISTRY": "verl.rewards.managers:REWARD_MANAGER_REGISTRY",
+        **_MANAGER_REGISTRY,
+        **_same_names("verl.rewards.managers", "REWARD_MANAGER_REGISTRY"),
     },
-    "verl.workers.reward_manager.naive": {"NaiveRewardManager": "verl.rewards.managers:NaiveRewardManager"},
-    "verl.workers.reward_manager.dapo": {"DAPORewardManager": "verl.rewards.managers:DAPORewardManager"},
-    "verl.workers.reward_manager.batch": {"BatchRewardManager": "verl.rewards.managers:BatchRewardManager"},
-    "verl.workers.reward_manager.prime": {"PrimeRewardManager": "verl.rewards.managers:PrimeRewardManager"},
-    "verl.experimental.reward_loop.reward_manager": {
-        "register": _MANAGERS + "register",
-        "get_reward_manager_cls": _MANAGERS + "get_reward_manager_cls",
-        "RewardManagerBase": _MANAGERS + "RewardManagerBase",
-    },
-    "verl.experimental.reward_loop.reward_manager.base": {"RewardManagerBase": _MANAGERS + "RewardManagerBase"},
-    "verl.experimental.reward_loop.reward_manager.registry": {
-        "register": _MANAGERS + "register",
-        "get_reward_manager_cls": _MANAGERS + "get_reward_manager_cls",
-    },
+    **{f"verl.workers.reward_manager.{kind}": names for kind, names in _MANAGERS.items()},
+    "verl.experimental.reward_loop.reward_manager": _MANAGER_REGISTRY | _MANAGER_BASE,
+    "verl.experimental.reward_loop.reward_manager.base": _MANAGER_BASE,
+    "verl.experimental.reward_loop.reward_manager.registry": _MANAGER_REGISTRY,
     # ---- data
     "verl.utils.dataset": {
-        "RLHFDataset": "verl.data.rlhf_dataset:RLHFDataset",
-        "SFTDataset": "verl.data.sft_dataset:SFTDataset",
+        **_RLHF_DATASET,
+        **_SFT_DATASET,
         "RMDataset": "training of reward models is not supported",
     },
     "verl.utils.dataset.rl_dataset": {
-        "RLHFDataset": "verl.data.rlhf_dataset:RLHFDataset",
+        **_RLHF_DATASET,
         "collate_fn": "verl.data.collate:collate_fn",
         "get_dataset_class": "verl.data.rlhf_dataset:load_dataset_class",
     },
-    "verl.utils.dataset.sft_dataset": {"SFTDataset": "verl.data.sft_dataset:SFTDataset"},
+    "verl.utils.dataset.sft_dataset": _SFT_DATASET,
     "verl.utils.dataset.multiturn_sft_dataset": {"MultiTurnSFTDataset": "verl.data.sft_dataset:SFTDataset"},
     # ---- utils
-    "verl.utils.metric": {
-        "reduce_metrics": _FUNCTIONAL + "reduce_metrics",
-        "Metric": "return a pair (sum, count) from a loss, or a number",
-        "AggregationType": "return a pair (sum, count) from a loss, or a number",
-    },
-    "verl.utils.metric.utils": {"reduce_metrics": _FUNCTIONAL + "reduce_metrics"},
+    "verl.utils.metric": _REDUCE_METRICS | dict.fromkeys(("Metric", "AggregationType"), _RESULT),
+    "verl.utils.metric.utils": _REDUCE_METRICS,
     "verl.utils.model": {
-        "compute_position_id_with_mask": _FUNCTIONS + "compute_position_id_with_mask",
+        **_same_names("verl.algorithms.torch_functional", "compute_position_id_with_mask"),
         ANY: "models are loaded by verl.engines.loading",
     },
     "verl.utils.config": {ANY: _CONFIG},
-    "verl.utils.debug": _TIMERS,
-    "verl.utils.profiler": _TIMERS,
-    "verl.utils.profiler.performance": _TIMERS,
-    "verl.utils.debug.performance": _TIMERS,
+    **{f"verl.utils.{name}": _TIMERS for name in ("debug", "profiler", "profiler.performance", "debug.performance")},
     "verl.utils.import_utils": {
-        "load_extern_type": "verl.registry:load_object",
-        "load_extern_object": "verl.registry:load_object",
+        **dict.fromkeys(("load_extern_type", "load_extern_object"), "verl.registry:load_object"),
         ANY: "optional packages are imported where they are used",
     },
     "verl.utils.logger": {"LocalLogger": "trainer.logger selects the trackers", ANY: "use logging.getLogger"},
     "verl.utils.logging_utils": {"set_basic_config": "verl.utils.log:setup_logging"},
     "verl.utils.flops_counter": {ANY: "trainer.logger records tokens per second as perf/throughput"},
-    "verl.utils.checkpoint": {ANY: "checkpoints are written by verl.checkpoints.store"},
-    "verl.utils.checkpoint.checkpoint_manager": {ANY: "checkpoints are written by verl.checkpoints.store"},
-    "verl.utils.checkpoint.fsdp_checkpoint_manager": {ANY: "checkpoints are written by verl.checkpoints.store"},
+    "verl.utils.checkpoint": {ANY: _CHECKPOINTS},
+    "verl.utils.checkpoint.checkpoint_manager": {ANY: _CHECKPOINTS},
+    "verl.utils.checkpoint.fsdp_checkpoint_manager": {ANY: _CHECKPOINTS},
     "verl.utils.fsdp_utils": {ANY: _FSDP},
     "verl.utils.ulysses": {ANY: _SEQUENCE_PARALLEL},
     "verl.utils.megatron_utils": {ANY: _MEGATRON},
@@ -256,42 +219,34 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.utils.attention_utils": {ANY: "padding is removed by verl.modeling.packing"},
     # ---- workers
     "verl.single_controller.base": {
-        "Worker": "verl.single_controller.worker:Worker",
-        "WorkerGroup": "verl.single_controller.worker_group:WorkerGroup",
-        "ResourcePool": "verl.single_controller.placement:ResourcePool",
+        **_WORKER,
+        **_WORKER_GROUP,
         "ClassWithInitArgs": "describe a worker with verl.single_controller.WorkerSpec",
     },
     "verl.single_controller.base.worker": {
-        "Worker": "verl.single_controller.worker:Worker",
+        **_WORKER,
         ANY: "use self.env of verl.single_controller.Worker for rank and world size",
     },
-    "verl.single_controller.base.worker_group": {
-        "WorkerGroup": "verl.single_controller.worker_group:WorkerGroup",
-        "ResourcePool": "verl.single_controller.placement:ResourcePool",
-    },
+    "verl.single_controller.base.worker_group": _WORKER_GROUP,
     "verl.single_controller.ray.base": {
         "RayWorkerGroup": "verl.single_controller.ray.group:RayWorkerGroup",
         "func_generator": "verl.single_controller.WorkerGroup.call dispatches, executes and collects",
         ANY: _PLACEMENT,
     },
     "verl.workers.config": {
-        "ActorConfig": "verl.config.schema:ActorConfig",
-        "CriticConfig": "verl.config.schema:CriticConfig",
-        "RolloutConfig": "verl.config.schema:RolloutConfig",
-        "FSDPActorConfig": "verl.config.schema:ActorConfig",
-        "FSDPCriticConfig": "verl.config.schema:CriticConfig",
+        **_same_names("verl.config.schema", "ActorConfig", "CriticConfig", "RolloutConfig", "PolicyLossConfig"),
+        "FSDPActorConfig": _SCHEMA + "ActorConfig",
+        "FSDPCriticConfig": _SCHEMA + "CriticConfig",
         "FSDPEngineConfig": _SCHEMA + "EngineConfig",
-        "FSDPOptimizerConfig": _SCHEMA + "OptimConfig",
         "HFModelConfig": _SCHEMA + "ModelConfig",
-        "OptimizerConfig": _SCHEMA + "OptimConfig",
-        "PolicyLossConfig": _SCHEMA + "PolicyLossConfig",
+        **dict.fromkeys(("FSDPOptimizerConfig", "OptimizerConfig"), _SCHEMA + "OptimConfig"),
         ANY: _CONFIG,
     },
-    "verl.workers.fsdp_workers": {ANY: _WORKERS},
+    **{
+        f"verl.workers.{name}": {ANY: _WORKERS}
+        for name in ("fsdp_workers", "engine_workers", "actor", "actor.dp_actor")
+    },
     "verl.workers.megatron_workers": {ANY: _MEGATRON},
-    "verl.workers.engine_workers": {ANY: _WORKERS},
-    "verl.workers.actor": {ANY: _WORKERS},
-    "verl.workers.actor.dp_actor": {ANY: _WORKERS},
     "verl.workers.actor.megatron_actor": {ANY: _MEGATRON},
     "verl.workers.engine": {ANY: _ENGINE},
     "verl.workers.sharding_manager": {ANY: "weights are sent to the rollout engine by verl.weight_sync"},
@@ -308,14 +263,12 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "ToolAgentLoop": "select it with rollout.agent.default_agent_loop=tool_agent; see verl.agents.MultiTurnLoop",
     },
     "verl.experimental.agent_loop.tool_parser": {
-        "ToolParser": "verl.agents.tools.parsers:ToolParser",
-        "FunctionCall": "verl.agents.tools.parsers:FunctionCall",
-        "HermesToolParser": "verl.agents.tools.parsers:HermesToolParser",
+        **_same_names("verl.agents.tools.parsers", "ToolParser", "FunctionCall", "HermesToolParser")
     },
     "verl.experimental.reward_loop": {ANY: "reward managers are in verl.rewards.managers"},
     "verl.experimental.dataset.sampler": {ANY: "data.shuffle and data.seed define the order of the prompts"},
-    "verl.tools.tool_registry": {ANY: "tools are loaded by verl.agents.tools.load.load_tools"},
-    "verl.tools.utils.tool_registry": {ANY: "tools are loaded by verl.agents.tools.load.load_tools"},
+    "verl.tools.tool_registry": _TOOLS,
+    "verl.tools.utils.tool_registry": _TOOLS,
     "verl.interactions.base": {"BaseInteraction": "verl.agents.tools.interactions:BaseInteraction"},
     "verl.base_config": {"BaseConfig": "verl.config.fields:Section"},
 }

@@ -2,9 +2,9 @@
 
 from verl.config.checks.algorithm import check_critic
 from verl.config.checks.registered import check_registered
-from verl.config.describe import batch_summary, reference_table
+from verl.config.describe import batch_summary, reference_table, settings_without_effect
 from verl.config.errors import ConfigError, Problem
-from verl.config.fields import differences, settings_without_effect, to_flat_dict
+from verl.config.fields import differences, to_flat_dict
 from verl.config.inputs import check_code, check_data, check_inputs, check_models
 from verl.config.load import apply_preset, dump_config, load_config, load_section
 from verl.config.schema.ppo import Config

@@ -1,8 +1,12 @@
-"""A configuration as text: its batch sizes in a line, and the reference table of all fields."""
+"""A configuration as text: its batch sizes in a line, settings without effect, and the table of all fields."""
+
+import functools
+from typing import Any
 
 import yaml
 
-from verl.config.fields import Schema, fields_of
+from verl.config.errors import format_plain
+from verl.config.fields import Condition, Schema, Section, differences, fields_of, flatten
 from verl.config.schema.actor import ActorConfig, CriticConfig
 from verl.config.schema.ppo import Config
 
@@ -59,6 +63,56 @@ def _per_rank(samples: int, world_size: int, sizes: str) -> int:
     if samples % world_size:
         raise ValueError(f"{sizes} = {samples} responses are not divisible by {world_size} ranks: change one of them")
     return samples // world_size
+
+
+@functools.cache
+def requirements_of(schema: type[Section]) -> dict[str, list[list[Condition]]]:
+    """Dotted key -> what must hold so that the field has an effect: of each list, one condition with dotted keys."""
+    known = fields_of(schema)
+
+    def full_key(section: str, name: str) -> str:
+        """The nearest key of this name in a section or above it."""
+        if section + name in known:
+            return section + name
+        assert section, f"active_when: there is no key {name}"
+        return full_key(section[: section.rstrip(".").rfind(".") + 1], name)
+
+    def alternatives(section: str, conditions: tuple[Any, ...]) -> list[Condition]:
+        conditions = (conditions,) if isinstance(conditions[0], str) else conditions
+        return [(full_key(section, name), *value) for name, *value in conditions]
+
+    requirements: dict[str, list[list[Condition]]] = {}
+    for key, field in known.items():
+        declared = [
+            (section, item)
+            for section, when in field.active_when
+            for item in (when if isinstance(when, list) else [when])
+        ]
+        required = [alternatives(section, item) for section, item in declared]
+        # the key of a condition in a section is not subject to it
+        requirements[key] = [items for items in required if key not in (item[0] for item in items)]
+    return {key: required for key, required in requirements.items() if required}
+
+
+def settings_without_effect(config: Schema) -> list[str]:
+    """Fields that were changed from their default and have no effect, each as "key: value has no effect with ...".
+
+    The fields that the selected estimator and loss do not read follow from their signatures (`unused_settings`).
+    """
+    flat, required = flatten(config.model_dump(), type(config)), requirements_of(type(config))
+
+    def holds(condition: Condition) -> bool:
+        key, value, *_ = condition
+        return bool(value(flat[key])) if callable(value) else flat[key] == value
+
+    notes = []
+    for key in differences(config):
+        unmet = next((items for items in required.get(key, ()) if not any(map(holds, items))), None)
+        if unmet is not None:
+            reason = " and ".join(f"{other}={format_plain(flat[other])}" for other, *_ in unmet)
+            exceptions = "".join(text for _, _, *texts in unmet for text in texts)
+            notes.append(f"{key}: {format_plain(flat[key])} has no effect with {reason}{exceptions}")
+    return notes
 
 
 def reference_table(schema: type[Schema] = Config) -> str:

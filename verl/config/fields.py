@@ -14,8 +14,6 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from verl.config.errors import format_plain
-
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -124,7 +122,8 @@ class Section(pydantic.BaseModel):
     @classmethod
     def _bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject True and False for numbers: Python accepts True as 1, but in a configuration it is a mistake."""
-        if isinstance(value, bool) and not _accepts_bool(cls.model_fields[info.field_name].annotation):
+        kinds = _members(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and not any(kind in (bool, Any) or get_origin(kind) is dict for kind in kinds):
             raise ValueError("expected a number, found a bool")
         return value
 
@@ -288,7 +287,10 @@ class ConfigField:
         members = [member for member in get_args(self.annotation) if get_origin(member) is Annotated]
         inner = [limit for member in members for limit in get_args(member)[1:]]
         inner = [item for limit in inner for item in (limit.metadata if isinstance(limit, FieldInfo) else [limit])]
-        limits = _describe_limits([*self.info.metadata, *inner])
+        metadata = [*self.info.metadata, *inner]  # one object of annotated_types for each limit
+        limits = [
+            f"{_SIGNS[name]} {getattr(item, name)}" for item in metadata for name in _SIGNS if hasattr(item, name)
+        ]
         first, *others = (_type_name(kind) for kind in _members(self.annotation))
         return " or ".join([f"{first} {' and '.join(limits)}".strip(), *others])
 
@@ -330,56 +332,6 @@ def _walk(schema: type[Section], prefix: str) -> Iterator[tuple[str, ConfigField
                 yield inner, field
         else:
             yield key, ConfigField(kind, info, extra.get("default_from"), conditions)
-
-
-@functools.cache
-def requirements_of(schema: type[Section]) -> dict[str, list[list[Condition]]]:
-    """Dotted key -> what must hold so that the field has an effect: of each list, one condition with dotted keys."""
-    known = fields_of(schema)
-
-    def full_key(section: str, name: str) -> str:
-        """The nearest key of this name in a section or above it."""
-        if section + name in known:
-            return section + name
-        assert section, f"active_when: there is no key {name}"
-        return full_key(section[: section.rstrip(".").rfind(".") + 1], name)
-
-    def alternatives(section: str, conditions: tuple[Any, ...]) -> list[Condition]:
-        conditions = (conditions,) if isinstance(conditions[0], str) else conditions
-        return [(full_key(section, name), *value) for name, *value in conditions]
-
-    requirements: dict[str, list[list[Condition]]] = {}
-    for key, field in known.items():
-        declared = [
-            (section, item)
-            for section, when in field.active_when
-            for item in (when if isinstance(when, list) else [when])
-        ]
-        required = [alternatives(section, item) for section, item in declared]
-        # the key of a condition in a section is not subject to it
-        requirements[key] = [items for items in required if key not in (item[0] for item in items)]
-    return {key: required for key, required in requirements.items() if required}
-
-
-def settings_without_effect(config: Schema) -> list[str]:
-    """Fields that were changed from their default and have no effect, each as "key: value has no effect with ...".
-
-    The fields that the selected estimator and loss do not read follow from their signatures (`unused_settings`).
-    """
-    flat, required = flatten(config.model_dump(), type(config)), requirements_of(type(config))
-
-    def holds(condition: Condition) -> bool:
-        key, value, *_ = condition
-        return bool(value(flat[key])) if callable(value) else flat[key] == value
-
-    notes = []
-    for key in differences(config):
-        unmet = next((items for items in required.get(key, ()) if not any(map(holds, items))), None)
-        if unmet is not None:
-            reason = " and ".join(f"{other}={format_plain(flat[other])}" for other, *_ in unmet)
-            exceptions = "".join(text for _, _, *texts in unmet for text in texts)
-            notes.append(f"{key}: {format_plain(flat[key])} has no effect with {reason}{exceptions}")
-    return notes
 
 
 def flatten(data: Mapping[Any, Any], schema: type[Section] | None = None, prefix: str = "") -> dict[str, Any]:
@@ -473,10 +425,6 @@ def _is_choice(kind: Any) -> bool:
     return get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind))
 
 
-def _accepts_bool(annotation: Any) -> bool:
-    return any(kind in (bool, Any) or get_origin(kind) is dict for kind in _members(annotation))
-
-
 _TYPE_NAMES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "str", NoneType: "null", Any: "any"}
 
 
@@ -493,8 +441,3 @@ def _type_name(kind: Any) -> str:
     if origin is dict:
         return "dict"
     raise TypeError(f"a configuration field cannot have the type {kind!r}")
-
-
-def _describe_limits(metadata: list[Any]) -> list[str]:
-    """The limits of a field as text; pydantic keeps one object of annotated_types for each."""
-    return [f"{_SIGNS[name]} {getattr(item, name)}" for item in metadata for name in _SIGNS if hasattr(item, name)]

@@ -4,7 +4,7 @@
 
 Values keep their origin (sources.py). Aliases are translated, interpolations resolved and unknown keys found
 (reader.py); keys of public verl without a field are reported (upstream.py). The rest is validated by the schema and
-compared across fields (checks.py). All problems are raised in one `ConfigError`, before a model is loaded.
+compared across fields (`CHECKS`). All problems are raised in one `ConfigError`, before a model is loaded.
 """
 
 import difflib
@@ -17,13 +17,15 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from verl.config.checks.settings import check_combinations, notes_of
+from verl.config.checks import algorithm, asynchronous, batch, megatron, rollout, run
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, fields_of, to_flat_dict, unflatten
 from verl.config.presets import OTHER_COMMANDS, PRESETS
 from verl.config.public.hydra import read_file, select_groups
 from verl.config.reader import Reader
+from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
+from verl.config.schema.sft import SFTConfig
 from verl.config.sources import Layer, Overrides, Setting, read_mapping, read_overrides
 from verl.registry import did_you_mean
 from verl.utils.redaction import redacted, remember_settings
@@ -188,7 +190,8 @@ def agree_with_preset(
         elif age < 0:
             notes.append(f"{preset} replaces {setting} by {expected}")
             del result[key]
-        elif age > 0 or not _is_preset_value(key, settings[key].value, presets):
+        elif age > 0 or key != _IDENTITY[0] or all(p.get(key) != settings[key].value for p in presets.values()):
+            # losses are combined freely with presets
             notes.append(f"{setting} replaces {expected}, which {preset} sets")
         else:
             message = f"{settings[key].value!r} disagrees with {preset}, which sets {expected!r}: remove one of them"
@@ -196,11 +199,6 @@ def agree_with_preset(
     if kept:
         notes.append(f"{preset} does not change settings that you gave: {'; '.join(kept)}")
     return result
-
-
-def _is_preset_value(key: str, value: Any, presets: Presets) -> bool:
-    """Whether a preset has this estimator. Losses are combined freely with presets."""
-    return key == "algorithm.adv_estimator" and any(preset.get(key) == value for preset in presets.values())
 
 
 def apply_preset(settings: Mapping[str, Any], presets: Presets, schema: type[Schema] = Config) -> dict[str, Any]:
@@ -232,6 +230,65 @@ def dump_config(config: Schema, *, everything: bool = False, redact: bool = Fals
     settings = to_flat_dict(config) if everything else differences(config)
     settings = redacted(settings) if redact else settings
     return yaml.safe_dump(unflatten(settings), sort_keys=False, allow_unicode=True)
+
+
+# ---- checks across fields -------------------------------------------------------------------------------------------
+
+_RUN = (run.check_secrets, run.check_run_name, run.check_resume)
+
+CHECKS: dict[type[Schema], tuple[Check, ...]] = {
+    Schema: (run.check_templates, run.check_zeros),
+    Config: (
+        *_RUN,
+        asynchronous.check_asynchronous,  # others depend on its placement
+        batch.check_batches,
+        batch.check_ranks,
+        batch.check_rollout_ranks,
+        run.check_worker_env,
+        rollout.check_sampling,
+        rollout.check_weight_sync,
+        algorithm.check_groups,
+        algorithm.check_kl,
+        algorithm.check_losses,
+        run.check_rewards,
+        run.check_dataset_class,
+        run.check_kernels,
+        rollout.check_deterministic,
+        run.check_adapters,
+        megatron.check_megatron_settings,
+        rollout.check_router_replay,
+    ),
+    GenerationConfig: (batch.check_generation_ranks,),
+    SFTConfig: (
+        *_RUN,
+        run.check_dataset_class,
+        batch.check_sft_ranks,
+        run.check_adapters,
+        megatron.check_megatron_settings,
+    ),
+}
+"""Schema -> its checks, in the order in which they run."""
+
+NOTES: dict[type[Schema], tuple[Callable[..., Iterable[str]], ...]] = {
+    Config: (algorithm.algorithm_notes, rollout.rollout_notes, megatron.megatron_notes),
+    SFTConfig: (megatron.megatron_notes,),
+}
+"""Schema -> functions that return warnings about settings that are valid but may be surprising."""
+
+
+def check_combinations(config: Schema) -> list[Problem]:
+    """Every conflict between fields of a configuration."""
+    checks = [check for schema, listed in CHECKS.items() if isinstance(config, schema) for check in listed]
+    return [problem for check in checks for problem in check(config)]
+
+
+def notes_of(config: Schema) -> list[str]:
+    """Warnings about settings that are valid but may be surprising. Logged once."""
+    notes = [note for schema, listed in NOTES.items() if isinstance(config, schema) for note in listed]
+    return list(dict.fromkeys(text for note in notes for text in note(config)))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def _validated(schema: type[T], values: Mapping[str, Any], problems: list[Problem]) -> T | None:

@@ -10,30 +10,21 @@ from verl.planner.workload import Job
 Groups = Sequence[tuple[Sequence[str], int]]
 
 _ROLLOUT = "actor_rollout_ref.rollout."
-_SECTION = {
-    "actor": "actor_rollout_ref.actor.fsdp_config",
-    "ref": "actor_rollout_ref.ref.fsdp_config",
-    "critic": "critic.fsdp",
-    "reward": "reward.reward_model.fsdp",
-}
-MEGATRON_SECTION = {
-    "actor": "actor_rollout_ref.actor.megatron",
-    "ref": "actor_rollout_ref.ref.megatron",
-    "critic": "critic.megatron",
-}
+_POLICY = {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref"}
+_VALUE = {"critic": "critic", "reward": "reward.reward_model"}
+_SECTION = {name: f"{section}.fsdp_config" for name, section in _POLICY.items()}
+_SECTION |= {name: f"{section}.fsdp" for name, section in _VALUE.items()}
+MEGATRON_SECTION = {name: f"{section}.megatron" for name, section in (_POLICY | {"critic": "critic"}).items()}
 _UPDATE = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
 _MODEL = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
-_INFER_TOKENS = {
-    "actor": _ROLLOUT + "log_prob_max_token_len_per_gpu",
-    "ref": "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    "critic": "critic.forward_max_token_len_per_gpu",
-    "reward": "reward.reward_model.forward_max_token_len_per_gpu",
-}
-_INFER_DYNAMIC = {
-    "actor": _ROLLOUT + "log_prob_use_dynamic_bsz",
-    "ref": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
-    "critic": "critic.use_dynamic_bsz",
-    "reward": "reward.reward_model.use_dynamic_bsz",
+#: role -> the keys of the micro-batches of its forward passes: by tokens, how many
+_INFER = {
+    "actor": (f"{_ROLLOUT}log_prob_use_dynamic_bsz", f"{_ROLLOUT}log_prob_max_token_len_per_gpu"),
+    "ref": tuple(f"{_POLICY['ref']}.log_prob_{name}" for name in ("use_dynamic_bsz", "max_token_len_per_gpu")),
+    **{
+        name: (f"{section}.use_dynamic_bsz", f"{section}.forward_max_token_len_per_gpu")
+        for name, section in _VALUE.items()
+    },
 }
 LORA_RANK = 32
 #: (tensor, pipeline) sizes of Megatron, by what they cost
@@ -75,7 +66,7 @@ def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan |
     combined = [c for i in range(2, len(single) + 1) for c in [_joined(single[:i])]]
     harmless = [change for change in single if change.factor == 1 and "lora" not in change.settings[0]]
     everything = _joined(harmless)
-    more = [_more_devices(factor) for factor in (2, 4, 8, 16, 32, 64, 128)]
+    more = [Change((), lambda job: job, factor) for factor in (2, 4, 8, 16, 32, 64, 128)]
     lora = _lora(job)
     last = [_joined([everything, change]) for change in [*lora, *more]]
     last += [_joined([everything, *lora, change]) for change in more]
@@ -179,8 +170,9 @@ def _micro_tokens(job: Job, tokens: int) -> Change:
             key = _UPDATE[role.name]
             settings += [f"{key}.use_dynamic_bsz=true", f"{key}.ppo_max_token_len_per_gpu={tokens}"]
         infers = role.name != "actor" or job.old_log_probs
-        if role.name in _INFER_TOKENS and infers and _is_more(role.infer_tokens, tokens):
-            settings += [f"{_INFER_DYNAMIC[role.name]}=true", f"{_INFER_TOKENS[role.name]}={tokens}"]
+        if role.name in _INFER and infers and _is_more(role.infer_tokens, tokens):
+            dynamic, limit = _INFER[role.name]
+            settings += [f"{dynamic}=true", f"{limit}={tokens}"]
 
     def apply(job: Job) -> Job:
         for role in job.roles:
@@ -194,10 +186,6 @@ def _micro_tokens(job: Job, tokens: int) -> Change:
 
 def _is_more(current: int | None, tokens: int) -> bool:
     return current is None or current > tokens
-
-
-def _more_devices(factor: int) -> Change:
-    return Change((), lambda job: job, factor)
 
 
 def _lora(job: Job) -> list[Change]:

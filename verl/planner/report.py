@@ -180,11 +180,9 @@ def _roles_on(plan: Plan, group: Group, numbers: Sequence[int]) -> str:
 
 def format_placement(plan: Plan) -> str:
     """The groups with their sizes, and the sizes of model parallelism that are not 1."""
-    return "; ".join(_format_group(plan, group) for group in plan.groups)
-
-
-def _format_group(plan: Plan, group: Group) -> str:
-    return f"{', '.join(group.names)} on {group.devices}{_format_sizes(plan, group)}"
+    return "; ".join(
+        f"{', '.join(group.names)} on {group.devices}{_format_sizes(plan, group)}" for group in plan.groups
+    )
 
 
 def _format_sizes(plan: Plan, group: Group) -> str:

@@ -7,22 +7,14 @@ from verl.utils.lazy import lazy_names
 
 # `REWARD_FUNCTION_REGISTRY` is taken from `resolve`, because importing that module registers the built-in functions.
 _HOME = {
-    "REWARD_FUNCTION_REGISTRY": "verl.rewards.resolve",
-    "RULES_BY_DATA_SOURCE": "verl.rewards.resolve",
-    "default_compute_score": "verl.rewards.resolve",
-    "register_data_source": "verl.rewards.resolve",
-    "resolve_reward_function": "verl.rewards.resolve",
-    "RewardFunction": "verl.rewards.functions",
-    "ScoreFunction": "verl.rewards.functions",
-    "register_reward": "verl.rewards.functions",
-    "RewardError": "verl.rewards.outcome",
-    "REWARD_MANAGER_REGISTRY": "verl.rewards.managers",
-    "RewardManager": "verl.rewards.managers",
-    "register_reward_manager": "verl.rewards.managers",
-    "register": "verl.rewards.managers",
-    "load_reward_manager": "verl.rewards.load",
-    "as_reward_manager": "verl.rewards.load",
+    "verl.rewards.resolve": (
+        "REWARD_FUNCTION_REGISTRY RULES_BY_DATA_SOURCE default_compute_score register_data_source "
+        "resolve_reward_function"
+    ),
+    "verl.rewards.functions": "RewardFunction ScoreFunction register_reward",
+    "verl.rewards.outcome": "RewardError",
+    "verl.rewards.managers": "REWARD_MANAGER_REGISTRY RewardManager register_reward_manager register",
+    "verl.rewards.load": "load_reward_manager as_reward_manager",
 }
 
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

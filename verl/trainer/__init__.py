@@ -2,8 +2,9 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = {"PPOTrainer": "verl.trainer.ppo_trainer", "SFTTrainer": "verl.trainer.sft"}
+_HOME = {
+    "verl.trainer.ppo_trainer": "PPOTrainer",
+    "verl.trainer.sft": "SFTTrainer",
+}
 
-__all__ = [*_HOME]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

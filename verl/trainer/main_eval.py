@@ -28,7 +28,7 @@ PROGRAM = Program(
 )
 main = PROGRAM.main
 
-__getattr__, _ = lazy_names(__name__, {"Evaluation": "verl.evaluation.report"})
+_, __getattr__, _ = lazy_names(__name__, {"verl.evaluation.report": "Evaluation"})
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -32,7 +32,7 @@ PROGRAM = Program(
 )
 main = PROGRAM.main
 
-__getattr__, _ = lazy_names(__name__, {"GenerationRun": "verl.evaluation.generate"})
+_, __getattr__, _ = lazy_names(__name__, {"verl.evaluation.generate": "GenerationRun"})
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,7 +25,7 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
 PROGRAM = Program("verl.trainer.sft_trainer", HELP, "SFTConfig", "verl.trainer.sft:SFTTrainer")
 main = PROGRAM.main
 
-__getattr__, _ = lazy_names(__name__, {"SFTTrainer": "verl.trainer.sft"})
+_, __getattr__, _ = lazy_names(__name__, {"verl.trainer.sft": "SFTTrainer"})
 
 if __name__ == "__main__":
     sys.exit(main())

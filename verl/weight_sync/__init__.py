@@ -15,30 +15,20 @@ trainer. `version` is the number of completed training steps, so that a resumed 
 from verl.utils.lazy import lazy_names
 
 _HOME = {
-    "SyncReport": "verl.weight_sync.base",
-    "WeightReceiver": "verl.weight_sync.base",
-    "WeightSource": "verl.weight_sync.base",
-    "WeightSync": "verl.weight_sync.base",
-    "AdapterReceiver": "verl.weight_sync.base",
-    "RemoteReceiver": "verl.weight_sync.base",
-    "ShardSource": "verl.weight_sync.base",
-    "SlicedWeights": "verl.weight_sync.base",
-    "StoredWeights": "verl.weight_sync.base",
-    "BUCKET_BYTES": "verl.weight_sync.buckets",
-    "checksum_of": "verl.weight_sync.verify",
-    "InProcessSync": "verl.weight_sync.base",
-    "ReplicaSync": "verl.weight_sync.replica",
-    "ReshardSync": "verl.weight_sync.reshard.sync",
-    "ModuleReceiver": "verl.weight_sync.module_receiver",
-    "CollectiveSync": "verl.weight_sync.collective",
-    "TransferGroup": "verl.weight_sync.transfer_group",
-    "receive_collective": "verl.weight_sync.collective",
-    "IpcSync": "verl.weight_sync.ipc",
-    "receive_ipc": "verl.weight_sync.ipc",
-    "DiskSync": "verl.weight_sync.disk",
-    "receive_disk": "verl.weight_sync.disk",
-    "local_sync": "verl.weight_sync.factory",
+    "verl.weight_sync.base": (
+        "SyncReport WeightReceiver WeightSource WeightSync AdapterReceiver RemoteReceiver ShardSource SlicedWeights "
+        "StoredWeights InProcessSync"
+    ),
+    "verl.weight_sync.buckets": "BUCKET_BYTES",
+    "verl.weight_sync.verify": "checksum_of",
+    "verl.weight_sync.replica": "ReplicaSync",
+    "verl.weight_sync.reshard.sync": "ReshardSync",
+    "verl.weight_sync.module_receiver": "ModuleReceiver",
+    "verl.weight_sync.collective": "CollectiveSync receive_collective",
+    "verl.weight_sync.transfer_group": "TransferGroup",
+    "verl.weight_sync.ipc": "IpcSync receive_ipc",
+    "verl.weight_sync.disk": "DiskSync receive_disk",
+    "verl.weight_sync.factory": "local_sync",
 }
 
-__all__ = list(_HOME)
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

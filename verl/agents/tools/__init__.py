@@ -6,15 +6,10 @@ The decorator is in the module of its name: `from verl.agents.tools.function_too
 from verl.utils.lazy import lazy_names
 
 _HOME = {
-    "BaseInteraction": "verl.agents.tools.interactions",
-    "BaseTool": "verl.agents.tools.base_tool",
-    "FunctionCall": "verl.agents.tools.parsers",
-    "OpenAIFunctionToolSchema": "verl.agents.tools.schemas",
-    "TOOL_PARSERS": "verl.agents.tools.parsers",
-    "ToolParser": "verl.agents.tools.parsers",
-    "ToolResponse": "verl.agents.tools.schemas",
-    "register_tool_parser": "verl.agents.tools.parsers",
+    "verl.agents.tools.interactions": "BaseInteraction",
+    "verl.agents.tools.base_tool": "BaseTool",
+    "verl.agents.tools.parsers": "FunctionCall TOOL_PARSERS ToolParser register_tool_parser",
+    "verl.agents.tools.schemas": "OpenAIFunctionToolSchema ToolResponse",
 }
 
-__all__ = list(_HOME)
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

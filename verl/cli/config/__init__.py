@@ -2,8 +2,6 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = dict.fromkeys(("SCHEMAS", "main", "select"), "verl.cli.config.explain")
+_HOME = {"verl.cli.config.explain": "SCHEMAS main select"}
 
-__all__ = list(_HOME)
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

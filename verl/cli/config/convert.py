@@ -7,12 +7,11 @@ from typing import Any
 
 import yaml
 
-from verl.cli.config.explain import SCHEMAS
+from verl.cli.config.explain import schema_of
 from verl.config.fields import unflatten
 from verl.config.presets import PRESETS
 from verl.config.public.convert import Conversion, convert, read_source
 from verl.config.schema import Config
-from verl.registry import did_you_mean
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 
 
@@ -27,10 +26,9 @@ def main(path: Path, source: str, program: str, gpus: int, overrides: bool) -> i
         overrides: print `key=value` lines instead of YAML.
     """
     try:
-        if program not in SCHEMAS:
-            raise ValueError(f"--of {program}: {did_you_mean(program, SCHEMAS)}")
+        schema = schema_of(program)
         layer, remarks = read_source(path)
-        conversion = convert(layer, source, SCHEMAS[program], gpus)
+        conversion = convert(layer, source, schema, gpus)
         conversion.remarks += remarks
         conversion.check(PRESETS if conversion.schema is Config else {})
     except USER_ERRORS as error:

@@ -14,6 +14,7 @@ from verl.config.public.upstream import upstream_key
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.schema.sft import SFTConfig
 from verl.processes.streams import command_output
+from verl.registry import did_you_mean
 
 SCHEMAS: dict[str, type[Schema]] = {
     "ppo": Config,
@@ -21,6 +22,13 @@ SCHEMAS: dict[str, type[Schema]] = {
     "generation": GenerationConfig,
     "evaluation": EvalConfig,
 }
+
+
+def schema_of(program: str) -> type[Schema]:
+    """The schema of a program. Raises ValueError if there is none of that name."""
+    if program not in SCHEMAS:
+        raise ValueError(f"--of {program}: {did_you_mean(program, SCHEMAS)}")
+    return SCHEMAS[program]
 
 
 def select(table: str, terms: list[str]) -> str:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl.cli.config.explain import SCHEMAS
+from verl.cli.config.explain import schema_of
 from verl.config import dump_config, load_config, to_flat_dict
 from verl.config.fields import Schema, flatten
 from verl.config.presets import PRESETS
@@ -67,7 +67,7 @@ def values_of(name: str, program: str) -> dict[str, Any]:
     if path.is_file():
         return to_flat_dict(_load(str(path), [], program))
     if name == "defaults":
-        return to_flat_dict(SCHEMAS[_known(program)]())
+        return to_flat_dict(schema_of(program)())
     if name in PRESETS and program == "ppo":
         return to_flat_dict(_load(None, [f"algorithm.name={name}"], program))
     names = ["defaults", *(PRESETS if program == "ppo" else ())]
@@ -77,7 +77,7 @@ def values_of(name: str, program: str) -> dict[str, Any]:
 def _values_of_run(folder: Path, program: str) -> dict[str, Any]:
     """The configuration in a run's folder: run.json, or config.yaml of its newest checkpoint."""
     if config := read_about(folder).get("config"):
-        return flatten(config, SCHEMAS[_known(program)])
+        return flatten(config, schema_of(program))
     steps = sorted(folder.glob("global_step_*/config.yaml"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     file = folder / "config.yaml" if (folder / "config.yaml").is_file() else steps[-1] if steps else None
     if file is None:
@@ -86,17 +86,11 @@ def _values_of_run(folder: Path, program: str) -> dict[str, Any]:
 
 
 def _load(path: str | None, overrides: list[str], program: str) -> Schema:
-    schema = SCHEMAS[_known(program)]
+    schema = schema_of(program)
     if program == "evaluation":
         return load_config(path, overrides, schema=schema)
     presets = PRESETS if program == "ppo" else None
     return load_config(path, overrides, base=launcher_settings(), presets=presets, schema=schema)
-
-
-def _known(program: str) -> str:
-    if program not in SCHEMAS:
-        raise ValueError(f"--of {program}: {did_you_mean(program, SCHEMAS)}")
-    return program
 
 
 def _text(values: dict[str, Any], key: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 from verl.config.fields import Aliases, Lookup
 
+Computed = Callable[[Any, Lookup], dict[str, Any]]
+
 _ARR = "actor_rollout_ref."
 _OPTIM = (_ARR + "actor.optim.", "critic.optim.", "optim.")
 
@@ -132,11 +134,13 @@ def _int(value: Any) -> int:
     return int(value)
 
 
-def _batch_of_all_gpus(value: Any, lookup: Lookup) -> dict[str, Any]:
-    return {"data.train_batch_size": _int(value) * _world_size(lookup)}
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"found {value!r}, expected bool")
+    return value
 
 
-def _per_gpu(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+def _per_gpu(key: str) -> Computed:
     def per_gpu(value: Any, lookup: Lookup) -> dict[str, Any]:
         total, ranks = _int(value), _world_size(lookup)
         if total % ranks:
@@ -157,10 +161,8 @@ def _placement(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
     key = _ARR + "rollout.name"
-    if value is True:
+    if _bool(value):
         return {key: "vllm"}
-    if value is not False:
-        raise ValueError(f"found {value!r}, expected bool")
     for other in (key, "engine.actor_type"):
         if lookup(other) == "vllm":
             raise ValueError(f"false contradicts {other}=vllm; remove one of them")
@@ -249,15 +251,11 @@ def _rollout_test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 
 def _prox_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
-    if not isinstance(value, bool):
-        raise ValueError(f"found {value!r}, expected bool")
-    return {_ARR + "actor.old_log_prob_pass": "always"} if value else {}
+    return {_ARR + "actor.old_log_prob_pass": "always"} if _bool(value) else {}
 
 
 def _old_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
-    if not isinstance(value, bool):
-        raise ValueError(f"found {value!r}, expected bool")
-    return {} if value else {_ARR + "actor.old_log_prob_pass": "always"}
+    return _prox_log_probs(not _bool(value), lookup)
 
 
 def _rollout_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -295,7 +293,7 @@ def _handled_elsewhere(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {}
 
 
-def _decay_style(section: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+def _decay_style(section: str) -> Computed:
     """The schedule of Megatron's optimizer."""
 
     def decay_style(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -306,7 +304,7 @@ def _decay_style(section: str) -> Callable[[Any, Lookup], dict[str, Any]]:
     return decay_style
 
 
-def _min_lr(section: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+def _min_lr(section: str) -> Computed:
     def min_lr(value: Any, lookup: Lookup) -> dict[str, Any]:
         peak = lookup(section + "lr")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= peak:
@@ -316,12 +314,12 @@ def _min_lr(section: str) -> Callable[[Any, Lookup], dict[str, Any]]:
     return min_lr
 
 
-def _same(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+def _same(key: str) -> Computed:
     """Another name of a key, for which null means the default."""
     return lambda value, lookup: {key: value}
 
 
-def _offloaded(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+def _offloaded(key: str) -> Computed:
     """Where a state is between phases: on the device, or in host memory."""
 
     def offloaded(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -332,17 +330,7 @@ def _offloaded(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
     return offloaded
 
 
-def _gpg_loss(value: Any, lookup: Lookup) -> dict[str, Any]:
-    if not isinstance(value, bool):
-        raise ValueError(f"found {value!r}, expected bool")
-    return {_ARR + "actor.policy_loss.loss_mode": "gpg"} if value else {}
-
-
-def _rollout_name(value: Any, lookup: Lookup) -> dict[str, Any]:
-    return {_ARR + "rollout.name": "sglang" if value == "sglang_async" else value}
-
-
-def _megatron_optimizer(section: str) -> dict[str, Callable[[Any, Lookup], dict[str, Any]]]:
+def _megatron_optimizer(section: str) -> dict[str, Computed]:
     """The keys of an `optim` section that only public verl's Megatron engine reads."""
     return {
         section + "lr_decay_style": _decay_style(section),
@@ -358,8 +346,12 @@ _COMPUTED = {
     _ARR + "actor.model_engine": _same(_ARR + "actor.strategy"),
     _ARR + "actor.use_rollout_log_probs": _rollout_log_probs,
     _ARR + "actor.tis_imp_ratio_cap": _importance_cap,
-    _ARR + "actor.use_gpg_loss": _gpg_loss,
-    _ARR + "rollout.name": _rollout_name,
+    _ARR + "actor.use_gpg_loss": lambda value, lookup: (
+        {_ARR + "actor.policy_loss.loss_mode": "gpg"} if _bool(value) else {}
+    ),
+    _ARR + "rollout.name": lambda value, lookup: {
+        _ARR + "rollout.name": "sglang" if value == "sglang_async" else value
+    },
     "async_training.staleness_threshold": _staleness,
     "async_training.trigger_parameter_sync_step": _sync_step,
     "async_training.require_batches": _require_batches,
@@ -371,7 +363,7 @@ _COMPUTED = {
     "data.gen_batch_size": _gen_batch_size,
     "trainer.v1.trainer_mode": _trainer_mode,
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
-    "data.batch_size_per_gpu": _batch_of_all_gpus,
+    "data.batch_size_per_gpu": lambda value, lookup: {"data.train_batch_size": _int(value) * _world_size(lookup)},
     "actor_rollout.use_vllm": _vllm,
     "engine.actor_type": _actor_type,
     "trainer.backend": _backend,
@@ -406,15 +398,13 @@ RL = Aliases(_SHORT, _DEPRECATED, _COMPUTED)
 
 def _chats(value: Any, lookup: Lookup) -> dict[str, Any]:
     """`data.multiturn`, the form of older releases: a column of chats, if it is enabled."""
-    if not isinstance(value, bool):
-        raise ValueError(f"found {value!r}, expected bool")
-    return {"data.messages_key": lookup("data.multiturn.messages_key") or "messages"} if value else {}
+    return {"data.messages_key": lookup("data.multiturn.messages_key") or "messages"} if _bool(value) else {}
 
 
 def _cpu_offload(value: Any, lookup: Lookup) -> dict[str, Any]:
-    if not isinstance(value, bool):
-        raise ValueError(f"found {value!r}, expected bool")
-    return {"engine.offload_policy" if _world_size(lookup) > 1 else "engine.param_offload": True} if value else {}
+    if not _bool(value):
+        return {}
+    return {"engine.offload_policy" if _world_size(lookup) > 1 else "engine.param_offload": True}
 
 
 #: keys of public verl's `engine=megatron`, which replaces the section `engine`
@@ -449,9 +439,9 @@ SFT = Aliases(
     },
     computed={
         "data.multiturn.enable": _chats,
-        "data.multiturn.messages_key": lambda value, lookup: {},  # read by data.multiturn.enable
+        "data.multiturn.messages_key": _handled_elsewhere,
         "engine.cpu_offload": _cpu_offload,
-        "engine.offload_params": lambda value, lookup: {},  # part of cpu_offload
+        "engine.offload_params": _handled_elsewhere,
         **_megatron_optimizer("optim."),
         "data.micro_batch_size": lambda value, lookup: {
             "data.micro_batch_size_per_gpu": max(_int(value) // _world_size(lookup), 1)

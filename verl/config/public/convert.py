@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.checks.registered import check_built_in
-from verl.config.checks.settings import check_combinations
 from verl.config.errors import ConfigError
 from verl.config.fields import Schema, derived_fields, to_flat_dict
-from verl.config.load import Presets, read_config
+from verl.config.load import Presets, check_combinations, read_config
 from verl.config.public.trl import DEFAULTS, TABLES, kind_of, rules_of
 from verl.config.public.upstream import upstream_defaults, upstream_key
 from verl.config.reader import Reader
@@ -143,7 +142,7 @@ def _from_verl(layer: Layer, schema: type[Schema]) -> Conversion:
     settings = reader.read()
     plain, derived = to_flat_dict(schema()), derived_fields(schema)
     for key, setting in settings.items():
-        if key in derived or setting.value != plain.get(key, _Absent):
+        if key in derived or key not in plain or setting.value != plain[key]:
             result.values[key] = setting.value
     same = len(settings) - len(result.values)
     refused = {problem.spelled or problem.key: problem.message for problem in reader.problems}
@@ -156,10 +155,6 @@ def _from_verl(layer: Layer, schema: type[Schema]) -> Conversion:
     result.remarks += [f"equal to the default here: {same} keys"] if same else []
     result.remarks += _other_defaults(settings, schema)
     return result
-
-
-class _Absent:
-    """Differs from every value."""
 
 
 def _why_unused(spelled: str, value: Any, schema: type[Schema]) -> str:

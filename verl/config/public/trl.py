@@ -27,17 +27,32 @@ _OF_RUN = {
     "early_stopping_threshold": "trainer.early_stopping.min_delta",
 }
 
-RL = _OF_RUN | {
-    "learning_rate": _ACTOR + "optim.lr",
-    "weight_decay": _ACTOR + "optim.weight_decay",
-    "max_grad_norm": _ACTOR + "optim.clip_grad",
-    "warmup_ratio": _ACTOR + "optim.lr_warmup_steps_ratio",
-    "warmup_steps": _ACTOR + "optim.lr_warmup_steps",
+
+def _of_training(optim: str, model: str) -> dict[str, str]:
+    """Arguments of every trainer, for the sections of its optimizer and model."""
+    return {
+        "learning_rate": optim + "lr",
+        "weight_decay": optim + "weight_decay",
+        "max_grad_norm": optim + "clip_grad",
+        "warmup_ratio": optim + "lr_warmup_steps_ratio",
+        "warmup_steps": optim + "lr_warmup_steps",
+        "gradient_accumulation_steps": "data.train_batch_size",
+        **dict.fromkeys(("train_dataset", "dataset_name"), "data.train_files"),
+        "eval_dataset": "data.val_files",
+        "model_name_or_path": model + "path",
+        "gradient_checkpointing": model + "enable_gradient_checkpointing",
+        "use_liger_kernel": model + "use_liger",
+        "lora_r": model + "lora_rank",
+        "lora_alpha": model + "lora_alpha",
+    }
+
+
+RL = {
+    **_OF_RUN,
+    **_of_training(_ACTOR + "optim.", _MODEL),
     "lr_scheduler_type": _ACTOR + "optim.lr_scheduler_type",
-    "adam_beta1": _ACTOR + "optim.betas",
-    "adam_beta2": _ACTOR + "optim.betas",
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), _ACTOR + "optim.betas"),
     "per_device_train_batch_size": _ACTOR + "ppo_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "data.train_batch_size",
     "generation_batch_size": "data.train_batch_size",
     "steps_per_generation": _ACTOR + "ppo_mini_batch_size",
     "per_device_eval_batch_size": "data.val_batch_size",
@@ -63,44 +78,21 @@ RL = _OF_RUN | {
     "reward_funcs": "reward.custom_reward_function.path",
     "reward_weights": "algorithm.gdpo_reward_weights",
     "shuffle_dataset": "data.shuffle",
-    "train_dataset": "data.train_files",
-    "eval_dataset": "data.val_files",
-    "dataset_name": "data.train_files",
     "chat_template_kwargs": "data.apply_chat_template_kwargs",
-    "model_name_or_path": _MODEL + "path",
-    "gradient_checkpointing": _MODEL + "enable_gradient_checkpointing",
-    "use_liger_kernel": _MODEL + "use_liger",
-    "lora_r": _MODEL + "lora_rank",
-    "lora_alpha": _MODEL + "lora_alpha",
     "lora_target_modules": _MODEL + "target_modules",
-    "bf16": _ACTOR + "fsdp_config.dtype",
-    "fp16": _ACTOR + "fsdp_config.dtype",
+    **dict.fromkeys(("bf16", "fp16"), _ACTOR + "fsdp_config.dtype"),
     "use_vllm": _ROLLOUT + "name",
     "vllm_gpu_memory_utilization": _ROLLOUT + "gpu_memory_utilization",
     "vllm_tensor_parallel_size": _ROLLOUT + "tensor_model_parallel_size",
-    "log_completions": "trainer.log_samples",
-    "num_completions_to_print": "trainer.log_samples",
+    **dict.fromkeys(("log_completions", "num_completions_to_print"), "trainer.log_samples"),
     "save_total_limit": "trainer.max_actor_ckpt_to_keep",
 }
 
-SFT = _OF_RUN | {
-    "learning_rate": "optim.lr",
-    "weight_decay": "optim.weight_decay",
-    "max_grad_norm": "optim.clip_grad",
-    "warmup_ratio": "optim.lr_warmup_steps_ratio",
-    "warmup_steps": "optim.lr_warmup_steps",
+SFT = {
+    **_OF_RUN,
+    **_of_training("optim.", "model."),
     "per_device_train_batch_size": "data.micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "data.train_batch_size",
-    "max_length": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "dataset_name": "data.train_files",
-    "train_dataset": "data.train_files",
-    "eval_dataset": "data.val_files",
-    "model_name_or_path": "model.path",
-    "gradient_checkpointing": "model.enable_gradient_checkpointing",
-    "use_liger_kernel": "model.use_liger",
-    "lora_r": "model.lora_rank",
-    "lora_alpha": "model.lora_alpha",
+    **dict.fromkeys(("max_length", "max_seq_length"), "data.max_length"),
     "bf16": "engine.dtype",
     "save_total_limit": "trainer.max_ckpt_to_keep",
 }

@@ -3,37 +3,30 @@
 from verl.utils.lazy import lazy_names
 
 _HOME = {
-    name: f"verl.config.schema.{module}"
-    for module, names in {
-        "actor": ("ActorConfig", "CriticConfig", "PolicyLossConfig", "RefConfig"),
-        "algorithm": ("AlgorithmConfig", "FilterGroupsConfig", "KLControlConfig", "RolloutCorrectionConfig"),
-        "data": ("CustomClassConfig", "DataConfig", "MediaSection"),
-        "megatron": ("MegatronConfig", "MegatronTransformerConfig", "RefMegatronConfig"),
-        "model": (
-            *("ActorCheckpointConfig", "CheckpointConfig", "CriticCheckpointConfig", "CriticModelConfig"),
-            *("CriticOptimConfig", "EngineConfig", "ModelConfig", "OptimConfig"),
-        ),
-        "offline": (
-            *("EvalConfig", "EvalDataConfig", "EvalRewardConfig", "EvaluationConfig", "GenerationConfig"),
-            *("GenerationDataConfig", "GenerationRolloutConfig", "OfflineTrainerConfig"),
-        ),
-        "ppo": ("ActorRolloutRefConfig", "Config"),
-        "reward": (
-            *("CustomRewardFunctionConfig", "ManagerModuleConfig", "RewardConfig", "RewardManagerConfig"),
-            "RewardModelConfig",
-        ),
-        "rollout": (
-            *("AgentConfig", "CheckpointEngineConfig", "EngineKwargs", "MultiTurnConfig", "RolloutConfig"),
-            *("RolloutEngineConfig", "SamplingConfig", "ServerAgentConfig", "ServerConfig", "ValSamplingConfig"),
-        ),
-        "sft": (
-            *("SFTCheckpointConfig", "SFTConfig", "SFTDataConfig", "SFTEngineConfig", "SFTOptimConfig"),
-            "SFTTrainerConfig",
-        ),
-        "trainer": ("PlacementConfig", "RayConfig", "RunConfig", "TrainerConfig"),
-    }.items()
-    for name in names
+    "verl.config.schema.actor": "ActorConfig CriticConfig PolicyLossConfig RefConfig",
+    "verl.config.schema.algorithm": "AlgorithmConfig FilterGroupsConfig KLControlConfig RolloutCorrectionConfig",
+    "verl.config.schema.data": "CustomClassConfig DataConfig MediaSection",
+    "verl.config.schema.megatron": "MegatronConfig MegatronTransformerConfig RefMegatronConfig",
+    "verl.config.schema.model": (
+        "ActorCheckpointConfig CheckpointConfig CriticCheckpointConfig CriticModelConfig CriticOptimConfig "
+        "EngineConfig ModelConfig OptimConfig"
+    ),
+    "verl.config.schema.offline": (
+        "EvalConfig EvalDataConfig EvalRewardConfig EvaluationConfig GenerationConfig GenerationDataConfig "
+        "GenerationRolloutConfig OfflineTrainerConfig"
+    ),
+    "verl.config.schema.ppo": "ActorRolloutRefConfig Config",
+    "verl.config.schema.reward": (
+        "CustomRewardFunctionConfig ManagerModuleConfig RewardConfig RewardManagerConfig RewardModelConfig"
+    ),
+    "verl.config.schema.rollout": (
+        "AgentConfig CheckpointEngineConfig EngineKwargs MultiTurnConfig RolloutConfig RolloutEngineConfig "
+        "SamplingConfig ServerAgentConfig ServerConfig ValSamplingConfig"
+    ),
+    "verl.config.schema.sft": (
+        "SFTCheckpointConfig SFTConfig SFTDataConfig SFTEngineConfig SFTOptimConfig SFTTrainerConfig"
+    ),
+    "verl.config.schema.trainer": "PlacementConfig RayConfig RunConfig TrainerConfig",
 }
 
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -55,7 +55,16 @@ class RouterReplayConfig(Section):
     )
 
 
-class ActorConfig(Section):
+class _RoleSection(Section):
+    """The section of a role: a model with its training engine."""
+
+    @property
+    def engine(self) -> EngineConfig | MegatronConfig:
+        """The section of the selected engine."""
+        return self.megatron if is_model_parallel(self.strategy) else self["fsdp" if "fsdp" in self else "fsdp_config"]
+
+
+class ActorConfig(_RoleSection):
     """`actor_rollout_ref.actor`: the policy update."""
 
     strategy: str = field("fsdp", "registered name of the training engine: fsdp, fsdp2, megatron, or a custom one")
@@ -121,11 +130,6 @@ class ActorConfig(Section):
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "contents of a checkpoint")
 
     @property
-    def engine(self) -> EngineConfig | MegatronConfig:
-        """The section of the selected engine."""
-        return self.megatron if is_model_parallel(self.strategy) else self.fsdp_config
-
-    @property
     def loss_settings(self) -> dict[str, Any]:
         """The settings that the policy loss gets, without those of `algorithm.rollout_correction`."""
         of_loss = {**self.policy_loss.model_dump(), **self.policy_loss.loss_kwargs}
@@ -137,7 +141,7 @@ def _of_actor(name: str) -> Any:
     return like(ActorConfig, name, f"${{actor_rollout_ref.actor.{name}}}")
 
 
-class RefConfig(Section):
+class RefConfig(_RoleSection):
     """`actor_rollout_ref.ref`: the frozen reference policy of the KL."""
 
     enable: bool | None = field(None, "load the reference model; null: if a KL needs it")
@@ -153,13 +157,8 @@ class RefConfig(Section):
         below=dict.fromkeys(_OF_TRAINING, ("strategy", never)),
     )
 
-    @property
-    def engine(self) -> EngineConfig | MegatronConfig:
-        """The section of the selected engine."""
-        return self.megatron if is_model_parallel(self.strategy) else self.fsdp_config
 
-
-class CriticConfig(Section):
+class CriticConfig(_RoleSection):
     """`critic`: the value model and its update."""
 
     enable: bool | None = field(None, "train a critic; null: if the advantage estimator reads values")
@@ -198,8 +197,3 @@ class CriticConfig(Section):
         RefMegatronConfig, "precision and parallelism of strategy=megatron", active_when=MODEL_PARALLEL
     )
     checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig, "contents of a checkpoint")
-
-    @property
-    def engine(self) -> EngineConfig | MegatronConfig:
-        """The section of the selected engine."""
-        return self.megatron if is_model_parallel(self.strategy) else self.fsdp

@@ -60,14 +60,14 @@ class Config(RunSchema):
         multi_turn.enable and mode=server the agent loops tool_agent and server_agent; rollout.nnodes adds devices."""
         settings = _with_rollout_hosts(settings)
         rollout = "actor_rollout_ref.rollout."
-        loop = rollout + "agent.default_agent_loop"
-        if loop not in settings and settings.get(rollout + "multi_turn.enable") in _TRUE:
-            settings = settings | {loop: "tool_agent"}
-        if loop not in settings and settings.get(rollout + "mode") == "server":
-            settings = settings | {loop: "server_agent"}
-        loss, bypass = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
-        if loss not in settings and settings.get(bypass) in _TRUE:
-            settings = settings | {loss: "bypass_mode"}
+        loop, loss = rollout + "agent.default_agent_loop", "actor_rollout_ref.actor.policy_loss.loss_mode"
+        for key, cause, values, value in (
+            (loop, rollout + "multi_turn.enable", _TRUE, "tool_agent"),
+            (loop, rollout + "mode", ("server",), "server_agent"),
+            (loss, "algorithm.rollout_correction.bypass_mode", _TRUE, "bypass_mode"),
+        ):
+            if key not in settings and settings.get(cause) in values:
+                settings = settings | {key: value}
         batch = settings.get("data.train_batch_size")
         batch = int(batch) if isinstance(batch, str) and batch.isdigit() else batch
         mini = "actor_rollout_ref.actor.ppo_mini_batch_size"

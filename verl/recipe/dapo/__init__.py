@@ -2,8 +2,6 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = dict.fromkeys(("RECIPE", "DAPOTrainer", "LocalDAPOTrainer"), "verl.recipe.dapo.main_dapo")
+_HOME = {"verl.recipe.dapo.main_dapo": "RECIPE DAPOTrainer LocalDAPOTrainer"}
 
-__all__ = list(_HOME)
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -2,8 +2,6 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = dict.fromkeys(("RECIPE", "DPOTrainer", "LocalDPOTrainer"), "verl.recipe.dpo.main_dpo")
+_HOME = {"verl.recipe.dpo.main_dpo": "RECIPE DPOTrainer LocalDPOTrainer"}
 
-__all__ = list(_HOME)
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

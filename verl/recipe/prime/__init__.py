@@ -2,8 +2,6 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = dict.fromkeys(("RECIPE", "PRIMETrainer", "LocalPRIMETrainer"), "verl.recipe.prime.main_prime")
+_HOME = {"verl.recipe.prime.main_prime": "RECIPE PRIMETrainer LocalPRIMETrainer"}
 
-__all__ = list(_HOME)
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

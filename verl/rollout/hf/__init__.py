@@ -2,7 +2,9 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = {"HFRollout": "verl.rollout.hf.engine", "make_hf": "verl.rollout.hf.factory"}
+_HOME = {
+    "verl.rollout.hf.engine": "HFRollout",
+    "verl.rollout.hf.factory": "make_hf",
+}
 
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -112,7 +112,7 @@ class Check:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("settings fit together", SETTINGS, "verl.config.checks.settings:check_combinations", Schema),
+    Check("settings fit together", SETTINGS, "verl.config.load:check_combinations", Schema),
     Check("files exist", SETTINGS, "preflight.check_files", Schema),
     Check("generation", SETTINGS, "verl.config.inputs:check_generation", GenerationConfig),
     Check("built-in engines", SETTINGS, "preflight.check_built_in_engines", (*TRAINING, GenerationConfig)),

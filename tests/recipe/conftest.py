@@ -1,0 +1,3 @@
+"""The tiny policy and the settings of tests of trainers."""
+
+from tests.trainer.conftest import settings, tiny  # noqa: F401

@@ -1,0 +1,30 @@
+"""Settings that a recipe refuses before a model is loaded."""
+
+import pytest
+
+from verl.config import load_config
+from verl.recipe import dapo, dpo, prime
+
+N = "actor_rollout_ref.rollout.n"
+REFUSED = [
+    (dapo, "algorithm.filter_groups.enable=false", r"filter_groups\.enable.*DAPO uses dynamic sampling"),
+    (dpo, f"{N}=1", "a preference needs two responses"),
+    (dpo, "actor_rollout_ref.ref.enable=null", "needs the reference"),
+    (dpo, "algorithm.adv_estimator=gae", "does not compute advantages"),
+    (dpo, "actor_rollout_ref.actor.use_kl_loss=true", r"limits the KL by dpo\.beta"),
+    (dpo, "dpo={loss_type: ipo, label_smoothing: 0.1}", "has no effect with dpo.loss_type=ipo"),
+    (prime, "algorithm.adv_estimator=grpo", "PRIME has its own"),
+    (prime, "actor_rollout_ref.ref.enable=null", "needs the reference"),
+    (prime, "algorithm.filter_groups.enable=true", "two filters"),
+    (prime, "prime.ppo_mini_batch_size=3", "does not divide"),
+    (prime, "prime.filter.accuracy_lower_bound=0.9", "no prompt could be preferred"),
+    (prime, "prime.betta=1", "beta"),
+]
+
+
+@pytest.mark.parametrize(("package", "override", "message"), REFUSED)
+def test_settings_that_do_not_fit(package, override, message):
+    recipe = package.RECIPE
+    overrides = [f"{N}=2", override]
+    with pytest.raises(ValueError, match=message):
+        load_config(overrides=overrides, base=recipe.read(), schema=recipe.schema, extra_checks=[recipe.check])
