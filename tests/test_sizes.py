@@ -12,8 +12,6 @@ FILE_LINES, FUNCTION_LINES = 500, 60
 #: "path" or "path::function" -> why it is longer
 EXCEPTIONS: dict[str, str] = {
     "tests/trainer/test_python_api.py": "one subject: the trainer as an object",
-    "tests/rollout/test_vllm.py": "one engine, one environment",
-    "tests/rollout/test_vllm_slices.py": "one engine, one environment",
 }
 
 # Written in pieces, so that this file does not hold them: folders and hosts that exist on some machines only.

@@ -17,7 +17,9 @@ from tests.rollout.applied_adapters import (
     check_release,
     check_running_requests,
 )
+from tests.rollout.asynchronous_runs import grpo_reports, model_folder
 from tests.rollout.contract import save_model
+from tests.trainer.conftest import run_settings
 from tests.vl_models import save_vl_model
 from verl.config import schema
 from verl.rollout.adapters import AdaptedLayers
@@ -51,9 +53,9 @@ def receiver():
     """A receiver without an engine. Its calls of the memory are recorded."""
     calls = []
     memory = SimpleNamespace(sleep=lambda: calls.append("sleep"), drop=lambda: calls.append("drop"))
-    stepper = SimpleNamespace(between_steps=lambda what, idle=False: nullcontext([]))
+    stepper = SimpleNamespace(exclusive=lambda what, idle=False: nullcontext([]))
     engine = SimpleNamespace(memory=memory, stepper=stepper)
-    found = VllmAdapterReceiver(engine, dict, AdaptedLayers(("a",), 2))
+    found = VllmAdapterReceiver(engine, dict, filled=False, layers=AdaptedLayers(("a",), 2))
     return found, calls
 
 
@@ -65,7 +67,7 @@ def test_release_keeps_the_base_weights_which_are_not_trained():
         found.check_filled()
     found.release()
     assert calls == ["drop"] and not found.has_base
-    found._has_base = True  # as after `receive`
+    found.has_base = True  # as after `receive`
     with pytest.raises(ValueError, match=r"has the base weights, but no adapters: .* set rollout\.lora_sync=merged"):
         found.check_filled()
     found.filled = True
@@ -182,32 +184,19 @@ def test_models_whose_adapters_vllm_cannot_apply_are_known_before_the_engine_is_
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A model of heads that vLLM accepts, with rows."""
-    from examples.quickstart.tiny_model import tiny_model
-    from tests.trainer.conftest import make_tiny
-
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
-    tiny_model("llama", folder / "model", seed=0, size="small")
-    return folder
+    return model_folder(tmp_path_factory.mktemp("tiny"), model=("llama", "small"))
 
 
 def run(tiny, folder, steps: int, *more: str) -> list:
     """The reports of a run of GRPO with LoRA."""
-    from tests.trainer.conftest import run_settings
-    from verl.trainer.local_trainer import LocalPPOTrainer
-
     settings = [
-        "algorithm.name=grpo",
         f"{MODEL}.lora_rank=4",
         "actor_rollout_ref.actor.optim.lr=1e-2",
         f"{ROLLOUT}.name=vllm",
         f"{ROLLOUT}.check_every=1",
         f"trainer.total_training_steps={steps}",
     ]
-    found = []
-    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, folder), *settings, *more])
-    trainer.on_step.append(found.append)
-    trainer.fit()
-    return found
+    return grpo_reports(*run_settings(tiny, folder), *settings, *more)
 
 
 def pushed_bytes(reports) -> list[int]:

@@ -27,7 +27,7 @@ _HOME = {
     "BUCKET_BYTES": "verl.weight_sync.buckets",
     "checksum_of": "verl.weight_sync.verify",
     "InProcessSync": "verl.weight_sync.base",
-    "ReplicaSync": "verl.weight_sync.replica",
+    "ReplicaSync": "verl.weight_sync.factory",
     "ReshardSync": "verl.weight_sync.reshard.sync",
     "ModuleReceiver": "verl.weight_sync.module_receiver",
     "CollectiveSync": "verl.weight_sync.collective",
