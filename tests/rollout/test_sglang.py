@@ -25,6 +25,7 @@ from verl.config.checks.registered import check_built_in
 from verl.config.errors import ConfigError
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.external import OWNED
 from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang import capabilities, loader, settings, weights
@@ -196,7 +197,7 @@ def tiny(tmp_path_factory):
 @real
 def test_arguments_are_those_of_the_installed_sglang(tiny):
     known = capabilities.probe(on_gpu=False).arguments
-    assert {"attention_backend", "page_size", *settings._OWNED} - known <= {"tensor_parallel_size"}
+    assert {"attention_backend", "page_size", *OWNED, *settings._OWNED} - known <= {"tensor_parallel_size"}
     config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang={"page_sise": 1}))
     with pytest.raises(ValueError, match=r"engine_kwargs\.sglang\.page_sise: .* did you mean page_size\?"):
         make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tiny / "model")), ENV)
