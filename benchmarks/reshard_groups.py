@@ -225,7 +225,6 @@ def measure(
     training, generation = Training(model, groups, rank), Generation(model, groups, rank)
     rollout = SimpleNamespace(receiver=lambda: generation, weight_version=None)
     sync = ReshardSync(rollout, device, args.bucket_mib * 2**20, grouping=groups, check_every=0)
-    sync.bandwidth = 0.0  # not measured
     seconds, above = [], 0
     for version in range(1 + args.pushes):  # the first one makes the plan
         _synchronize(device)
@@ -265,7 +264,7 @@ def work(rank: int, ranks: int, args: argparse.Namespace, port: int) -> None:
             dist.all_gather_object(results, measure(way, groups, model, args, counter))
             line = {"layout": "{}-{}-{} -> {}-{}".format(*sizes), "ranks": ranks, "way": way, "model_bytes": total}
             line |= summary(results, total, bandwidth)
-            line["formula"] = None if way == "consecutive" else float(groups.volumes().communication)
+            line["formula"] = None if way == "consecutive" else float(groups.communication)
             vanilla = vanilla or line
             line["less_bytes"] = round(1 - line["mean_bytes"] / vanilla["mean_bytes"], 3)
             line["less_seconds"] = round(1 - line["seconds"] / vanilla["seconds"], 3)

@@ -27,7 +27,7 @@ from verl.rollout.tensor_parallel import TensorParallel
 from verl.utils.shards import Shard, whole
 from verl.weight_sync.reshard.chunk_table import TensorList, readable_tensors
 from verl.weight_sync.reshard.plan import RankLayout, make_plan
-from verl.weight_sync.reshard.rank_plan import RankPlan
+from verl.weight_sync.reshard.sync import RankPlan
 from verl.weight_sync.verify import checksums, sums_of
 
 RANKS = 2

@@ -286,7 +286,7 @@ class Bench:
         engine = SimpleNamespace(receiver=lambda: receiver, weight_version=0)
         if reshard:
             sync = ReshardSync(engine, self.device, self.args.bucket_mib * 2**20, check_every=self.args.check_every)
-            return self.measure(lambda version: sync.push(source, version))
+            return self.measure(lambda version: sync.push(source, version), sync.peers.bandwidth())
         sync = ReplicaSync(engine, check_every=self.args.check_every)
         return self.measure(lambda version: sync.push(source, version), bandwidth)
 

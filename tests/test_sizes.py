@@ -11,8 +11,6 @@ FILE_LINES, FUNCTION_LINES = 500, 60
 
 #: "path" or "path::function" -> why it is longer
 EXCEPTIONS: dict[str, str] = {
-    "tests/rollout/test_vllm.py": "one engine, one environment",
-    "tests/rollout/test_vllm_slices.py": "one engine, one environment",
 }
 
 # Written in pieces, so that this file does not hold them: folders and hosts that exist on some machines only.

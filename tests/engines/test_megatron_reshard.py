@@ -88,7 +88,7 @@ def test_every_rank_gets_its_slices_and_only_what_it_lacks(model, sizes, t_g, ke
             assert set(found["sources"]) <= set(own) - {rank}
         if p == e == 1:  # the formula of the paper, of what is not on every rank
             replicated = sum(4 * x.numel() for n, x in named(config) if "norm" in n or n.endswith("gate.weight"))
-            assert lacks == (total - replicated) * groups.volumes().communication
+            assert lacks == (total - replicated) * groups.communication
 
 
 def named(config):

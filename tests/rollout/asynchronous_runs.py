@@ -1,8 +1,36 @@
-"""What every run of asynchronous training with max_staleness=1 must show, whatever the engine, and an agent for it."""
+"""Runs with an engine of another library: models that it accepts, reports, and what asynchronous training must show."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.conftest import make_tiny
 from verl.trainer.base import StepReport
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+
+def model_folder(folder: Path, **models: tuple[str, str | None]) -> Path:
+    """The folder of `make_tiny`, with models: name -> (family, size)."""
+    make_tiny(folder)
+    for name, (family, size) in models.items():
+        tiny_model(family, folder / name, seed=0, size=size)
+    return folder
+
+
+def grpo_reports(*settings: str) -> list[StepReport]:
+    """The reports of all steps of a run of GRPO."""
+    reports: list[StepReport] = []
+    trainer = LocalPPOTrainer(overrides=["algorithm.name=grpo", *settings])
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    return reports
+
+
+def check_files(reports: Sequence[StepReport], folder: Path) -> None:
+    """Pushes of `weight_sync=disk`: all of one size; the last two are kept."""
+    assert len({report.metrics["weight_sync/bytes"] for report in reports}) == 1
+    kept = sorted(path.name for path in folder.glob("global_step_*"))
+    assert kept == [f"global_step_{len(reports) - 1}", f"global_step_{len(reports)}"]
 
 
 def check_spans(reports: Sequence[StepReport], prompts: int, partial: bool = True) -> None:

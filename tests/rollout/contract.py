@@ -157,7 +157,7 @@ class Setup:
         self.module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
         self.bound = rounding(self.module)
         self.model = model = schema.ModelConfig(path=folder)
-        limits = dict(max_num_seqs=128, gpu_memory_utilization=0.2, enforce_eager=True)
+        limits = dict(max_num_seqs=128, gpu_memory_utilization=0.2, enforce_eager=True, check_every=1)
         kwargs = schema.EngineKwargs(**{name: KWARGS}) if name in PACKAGES else schema.EngineKwargs()
         self.config = schema.RolloutConfig(
             name=name, prompt_length=64, response_length=448, engine_kwargs=kwargs, **limits

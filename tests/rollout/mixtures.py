@@ -1,6 +1,7 @@
 """Tiny mixtures of experts for engines of other libraries, and the experts that they report."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,12 +74,18 @@ def assert_experts(module: torch.nn.Module, prompt: list[int], completion: Compl
     assert same.all() if exact else same.mean() > 0.9
 
 
+def check_experts(
+    module: torch.nn.Module, requests: Sequence[Request], completions: Sequence[Completion], exact: bool = True
+) -> None:
+    for request, completion in zip(requests, completions, strict=True):
+        assert_experts(module, request.prompt_ids, completion, exact)
+
+
 def check_mixture(rollout: RolloutEngine, module: torch.nn.Module, exact: bool = True) -> None:
     """The experts of responses of all kinds: of limits, stop tokens and stop strings, and of an aborted one."""
     sampled = SamplingParams(24, (3, 50), seed=5)
     requests = make_requests(PROMPTS * 2, sampled, limits=[24, 1, 9, 24, 16, 3, 2, 24])
-    for request, completion in zip(requests, rollout.generate(requests)):
-        assert_experts(module, request.prompt_ids, completion, exact)
+    check_experts(module, requests, rollout.generate(requests), exact)
     (whole,) = rollout.generate(make_requests(PROMPTS[:1], greedy := SamplingParams(40, (), temperature=0.0)))
     text = f" {whole.token_ids[11]} {whole.token_ids[12]} "
     stop = StopStrings((text,), lambda ids: "".join(f" {token} " for token in ids).replace("  ", " "))

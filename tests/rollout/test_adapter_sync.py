@@ -7,15 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engines.ranks import OPTIMIZER, make_batch, make_engine, qwen2, run_on_ranks, save_model, train
-from tests.rollout.test_weight_sync import groups, together
+from tests.rollout.test_weight_sync import groups, hf, native, together
 from tests.rollout.test_weight_sync_methods import engine_of
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.engines.gathering import gather_tensors
 from verl.engines.parallel import full_tensor
 from verl.protocol import DataProto
-from verl.rollout.hf import HFRollout
-from verl.rollout.native.engine import NativeRollout
 from verl.rollout.request import SamplingParams, make_requests
 from verl.weight_sync import CollectiveSync, ModuleReceiver, ReplicaSync, receive_collective
 from verl.weight_sync.adapters import sends_adapters
@@ -35,14 +33,6 @@ def path(tmp_path_factory) -> str:
 def empty_rollout(path, make):
     module = AutoModelForCausalLM.from_pretrained(path).eval()
     return make(module, weights=ModuleReceiver(module))
-
-
-def hf(module, weights):
-    return HFRollout(module, pad_token_id=0, weights=weights)
-
-
-def native(module, weights):
-    return NativeRollout(module, weights=weights)
 
 
 def log_prob_gap(engine, rollout) -> float:

@@ -285,17 +285,23 @@ def test_a_push_changes_what_is_generated(restored):
 
 
 BROKEN = {
-    "missing": (lambda weights: weights[1:], "1 are missing"),
-    "unknown": (lambda weights: [*weights, ("model.layers.9.mlp.up_proj.weight", weights[0][1])], "is unknown"),
-    "twice": (lambda weights: [*weights, weights[-1]], "sent twice"),
-    "shape": (lambda weights: [(weights[0][0], weights[0][1][:-1]), *weights[1:]], "has shape"),
+    "missing": (lambda weights: weights[1:], r"1 are missing, first \['model\."),
+    "unknown": (
+        lambda weights: [*weights, ("model.layers.9.mlp.up_proj.weight", weights[0][1])],
+        "parameter 'model.layers.9.mlp.up_proj.weight' is unknown or was sent twice",
+    ),
+    "twice": (lambda weights: [*weights, weights[-1]], r"parameter '\S+' is unknown or was sent twice"),
+    "shape": (
+        lambda weights: [(weights[0][0], weights[0][1][:-1]), *weights[1:]],
+        r"model\..* has shape \(.*\), expected \(",
+    ),
 }
 
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_push_is_an_error(restored, how):
     change, message = BROKEN[how]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"weights of version 2: {message}"):
         restored.engine.receiver().receive(change(list(restored.source.weights())), 2)
     with pytest.raises(ValueError, match="has no weights: push them first"):
         restored.answers()
@@ -308,13 +314,18 @@ STALE = "still generates with the weights of version 0, expected version 1"
 UPDATES = [SCALE, pytest.param(1.001, marks=pytest.mark.skipif(not IS_FLOAT32, reason="rounded to no change"))]
 
 
+def run_with(made: Setup, method: str) -> Run:
+    """A run whose weights are pushed by a method."""
+    receiver = made.engine.receiver()
+    if method == "reshard" and (not isinstance(receiver, SlicedWeights) or receiver.obstacle()):
+        pytest.skip("receives whole parameters")
+    return Run(made, made.engine, method)
+
+
 @pytest.mark.parametrize("method", ["replica", "reshard"])
 def test_a_push_that_loses_a_parameter_stops_the_run(restored, method):
     """By the comparison of what the engine stores, or by the canary. The push before, which is not broken, passes."""
-    receiver = restored.engine.receiver()
-    if method == "reshard" and (not isinstance(receiver, SlicedWeights) or receiver.obstacle()):
-        pytest.skip("receives whole parameters")
-    run = Run(restored, restored.engine, method)
+    run = run_with(restored, method)
     run.weights.push(0)
     with restored.scaled() as bound:
         assert run.weights.push(1)["weight_sync/canary_mismatch"] <= bound
@@ -390,18 +401,20 @@ def test_requests_of_two_event_loops_and_of_generate_share_the_engine(made):
         made.check_all_same(answers, expected)
 
 
-def test_a_push_between_steps_is_a_span(restored):
+@pytest.mark.parametrize("method", ["replica", "reshard"])
+def test_a_push_between_steps_is_a_span(restored, method):
     if restored.name not in PUSHED_BETWEEN_STEPS:
         pytest.skip("does not receive weights while requests are running")
     if restored.name == "sglang" and not restored.engine.service.capabilities.update_sessions:
         pytest.skip("this SGLang finishes running requests before a push")
-    params = SamplingParams(400, (), temperature=0.0)
+    params, pushes = SamplingParams(400, (), temperature=0.0), run_with(restored, method).rollout
+    pushes.sync_weights(1)
 
     async def run():
-        restored.engine.weight_version = 1
         task = asyncio.create_task(restored.engine.generate_one(Request([1, 2], params, 0, "a")))
         await restored.engine.generate_one(Request([3], replace(params, max_tokens=8), 1, "b"))
-        restored.engine.receiver().receive(restored.source.weights(SCALE), 2)
+        with restored.scaled():
+            pushes.sync_weights(2)
         await restored.engine.generate_one(Request([3], replace(params, max_tokens=8), 1, "b"))
         restored.engine.abort()
         return await task

@@ -1,6 +1,6 @@
-"""Sizes that vLLM and SGLang are told: the longest sequence, and the KV cache of a token."""
+"""What vLLM and SGLang have in common: sizes, arguments that are refused, what the installed package must have."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -8,11 +8,20 @@ from transformers import LlamaConfig, LlavaConfig
 
 from tests.vl_models import make_config, save_vl_model
 from verl.config import schema
-from verl.rollout.base import RolloutEnv
+from verl.rollout import external
+from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.checks import check_images
-from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
+from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.external import cache_bytes_per_token, check_engine_kwargs
+from verl.rollout.sglang import capabilities as sglang_capabilities
+from verl.rollout.sglang import settings as sglang_settings
 from verl.rollout.traits import engine_traits
+from verl.rollout.vllm import capabilities as vllm_capabilities
+from verl.rollout.vllm import settings as vllm_settings
 from verl.trainer.checks.model_limits import ModelLimits
+
+ENGINES = ("vllm", "sglang")
+SETTINGS = {"vllm": vllm_settings, "sglang": sglang_settings}
 
 
 @pytest.mark.parametrize(
@@ -36,15 +45,16 @@ def test_cache_bytes_per_token(sizes, ranks, numbers):
 
 def test_the_longest_sequence():
     lengths = {"prompt_length": 5, "response_length": 7}
-    assert max_model_len(SimpleNamespace(max_model_len=None, **lengths)) == 12
-    assert max_model_len(SimpleNamespace(max_model_len=10, **lengths)) == 10
+    for given, expected in ((None, 12), (10, 10)):
+        config = schema.RolloutConfig(max_model_len=given, **lengths)
+        assert EngineCopy(config, None, None, None, is_trained=True).max_length == expected
 
 
 def test_models_with_images_that_are_not_supported_are_refused(tmp_path):
     env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
     reason = "the tokens of an image attend to each other in both directions, .* rollout.name=native or hf"
     model = schema.ModelConfig(path=save_vl_model("gemma3", tmp_path))
-    for engine in ("vllm", "sglang"):
+    for engine in ENGINES:
         config, message = schema.RolloutConfig(name=engine), rf"rollout.name={engine}: .* found gemma3: {reason}"
         with pytest.raises(ValueError, match=message):
             EngineCopy.from_arguments(config, model, env, None)
@@ -63,3 +73,94 @@ def test_an_argument_that_the_engine_does_not_have(name, hint):
         check_engine_kwargs("vllm", {name: 32}, {}, {}, ["block_size", "seed"])
     assert str(error.value) == f"rollout.engine_kwargs.vllm.{name}: the installed vllm has no such argument; {hint}"
     check_engine_kwargs("sglang", {name: 32}, {}, {})  # its arguments are not known
+
+
+REFUSED = [
+    ("vllm", {"logprobs_mode": "raw_logprobs"}, "is not supported: log-probs are those of the distribution"),
+    ("vllm", {"max_model_len": 5}, r"set rollout\.max_model_len instead"),
+    ("vllm", {"moe_backend": "flashinfer_cutlass"}, "is not supported: weights of experts are loaded in"),
+    ("sglang", {"context_length": 5}, r"set rollout\.max_model_len instead"),
+    ("sglang", {"skip_tokenizer_init": False}, "is not supported: prompts and responses are token ids"),
+    ("sglang", {"pp_size": 2}, r"is not supported: use rollout\.tensor_model_parallel_size"),
+    ("sglang", {"moe_runner_backend": "cutlass"}, "is not supported: weights of experts are loaded in"),
+    *(
+        (engine, *row)
+        for engine in ENGINES
+        for row in (
+            ({"quantization": "fp8"}, "is not supported: trained weights cannot be loaded"),
+            ({"enable_lora": True}, r"set rollout\.lora_sync instead"),
+            ({"max_lora_rank": 8}, "is not supported: the engine applies the adapters that are trained"),
+            ({"enable_eplb": True}, "is not supported: trained weights are loaded into one copy"),
+            ({"enable_return_routed_experts": True}, r"set rollout\.enable_rollout_routing_replay instead"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "given", "message"), REFUSED)
+def test_arguments_that_contradict_another_key(engine, given, message):
+    with pytest.raises(ValueError, match=rf"rollout\.engine_kwargs\.{engine}\.{next(iter(given))}:? {message}"):
+        SETTINGS[engine].check_kwargs(given)
+    SETTINGS[engine].check_kwargs({"block_size": 32, "attention_backend": "triton"})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_deterministic_needs_native(engine):
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+    config = schema.RolloutConfig(name=engine, deterministic=True)
+    with pytest.raises(ValueError, match=r"rollout\.deterministic needs .* set rollout\.name=native"):
+        make_rollout_engine(engine, config, schema.ModelConfig(path="none"), env)
+
+
+@pytest.mark.parametrize(
+    ("engine", "free", "shares", "found"),
+    [
+        ("vllm", 30, {0.3: 0.3, 0.5: 0.33}, "vLLM gets 0.33 of the memory"),  # 0.9 of 30 / 80
+        ("sglang", 40, {0.3: 0.6, 0.5: 0.9}, "SGLang gets 36.0 GiB"),  # of what is free
+    ],
+)
+def test_the_engine_gets_at_most_the_free_memory(engine, free, shares, found, monkeypatch):
+    warnings = []  # SGLang removes the handlers of the root logger, so caplog sees nothing after an engine has started
+    monkeypatch.setattr(SETTINGS[engine].log, "warning", lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 80 * 2**30))
+    for asked, share in shares.items():
+        assert not warnings and SETTINGS[engine].memory_share(asked, torch.device("cuda", 0)) == share
+    assert f"only {free}.0 of 80.0 GiB are free on cuda:0, so {found}" in warnings[0]
+
+
+class Lacking:
+    """A class of a package, with one method and one parameter of it."""
+
+    def __init__(self, logprobs=None):
+        pass
+
+    def sleep(self):
+        pass
+
+    reset_prefix_cache = sleep
+
+
+@pytest.mark.parametrize(
+    ("probe", "message", "lacking"),
+    [
+        (
+            vllm_capabilities.probe,
+            r"vLLM 0\.1 lacks LLM\.collective_rpc, LLM\.wake_up, .*tested versions: vllm 0\.24\.0",
+            ("LLM.reset_prefix_cache(reset_running_requests)", "EngineArgs(logprobs_mode)", "SamplingParams(seed)"),
+        ),
+        (
+            partial(sglang_capabilities.probe, on_gpu=True),
+            r"SGLang 0\.1 lacks Engine\.async_generate, .*tested versions: 0\.5\.15",
+            ("ServerArgs(load_format)",),
+        ),
+    ],
+)
+def test_a_package_that_lacks_something_is_named_with_the_tested_versions(probe, message, lacking, monkeypatch):
+    monkeypatch.setattr("verl.utils.packages.is_installed", lambda module: True)
+    monkeypatch.setattr(external.importlib.metadata, "version", lambda name: "0.1")
+    monkeypatch.setattr(external, "_import", lambda module, name: Lacking)
+    monkeypatch.setattr(vllm_capabilities, "set_environment", lambda: None)
+    with pytest.raises(ValueError, match=message) as error:
+        probe()
+    assert all(each in str(error.value) for each in lacking) and "(logprobs)" not in str(error.value)

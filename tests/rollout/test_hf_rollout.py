@@ -48,25 +48,6 @@ def test_log_probs_equal_the_trainers_at_every_token(engine, temperature):
     assert rollout.stats.tokens == sum(len(a.token_ids) for a in answers)
 
 
-def test_a_row_does_not_depend_on_what_else_is_in_the_batch(engine):
-    params = SamplingParams(max_tokens=10, stop_token_ids=(0,), seed=7)
-    rollout = HFRollout(engine.module, pad_token_id=0)
-    together = rollout.generate(make_requests(PROMPTS, params, sample_ids=[10, 11, 12, 13, 14]))
-    for row in range(len(PROMPTS)):
-        alone = rollout.generate(make_requests([PROMPTS[row]], params, sample_ids=[10 + row]))[0]
-        assert alone.token_ids == together[row].token_ids
-    assert together[0].token_ids != together[4].token_ids  # one prompt, two samples
-
-
-def test_stop_and_length_end_a_response(engine):
-    rollout = HFRollout(engine.module, pad_token_id=0)
-    every = tuple(range(24))
-    stopped = rollout.generate(make_requests(PROMPTS[:2], SamplingParams(max_tokens=6, stop_token_ids=every)))
-    assert [(len(a.token_ids), a.finish_reason) for a in stopped] == [(1, "stop")] * 2
-    cut = rollout.generate(make_requests(PROMPTS[:2], SamplingParams(max_tokens=6, stop_token_ids=(), ignore_eos=True)))
-    assert [(len(a.token_ids), a.finish_reason) for a in cut] == [(6, "length")] * 2
-
-
 def test_settings_of_the_models_generation_config_are_not_applied(engine):
     model = AutoModelForCausalLM.from_pretrained(engine.spec.model.path)
     params = SamplingParams(max_tokens=20, stop_token_ids=(5,), seed=1, ignore_eos=True)
@@ -78,25 +59,6 @@ def test_settings_of_the_models_generation_config_are_not_applied(engine):
     model.generation_config.bad_words_ids = [[6]]
     assert HFRollout(model, pad_token_id=0).generate(requests) == expected
     assert model.generation_config.repetition_penalty == 3.0
-
-
-def test_greedy_responses_are_those_of_transformers(engine):
-    rollout = HFRollout(engine.module, pad_token_id=0)
-    found = rollout.generate(
-        make_requests(PROMPTS, SamplingParams(max_tokens=8, stop_token_ids=(), temperature=0, ignore_eos=True))
-    )
-    plain = AutoModelForCausalLM.from_pretrained(engine.spec.model.path)
-    for prompt, answer in zip(PROMPTS, found):
-        ids = torch.tensor([prompt])
-        expected = plain.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=8,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert answer.token_ids == expected[0, len(prompt) :].tolist()
 
 
 def test_the_modules_state_is_as_before(engine):

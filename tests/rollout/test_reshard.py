@@ -13,9 +13,8 @@ from tests.rollout.test_native_families import model
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.utils.shards import Box, Chunk, Shard, boxes_of, matrix_shape, whole
-from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport
+from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport, buckets
 from verl.weight_sync.reshard import chunk_table
-from verl.weight_sync.reshard import sync as reshard
 from verl.weight_sync.reshard.plan import RankLayout, Stored, make_plan
 from verl.weight_sync.reshard.sync import Peers
 
@@ -29,6 +28,20 @@ def make_module(case: str = "qwen2", seed: int = 0) -> torch.nn.Module:
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module.requires_grad_(False)
+
+
+class Holder(torch.nn.Module):
+    """A module with parameters of these names."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        super().__init__()
+        self.tensors = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+
+    def named_parameters(self, *args, **kwargs):
+        return iter(self.tensors.items())
+
+    def get_parameter(self, target: str) -> torch.nn.Parameter:
+        return self.tensors[target]
 
 
 def rows_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -125,6 +138,12 @@ def together(size: int, act) -> list:
     return found
 
 
+def sync_of(receiver, group, bucket: int = 2**20, check_every: int = 1) -> ReshardSync:
+    """The sync of one rank."""
+    engine = SimpleNamespace(receiver=lambda: receiver, weight_version=None)
+    return ReshardSync(engine, CPU, bucket, group, check_every=check_every)
+
+
 def push(
     ranks: int,
     tp: int,
@@ -140,9 +159,7 @@ def push(
     receivers = [receiver_of(case, rank, tp, dtype) for rank in range(ranks)]
 
     def act(rank: int, group) -> SyncReport:
-        engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
-        sync = ReshardSync(engine, CPU, bucket, group, check_every=check_every)
-        source = Source(trained, boxes, rank, ranks)
+        sync, source = sync_of(receivers[rank], group, bucket, check_every), Source(trained, boxes, rank, ranks)
         for version in range(times):
             report = sync.push(source, version)
         assert max(sync._plan.slot_bytes) <= bucket
@@ -215,7 +232,6 @@ def corrupting(monkeypatch) -> None:
         is_hit = len(starts) == 2
         return SimpleNamespace(wait=lambda: (work.wait(), is_hit and received[:1].bitwise_xor_(1)))
 
-    monkeypatch.setattr(Peers, "bandwidth", lambda peers: 0.0)
     monkeypatch.setattr(Peers, "start_exchange", start)
 
 
@@ -316,14 +332,10 @@ class Columns(SlicedWeights):
 
 
 def push_columns(receivers: list[Columns]) -> list:
-    trained = torch.nn.Module()
-    trained.register_parameter("a", torch.nn.Parameter(torch.arange(24.0).view(Columns.SHAPE), requires_grad=False))
-
-    def act(rank: int, group) -> SyncReport:
-        engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
-        return ReshardSync(engine, CPU, 2**20, group).push(Source(trained, row_sharded, rank, 2), 0)
-
-    return together(2, act)
+    trained = Holder({"a": torch.arange(24.0).view(Columns.SHAPE)})
+    return together(
+        2, lambda rank, group: sync_of(receivers[rank], group).push(Source(trained, row_sharded, rank, 2), 0)
+    )
 
 
 def test_chunks_of_columns_next_to_each_other(monkeypatch):
@@ -360,9 +372,7 @@ def test_a_stale_slice_is_named_by_the_next_comparison(monkeypatch):
         honest([targets[i] for i in written], [sources[i] for i in written])
 
     def act(rank: int, group) -> SyncReport:
-        engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
-        sync = ReshardSync(engine, CPU, 2**20, group, check_every=3)
-        source = Source(trained, row_sharded, rank, 2)
+        sync, source = sync_of(receivers[rank], group, check_every=3), Source(trained, row_sharded, rank, 2)
         sync.push(source, 4)
         barrier.wait()
         if rank == 0:
@@ -370,7 +380,7 @@ def test_a_stale_slice_is_named_by_the_next_comparison(monkeypatch):
             torch._foreach_mul_([*trained.parameters()], 1.5)
             monkeypatch.setattr(chunk_table, "copy_chunks", copy)
         barrier.wait()
-        assert sync.push(source, 5).version == engine.weight_version == 5  # not compared
+        assert sync.push(source, 5).version == sync.rollout.weight_version == 5  # not compared
         return sync.push(source, 6)
 
     text = f"weights of version 6 were not loaded: 1 slices differ from the training shards: {name} on rank 1"
@@ -446,7 +456,7 @@ def test_replicas_do_not_send_to_each_other():
 def test_the_bandwidth_is_that_of_the_fastest_of_three_exchanges(monkeypatch):
     """Of 8 MiB, half to each of two other ranks; the first exchange also connects, and does not count."""
     clock, seconds = [0.0], iter([0.125, 4.0, 2.0, 8.0])
-    monkeypatch.setattr(reshard, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(buckets, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def exchange(peers, received, sent, counts, sizes):
         assert counts == sizes == [4 * 2**20, 0, 4 * 2**20] and len(received) == len(sent) == 8 * 2**20

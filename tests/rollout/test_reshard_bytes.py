@@ -2,14 +2,14 @@
 
 from contextlib import nullcontext
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.rollout.test_reshard import CPU, Source, together
+from tests.rollout.test_reshard import Source, sync_of, together
+from tests.rollout.test_reshard_groups import holds, needs
 from verl.utils.shards import Box, Chunk, Shard
-from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport
+from verl.weight_sync import SlicedWeights, SyncReport
 from verl.weight_sync.reshard.grouping import HybridGroups
 from verl.weight_sync.reshard.plan import Stored
 from verl.weight_sync.reshard.sync import Peers
@@ -19,7 +19,7 @@ class Grid(SlicedWeights):
     """Stores the generation shard of layers that are split by rows, of one rank of `HybridGroups`."""
 
     def __init__(self, groups: HybridGroups, rank: int, layers: int, shape: tuple[int, int]):
-        box = groups.needs(rank)
+        box = needs(groups, rank)
         rows = shape[0] // groups.tp
         mine = Box(box.left * rows, box.right * rows, 0, shape[1])
         self.tensors = {f"{i}": torch.zeros(mine.rows, shape[1]) for i in range(layers)}
@@ -38,7 +38,7 @@ class Trained(Source):
     """The training shard of one rank of `HybridGroups`."""
 
     def __init__(self, groups: HybridGroups, rank: int, layers: int, shape: tuple[int, int]):
-        box, self.shape, self.names = groups.holds(rank), shape, [str(i) for i in range(layers)]
+        box, self.shape, self.names = holds(groups, rank), shape, [str(i) for i in range(layers)]
         rows, stages = shape[0] // groups.tp, layers // groups.pp
         own = Box(box.left * rows, box.right * rows, 0, shape[1])
         self._layout = [Shard(f"{i}", shape, own) for i in range(box.top * stages, box.bottom * stages)]
@@ -67,23 +67,21 @@ def test_real_collectives_move_the_bytes_of_the_paper(sizes, strided, monkeypatc
         return exchange(peers, received, sent, counts, lengths)
 
     monkeypatch.setattr(Peers, "start_exchange", counting)
-    monkeypatch.setattr(Peers, "bandwidth", lambda peers: 0.0)
     receivers = [Grid(groups, rank, layers, shape) for rank in range(groups.world_size)]
 
     def act(rank: int, group) -> SyncReport:
-        engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
-        return ReshardSync(engine, CPU, 700, group).push(Trained(groups, rank, layers, shape), 1)
+        return sync_of(receivers[rank], group, 700).push(Trained(groups, rank, layers, shape), 1)
 
     reports = together(groups.world_size, act)
     for rank, (report, receiver) in enumerate(zip(reports, receivers)):
-        own = groups.holds(rank).intersect(groups.needs(rank))
-        share = Fraction(groups.needs(rank).numel - (own.numel if own else 0), groups.pp * groups.tp)
+        own = holds(groups, rank).intersect(needs(groups, rank))
+        share = Fraction(needs(groups, rank).numel - (own.numel if own else 0), groups.pp * groups.tp)
         assert counted[rank] == report.bytes == model_bytes * share
         for name, tensor in receiver.tensors.items():
             stored = receiver.slice_layout()[name].chunks[0].box
             assert torch.equal(tensor, Trained(groups, rank, layers, shape).full(name)[stored.top : stored.bottom])
     worst = Fraction(max(counted), model_bytes)
     if strided:
-        assert worst == Fraction(min(counted), model_bytes) == groups.volumes().communication
+        assert worst == Fraction(min(counted), model_bytes) == groups.communication
     else:  # the formula is that of gathering the whole model
-        assert worst <= groups.volumes().communication
+        assert worst <= groups.communication

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.utils.shards import Box
 from verl.weight_sync.reshard.grouping import HybridGroups
 
 RANKS = 64
@@ -24,12 +25,25 @@ def layouts():
                         yield p, t, d, p_g, t_g
 
 
+def holds(groups: HybridGroups, rank: int) -> Box:
+    """The training shard: pipeline stages as rows, tensor-parallel ranks as columns, of p x t equal cells."""
+    stage, tensor, _ = groups.training(rank)
+    return Box(stage, stage + 1, tensor, tensor + 1)
+
+
+def needs(groups: HybridGroups, rank: int) -> Box:
+    """The generation shard, in the same cells."""
+    stage, tensor, _ = groups.generation(rank)
+    stages, tensors = groups.pp // groups.generation_pp, groups.tp // groups.generation_tp
+    return Box(stage * stages, (stage + 1) * stages, tensor * tensors, (tensor + 1) * tensors)
+
+
 def test_every_layout_partitions_contains_and_counts_as_the_paper_says():
     count = 0
     for p, t, d, p_g, t_g in layouts():
         count += 1
-        groups = HybridGroups(p, t, d, p_g, t_g)
-        sizes = {"tp": t, "pp": p, "dp": d, "generation_tp": t_g, "generation_pp": p_g, "micro_dp": groups.micro_dp}
+        groups, micro_dp = HybridGroups(p, t, d, p_g, t_g), p * t // (p_g * t_g)
+        sizes = {"tp": t, "pp": p, "dp": d, "generation_tp": t_g, "generation_pp": p_g, "micro_dp": micro_dp}
         micro = {}
         for kind, size in sizes.items():
             found = groups.rank_groups(kind)
@@ -38,14 +52,15 @@ def test_every_layout_partitions_contains_and_counts_as_the_paper_says():
             if kind == "micro_dp":
                 micro = {rank: set(group) for group in found for rank in group}
         for rank in range(p * t if d == 1 else 0):  # replicas are copies
-            held, needed, sources = groups.holds(rank), groups.needs(rank), groups.sources(rank)
+            held, needed = holds(groups, rank), needs(groups, rank)
             assert held.intersect(needed) == held  # nothing is stored twice
-            assert sources.keys() == micro[rank] - {rank}  # it gathers within its micro-DP group only
-            cells = sum(box.numel for box in sources.values())
-            assert Fraction(cells, p * t) == groups.volumes().communication
-            assert Fraction(groups.micro_dp - 1, p * t) == groups.volumes().communication
-            assert Fraction(needed.numel, p * t) == groups.volumes().peak
-        assert groups.volumes().redundancy == 0
+            # it gathers within its micro-DP group only: the shards of these ranks are what it needs
+            assert {holds(groups, other) for other in micro[rank]} == {
+                Box(stage, stage + 1, tensor, tensor + 1)
+                for stage in range(needed.top, needed.bottom)
+                for tensor in range(needed.left, needed.right)
+            }
+            assert Fraction(needed.numel - 1, p * t) == Fraction(micro_dp - 1, p * t) == groups.communication
     assert count > 1000
 
 
@@ -57,11 +72,8 @@ def test_the_example_of_the_paper():
     assert strided.rank_groups("micro_dp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert vanilla.rank_groups("generation_tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     # ranks 1, 2, 5 and 6 (counted from 0) have disjoint shards in the vanilla grouping
-    assert [r for r in range(8) if vanilla.holds(r).intersect(vanilla.needs(r)) is None] == [1, 2, 5, 6]
-    every = [vanilla.volumes(), strided.volumes()]
-    assert [v.communication for v in every] == [Fraction(3, 4), Fraction(1, 4)]
-    assert [v.peak for v in every] == [1, Fraction(1, 2)]
-    assert [v.redundancy for v in every] == [Fraction(1, 4), 0]
+    assert [r for r in range(8) if holds(vanilla, r).intersect(needs(vanilla, r)) is None] == [1, 2, 5, 6]
+    assert [groups.communication for groups in (vanilla, strided)] == [Fraction(3, 4), Fraction(1, 4)]
 
 
 @pytest.mark.parametrize(("sizes", "text"), [((2, 4, 1, 2, 3), "tensor.* 4, found 3"), ((2, 4, 1, 4, 4), "pipeline")])

@@ -18,6 +18,7 @@ from tests.engines.ranks import (
     share_of,
     train,
 )
+from tests.rollout.test_reshard import Holder
 from verl.engines.base import MicroBatching
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
@@ -49,20 +50,6 @@ def on_rank(path: str, ranks: int, tp: int, **keys) -> dict:
     wrong = [name for name, tensor in own.items() if not torch.equal(tensor, receiver.stored(name))]
     total = sum(tensor.numel() for tensor in empty.values()) * 4
     return {"wrong": wrong, "report": report, "counted": counted[0], "stored": total}
-
-
-class Holder(torch.nn.Module):
-    """A module with parameters of these names."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        super().__init__()
-        self.tensors = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
-
-    def named_parameters(self, *args, **kwargs):
-        return iter(self.tensors.items())
-
-    def get_parameter(self, target: str) -> torch.nn.Parameter:
-        return self.tensors[target]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rollout.mixtures import expected_experts
+from tests.rollout.mixtures import check_experts
 from tests.rollout.test_native_families import PROMPTS, model
 from verl.agents import Prompt, Trajectory
 from verl.config import schema
@@ -26,14 +26,6 @@ SAMPLED = SamplingParams(12, (3, 50), seed=5)
 CASES = pytest.mark.parametrize("case", ["qwen3-moe", "mixtral"])
 
 
-def assert_routed_experts(module: torch.nn.Module, requests: list[Request], completions: list[Completion]) -> None:
-    for request, completion in zip(requests, completions, strict=True):
-        expected = expected_experts(module, [*request.prompt_ids, *completion.token_ids])
-        found = completion.routed_experts
-        assert found.dtype == np.int16 and found.shape == expected.shape
-        assert np.array_equal(np.sort(found, -1), np.sort(expected, -1))
-
-
 @CASES
 def test_engines_report_the_choices_of_the_model(case):
     module = model(case)
@@ -45,7 +37,7 @@ def test_engines_report_the_choices_of_the_model(case):
         NativeRollout(module, records=True),
         NativeRollout(module, records=True, cache_bytes=room),
     ):
-        assert_routed_experts(module, requests, engine.generate(requests))
+        check_experts(module, requests, engine.generate(requests))
     assert all(c.routed_experts is None for c in NativeRollout(module).generate(requests))
 
 
@@ -58,7 +50,7 @@ def test_requests_that_arrive_over_time():
         await asyncio.sleep(0.003 * i)
         return await engine.generate_one(requests[i])
 
-    assert_routed_experts(module, requests, run_coroutine(gather_coroutines([later(i) for i in range(5)])))
+    check_experts(module, requests, run_coroutine(gather_coroutines([later(i) for i in range(5)])))
 
 
 @pytest.mark.parametrize(("first", "held"), [(0, 6), (2, 3)], ids=["all experts", "those of one rank"])

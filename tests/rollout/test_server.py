@@ -26,6 +26,7 @@ from verl.server.service import EngineLoop, Running, ServedModel, SingleCall
 from verl.server.text import ResponseText, text_of, token_bytes
 
 KEY = "secret"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}]}
 
 
@@ -289,37 +290,35 @@ def test_sampling_parameters_that_the_engine_lacks_are_refused(served):
 
 
 def test_authentication_and_bad_requests(served):
-    url, key = served[3].url, {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=url) as http:
+    with httpx.Client(base_url=served[3].url) as http:
         assert http.get("/health").json() == {"status": "ok"}
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
             found = http.post("/v1/chat/completions", json=CHAT, headers=headers)
             assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
             assert http.get("/v1/models", headers=headers).status_code == 401
-        entry = http.get("/v1/models", headers=key).json()["data"][0]
+        entry = http.get("/v1/models", headers=HEADERS).json()["data"][0]
         assert (entry["max_model_len"], entry["weight_version"]) == (1024, 0)
-        assert http.post("/v1/chat/completions", content=b"{", headers=key).status_code == 400
-        assert http.post("/v1/chat/completions", json=[1], headers=key).status_code == 400
+        assert http.post("/v1/chat/completions", content=b"{", headers=HEADERS).status_code == 400
+        assert http.post("/v1/chat/completions", json=[1], headers=HEADERS).status_code == 400
         for text in (b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model": "tiny", "prompt": "a", "\\udfff": 1}'):
-            surrogate = http.post("/v1/completions", content=text, headers=key)
+            surrogate = http.post("/v1/completions", content=text, headers=HEADERS)
             assert surrogate.status_code == 400 and surrogate.json()["error"]["code"] == "invalid_json"
         assert (
             http.post(
                 "/v1/completions",
                 content=b'{"model": "tiny", "prompt": "\\ud83d\\ude42", "max_tokens": 1}',
-                headers=key,
+                headers=HEADERS,
             ).status_code
             == 200
         )
-        large = http.post("/v1/completions", content=b" " * 200_000, headers=key)
+        large = http.post("/v1/completions", content=b" " * 200_000, headers=HEADERS)
         assert large.status_code == 413 and large.json()["error"]["code"] == "request_too_large"
-        assert http.get("/v1/nothing", headers=key).status_code == 404
-        assert http.get("/v1/chat/completions", headers=key).status_code == 405
+        assert http.get("/v1/nothing", headers=HEADERS).status_code == 404
+        assert http.get("/v1/chat/completions", headers=HEADERS).status_code == 405
 
 
 def test_the_server_answers_while_a_long_prompt_is_tokenized(served, monkeypatch):
     started, end, plain = threading.Event(), threading.Event(), ServedModel.encode_chat
-    key = {"Authorization": f"Bearer {KEY}"}
 
     def encode(model: ServedModel, call) -> list[int]:
         if call.messages[0]["content"] == "long":
@@ -328,10 +327,12 @@ def test_the_server_answers_while_a_long_prompt_is_tokenized(served, monkeypatch
         return plain(model, call)
 
     monkeypatch.setattr(ServedModel, "encode_chat", encode)
-    with httpx.Client(base_url=served[3].url, headers=key, timeout=20) as http, ThreadPoolExecutor() as pool:
+    with httpx.Client(base_url=served[3].url, headers=HEADERS, timeout=20) as http, ThreadPoolExecutor() as pool:
         body = {**CHAT, "max_tokens": 1}
         long = body | {"messages": [{"role": "user", "content": "long"}]}
-        waiting = pool.submit(httpx.post, f"{served[3].url}/v1/chat/completions", json=long, headers=key, timeout=90)
+        waiting = pool.submit(
+            httpx.post, f"{served[3].url}/v1/chat/completions", json=long, headers=HEADERS, timeout=90
+        )
         try:
             assert started.wait(60)
             assert http.post("/v1/chat/completions", json=body).status_code == 200
@@ -367,8 +368,7 @@ def test_an_error_of_the_engine_reaches_the_client(served, client, monkeypatch):
 
 
 def in_process(app) -> httpx.AsyncClient:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=headers)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=HEADERS)
 
 
 def test_200_concurrent_requests_share_batches(served):
@@ -394,8 +394,7 @@ def test_a_disconnect_aborts_the_request(served, stream, monkeypatch):
     step = TorchDecoder.step
     monkeypatch.setattr(TorchDecoder, "step", lambda *tokens: time.sleep(0.005) or step(*tokens))  # not done in 0.3 s
     body = {**CHAT, "max_tokens": 900, "ignore_eos": True, "stream": stream}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.3, headers=headers) as http:
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.3, headers=HEADERS) as http:
         if not stream:
             http.post("/v1/chat/completions", json=body)
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -460,10 +459,8 @@ def test_a_signal_lets_running_calls_finish(served, number):
 
     def use() -> None:
         url = "http://{}:{}/v1/completions".format(*sock.getsockname())
-        headers = {"Authorization": f"Bearer {KEY}"}
-        call = threading.Thread(
-            target=lambda: found.append(httpx.post(url, json={"model": "tiny", "prompt": [5]}, headers=headers))
-        )
+        body = {"model": "tiny", "prompt": [5]}
+        call = threading.Thread(target=lambda: found.append(httpx.post(url, json=body, headers=HEADERS)))
         call.start()
         engine.started.wait(10)
         os.kill(os.getpid(), number)

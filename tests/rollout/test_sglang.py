@@ -7,27 +7,29 @@ Tests of `real` need SGLang: make test-sglang. Their device, dtype and arguments
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
 
+from tests.rollout.asynchronous_runs import grpo_reports
 from tests.rollout.contract import DEVICE, DTYPE, IS_FLOAT32, KWARGS, SHAPE, rounding
-from tests.rollout.mixtures import MIXTURES, assert_experts, check_mixture, save_mixture
-from tests.rollout.sglang_push import push
+from tests.rollout.mixtures import MIXTURES, check_experts, check_mixture, save_mixture
+from tests.trainer.conftest import make_tiny, run_settings
 from verl.config import load_config, schema
 from verl.config.checks.registered import check_built_in
 from verl.config.errors import ConfigError
-from verl.rollout import engine_copy
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.external import OWNED
 from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang import capabilities, loader, settings, weights
 from verl.rollout.sglang.engine import LogitFilter, filter_params
-from verl.rollout.sglang.service import Job
 from verl.utils.device import resolve_device
 
 IS_INSTALLED = importlib.util.find_spec("sglang") is not None
@@ -52,91 +54,14 @@ def test_filters_exclude_what_native_excludes():
         assert 0 < kept.sum() < 50
 
 
-class Fused(nn.Module):
-    """A model that loads q and k into one parameter, with padding, and skips names of `skipped`."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleList([nn.Module()])
-        self.model.layers[0].qk = nn.Linear(4, 8, bias=False)
-        self.embed = nn.Embedding(10, 4)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.zero_()
-        self.skipped: tuple[str, ...] = ()
-
-    @torch.no_grad()
-    def load_weights(self, named):
-        for name, tensor in named:
-            if name in self.skipped:
-                continue
-            if name == "embed.weight":
-                self.embed.weight[: len(tensor)] = tensor
-            else:
-                start = 0 if ".q." in name else 4
-                self.model.layers[0].qk.weight[start : start + 4] = tensor
-
-
-SENT = {"model.layers.0.q.weight": (4, 4), "model.layers.0.k.weight": (4, 4), "embed.weight": (7, 4)}
-
-
-@pytest.fixture
-def sent():
-    torch.manual_seed(0)
-    return {name: torch.randn(shape) for name, shape in SENT.items()}
-
-
-def test_fused_and_padded_parameters_are_verified(tmp_path, sent):
-    model = Fused()
-    assert push([model], sent, tmp_path) == []
-    assert torch.equal(model.model.layers[0].qk.weight[4:], sent["model.layers.0.k.weight"])
-
-
-@pytest.mark.parametrize(
-    ("skipped", "group"), [("model.layers.0.k.weight", "model.layers.0"), ("embed.weight", "embed.weight")]
-)
-def test_a_parameter_that_keeps_its_weights_is_found(tmp_path, sent, skipped, group):
-    model = Fused()
-    model.skipped = (skipped,)
-    assert push([model], sent, tmp_path) == [group]
-
-
-def test_an_error_of_the_loader_is_raised_in_the_trainer(tmp_path, sent):
-    sent["model.layers.0.q.weight"] = torch.zeros(3, 4)
-    with pytest.raises(ValueError, match=r"SGLang's rank 0 cannot load the weights: RuntimeError: The expanded size"):
-        push([Fused()], sent, tmp_path)
-    with pytest.raises(ValueError, match="SGLang's rank 1 did not load the weights"):
-        (tmp_path / "outcome-0").write_text('{"error": "", "stored": {}}')
-        loader.read_outcomes(tmp_path / "outcome", 2)
-
-
 # ---- settings -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"context_length": 5}, r"context_length: set rollout\.max_model_len instead"),
-        ({"skip_tokenizer_init": False}, "skip_tokenizer_init is not supported: prompts and responses are token ids"),
-        ({"quantization": "fp8"}, "quantization is not supported: trained weights cannot be loaded"),
-        ({"pp_size": 2}, r"pp_size is not supported: use rollout\.tensor_model_parallel_size"),
-        ({"moe_runner_backend": "cutlass"}, "moe_runner_backend is not supported: weights of experts are loaded in"),
-        ({"enable_eplb": True}, "enable_eplb is not supported: trained weights are loaded into one copy"),
-        ({"enable_return_routed_experts": True}, r"enable_return_routed_experts: set rollout\.enable_rollout_routing"),
-    ],
-)
-def test_arguments_that_contradict_another_key(given, message):
-    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.sglang\." + message):
-        settings.check_kwargs(given)
-    settings.check_kwargs({"attention_backend": "triton"})
 
 
 def test_a_misspelt_argument_is_refused_with_the_nearest_one():
     able = replace(ABLE, arguments=frozenset({"attention_backend", "page_size"}))
-    config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang={"atention_backend": "x"}))
+    copy = pushed(engine_kwargs=schema.EngineKwargs(sglang={"atention_backend": "x"}))
     with pytest.raises(ValueError) as error:
-        settings.engine_args(config, pushed(), ENV, able)
+        settings.engine_args(copy, ENV, able)
     assert str(error.value) == (
         "rollout.engine_kwargs.sglang.atention_backend: the installed sglang has no such argument; did you mean "
         "attention_backend?"
@@ -149,34 +74,36 @@ def test_log_probs_before_the_temperature_are_refused(monkeypatch):
         settings.check_kwargs({})
 
 
-def pushed() -> EngineCopy:
+def pushed(**keys) -> EngineCopy:
+    """keys: of the `rollout` section."""
     from transformers import LlamaConfig
 
+    config = schema.RolloutConfig(name="sglang", **keys)
     hf_config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=100)
-    return EngineCopy(schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True, merges=False)
+    return EngineCopy(config, schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True)
 
 
 def test_keys_of_the_rollout_section_are_arguments_of_sglang(monkeypatch):
     monkeypatch.delenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", raising=False)
     kwargs = schema.EngineKwargs(sglang={"page_size": 1})
-    rollout = schema.RolloutConfig(
-        name="sglang", prompt_length=40, response_length=60, max_num_seqs=7, enable_prefix_caching=False,
-        max_num_batched_tokens=33, engine_kwargs=kwargs,
+    copy = pushed(
+        prompt_length=40, response_length=60, max_num_seqs=7, enable_prefix_caching=False, max_num_batched_tokens=33,
+        engine_kwargs=kwargs,
     )  # fmt: skip
-    found = settings.engine_args(rollout, pushed(), ENV, ABLE)
+    found = settings.engine_args(copy, ENV, ABLE)
     expected = {"context_length": 108, "max_running_requests": 7, "disable_radix_cache": True, "dtype": "float32"}
     expected |= {"chunked_prefill_size": 33, "load_format": "dummy", "page_size": 1, "tp_size": 1}
     assert {key: found[key] for key in expected} == expected
     assert os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
     other = RolloutEnv(1, 2, 1, torch.device("cpu"), 0)
-    others = settings.engine_args(rollout, replace(pushed(), is_trained=False), other, ABLE)
+    others = settings.engine_args(replace(copy, is_trained=False), other, ABLE)
     assert others["random_seed"] != found["random_seed"] and others["load_format"] == "auto"
 
 
 def test_float32_is_refused_on_a_gpu_before_the_engine_starts():
     env = replace(ENV, device=torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"cuda:0: expected weights in bf16 .* fp32: .* set rollout\.dtype=bf16"):
-        settings.engine_args(schema.RolloutConfig(name="sglang"), pushed(), env, ABLE)
+        settings.engine_args(pushed(), env, ABLE)
     for dtype, device in ((torch.bfloat16, "cuda"), (torch.float16, "cuda"), (torch.float32, "cpu")):
         settings.check_dtype(dtype, torch.device(device))
 
@@ -185,46 +112,31 @@ def test_arguments_for_a_mixture_of_experts(monkeypatch):
     from transformers import MixtralConfig
 
     monkeypatch.setattr(settings, "memory_share", lambda asked, device: asked)
-    config = schema.RolloutConfig(name="sglang", enable_rollout_routing_replay=True)
     mixture = MixtralConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=100)
-    made = replace(pushed(), hf_config=mixture, dtype=torch.bfloat16, records=True)
+    keys = {"hf_config": mixture, "dtype": torch.bfloat16}
+    made = replace(pushed(enable_rollout_routing_replay=True), **keys)
     on_gpu = replace(ENV, device=torch.device("cuda", 0))
-    found = settings.engine_args(config, made, on_gpu, ABLE)
+    found = settings.engine_args(made, on_gpu, ABLE)
     assert found["moe_runner_backend"] == "triton" and found["enable_return_routed_experts"] is True
-    assert found["chunked_prefill_size"] == config.max_num_batched_tokens == 8192
-    whole = settings.engine_args(config.model_copy(update={"enable_chunked_prefill": False}), made, on_gpu, ABLE)
+    assert found["chunked_prefill_size"] == made.config.max_num_batched_tokens == 8192
+    whole = replace(pushed(enable_rollout_routing_replay=True, enable_chunked_prefill=False), **keys)
+    whole = settings.engine_args(whole, on_gpu, ABLE)
     assert whole["chunked_prefill_size"] == whole["max_prefill_tokens"] + whole["context_length"] == 8192 + 1032
-    dense = settings.engine_args(config, replace(pushed(), dtype=torch.bfloat16), on_gpu, ABLE)
+    dense = settings.engine_args(replace(pushed(), dtype=torch.bfloat16), on_gpu, ABLE)
     assert not {"moe_runner_backend", "enable_return_routed_experts"} & dense.keys()
     with pytest.raises(ValueError, match=r"engine 'sglang test' does not report the experts .*native or hf"):
-        settings.engine_args(config, made, on_gpu, replace(ABLE, routed_experts=False))
+        settings.engine_args(made, on_gpu, replace(ABLE, routed_experts=False))
     mixture.tie_word_embeddings = True
     with pytest.raises(ValueError, match=r"mixtral with tie_word_embeddings=true: .* separate output layer"):
-        settings.engine_args(config, made, on_gpu, ABLE)
+        settings.engine_args(made, on_gpu, ABLE)
 
 
 @pytest.mark.parametrize("given", [{"cuda_graph_backend_prefill": "tc_piecewise"}, {"enable_torch_compile": True}])
 def test_arguments_that_capture_graphs_contradict_enforce_eager(given):
-    config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang=given))
-    assert settings.engine_args(config, pushed(), ENV, ABLE).items() >= given.items()
+    kwargs = schema.EngineKwargs(sglang=given)
+    assert settings.engine_args(pushed(engine_kwargs=kwargs), ENV, ABLE).items() >= given.items()
     with pytest.raises(ValueError, match=rf"{next(iter(given))} contradicts rollout\.enforce_eager=true"):
-        settings.engine_args(config.model_copy(update={"enforce_eager": True}), pushed(), ENV, ABLE)
-
-
-def test_the_engine_gets_its_share_of_the_free_memory(monkeypatch):
-    warnings = []  # SGLang removes the handlers of the root logger, so caplog sees nothing after an engine has started
-    monkeypatch.setattr(settings.log, "warning", lambda text, *values: warnings.append(text % values))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
-    assert settings.memory_share(0.3, torch.device("cuda", 0)) == 0.6 and not warnings
-    assert settings.memory_share(0.5, torch.device("cuda", 0)) == 0.9
-    assert "only 40.0 of 80.0 GiB are free on cuda:0, so SGLang gets 36.0 GiB" in warnings[0]
-
-
-def test_deterministic_needs_native():
-    config = schema.RolloutConfig(name="sglang", deterministic=True)
-    with pytest.raises(ValueError, match=r"rollout\.deterministic needs .* set rollout\.name=native"):
-        make_rollout_engine("sglang", config, schema.ModelConfig(path="none"), ENV)
+        settings.engine_args(pushed(engine_kwargs=kwargs, enforce_eager=True), ENV, ABLE)
 
 
 @pytest.mark.skipif(IS_INSTALLED, reason="SGLang is installed")
@@ -234,14 +146,6 @@ def test_one_message_where_it_is_not_installed(key):
         load_config(overrides=[f"{key}=sglang"], extra_checks=[check_built_in])
     with pytest.raises(ImportError, match=r"'sglang' needs SGLang, which is not installed"):
         make_rollout_engine("sglang", schema.RolloutConfig(name="sglang"), schema.ModelConfig(path="none"), ENV)
-
-
-def test_an_sglang_that_lacks_something_is_named_with_the_tested_versions(monkeypatch):
-    monkeypatch.setattr("verl.utils.packages.is_installed", lambda module: True)
-    monkeypatch.setattr(engine_copy.importlib.metadata, "version", lambda name: "0.1")
-    monkeypatch.setattr(engine_copy, "_import", lambda module, name: ModuleType(name) if name == "Engine" else Job)
-    with pytest.raises(ValueError, match=r"SGLang 0\.1 lacks Engine\.async_generate, .*tested versions: 0\.5\.15"):
-        capabilities.probe(on_gpu=True)
 
 
 def test_the_other_ranks_of_a_group_only_gather():
@@ -282,8 +186,6 @@ def tiny(tmp_path_factory):
     """The folder of `make_tiny`, with a model of `SHAPE`, which kernels of GPUs support."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.trainer.conftest import make_tiny
-
     folder = make_tiny(tmp_path_factory.mktemp("tiny"))
     config = AutoConfig.from_pretrained(folder / "model")
     config.update({key: value for key, value in SHAPE.items() if key != "vocab_size"} | {"head_dim": 64})
@@ -295,7 +197,7 @@ def tiny(tmp_path_factory):
 @real
 def test_arguments_are_those_of_the_installed_sglang(tiny):
     known = capabilities.probe(on_gpu=False).arguments
-    assert {"attention_backend", "page_size", *settings._OWNED} - known <= {"tensor_parallel_size"}
+    assert {"attention_backend", "page_size", *OWNED, *settings._OWNED} - known <= {"tensor_parallel_size"}
     config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang={"page_sise": 1}))
     with pytest.raises(ValueError, match=r"engine_kwargs\.sglang\.page_sise: .* did you mean page_size\?"):
         make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tiny / "model")), ENV)
@@ -346,22 +248,28 @@ def restored(parameters):
     return [(n, t - 1.0 if n == "model.layers.1.mlp.up_proj.weight" else t) for n, t in parameters]
 
 
+@contextmanager
+def mixture(family: str, folder: Path, cache: dict | None = None, **keys) -> Iterator[tuple]:
+    """An engine that reports the experts, with the weights of a model, and the model."""
+    module = save_mixture(family, folder)
+    config = schema.RolloutConfig(
+        name="sglang", enable_rollout_routing_replay=True, gpu_memory_utilization=0.2, enforce_eager=True,
+        engine_kwargs=schema.EngineKwargs(sglang=KWARGS | (cache or {})), **keys,
+    )  # fmt: skip
+    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE)
+    rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(folder)), env)
+    try:
+        rollout.receiver().receive([(name, p.detach().to(DEVICE)) for name, p in module.named_parameters()], 1)
+        yield rollout, module
+    finally:
+        rollout.service.engine.shutdown()
+
+
 @real
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_experts_of_a_response_are_those_of_the_model(family, tmp_path):
-    module = save_mixture(family, tmp_path)
-    limits = dict(max_num_seqs=8, gpu_memory_utilization=0.2, enforce_eager=True)
-    config = schema.RolloutConfig(
-        name="sglang", prompt_length=16, response_length=112, enable_rollout_routing_replay=True,
-        engine_kwargs=schema.EngineKwargs(sglang=KWARGS), **limits,
-    )  # fmt: skip
-    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE)
-    rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tmp_path)), env)
-    try:
-        rollout.receiver().receive([(name, p.detach().to(DEVICE)) for name, p in module.named_parameters()], 1)
+    with mixture(family, tmp_path, prompt_length=16, response_length=112, max_num_seqs=8) as (rollout, module):
         check_mixture(rollout, module, exact=IS_FLOAT32)
-    finally:
-        rollout.service.engine.shutdown()
 
 
 @real
@@ -369,35 +277,21 @@ def test_the_experts_of_a_response_are_those_of_the_model(family, tmp_path):
 def test_experts_of_prompts_that_are_computed_in_chunks(tokens, cache, tmp_path):
     """Several samples of prompts with a shared beginning, in chunks of 24 or 64 tokens or whole; with a cache of 400
     tokens, which few responses fit into at a time."""
-    module = save_mixture("qwen3_moe", tmp_path)
-    config = schema.RolloutConfig(
-        name="sglang", prompt_length=64, response_length=32, enable_rollout_routing_replay=True, max_num_seqs=32,
-        enable_chunked_prefill=tokens is not None, max_num_batched_tokens=tokens or 128, enforce_eager=True,
-        gpu_memory_utilization=0.2, engine_kwargs=schema.EngineKwargs(sglang=KWARGS | cache),
-    )  # fmt: skip
-    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE)
-    rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tmp_path)), env)
+    keys = dict(enable_chunked_prefill=tokens is not None, max_num_batched_tokens=tokens or 128, max_num_seqs=32)
     random = torch.Generator().manual_seed(0)
     shared, *own = (torch.randint(1, 53, (30,), generator=random).tolist() for _ in range(9))
     prompts = [shared[: 10 * (i % 4)] + own[i][: 4 * i + 1] for i in range(8) for _ in range(4)]
     requests = make_requests(prompts, SamplingParams(32, (3,), seed=5), limits=[1 + i % 32 for i in range(32)])
-    try:
-        rollout.receiver().receive([(name, p.detach().to(DEVICE)) for name, p in module.named_parameters()], 1)
+    with mixture("qwen3_moe", tmp_path, cache, prompt_length=64, response_length=32, **keys) as (rollout, module):
         for _ in range(2):
-            for request, completion in zip(requests, rollout.generate(requests)):
-                assert_experts(module, request.prompt_ids, completion, exact=IS_FLOAT32)
-    finally:
-        rollout.service.engine.shutdown()
+            check_experts(module, requests, rollout.generate(requests), exact=IS_FLOAT32)
 
 
 @real
 def test_two_steps_of_grpo(tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from tests.trainer.conftest import run_settings
-    from verl.trainer.local_trainer import LocalPPOTrainer
-
-    steps = ["algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.resume_mode=disable"]
+    steps = ["trainer.total_training_steps=2", "trainer.resume_mode=disable"]
     chosen = ["actor_rollout_ref.rollout.name=sglang", f"trainer.device={DEVICE}"]
     chosen += [f"{key}.dtype={DTYPE}".replace("torch.", "") for key in ("actor_rollout_ref.rollout", ACTOR)]
     chosen += ["actor_rollout_ref.rollout.enforce_eager=true", "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"]
@@ -405,10 +299,7 @@ def test_two_steps_of_grpo(tiny, tmp_path):
     # training and the engine each round; the weights of the second step are a little different
     module = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     bound = 2e-5 if IS_FLOAT32 else 2 * rounding(module.to(DEVICE))
-    found = []
-    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path / "run"), *steps, *chosen])
-    trainer.on_step.append(found.append)
-    trainer.fit()
+    found = grpo_reports(*run_settings(tiny, tmp_path / "run"), *steps, *chosen)
     for step, report in enumerate(found):
         assert report.metrics["rollout/logprob_gap_max"] < bound
         assert report.batch.batch["weight_version"].tolist() == [step] * len(report.batch)

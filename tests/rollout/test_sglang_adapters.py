@@ -1,36 +1,19 @@
-"""LoRA adapters that SGLang applies. Tests of `real` need SGLang: VERL_CONTRACT_ENGINES=sglang, make test-sglang."""
-
-import importlib.util
+"""LoRA adapters that SGLang applies."""
 
 import pytest
 import torch
 
-from tests.rollout.applied_adapters import (
-    Pair,
-    check_pushes,
-    check_refused_push,
-    check_release,
-    check_running_requests,
-)
-from tests.rollout.contract import CHOSEN, save_model
+from tests.rollout.contract import save_model
 from verl.config import schema
 from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sglang import adapters
 from verl.rollout.sglang.adapters import FollowerAdapterReceiver, lora_args, obstacles
-from verl.rollout.sglang.loader import sums_of_bits
 
 pytest.importorskip("peft")
 
-real = pytest.mark.skipif(
-    "sglang" not in (CHOSEN or "").split(",") or importlib.util.find_spec("sglang") is None,
-    reason="opt-in: VERL_CONTRACT_ENGINES=sglang",
-)
 LAYERS = AdaptedLayers(("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.up_proj"), 5)
-
-
-# ---- what is asked of SGLang ------------------------------------------------------------------------------------
 
 
 def test_fused_layers_are_adapted_in_full():
@@ -78,57 +61,3 @@ def test_followers_take_part_in_the_same_pushes():
     follower.receive_adapters({}, (read.append(n) or (str(n), torch.ones(1)) for n in range(3, 5)), 1)
     follower.release()
     assert follower.has_base and read == [0, 1, 2, 3, 4]
-
-
-# ---- with SGLang ------------------------------------------------------------------------------------------------
-
-CASES = {
-    "qwen2": {},  # q, k, v and gate, up in fused layers; tied embeddings
-    "llama": {"target_modules": ["v_proj", "up_proj", "o_proj"], "lora_rank": 5},  # parts of fused layers
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def pair(request, tmp_path_factory) -> Pair:
-    found = Pair("sglang", save_model(request.param, tmp_path_factory.mktemp("model")), **CASES[request.param])
-    yield found
-    engines = [rollout.service.engine for rollout in (found.applied, found.merged)]
-    for engine in engines:  # `shutdown` kills the processes of both, which the other one would report later
-        engine.tokenizer_manager._subprocess_watchdog.stop()
-    for engine in engines:
-        engine.shutdown()
-
-
-@real
-@pytest.mark.timeout(600)
-def test_sglang_adapters_give_the_tokens_of_merged_weights_with_fewer_bytes(pair):
-    check_pushes(pair)
-
-
-@real
-@pytest.mark.timeout(600)
-def test_sglang_keeps_the_adapter_in_sleep_and_the_base_weights_after_release(pair):
-    check_release(pair)
-
-
-@real
-@pytest.mark.timeout(600)
-def test_sglang_continues_running_requests_with_the_new_adapter(pair):
-    check_running_requests(pair)
-
-
-@real
-@pytest.mark.timeout(600)
-def test_an_adapter_that_sglang_did_not_load_is_found(pair, monkeypatch):
-    """One matrix arrives with other values than those that were to be sent."""
-    pair.push(1)
-    receiver = pair.applied.receiver()
-    send = receiver._send
-
-    def spoiled(matrices, sums, *args):
-        last = max(at for at, (_, matrix) in enumerate(matrices) if matrix.any())
-        changed = [(name, matrix * (1 + (at == last))) for at, (name, matrix) in enumerate(matrices)]
-        return send(changed, sums_of_bits(changed), *args)
-
-    monkeypatch.setattr(receiver, "_send", spoiled)
-    check_refused_push(pair, monkeypatch, r"in SGLang 1\.\w+\.B does not have the bits that were sent: .* stale")

@@ -8,18 +8,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from transformers import LlamaConfig
 
 from tests.engines.ranks import make_engine
 from tests.rollout.test_vision import make_rollout, trained_log_probs
 from tests.vl_models import PLACEHOLDER, QWEN, make_config, processor, random_image, save_vl_model, video
+from verl.config import schema
 from verl.modeling.positions import multimodal_positions
 from verl.modeling.vision import tower_of
+from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.request import Request, SamplingParams
 from verl.rollout.sglang import images, weights
 from verl.rollout.sglang.engine import SglangRollout, arguments_of
@@ -100,15 +102,16 @@ def test_arguments_of_a_request_with_images():
 
 
 def test_requests_that_are_refused():
-    media = MediaReader(make_config("qwen2_5_vl"))
-    engine = SglangRollout(SimpleNamespace(experts=None), None, None, vocab_size=272, max_length=99, media=media)
+    config = schema.RolloutConfig(name="sglang", max_model_len=99)
+    copy = EngineCopy(config, None, make_config("qwen2_5_vl"), None, is_trained=True)
+    engine = SglangRollout(copy, None, None, None, MediaReader(copy.hf_config))
     asked = Request([1], GREEDY, 0, multi_modal_data={"images": [random_image()]}, raw_prompt_ids=[1])
     with pytest.raises(ValueError, match=r"prompt 0: expected the column multi_modal_inputs .* let the dataset run"):
         engine.check("prompt 0", asked)
     with pytest.raises(ValueError, match=r"prompt 1: expected images, found videos: .*native, hf or vllm"):
         engine.check("prompt 1", request("qwen2_5_vl", "aVb", [], [video()]))
     engine.check("prompt 2", request("qwen2_5_vl", "aIb", [random_image()]))
-    text = SglangRollout(SimpleNamespace(experts=None), None, None, vocab_size=272, max_length=99)
+    text = SglangRollout(replace(copy, hf_config=LlamaConfig(vocab_size=272)), None, None, None)
     with pytest.raises(ValueError, match=r"prompt 3: expected text, found images: rollout\.name=sglang"):
         text.check("prompt 3", request("qwen2_5_vl", "aIb", [random_image()]))
 

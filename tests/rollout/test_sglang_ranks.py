@@ -66,7 +66,6 @@ def test_slices_of_all_ranks_have_the_bits_that_were_sent(size, kv_heads, tmp_pa
     assert all(rank.layers[0]["qkv_proj"].ne(0).all() for rank in ranks)
 
 
-@pytest.mark.parametrize(("size", "kv_heads"), [(2, 4), (4, 2)])
 @pytest.mark.parametrize(
     ("name", "group"),
     [
@@ -76,13 +75,23 @@ def test_slices_of_all_ranks_have_the_bits_that_were_sent(size, kv_heads, tmp_pa
         ("embed", "embed"),
     ],
 )
+@pytest.mark.parametrize(("size", "kv_heads"), [(1, 4), (2, 4), (4, 2)])
 def test_a_slice_that_one_rank_keeps_is_found(size, kv_heads, name, group, tmp_path):
     ranks = [Rank(rank, size, kv_heads) for rank in range(size)]
     sent = weights(kv_heads)
     assert push(ranks, sent, tmp_path) == []
-    ranks[-2].skips = name
+    ranks[size // 2 - 1].skips = name
     changed = {other: tensor + 1.0 for other, tensor in sent.items()}
-    assert push(ranks, changed, tmp_path) == [group]
+    # one rank has all of o by the name that is sent
+    assert push(ranks, changed, tmp_path) == [name if size == 1 and name.endswith("o_proj") else group]
+
+
+def test_an_error_of_the_loader_is_raised_in_the_trainer(tmp_path):
+    with pytest.raises(ValueError, match=r"SGLang's rank 0 cannot load the weights: RuntimeError: The size of tensor"):
+        push([Rank(0, 1)], weights() | {"layers.0.norm": torch.zeros(3)}, tmp_path)
+    with pytest.raises(ValueError, match="SGLang's rank 1 did not load the weights"):
+        (tmp_path / "outcome-0").write_text('{"error": "", "stored": {}}')
+        loader.read_outcomes(tmp_path / "outcome", 2)
 
 
 def test_bits_that_change_on_their_way_to_one_rank_are_found_there(tmp_path):

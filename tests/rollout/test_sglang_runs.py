@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.quickstart.tiny_model import tiny_model
-from tests.rollout.asynchronous_runs import check_spans
+from tests.rollout.asynchronous_runs import check_files, check_spans, grpo_reports, model_folder
 from tests.rollout.contract import CHOSEN
-from tests.trainer.conftest import make_tiny, run_settings
-from verl.trainer.local_trainer import LocalPPOTrainer
+from tests.trainer.conftest import run_settings
 
 pytestmark = [
     pytest.mark.skipif(
@@ -30,10 +28,7 @@ BOUND = 2e-5  # of log-probs in float32 on a CPU
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     """Rows, and models: "mini", whose sizes SGLang's kernels for a CPU support, and "small", whose MLP they pad."""
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
-    for size in ("mini", "small"):
-        tiny_model("llama", folder / size, seed=0, size=size)
-    return folder
+    return model_folder(tmp_path_factory.mktemp("tiny"), mini=("llama", "mini"), small=("llama", "small"))
 
 
 def run(tiny: Path, folder: Path, *more: str) -> list:
@@ -46,14 +41,10 @@ def run(tiny: Path, folder: Path, *more: str) -> list:
 
 def reports_of(tiny: Path, folder: Path, *more: str, steps: int = 2) -> list:
     """The reports of a run, after each step of which the engine must have the weights of training."""
-    chosen = ["algorithm.name=grpo", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.check_every=1", "trainer.device=cpu"]
+    chosen = [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.check_every=1", "trainer.device=cpu"]
     chosen += [f"actor_rollout_ref.model.path={tiny / 'mini'}"]
     chosen += [f"{key}.dtype=float32" for key in (ROLLOUT, "actor_rollout_ref.actor.fsdp_config")]
-    found: list = []
-    settings = [*run_settings(tiny, folder), *chosen, f"trainer.total_training_steps={steps}", *more]
-    trainer = LocalPPOTrainer(overrides=settings)
-    trainer.on_step.append(found.append)
-    trainer.fit()
+    found = grpo_reports(*run_settings(tiny, folder), *chosen, f"trainer.total_training_steps={steps}", *more)
     for report in found:
         assert report.metrics["weight_sync/canary_mismatch"] < BOUND and report.metrics["weight_sync/bytes"] > 0
     return found
@@ -64,9 +55,7 @@ def test_weights_over_files(lora, tiny, tmp_path):
     """With adapters, the files have merged weights."""
     files = [*OWN, f"{ROLLOUT}.weight_sync=disk", f"{ROLLOUT}.weight_sync_dir={tmp_path / 'weights'}"]
     found = run(tiny, tmp_path / "run", *files, *([LORA] if lora else []))
-    assert len({report.metrics["weight_sync/bytes"] for report in found}) == 1
-    kept = sorted(path.name for path in (tmp_path / "weights").glob("global_step_*"))
-    assert kept == ["global_step_1", "global_step_2"]
+    check_files(found, tmp_path / "weights")
 
 
 @pytest.mark.parametrize("lora", [False, True])

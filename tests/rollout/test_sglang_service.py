@@ -9,8 +9,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from verl.config import schema
 from verl.rollout.base import RolloutEnv
+from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.sglang import capabilities, weights
 from verl.rollout.sglang.engine import SglangRollout, arguments_of
@@ -198,7 +201,10 @@ def test_an_exclusive_call_waits_for_running_requests_and_holds_back_new_ones(se
 def test_event_loops_share_the_engine(service):
     memory = SimpleNamespace(allocate=lambda *tags: None)
     receiver = SimpleNamespace(check_filled=lambda: None)
-    rollout = SglangRollout(service, memory, receiver, vocab_size=10**6, max_length=100)
+    copy = EngineCopy(
+        schema.RolloutConfig(name="sglang", max_model_len=100), None, LlamaConfig(vocab_size=10**6), None, True
+    )
+    rollout = SglangRollout(copy, service, memory, receiver)
 
     async def ask():
         return await asyncio.gather(*(rollout.generate_one(Request([i], SamplingParams(4, ()), i)) for i in range(8)))
@@ -222,12 +228,12 @@ def test_memory_is_freed_and_allocated_once(service, engine, monkeypatch):
     monkeypatch.setattr(engine, "release_memory_occupation", lambda tags: calls.append(("free", *tags)), raising=False)
     monkeypatch.setattr(engine, "resume_memory_occupation", lambda tags: calls.append(("get", *tags)), raising=False)
     memory = weights.SglangMemory(service, saves=True)
-    memory.free("kv_cache")
-    memory.free("kv_cache", "weights")
+    memory.sleep()
+    memory.drop()
     memory.allocate("kv_cache")
     memory.allocate("kv_cache", "weights")
     assert calls == [("free", "kv_cache"), ("free", "weights"), ("get", "kv_cache"), ("get", "weights")]
-    weights.SglangMemory(service, saves=False).free("kv_cache")
+    weights.SglangMemory(service, saves=False).sleep()
     assert len(calls) == 4
 
 

@@ -8,18 +8,18 @@ import importlib.util
 import json
 import os
 import pickle
-import sys
 import threading
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from tests.rollout.asynchronous_runs import grpo_reports, model_folder
 from tests.rollout.canary_check import check_canary
+from tests.trainer.conftest import run_settings
 from verl.config import schema
-from verl.rollout import engine_copy
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.request import Request, SamplingParams
@@ -27,8 +27,6 @@ from verl.rollout.stop_strings import StopStrings
 from verl.rollout.vllm import capabilities, settings
 from verl.rollout.vllm.stepping import Job, Stepper
 from verl.trainer.ppo.canary import StaleWeightsError
-from verl.weight_sync.adapters import Part
-from verl.weight_sync.verify import Loading
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -173,12 +171,12 @@ def test_what_runs_between_steps_sees_the_running_requests(stepper, engine):
     stepper.submit([long])
     while not long.token_ids:
         pass
-    with stepper.between_steps("a push") as running:
+    with stepper.exclusive("a push") as running:
         before = len(long.token_ids)
         assert running == [long] and not threading.Event().wait(0.05) and len(long.token_ids) == before
     with (
         pytest.raises(ValueError, match=r"sleep\(\) was called while requests are running"),
-        stepper.between_steps("sleep()", idle=True),
+        stepper.exclusive("sleep()", idle=True),
     ):
         pass
     while len(long.token_ids) == before:
@@ -229,21 +227,6 @@ def test_the_other_ranks_take_the_steps_of_the_first():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is not supported: log-probs are those of the distribution"),
-        ({"max_model_len": 5}, r"max_model_len: set rollout\.max_model_len instead"),
-        ({"quantization": "fp8"}, "quantization is not supported: trained weights cannot be loaded"),
-        ({"enable_lora": True}, r"enable_lora: set rollout\.lora_sync instead"),
-    ],
-)
-def test_arguments_that_contradict_another_key(given, message):
-    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.vllm\." + message):
-        settings.check_kwargs(given)
-    settings.check_kwargs({"block_size": 32})
-
-
-@pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({}, {"pass_config": {"fuse_allreduce_rms": False}}),
@@ -266,8 +249,8 @@ def test_all_reduces_of_tensor_parallelism_are_those_of_nccl(given, expected, mo
         env = RolloutEnv(0, size, 0, torch.device("cpu"), 0, tp_size=size)
         config = schema.RolloutConfig(tensor_model_parallel_size=size, engine_kwargs=kwargs)
         able = capabilities.Capabilities("x", flat_logprobs=True, async_scheduling=True, fused_all_reduce=fused)
-        pushed = EngineCopy(schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True, merges=False)
-        found[size, fused] = settings.engine_args(config, pushed, env, able)
+        pushed = EngineCopy(config, schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True)
+        found[size, fused] = settings.engine_args(pushed, env, able)
     assert found[2, True]["compilation_config"] == expected
     assert (
         found[1, True].get("compilation_config")
@@ -283,59 +266,13 @@ def test_all_reduces_of_tensor_parallelism_are_those_of_nccl(given, expected, mo
     assert os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
 
 
-def test_deterministic_needs_native():
-    config = schema.RolloutConfig(name="vllm", deterministic=True)
-    with pytest.raises(ValueError, match=r"rollout\.deterministic needs .* set rollout\.name=native"):
-        make_rollout_engine("vllm", config, schema.ModelConfig(path="none"), ENV)
-
-
-def test_the_engine_gets_at_most_the_free_memory(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 2**30, 80 * 2**30))
-    assert settings.memory_share(0.3, torch.device("cuda", 0)) == 0.3 and not caplog.messages
-    assert settings.memory_share(0.5, torch.device("cuda", 0)) == 0.33  # 0.9 of 30 / 80
-    assert "only 30.0 of 80.0 GiB are free on cuda:0, so vLLM gets 0.33 of the memory" in caplog.text
-
-
-def test_a_vllm_that_lacks_something_is_named_with_the_tested_versions(monkeypatch):
-    class LLM:
-        def collective_rpc(self):
-            pass
-
-        sleep = reset_prefix_cache = collective_rpc
-
-    modules = {name: ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.v1", "vllm.v1.engine")}
-    modules["vllm.engine.arg_utils"], modules["vllm.v1.engine.llm_engine"] = ModuleType("a"), ModuleType("b")
-    modules["vllm"].LLM, modules["vllm"].SamplingParams = LLM, SamplingParams
-    modules["vllm.engine.arg_utils"].EngineArgs = modules["vllm.v1.engine.llm_engine"].LLMEngine = Counting
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("verl.utils.packages.is_installed", lambda module: True)
-    monkeypatch.setattr(engine_copy.importlib.metadata, "version", lambda name: "0.1")
-    monkeypatch.setattr(capabilities, "set_environment", lambda: None)
-    with pytest.raises(ValueError, match=r"vLLM 0\.1 lacks LLM\.wake_up, .*tested versions: vllm 0\.24\.0") as error:
-        capabilities.probe()
-    for lacking in (
-        "LLM.reset_prefix_cache(reset_running_requests)",
-        "EngineArgs(logprobs_mode)",
-        "SamplingParams(logprobs)",
-    ):
-        assert lacking in str(error.value)
-
-
 # ---- with vLLM ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A model of heads that vLLM accepts, with rows."""
-    from examples.quickstart.tiny_model import tiny_model
-    from tests.trainer.conftest import make_tiny
-
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
-    tiny_model("llama", folder / "model", seed=0, size="small")
-    tiny_model("qwen2", folder / "tied", seed=0)
-    return folder
+    return model_folder(tmp_path_factory.mktemp("tiny"), model=("llama", "small"), tied=("qwen2", None))
 
 
 @pytest.fixture(scope="module")
@@ -358,35 +295,6 @@ def test_vllm_streams_tokens(pushed):
     completion = asyncio.run(pushed[0].generate_one(request))
     sent = [token for ids in chunks for token in ids]
     assert len(chunks) >= 6 and sent == completion.token_ids[: len(sent)]
-
-
-def scaled(module: torch.nn.Module):
-    return ((name, parameter.detach() * 1.5) for name, parameter in module.named_parameters())
-
-
-def compared(rollout, weights, version: int) -> None:
-    """A push that is compared."""
-    Loading(rollout.receiver(), version, compares=True).load(Part(None, weights))
-
-
-@real
-@pytest.mark.parametrize(
-    ("part", "count"),
-    [("self_attn.qkv_proj.weight", 3), ("mlp.gate_up_proj.weight", 2), ("input_layernorm.weight", 1)],
-)
-def test_a_parameter_that_keeps_its_weights_is_found_by_the_comparison(pushed, part, count, monkeypatch):
-    from verl.rollout.vllm.weights import engine_model
-
-    rollout, module = pushed
-    parameter = dict(engine_model(rollout.llm).named_parameters())[f"model.layers.1.{part}"]
-    monkeypatch.setattr(parameter, "weight_loader", lambda *args: None, raising=False)
-    text = rf"version 2 were not loaded: .*, {count} of \d+ parameters differ .*, first \['model\.layers\.1\."
-    with pytest.raises(ValueError, match=text):
-        compared(rollout, scaled(module), 2)
-    with pytest.raises(ValueError, match="has no weights"):
-        rollout.generate([Request([1], SamplingParams(2, ()), 0)])
-    monkeypatch.undo()
-    compared(rollout, module.named_parameters(), 3)
 
 
 @real
@@ -434,7 +342,6 @@ ARTICLES = {
 @real
 @pytest.mark.parametrize("form", ARTICLES)
 def test_two_steps_of_grpo(form, tiny, tmp_path):
-    from tests.trainer.conftest import run_settings
     from verl.trainer.local_trainer import LocalPPOTrainer
 
     file = tmp_path / "config.yaml"
@@ -452,7 +359,6 @@ def test_two_steps_of_grpo(form, tiny, tmp_path):
 
 
 TENSOR_PARALLEL = [
-    "algorithm.name=grpo",
     f"{ROLLOUT}.name=vllm",
     f"{ROLLOUT}.tensor_model_parallel_size=2",
     f"{ROLLOUT}.check_every=1",  # canary responses
@@ -463,14 +369,8 @@ TENSOR_PARALLEL = [
 
 def steps_over_ranks(tiny, run, steps: int, *more: str) -> list:
     """The reports of a run whose engine has two ranks."""
-    from tests.trainer.conftest import run_settings
-    from verl.trainer.local_trainer import LocalPPOTrainer
-
-    found = []
     total = f"trainer.total_training_steps={steps}"
-    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, run), *TENSOR_PARALLEL, total, *more])
-    trainer.on_step.append(found.append)
-    trainer.fit()
+    found = grpo_reports(*run_settings(tiny, run), *TENSOR_PARALLEL, total, *more)
     for report in found:
         assert report.metrics["rollout/logprob_gap_max"] < 2e-5 and report.metrics["weight_sync/bytes"] > 0
     return found

@@ -9,15 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StableLmConfig
 
-from tests.rollout.applied_adapters import (
-    BOUND,
-    Pair,
-    check_pushes,
-    check_refused_push,
-    check_release,
-    check_running_requests,
-)
+from tests.rollout.asynchronous_runs import grpo_reports, model_folder
 from tests.rollout.contract import save_model
+from tests.trainer.conftest import run_settings
 from tests.vl_models import save_vl_model
 from verl.config import schema
 from verl.rollout.adapters import AdaptedLayers
@@ -26,9 +20,10 @@ from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args, obstacles
 from verl.rollout.vllm.capabilities import Capabilities, probe
 from verl.trainer.ppo.canary import StaleWeightsError
-from verl.weight_sync.adapters import matrix_pairs
 
 pytest.importorskip("peft")
+
+BOUND = 2e-5  # of log-probs, as in test_engine_contract.py
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -51,9 +46,9 @@ def receiver():
     """A receiver without an engine. Its calls of the memory are recorded."""
     calls = []
     memory = SimpleNamespace(sleep=lambda: calls.append("sleep"), drop=lambda: calls.append("drop"))
-    stepper = SimpleNamespace(between_steps=lambda what, idle=False: nullcontext([]))
+    stepper = SimpleNamespace(exclusive=lambda what, idle=False: nullcontext([]))
     engine = SimpleNamespace(memory=memory, stepper=stepper)
-    found = VllmAdapterReceiver(engine, dict, AdaptedLayers(("a",), 2))
+    found = VllmAdapterReceiver(engine, dict, filled=False, layers=AdaptedLayers(("a",), 2))
     return found, calls
 
 
@@ -65,7 +60,7 @@ def test_release_keeps_the_base_weights_which_are_not_trained():
         found.check_filled()
     found.release()
     assert calls == ["drop"] and not found.has_base
-    found._has_base = True  # as after `receive`
+    found.has_base = True  # as after `receive`
     with pytest.raises(ValueError, match=r"has the base weights, but no adapters: .* set rollout\.lora_sync=merged"):
         found.check_filled()
     found.filled = True
@@ -95,75 +90,6 @@ def test_adapters_that_vllm_does_not_apply(tmp_path):
 # ---- with vLLM --------------------------------------------------------------------------------------------------
 
 
-CASES = {
-    "qwen2": {},  # q, k, v and gate, up in fused layers; tied embeddings
-    "llama": {"target_modules": ["k_proj", "up_proj", "o_proj", "lm_head"], "lora_rank": 9},
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def pair(request, tmp_path_factory) -> Pair:
-    return Pair("vllm", save_model(request.param, tmp_path_factory.mktemp("model")), **CASES[request.param])
-
-
-@real
-def test_adapters_give_the_tokens_and_log_probs_of_merged_weights_with_fewer_bytes(pair):
-    check_pushes(pair)
-
-
-@real
-def test_sleep_keeps_the_adapter_and_release_the_base_weights(pair):
-    check_release(pair)
-
-
-@real
-def test_running_requests_continue_with_the_new_adapter(pair):
-    check_running_requests(pair)
-
-
-@real
-@pytest.mark.parametrize("matrix", ["lora_a_stacked", "lora_b_stacked"])
-def test_a_stale_adapter_is_found(pair, matrix, monkeypatch):
-    from verl.rollout.vllm.weights import engine_model
-
-    pair.push(1)
-    layers = engine_model(pair.applied.llm).lora_manager.modules
-    kind = type(next(layer for name, layer in layers.items() if "layers.1.self_attn" in name))
-    load = kind.set_lora
-
-    def set_lora(self, *args):
-        stacks = getattr(self, matrix)
-        kept = [stack.clone() for stack in stacks]
-        load(self, *args)
-        for stack, old in zip(stacks, kept):
-            stack.copy_(old)
-
-    monkeypatch.setattr(kind, "set_lora", set_lora)
-    text = rf"version 2: matrix {matrix[5].upper()} of vLLM's layer .*layers\.\d\..* is not what was sent: .* stale"
-    check_refused_push(pair, monkeypatch, text)
-
-
-@real
-def test_a_layer_with_an_adapter_that_was_not_sent_is_found(pair):
-    from verl.rollout.vllm import adapters
-    from verl.rollout.vllm.weights import engine_model
-
-    pair.push(1)
-    model = engine_model(pair.applied.llm)
-    config, dropped = pair.trainer.adapter_config(), pair.layers.names[0]
-    pairs = [p for p in matrix_pairs(pair.trainer.adapter_weights(), 2) if p[0] != dropped]
-    loading = adapters._Loading(model, 2, pairs, config["scaling"])
-    loading.verify()  # vLLM has set the dropped layer to zero
-    layer = model.lora_manager.modules[loading._target(dropped)[0]]
-    stack = layer.lora_a_stacked[0] if isinstance(layer.lora_a_stacked, tuple) else layer.lora_a_stacked
-    stack[0, 0, 0, 0] += 1
-    loading = adapters._Loading(model, 2, pairs, config["scaling"])
-    stack[0, 0, 0, 0] += 1
-    with pytest.raises(ValueError, match="is not what was sent"):
-        loading.verify()
-    pair.push(3)
-
-
 @real
 def test_models_whose_adapters_vllm_cannot_apply_are_known_before_the_engine_is_made(tmp_path):
     small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
@@ -182,32 +108,19 @@ def test_models_whose_adapters_vllm_cannot_apply_are_known_before_the_engine_is_
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A model of heads that vLLM accepts, with rows."""
-    from examples.quickstart.tiny_model import tiny_model
-    from tests.trainer.conftest import make_tiny
-
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
-    tiny_model("llama", folder / "model", seed=0, size="small")
-    return folder
+    return model_folder(tmp_path_factory.mktemp("tiny"), model=("llama", "small"))
 
 
 def run(tiny, folder, steps: int, *more: str) -> list:
     """The reports of a run of GRPO with LoRA."""
-    from tests.trainer.conftest import run_settings
-    from verl.trainer.local_trainer import LocalPPOTrainer
-
     settings = [
-        "algorithm.name=grpo",
         f"{MODEL}.lora_rank=4",
         "actor_rollout_ref.actor.optim.lr=1e-2",
         f"{ROLLOUT}.name=vllm",
         f"{ROLLOUT}.check_every=1",
         f"trainer.total_training_steps={steps}",
     ]
-    found = []
-    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, folder), *settings, *more])
-    trainer.on_step.append(found.append)
-    trainer.fit()
-    return found
+    return grpo_reports(*run_settings(tiny, folder), *settings, *more)
 
 
 def pushed_bytes(reports) -> list[int]:

@@ -15,8 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from tests.engines.ranks import run_on_ranks
+from tests.rollout.asynchronous_runs import grpo_reports, model_folder
 from tests.rollout.canary_check import check_canary
 from tests.rollout.mixtures import MIXTURES, OTHERS, SHAPE, check_mixture, expected_experts, save_mixture
+from tests.trainer.conftest import run_settings
 from verl.config import schema
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
@@ -34,24 +36,13 @@ ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"moe_backend": "flashinfer_cutlass"}, "moe_backend is not supported: weights of experts are loaded in"),
-        ({"enable_eplb": True}, "enable_eplb is not supported: trained weights are loaded into one copy"),
-        ({"enable_return_routed_experts": True}, r"enable_return_routed_experts: set rollout\.enable_rollout_routing"),
-    ],
-)
-def test_arguments_that_contradict_another_key(given, message):
-    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.vllm\." + message):
-        settings.check_kwargs(given)
-
-
 MIXTURE = MixtralConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
 
 
-def copy_of(config, **keys) -> EngineCopy:
-    return EngineCopy(schema.ModelConfig(path="m"), config, torch.float32, is_trained=True, merges=False, **keys)
+def copy_of(hf_config, **keys) -> EngineCopy:
+    """keys: of the `rollout` section."""
+    config = schema.RolloutConfig(name="vllm", **keys)
+    return EngineCopy(config, schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True)
 
 
 def test_experts_are_computed_by_kernels_with_the_layout_of_their_weights(monkeypatch):
@@ -60,7 +51,7 @@ def test_experts_are_computed_by_kernels_with_the_layout_of_their_weights(monkey
     dense = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
     on_gpu = replace(ENV, device=torch.device("cuda", 0))
     for config, env, expected in ((MIXTURE, on_gpu, "triton"), (MIXTURE, ENV, None), (dense, on_gpu, None)):
-        found = settings.engine_args(schema.RolloutConfig(), copy_of(config), env, able)
+        found = settings.engine_args(copy_of(config), env, able)
         assert found.get("moe_backend") == expected and "enable_return_routed_experts" not in found
 
 
@@ -82,17 +73,16 @@ def test_experts_in_another_layout_are_refused():
 
 def test_the_experts_of_a_rollout_are_refused_where_vllm_does_not_report_them(monkeypatch):
     monkeypatch.setattr(settings, "memory_share", lambda asked, device: asked)
-    config, on_gpu = schema.RolloutConfig(enable_rollout_routing_replay=True), replace(ENV, device=torch.device("cuda"))
-    made = copy_of(MIXTURE, records=True)
+    on_gpu, made = replace(ENV, device=torch.device("cuda")), copy_of(MIXTURE, enable_rollout_routing_replay=True)
     for env, reports, refused in ((on_gpu, True, False), (on_gpu, False, True), (ENV, True, True)):
         able = capabilities.Capabilities(
             "0.1", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True, routed_experts=reports
         )
         if refused:
             with pytest.raises(ValueError, match=r"vllm 0\.1 on c.*does not report the experts .*native or hf"):
-                settings.engine_args(config, made, env, able)
+                settings.engine_args(made, env, able)
         else:
-            assert settings.engine_args(config, made, env, able)["enable_return_routed_experts"] is True
+            assert settings.engine_args(made, env, able)["enable_return_routed_experts"] is True
 
 
 def scaled(module: torch.nn.Module):
@@ -241,14 +231,8 @@ def test_experts_that_vllm_reports(mixture, monkeypatch):
 @pytest.mark.timeout(600)
 def test_experts_of_two_ranks(tmp_path):
     """Each rank has a part of every expert: FSDP2 on 2 -> tensor parallelism of 2, with canary responses."""
-    from examples.quickstart.tiny_model import tiny_model
-    from tests.trainer.conftest import make_tiny, run_settings
-    from verl.trainer.local_trainer import LocalPPOTrainer
-
-    tiny, found, rollout = make_tiny(tmp_path), [], "actor_rollout_ref.rollout"
-    tiny_model("mixtral", tmp_path / "moe", seed=0, size="small")
+    tiny, rollout = model_folder(tmp_path, moe=("mixtral", "small")), "actor_rollout_ref.rollout"
     chosen = [
-        "algorithm.name=grpo",
         f"actor_rollout_ref.model.path={tmp_path / 'moe'}",
         "trainer.n_gpus_per_node=2",
         f"{rollout}.name=vllm",
@@ -256,9 +240,7 @@ def test_experts_of_two_ranks(tmp_path):
         f"{rollout}.check_every=1",
         "trainer.total_training_steps=2",
     ]
-    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path / "run"), *chosen])
-    trainer.on_step.append(found.append)
-    trainer.fit()
+    found = grpo_reports(*run_settings(tiny, tmp_path / "run"), *chosen)
     assert [report.batch.batch["weight_version"].unique().tolist() for report in found] == [[0], [1]]
     for report in found:
         assert report.metrics["rollout/logprob_gap_max"] < 2e-5 and report.metrics["weight_sync/bytes"] > 0

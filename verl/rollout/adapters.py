@@ -1,8 +1,10 @@
 """LoRA adapters that the engine of another library applies without merging them (`rollout.lora_sync`)."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,20 +50,47 @@ class AppliedAdapters(AdapterReceiver):
 
     applies_adapters = True
     filled: bool
-    _has_base = False
+    shapes: Mapping[str, torch.Size]
 
-    @property
-    def has_base(self) -> bool:
-        return self._has_base
+    def __init__(self, *args: Any, layers: AdaptedLayers, **keys: Any):
+        """layers: the layers with adapters; the others are arguments of the receiver of weights."""
+        super().__init__(*args, **keys)
+        self._layers = layers
 
     def check_filled(self) -> None:
         """Raise ValueError unless the base weights and the adapters have been received."""
-        if self._has_base and not self.filled:
+        if self.has_base and not self.filled:
             raise ValueError(
                 "the rollout engine has the base weights, but no adapters: push them first (WeightSync.push), or set "
                 "rollout.lora_sync=merged"
             )
         super().check_filled()
+
+    @torch.no_grad()
+    def receive_adapters(
+        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        """See `AdapterReceiver.receive_adapters`. Requests of `generate_one` may be running, as in `receive`.
+
+        Raises:
+            ValueError: no base weights, unknown, repeated or missing layers, another shape, or adapters that the engine
+                did not load.
+        """
+        if not self.has_base:
+            super().check_filled()
+        self._load_adapters(config["scaling"], checked_pairs(tensors, self._layers, self.shapes, version), version)
+
+    @abstractmethod
+    def _load_adapters(
+        self, scaling: Mapping[str, float], pairs: Iterator[tuple[str, torch.Tensor, torch.Tensor]], version: int
+    ) -> None:
+        """Load and verify adapters.
+
+        Args:
+            scaling: layer -> factor of B A.
+            pairs: (layer, A, B).
+            version: weight version.
+        """
 
 
 def applied_layers(

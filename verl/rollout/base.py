@@ -39,7 +39,6 @@ from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
     from verl.rollout.adapters import AdaptedLayers
-    from verl.rollout.gathering import GatheredRequests
     from verl.weight_sync import WeightReceiver
     from verl.weight_sync.reshard.grouping import HybridGroups
 
@@ -97,8 +96,6 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
         The default collects concurrent requests and calls `generate`, which blocks the event loop meanwhile.
         """
         if self._gathering is None:
-            from verl.rollout.gathering import GatheredRequests
-
             # setdefault: another thread may do the same
             vars(self).setdefault("_gathering", GatheredRequests(self._complete))
         return await self._gathering.submit(request)

@@ -1,13 +1,13 @@
 """What vLLM and SGLang share: engines of other libraries, with their own copy of the weights."""
 
 import asyncio
-import importlib
-import importlib.metadata
-import inspect
+import logging
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,20 +16,24 @@ import numpy as np
 import torch
 
 from verl.config import schema
-from verl.config.errors import nearest_key
-from verl.modeling.huggingface import model_source, read_config
+from verl.modeling.huggingface import experts_of, model_source, read_config
+from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEngine, RolloutEnv, RolloutStats, SharesWeights
-from verl.rollout.checks import check_finite, check_images
+from verl.rollout.checks import check_finite, check_images, check_request
+from verl.rollout.engine_thread import EngineThread
 from verl.rollout.loading import engine_dtype, load_module, parameter_shapes
-from verl.rollout.request import Completion, FinishReason, Request
+from verl.rollout.request import Completion, FinishReason, Request, matches_ids
 from verl.rollout.routed_experts import cut, layers_with_experts
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.traits import engine_traits
-from verl.utils.packages import Package
 from verl.weight_sync import WeightReceiver
 from verl.weight_sync.adapters import Part
 from verl.weight_sync.base import require_weights
 from verl.weight_sync.verify import Loading
+
+log = logging.getLogger(__name__)
+
+_LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_response_length"
 
 
 @dataclass(frozen=True)
@@ -37,20 +41,20 @@ class EngineCopy:
     """The model of such an engine, and where its weights come from.
 
     Attributes:
+        config: the `rollout` section.
         model: the `model` section, with a local path.
         hf_config: HuggingFace config of the model.
         dtype: of the weights and the computation.
         is_trained: the trainer pushes the weights before the first generation.
         merges: the weights are those of the files with adapters merged.
-        records: the experts that the routers choose are reported (`Completion.routed_experts`).
     """
 
+    config: schema.RolloutEngineConfig
     model: schema.ModelConfig
     hf_config: Any
     dtype: torch.dtype
     is_trained: bool
-    merges: bool
-    records: bool = False
+    merges: bool = False
 
     @classmethod
     def from_arguments(
@@ -66,24 +70,45 @@ class EngineCopy:
         hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
         check_images(engine_traits(config.name), hf_config)
         merges = not is_trained and model.lora_adapter_path is not None
-        records = isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay
-        return cls(model, hf_config, engine_dtype(config, env), is_trained, merges, records)
+        return cls(config, model, hf_config, engine_dtype(config, env), is_trained, merges)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence, prompt plus response."""
+        return self.config.max_model_len or self.config.prompt_length + self.config.response_length
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model is a vision-language model."""
+        return is_vision_config(self.hf_config)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return bool(experts_of(self.hf_config))
+
+    @property
+    def records(self) -> bool:
+        """Whether the experts that the routers choose are reported (`Completion.routed_experts`)."""
+        return isinstance(self.config, schema.RolloutConfig) and self.config.enable_rollout_routing_replay
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed if isinstance(self.config, schema.RolloutConfig) else 0
 
     @property
     def reads_files(self) -> bool:
         """Whether the engine itself reads the weights from the model's files."""
         return not self.is_trained and not self.merges
 
-    def recorded_layers(self, engine: str) -> list[int] | None:
-        """The layers whose choices of experts are reported; None: none are asked for.
+    def recorded_layers(self) -> list[int] | None:
+        """The layers whose choices of experts are reported; None: none are asked for. Raises ValueError for a model
+        without experts."""
+        return layers_with_experts(self.config.name, parameter_shapes(self.model)) if self.records else None
 
-        Args:
-            engine: vllm or sglang.
-
-        Raises:
-            ValueError: the model has no experts.
-        """
-        return layers_with_experts(engine, parameter_shapes(self.model)) if self.records else None
+    def shapes(self) -> dict[str, torch.Size]:
+        """HuggingFace name of every parameter -> its shape."""
+        return parameter_shapes(self.model)
 
     def fill(self, receiver: WeightReceiver) -> None:
         """Load the weights that the engine has not read; those that the trainer will push use no memory until then."""
@@ -125,18 +150,101 @@ def running_error(caller: str) -> ValueError:
     return ValueError(f"{caller} was called while requests are running: wait for them or abort them")
 
 
+class EngineRequests:
+    """The requests of such an engine, which run in a thread of it.
+
+    A subclass defines what runs there: `_abort(matches)`, and the coroutines `_close(caller, idle)` and `_reopen()`.
+    """
+
+    def __init__(self, engine: str):
+        self.thread = EngineThread(engine)
+
+    def abort(self, matches: Callable[[Request], bool]) -> None:
+        """Abort requests; each is finished with its tokens so far."""
+        self.thread.call(self._abort, matches)
+
+    def exclusive(self, caller: str, idle: bool = False) -> AbstractContextManager[Any]:
+        """Context in which no request is computed.
+
+        Args:
+            caller: for the error.
+            idle: no request may be running.
+
+        Raises:
+            ValueError: requests are running, and `idle` is set or they cannot be interrupted.
+        """
+        return self.thread.exclusive(self._close(caller, idle), self._reopen)
+
+
+class EngineMemory(ABC):
+    """The GPU memory of such an engine: weights and KV cache, which can be freed and allocated again.
+
+    Args:
+        engine: vllm or sglang.
+        feature: what frees memory, for the log.
+        is_on: whether the feature is on; otherwise nothing is freed.
+    """
+
+    def __init__(self, engine: str, feature: str, is_on: bool):
+        self._engine, self._feature, self._is_on = engine, feature, is_on
+        self._logged = False
+        self._freed: set[str] = set()  # of "weights" and "kv_cache"
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Free the KV cache. Weights may be moved to host memory."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Free the KV cache and the weights."""
+
+    def allocate(self, *tags: str) -> None:
+        """Allocate memory that was freed. tags: of "weights" and "kv_cache"."""
+        with self._lock:
+            for tag in [tag for tag in tags if tag in self._freed]:
+                torch.cuda.empty_cache()
+                self._allocate(tag)
+                self._freed.remove(tag)
+
+    @abstractmethod
+    def _allocate(self, tag: str) -> None: ...
+
+    def _may_free(self) -> bool:
+        if not self._is_on and not self._logged:
+            log.info(
+                "rollout.name=%s: %s is off (a CPU, or free_cache_engine=false): nothing is freed",
+                *(self._engine, self._feature),
+            )
+            self._logged = True
+        return self._is_on
+
+
 class CopyRollout(RolloutEngine):
     """Base class of the engines of vLLM and SGLang, which run requests in a thread of the engine.
 
     Event loops of several threads share the batch, and so does a `generate` that runs at the same time.
+
+    Args:
+        copy: the model.
+        requests: runs the requests.
+        memory: GPU memory of the engine.
     """
 
     sampling_keys = SAMPLING_KEYS
     supports_tensor_parallel = True
+    _receiver: "EngineReceiver"
+
+    def __init__(self, copy: EngineCopy, requests: EngineRequests, memory: EngineMemory):
+        self.name, self.memory = copy.config.name, memory
+        self.vocab_size, self.max_length = copy.hf_config.get_text_config().vocab_size, copy.max_length
+        self.reads_images, self.records_routing = copy.reads_images, copy.records
+        self.stats = RolloutStats()
+        self._requests = requests
 
     def check(self, name: str, request: Request) -> None:
         """Raise ValueError for a request that is not valid. name: of the request, in the message."""
-        raise NotImplementedError
+        check_request(name, request, self.name, self.vocab_size, self.max_length, _LENGTH, self.reads_images)
 
     def submit(self, requests: Sequence[Request], is_batch: bool) -> "list[Future[Completion]]":
         """Start requests. Cancelling a future aborts its request. is_batch: all of them are waited for."""
@@ -168,26 +276,78 @@ class CopyRollout(RolloutEngine):
         (future,) = self.submit([request], is_batch=False)
         return await asyncio.wrap_future(future)  # a cancelled coroutine cancels the future
 
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `RolloutEngine.abort`. Requests of a running `generate` end too, with vLLM without tokens unless they
+        have stop strings."""
+        self._requests.abort(lambda request: matches_ids(request, request_ids))
+
     @property
     def steps(self) -> int:
         """Decode steps since the engine was made; 0: not known."""
         return 0
+
+    def receiver(self) -> "EngineReceiver":
+        return self._receiver
+
+    def sleep(self) -> None:
+        """Free the KV cache. Does nothing on a CPU.
+
+        Raises:
+            ValueError: requests are running.
+        """
+        with self._requests.exclusive("sleep()", idle=True):
+            self.memory.sleep()
 
     def wake(self) -> None:
         """Does nothing: weights and KV cache are allocated when they are used."""
 
 
 class EngineReceiver:
-    """Base class of the receivers of vLLM and SGLang: parameter shapes, and whether weights were received.
+    """Base class of the receivers of vLLM and SGLang.
 
     Args:
+        requests: of the engine.
+        memory: of the engine.
         shapes: returns HuggingFace name -> shape of every parameter.
         filled: whether the model has its weights.
     """
 
-    def __init__(self, shapes: Callable[[], dict[str, torch.Size]], filled: bool):
+    def __init__(
+        self,
+        requests: EngineRequests,
+        memory: EngineMemory,
+        shapes: Callable[[], dict[str, torch.Size]],
+        filled: bool,
+    ):
+        self._requests, self._memory = requests, memory
         self._read_shapes = shapes
         self.filled = filled
+
+    @contextmanager
+    def _updating(self, version: int, idle: bool = False, is_last: bool = True) -> Iterator[Any]:
+        """Context of a push, in which no request is computed. Nothing is generated if it raises.
+
+        Args:
+            version: weight version.
+            idle: no request may be running.
+            is_last: whether the engine may generate after it.
+        """
+        with self._requests.exclusive("a weight push", idle) as running:
+            self.filled = False
+            self._memory.allocate("weights")
+            with self._session(version, running) as session:
+                yield session
+            self.filled = is_last
+
+    def _session(self, version: int, running: Any) -> AbstractContextManager[Any]:
+        """What the engine does around the update of its weights. running: yielded by `EngineRequests.exclusive`."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """See `WeightReceiver.release`. The KV cache is freed as well."""
+        with self._requests.exclusive("release()", idle=True):
+            self.filled = False
+            self._memory.drop()
 
     def check_filled(self) -> None:
         """Raise ValueError before the first `receive` and after `release`."""
@@ -197,126 +357,3 @@ class EngineReceiver:
     def shapes(self) -> dict[str, torch.Size]:
         """HuggingFace name of every parameter -> its shape."""
         return self._read_shapes()
-
-
-# ---- the installed package -----------------------------------------------------------------------------------------
-
-
-def installed_version(package: Package) -> str:
-    """The installed version of a package, for messages."""
-    for distribution in package.distributions:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
-    return "(an unversioned copy)"
-
-
-def probe_package(
-    package: Package, attributes: Mapping[str, Sequence[str]], parameters: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    """Import what an adapter uses of a package, and check that it has what the adapter needs.
-
-    Args:
-        package: the package.
-        attributes: "module:Class" -> attributes that the adapter uses.
-        parameters: "module:Class" or "module:Class.method" -> parameters that the adapter passes.
-
-    Returns:
-        The classes by name.
-
-    Raises:
-        ImportError: one does not import.
-        ValueError: something is missing; the message lists what, with the tested versions.
-    """
-    version = f"rollout.name={package.module}: {package.title} {installed_version(package)}"
-    classes: dict[str, Any] = {}
-    missing: list[str] = []
-    try:
-        for path in (*attributes, *parameters):
-            module, _, name = path.partition(":")
-            classes[name.partition(".")[0]] = _import(module, name.partition(".")[0])
-    except ImportError as error:
-        raise ImportError(
-            f"{version} does not import: {error} (tested: {package.tested_versions}). To install: "
-            f"{package.how_to_install}"
-        ) from error
-    for path, names in attributes.items():
-        name = path.partition(":")[2]
-        missing += [f"{name}.{attribute}" for attribute in names if attribute not in dir(classes[name])]
-    for path, names in parameters.items():
-        name, _, method = path.partition(":")[2].partition(".")
-        if f"{name}.{method}" not in missing:
-            known = parameters_of(inspect.getattr_static(classes[name], method) if method else classes[name])
-            missing += [f"{path.partition(':')[2]}({parameter})" for parameter in names if parameter not in known]
-    if missing:
-        raise ValueError(
-            f"{version} lacks {', '.join(missing)}; tested versions: {package.tested_versions}. To install: "
-            f"{package.how_to_install}"
-        )
-    return classes
-
-
-def parameters_of(function: Any) -> frozenset[str]:
-    """Names of the parameters of a function, or of a class."""
-    return frozenset(inspect.signature(function).parameters)
-
-
-def _import(module: str, name: str) -> Any:
-    imported = importlib.import_module(module)
-    try:
-        return getattr(imported, name)
-    except AttributeError:
-        raise ImportError(f"{module} has no {name}") from None
-
-
-# ---- settings ------------------------------------------------------------------------------------------------------
-
-
-def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:
-    """Raise ValueError for `rollout.deterministic`."""
-    if isinstance(config, schema.RolloutConfig) and config.deterministic:
-        raise ValueError("rollout.deterministic needs the layers of the trainer: set rollout.name=native")
-
-
-def check_engine_kwargs(
-    engine: str,
-    kwargs: Mapping[str, Any],
-    owned: Mapping[str, str],
-    not_supported: Mapping[str, str],
-    known: Collection[str] = (),
-) -> None:
-    """Raise ValueError for arguments in `engine_kwargs.<engine>` that contradict the adapter or another key, and for
-    those that the engine does not have.
-
-    Args:
-        engine: vllm or sglang.
-        kwargs: the arguments.
-        owned: argument -> the key that sets it.
-        not_supported: argument -> why it cannot be set.
-        known: all arguments of the installed version; empty: not checked.
-    """
-    for name in kwargs:
-        if name in owned:
-            raise ValueError(f"rollout.engine_kwargs.{engine}.{name}: set {owned[name]} instead")
-        if name in not_supported:
-            raise ValueError(
-                f"rollout.engine_kwargs.{engine}.{name} is not supported: {not_supported[name]}; remove it"
-            )
-        if known and name not in known:
-            near = nearest_key(name, known)
-            hint = f"did you mean {near}?" if near else "remove it"
-            raise ValueError(
-                f"rollout.engine_kwargs.{engine}.{name}: the installed {engine} has no such argument; {hint}"
-            )
-
-
-def max_model_len(config: schema.RolloutEngineConfig) -> int:
-    """Longest sequence, prompt plus response."""
-    return config.max_model_len or config.prompt_length + config.response_length
-
-
-def cache_bytes_per_token(hf_config: Any, dtype: torch.dtype, tp_size: int = 1) -> int:
-    """Bytes of the KV cache of one token, on one of `tp_size` ranks."""
-    text = hf_config.get_text_config()
-    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
-    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * max(heads // tp_size, 1) * head_dim * dtype.itemsize

@@ -67,7 +67,11 @@ def load_module(
     module, _ = load_pretrained(auto_class(config), model.path, config, dtype, **_build(model, attention))
     module = module.to(device)
     if model.lora_adapter_path is not None:
-        module = _merge_adapters(module, model.lora_adapter_path)
+        try:
+            from peft import PeftModel
+        except ImportError as error:
+            raise ImportError("model.lora_adapter_path needs peft: pip install peft") from error
+        module = PeftModel.from_pretrained(module, model.lora_adapter_path).merge_and_unload()
     return use_vision_attention(module).requires_grad_(False).eval()
 
 
@@ -85,11 +89,3 @@ def _build(model: schema.ModelConfig, attention: str | None) -> dict[str, Any]:
     if attention is not None:
         options["attn_implementation"] = attention
     return options
-
-
-def _merge_adapters(module: nn.Module, path: str) -> nn.Module:
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ImportError("model.lora_adapter_path needs peft: pip install peft") from error
-    return PeftModel.from_pretrained(module, path).merge_and_unload()

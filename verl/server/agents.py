@@ -86,7 +86,6 @@ class AsyncAgent:
         threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
 
     def start(self, call: AgentCall) -> "Future[Any]":
-        """See `Agent.start`."""
 
         async def run() -> Any:
             return await self.function(call.sample, call.base_url, call.api_key, call.model)
@@ -102,7 +101,6 @@ class FunctionAgent:
         self.function = function
 
     def start(self, call: AgentCall) -> "Future[Any]":
-        """See `Agent.start`."""
         return in_thread(lambda: self.function(call.sample, call.base_url, call.api_key, call.model))
 
 
@@ -114,7 +112,6 @@ class CommandAgent:
         self.command = list(command)
 
     def start(self, call: AgentCall) -> "Future[Any]":
-        """See `Agent.start`."""
         stopped = threading.Event()
         future = in_thread(lambda: self._run(call, stopped))
         future.add_done_callback(lambda _: stopped.set())

@@ -43,7 +43,6 @@ class StepGenerator(Generator):
         self.error: Exception | None = None
 
     async def generate(self, request: Request) -> Completion:
-        """See `Generator.generate`."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(request), self._loop))
 
     async def _run(self, request: Request) -> Completion:
@@ -143,7 +142,6 @@ class Episode:
     # ---- the server ---------------------------------------------------------------------------------------------
 
     def requests(self, call: Call) -> list[Request]:
-        """See `Conversation.requests`."""
         with self._lock:
             if self._is_closed:
                 raise ApiError(410, "the episode is over", code="episode_over")
@@ -159,7 +157,6 @@ class Episode:
             return [request]
 
     def complete(self, call: Call, choices: list[Choice]) -> None:
-        """See `Conversation.complete`."""
         with self._lock:
             if self._is_closed or self._pending is None:
                 raise ApiError(410, "the episode is over", code="episode_over")
@@ -177,7 +174,6 @@ class Episode:
             self._pending = None
 
     def release(self) -> None:
-        """See `Conversation.release`."""
         with self._lock:
             self._pending = None
 

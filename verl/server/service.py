@@ -47,7 +47,6 @@ class EngineLoop:
         return self.engine.weight_version
 
     async def generate(self, request: Request) -> Completion:
-        """See `Generator.generate`."""
         return await asyncio.wrap_future(self.thread.submit(self._generate(request)))
 
     async def _generate(self, request: Request) -> Completion:

@@ -21,14 +21,13 @@ _HOME = {
     ),
     "verl.weight_sync.buckets": "BUCKET_BYTES",
     "verl.weight_sync.verify": "checksum_of",
-    "verl.weight_sync.replica": "ReplicaSync",
     "verl.weight_sync.reshard.sync": "ReshardSync",
     "verl.weight_sync.module_receiver": "ModuleReceiver",
     "verl.weight_sync.collective": "CollectiveSync receive_collective",
     "verl.weight_sync.transfer_group": "TransferGroup",
     "verl.weight_sync.ipc": "IpcSync receive_ipc",
     "verl.weight_sync.disk": "DiskSync receive_disk",
-    "verl.weight_sync.factory": "local_sync",
+    "verl.weight_sync.factory": "ReplicaSync local_sync",
 }
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

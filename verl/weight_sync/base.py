@@ -1,10 +1,11 @@
 """The contracts of a weight sync: what a training engine provides, what a rollout engine receives, and the report."""
 
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -131,11 +132,8 @@ class AdapterReceiver(ABC):
 
     #: whether the engine applies adapters without merging them, so that they are preferred in one process too
     applies_adapters: bool = False
-
-    @property
-    @abstractmethod
-    def has_base(self) -> bool:
-        """Whether the base weights are loaded."""
+    #: whether the base weights are loaded
+    has_base: bool = False
 
     @abstractmethod
     def receive_adapters(
@@ -211,14 +209,16 @@ class WeightSync(ABC):
             ValueError: the engines did not receive the weights, or do not store them.
         """
         compares = is_check_due(version, self._last_check, self.check_every)
+        start = time.perf_counter()
         report = self._push(engine, version, compares)
         if compares:
             self._last_check = version
-        return report
+        return replace(report, seconds=time.perf_counter() - start)
 
     @abstractmethod
     def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
-        """Push the weights. compares: whether to compare what the engines store with them."""
+        """Push the weights; `push` measures the seconds. compares: whether to compare what the engines store with
+        them."""
 
 
 def is_check_due(version: int, last_check: int | None, every: int) -> bool:

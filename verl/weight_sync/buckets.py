@@ -1,7 +1,9 @@
 """Buckets: consecutive parameters in one block of memory, which is sent with one call."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -54,8 +56,8 @@ def pack(
     device: torch.device,
     dtype: torch.dtype | None,
     bucket_bytes: int,
-    wait: Callable[[int], None],
-    allocate: Callable[[int], torch.Tensor],
+    wait: Callable[[int], None] = lambda number: None,
+    allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> Iterator[Bucket]:
     """Pack parameters into two alternating buffers: one is filled while the other one is sent.
 
@@ -67,7 +69,8 @@ def pack(
         device: device of the buckets.
         dtype: dtype of the parameters in the buckets; None: not cast.
         bucket_bytes: max size of a bucket of several parameters.
-        wait: called with the number of a bucket whose memory is used again: waits until it has been sent.
+        wait: called with the number of a bucket whose memory is used again: waits until it has been sent. The default
+            is for a caller that has used a bucket before it reads the next one.
         allocate: makes a buffer (n,) uint8 of a size in bytes.
 
     Yields:
@@ -93,7 +96,8 @@ def pack(
         if not entries:
             wait(number - 2)
             if number % 2 not in buffers:
-                buffers[number % 2] = allocate(bucket_bytes)
+                make = allocate or partial(torch.empty, dtype=torch.uint8, device=device)
+                buffers[number % 2] = make(bucket_bytes)
         span = buffers[number % 2][end : end + padded]
         span[:size].view(to).view(shape).copy_(tensor.detach())
         span[size:].zero_()
@@ -102,3 +106,24 @@ def pack(
         end += padded
     if entries:
         yield Bucket(number, entries, buffers[number % 2][:end])
+
+
+# ---- bandwidth ------------------------------------------------------------------------------------------------------
+
+
+def measured_bytes(device: torch.device) -> int:
+    """Size of the transfer that measures a bandwidth."""
+    return (256 if device.type == "cuda" else 8) * 2**20
+
+
+def fastest(transfer: Callable[[], object], device: torch.device, ready: Callable[[], object] = lambda: None) -> float:
+    """Seconds of the fastest of three transfers. ready: called before each, such as a barrier."""
+    seconds = []
+    for _ in range(4):  # the first one connects
+        ready()
+        start = time.perf_counter()
+        transfer()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

@@ -76,7 +76,7 @@ class CollectiveSync(WeightSync):
         self._has_base = False
 
     def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
-        start, size, checksums = time.perf_counter(), 0, []
+        size, checksums = 0, []
         parts = push_parts(engine, self.adapters, self._has_base)
         self._has_base = False  # until this push has succeeded
         for number, part in enumerate(parts):
@@ -90,7 +90,7 @@ class CollectiveSync(WeightSync):
             checksums.append(checksum)
         self._has_base = self.adapters
         bandwidth = self.group.bandwidth if self.group is not None else 0.0
-        return SyncReport(version, size, time.perf_counter() - start, fold(checksums), bandwidth)
+        return SyncReport(version, size, checksum=fold(checksums), bandwidth=bandwidth)
 
 
 class _Header(NamedTuple):
@@ -131,7 +131,6 @@ class _Sending:
             dtype=dtype,
             bucket_bytes=sync.bucket_bytes,
             wait=self._wait,
-            allocate=lambda size: torch.empty(size, dtype=torch.uint8, device=group.device),
         )
         try:
             while (ready := self._next(buckets)) is not None:

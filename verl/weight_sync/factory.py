@@ -1,27 +1,58 @@
-"""Selects the method of the weight sync (`rollout.weight_sync`), and measures the bandwidth of a copy."""
+"""Selects the method of the weight sync (`rollout.weight_sync`); `replica`, and the bandwidth of a copy."""
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 import torch
 
 import verl.weight_sync as weight_sync  # loads a method at its first use
+from verl.weight_sync.adapters import push_parts, sends_adapters
 from verl.weight_sync.base import (
     AdapterReceiver,
     InProcessSync,
     ReceivesWeights,
     RemoteReceiver,
     SlicedWeights,
+    SyncReport,
+    WeightSource,
     WeightSync,
 )
+from verl.weight_sync.buckets import fastest, measured_bytes
+from verl.weight_sync.verify import Loading, fold
 
 if TYPE_CHECKING:
     from verl.weight_sync.reshard.grouping import HybridGroups
 
 logger = logging.getLogger("verl.rollout")
 
-_COPIED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}  # of the measured copy
+
+class ReplicaSync(WeightSync):
+    """The rollout engine in this process has an unsharded copy of the weights, gathered from all ranks.
+
+    Args:
+        rollout: the rollout engine.
+        adapters: whether adapters are sent separately from the base weights.
+        bandwidth: bytes per second of a copy on this device, for the report.
+        check_every: see `WeightSync`.
+    """
+
+    def __init__(self, rollout: ReceivesWeights, adapters: bool = False, bandwidth: float = 0.0, check_every: int = 1):
+        super().__init__(check_every)
+        self.rollout = rollout
+        self.adapters = adapters
+        self.bandwidth = bandwidth
+
+    def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
+        size, checksums = 0, []
+        receiver = self.rollout.receiver()
+        has_base = isinstance(receiver, AdapterReceiver) and receiver.has_base
+        for part in push_parts(engine, self.adapters, has_base):
+            loading = Loading(receiver, version, compares)
+            checksums.append(loading.load(part))
+            size += loading.bytes
+        self.rollout.weight_version = version
+        checksum = fold(checksums) if compares else 0
+        return SyncReport(version, size, checksum=checksum, bandwidth=self.bandwidth)
 
 
 def local_sync(
@@ -69,21 +100,18 @@ def local_sync(
         logger.warning("rollout.weight_sync=auto: %s instead of reshard: %s", method, obstacle)
     if method == "in_process":
         return InProcessSync(engine)
-    from verl.weight_sync.adapters import sends_adapters
-
     is_cheaper = method == "ipc" or (accepts_adapters and receiver.applies_adapters)
     adapters = sends_adapters(lora_sync, has_adapters, accepts_adapters, is_cheaper)
     if method == "reshard" and not adapters:
         sync = weight_sync.ReshardSync(engine, device, bucket_bytes, grouping=grouping, check_every=check_every)
-        if sync.peers.size == 1:
-            sync.bandwidth = copy_bandwidth(device)
+        sync.bandwidth = sync.peers.bandwidth() or copy_bandwidth(device)
         return sync
     if setting == "reshard":
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
     if method == "ipc":
         bandwidth = copy_bandwidth(device)
         return weight_sync.IpcSync(engine, device, dtype, bucket_bytes, adapters, bandwidth, check_every=check_every)
-    return weight_sync.ReplicaSync(engine, adapters, copy_bandwidth(device), check_every)
+    return ReplicaSync(engine, adapters, copy_bandwidth(device), check_every)
 
 
 def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[str]:
@@ -98,13 +126,7 @@ def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[s
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a copy on the device: the best of three."""
-    source = torch.zeros(_COPIED_BYTES.get(device.type, _COPIED_BYTES["cpu"]), dtype=torch.uint8, device=device)
-    target, seconds = torch.zeros_like(source), []
-    for _ in range(3):
-        start = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return len(source) / min(seconds)
+    """Bytes per second of a copy on the device."""
+    source = torch.zeros(measured_bytes(device), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return len(source) / fastest(lambda: target.copy_(source), device)

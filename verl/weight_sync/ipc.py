@@ -78,7 +78,7 @@ class IpcSync(WeightSync):
         self.timeout = timeout
 
     def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
-        start, size, checksums = time.perf_counter(), 0, []
+        size, checksums = 0, []
         receiver = self.rollout.receiver()
         assert isinstance(receiver, RemoteReceiver)
         has_base = isinstance(receiver, AdapterReceiver) and receiver.has_base
@@ -91,7 +91,7 @@ class IpcSync(WeightSync):
             checksums.append(checksum)
         receiver.finish_receiving()
         self.rollout.weight_version = version
-        return SyncReport(version, size, time.perf_counter() - start, fold(checksums), self.bandwidth)
+        return SyncReport(version, size, checksum=fold(checksums), bandwidth=self.bandwidth)
 
 
 class _Sending:

@@ -33,7 +33,6 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         self.full_shapes: Mapping[str, torch.Size] = self.shapes
         self.filled = filled
         self._adapters = MergedAdapters(self._parameters, self.slice_of)
-        self._has_base = False
         self._layout: dict[str, Stored] = {}
         if not filled:
             self.release()
@@ -48,7 +47,7 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         self._allocate()
         for name, tensor in check_parameters(weights, self.full_shapes, version):
             self._parameters[name].copy_(self.slice_of(name, tensor))
-        self.filled = self._has_base = True
+        self.filled = self.has_base = True
 
     def _allocate(self) -> None:
         """Memory for all parameters, whose values are not valid."""
@@ -56,7 +55,7 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
             for name, shape in self.shapes.items():
                 parameter = self._parameters[name]
                 parameter.data = parameter.data.new_empty(shape)
-        self.filled = self._has_base = False
+        self.filled = self.has_base = False
         self._adapters.clear()
 
     def _sent_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -64,7 +63,6 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         return ((name, self._parameters[name]) for name in self.shapes)
 
     def slice_layout(self) -> Mapping[str, Stored]:
-        """See `SlicedWeights.slice_layout`."""
         if not self._layout:
             self._layout = {name: self._stored_layout(name, p) for name, p in self._sent_parameters()}
         return self._layout
@@ -75,14 +73,9 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
 
     @contextmanager
     def open_slices(self, version: int) -> Iterator[Mapping[str, torch.Tensor]]:
-        """See `SlicedWeights.open_slices`."""
         self._allocate()
         yield dict(self._sent_parameters())
-        self.filled = self._has_base = True
-
-    @property
-    def has_base(self) -> bool:
-        return self._has_base
+        self.filled = self.has_base = True
 
     def receive_adapters(
         self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
@@ -92,12 +85,10 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         self._adapters.merge(config, tensors, version)
 
     def stored(self, name: str) -> torch.Tensor | None:
-        """See `StoredWeights.stored`."""
         return self._parameters[name].detach() if name in self.shapes else None
 
     def release(self) -> None:
-        """See `WeightReceiver.release`."""
-        self.filled = self._has_base = False
+        self.filled = self.has_base = False
         self._adapters.clear()
         for _, parameter in self._sent_parameters():
             parameter.data = parameter.data.new_empty(0)

@@ -1,16 +1,13 @@
 """The process group of `collective`."""
 
 import pickle
-import time
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 
 from verl.utils.rendezvous import tcp_store, use_loopback_if_local
-
-#: size of the broadcast that measures the bandwidth
-_MEASURED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}
+from verl.weight_sync.buckets import fastest, measured_bytes
 
 
 class TransferGroup:
@@ -70,14 +67,12 @@ class TransferGroup:
 
     def measure(self) -> None:
         """Measure `bandwidth`: the best of three broadcasts. Collective."""
-        tensor = torch.zeros(_MEASURED_BYTES[self.device.type], dtype=torch.uint8, device=self.device)
-        seconds = []
-        for _ in range(4):  # the first one connects
-            self.gather([0])
-            start = time.perf_counter()
+        tensor = torch.zeros(measured_bytes(self.device), dtype=torch.uint8, device=self.device)
+
+        def broadcast() -> None:
             self.start_broadcast(tensor).wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.gather([0])
-            seconds.append(time.perf_counter() - start)
-        self.bandwidth = len(tensor) / min(seconds[1:])
+            self.gather([0])  # it has reached all ranks
+
+        self.bandwidth = len(tensor) / fastest(broadcast, self.device, ready=lambda: self.gather([0]))

@@ -54,12 +54,13 @@ def checksums(sums: Sequence[torch.Tensor]) -> torch.Tensor:
     A word is in the sum of its row and in that of its column. With a factor for each, both changes could cancel out.
     So the sums are mixed by the function of SplitMix64 (Steele et al. 2014).
     """
-    device, lengths = sums[0].device, torch.tensor([len(each) for each in sums])
-    positions = torch.arange(1, int(lengths.max()) + 1, device=device) * _ODD
-    mixed = torch.cat(list(sums)) + torch.cat([positions[: len(each)] for each in sums])
+    device, joined = sums[0].device, torch.cat(list(sums))
+    lengths = torch.tensor([len(each) for each in sums]).to(device, non_blocking=True)
+    numbers = torch.arange(len(sums), device=device).repeat_interleave(lengths, output_size=len(joined))
+    starts = lengths.cumsum(0) - lengths
+    mixed = joined + (torch.arange(1, len(joined) + 1, device=device) - starts[numbers]) * _ODD
     for bits, factor in _MIXING:
         mixed = (mixed ^ ((mixed >> bits) & ((1 << (64 - bits)) - 1))) * factor
-    numbers = torch.arange(len(sums)).repeat_interleave(lengths).to(device, non_blocking=True)
     return torch.zeros(len(sums), dtype=torch.int64, device=device).index_add_(0, numbers, mixed)
 
 

@@ -124,7 +124,6 @@ def reshard_on_rank(path: str, groups: HybridGroups, **keys: Any) -> dict[str, A
     ours, gathered = (Received(path, groups, rank) for _ in range(2))
     rollout = SimpleNamespace(receiver=lambda: ours, weight_version=None)
     sync = ReshardSync(rollout, torch.device("cpu"), 16 * 1024, grouping=groups)
-    sync.bandwidth = 0.0
     Peers.start_exchange = counting
     for version in range(2):
         counted.clear()

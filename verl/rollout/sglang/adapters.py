@@ -7,7 +7,7 @@ SGLang knows one adapter, `NAME`, and every request names it. A push replaces it
 import inspect
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch
 
 from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
-from verl.rollout.adapters import AdaptedLayers, AppliedAdapters, checked_pairs
+from verl.rollout.adapters import AdaptedLayers, AppliedAdapters
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sglang.loader import is_stored, sums_of_bits
 from verl.rollout.sglang.service import Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangReceiver
-from verl.weight_sync.base import AdapterConfig
+from verl.weight_sync.base import AdapterConfig, AdapterReceiver
 
 NAME = "policy"
 #: layers that SGLang joins to one. It requires the adapters of all of them: those that are missing are sent as zeros
@@ -93,53 +93,28 @@ def _loads_adapters() -> bool:
     return methods and "register" in dir(LoRARegistry) and "lora_id" in inspect.signature(LoRARef).parameters
 
 
-def register_adapter(engine: Any) -> None:
-    """Make requests that name the adapter valid, before its matrices are loaded."""
-    from sglang.srt.lora.lora_registry import LoRARef
-
-    reference = LoRARef(lora_id=NAME, lora_name=NAME, lora_path=NAME)
-    engine.loop.run_until_complete(engine.tokenizer_manager.lora_registry.register(reference))
-
-
 class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
     """Receives the base weights once, and then adapters, which SGLang applies without merging them.
 
     A push is verified: the layers and shapes are those that the trainer adapts; every tensor-parallel rank has received
     the bits that were sent; and those of the matrices that SGLang multiplies with add up to them, over the ranks,
     scaling included.
-
-    Args:
-        layers: the layers with adapters.
     """
-
-    def __init__(self, *args: Any, layers: AdaptedLayers, **keys: Any):
-        super().__init__(*args, **keys)
-        self._layers = layers
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Receive the base weights. Raises ValueError like `SglangReceiver.receive`."""
-        self._has_base = False
+        self.has_base = False
         super().receive(weights, version, is_last=False)
-        self._has_base = True
+        self.has_base = True
 
-    @torch.no_grad()
-    def receive_adapters(
-        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    def _load_adapters(
+        self, scaling: Mapping[str, float], pairs: Iterator[tuple[str, torch.Tensor, torch.Tensor]], version: int
     ) -> None:
-        """See `AdapterReceiver.receive_adapters`. Requests of `generate_one` may be running, as in `receive`.
-
-        Raises:
-            ValueError: no base weights, unknown, repeated or missing layers, another shape, or adapters that SGLang did
-                not load.
-        """
-        if not self._has_base:
-            super().check_filled()
         self.filled = False
         matrices: dict[str, torch.Tensor] = {}
         names: dict[str, list[str]] = {}  # of the matrices in a buffer of SGLang
-        for layer, a, b in self._with_zeros(checked_pairs(tensors, self._layers, self.shapes, version)):
-            scale, module = config["scaling"].get(layer, 1.0), layer.rpartition(".")[2]
-            b = b.float() * scale
+        for layer, a, b in self._with_zeros(pairs):
+            module, b = layer.rpartition(".")[2], b.float() * scaling.get(layer, 1.0)
             for kind, matrix in (("A", a), ("B", b)):
                 name = f"{layer}.lora_{kind}.weight"
                 matrices[name] = matrix.to(self._device, self._dtype)
@@ -172,12 +147,14 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
                     yield f"{path}.{other}", a.new_zeros(len(a), columns), b.new_zeros(rows, len(a))
 
 
-class FollowerAdapterReceiver(AppliedAdapters, FollowerReceiver):
+class FollowerAdapterReceiver(AdapterReceiver, FollowerReceiver):
     """The receiver of the other ranks of a tensor-parallel group, which takes part in the pushes of rank 0."""
+
+    applies_adapters = True
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         super().receive(weights, version)
-        self._has_base = True
+        self.has_base = True
 
     def receive_adapters(
         self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
@@ -193,8 +170,11 @@ def with_adapter(arguments: Callable[[Any], dict[str, Any]], job: Any) -> dict[s
 
 
 def make_receiver(service: Service, layers: AdaptedLayers | None, *args: Any, **keys: Any) -> SglangReceiver:
-    """The receiver of rank 0, for adapters or for merged weights."""
+    """The receiver of rank 0, for adapters or for merged weights. Requests may then name the adapter."""
     if layers is None:
         return SglangReceiver(service, *args, **keys)
-    register_adapter(service.engine)
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    reference, engine = LoRARef(lora_id=NAME, lora_name=NAME, lora_path=NAME), service.engine
+    engine.loop.run_until_complete(engine.tokenizer_manager.lora_registry.register(reference))
     return SglangAdapterReceiver(service, *args, layers=layers, **keys)

@@ -4,7 +4,7 @@ import asyncio
 import os
 from dataclasses import dataclass
 
-from verl.rollout.engine_copy import installed_version, parameters_of, probe_package
+from verl.rollout.external import installed_version, parameters_of, probe_package
 from verl.rollout.sglang.traits import PACKAGE, TRAITS
 
 #: class -> attributes that the adapter uses
@@ -60,13 +60,11 @@ def probe(on_gpu: bool) -> Capabilities:
         ImportError: SGLang is not installed or does not import.
         ValueError: it lacks something; the message lists what, with the tested versions.
     """
-    if (message := TRAITS.missing_package()) is not None:
-        raise ImportError(f"rollout.name={message}")
     if not on_gpu:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read at import
     policy = asyncio.get_event_loop_policy()
     try:
-        classes = probe_package(PACKAGE, _ATTRIBUTES, _PARAMETERS)
+        classes = probe_package(TRAITS, _ATTRIBUTES, _PARAMETERS)
     finally:
         asyncio.set_event_loop_policy(policy)  # SGLang's import replaces it
     return Capabilities(

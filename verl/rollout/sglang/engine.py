@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.rollout.base import RolloutEngine, RolloutStats
-from verl.rollout.checks import check_request
-from verl.rollout.engine_copy import CopyRollout
-from verl.rollout.request import FILTERS, Completion, Request, SamplingParams, matches_ids
+from verl.rollout.base import RolloutEngine
+from verl.rollout.engine_copy import CopyRollout, EngineCopy
+from verl.rollout.request import FILTERS, Completion, Request, SamplingParams
 from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang.images import MediaReader
 from verl.rollout.sglang.service import Job, Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangMemory, SglangReceiver
 from verl.utils.rng import fork_seed
 
-_LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_response_length"
 _FILTER_KEYS = ("temperature", *FILTERS)
 
 
@@ -77,65 +75,38 @@ class SglangRollout(CopyRollout):
     Without it, SGLang has one random stream for all requests, so a run is not reproducible.
 
     Args:
+        copy: the model.
         service: runs the requests.
         memory: GPU memory of the engine.
         receiver: its receiver of weights.
-        vocab_size: number of tokens of the model.
-        max_length: longest sequence, prompt plus response.
         media: makes the images of prompts; None for a text model.
     """
 
     def __init__(
         self,
+        copy: EngineCopy,
         service: Service,
         memory: SglangMemory,
         receiver: SglangReceiver,
-        vocab_size: int,
-        max_length: int,
         media: MediaReader | None = None,
     ):
+        super().__init__(copy, service, memory)
         self.service = service
-        self.memory = memory
-        self.vocab_size = vocab_size
-        self.max_length = max_length
         self.media = media
-        self.stats = RolloutStats()
         self._receiver = receiver
-        self.records_routing = service.experts is not None
 
     def submit(self, requests: Sequence[Request], is_batch: bool) -> "list[Future[Completion]]":
-        """See `CopyRollout.submit`."""
         self._receiver.check_filled()
         self.memory.allocate("kv_cache")
         return [self.service.submit(request) for request in requests]
 
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `RolloutEngine.abort`."""
-        self.service.abort(lambda request: matches_ids(request, request_ids))
-
     def follow(self) -> None:
-        """See `RolloutEngine.follow`."""
+        """Does nothing: SGLang's own processes compute together."""
 
     def check(self, name: str, request: Request) -> None:
-        """See `CopyRollout.check`."""
-        images = self.media is not None
-        check_request(name, request, "sglang", self.vocab_size, self.max_length, _LENGTH, images)
+        super().check(name, request)
         if self.media is not None:
             self.media.check(name, request)
-
-    # ---- memory and weights -------------------------------------------------------------------------------------
-
-    def sleep(self) -> None:
-        """Free the KV cache. Does nothing on a CPU.
-
-        Raises:
-            ValueError: requests are running.
-        """
-        with self.service.exclusive("sleep()", idle=True):
-            self.memory.free("kv_cache")
-
-    def receiver(self) -> SglangReceiver:
-        return self._receiver
 
 
 class SglangFollower(RolloutEngine):
@@ -152,7 +123,7 @@ class SglangFollower(RolloutEngine):
         raise ValueError("rollout.name=sglang: rank 0 of a tensor-parallel group generates; call follow() on others")
 
     def follow(self) -> None:
-        """See `RolloutEngine.follow`."""
+        """Does nothing: SGLang's own processes compute together."""
 
     def receiver(self) -> FollowerReceiver:
         return self._receiver

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from verl.config import schema
-from verl.modeling.vision import is_vision_config
 from verl.rollout.adapters import applied_layers
 from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
-from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
-from verl.rollout.loading import parameter_shapes
+from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.external import check_not_deterministic
 from verl.rollout.sglang.adapters import FollowerAdapterReceiver, lora_args, make_receiver, obstacles, with_adapter
 from verl.rollout.sglang.capabilities import probe
 from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of, decode_experts
@@ -47,11 +46,11 @@ def make_sglang(
     if env.tp_rank > 0:
         return SglangFollower(None if adapted is None else FollowerAdapterReceiver())
     experts = _decoder(copy)
-    args = engine_args(config, copy, env, capabilities)
+    args = engine_args(copy, env, capabilities)
     if adapted is not None:
         args = lora_args(adapted, on_gpu, memory_saver=args["enable_memory_saver"]) | args
     _log_seeds(args)
-    media = MediaReader(copy.hf_config) if is_vision_config(copy.hf_config) else None
+    media = MediaReader(copy.hf_config) if copy.reads_images else None
     arguments, on_failure = partial(arguments_of, records=copy.records, media=media), FailureHandler()
     if adapted is not None:
         arguments = partial(with_adapter, arguments)
@@ -64,25 +63,15 @@ def make_sglang(
         service,
         adapted,
         memory,
-        partial(parameter_shapes, copy.model),
-        dtype=copy.dtype,
+        copy,
         device=env.device,
         ranks=env.tp_size,
-        sessions=capabilities.update_sessions,
-        filled=copy.reads_files,
         check_every=config.check_every if isinstance(config, schema.RolloutConfig) else 1,
     )
     if args["enable_memory_saver"]:
         receiver.prepare_release()
     copy.fill(receiver)
-    return SglangRollout(
-        service,
-        memory,
-        receiver,
-        vocab_size=copy.hf_config.get_text_config().vocab_size,
-        max_length=max_model_len(config),
-        media=media,
-    )
+    return SglangRollout(copy, service, memory, receiver, media)
 
 
 def _log_seeds(args: dict[str, Any]) -> None:
@@ -95,7 +84,7 @@ def _log_seeds(args: dict[str, Any]) -> None:
 
 def _decoder(copy: EngineCopy) -> Callable[[str], np.ndarray] | None:
     """Decodes the experts that SGLang reports; None: they are not asked for."""
-    layers, text = copy.recorded_layers("sglang"), copy.hf_config.get_text_config()
+    layers, text = copy.recorded_layers(), copy.hf_config.get_text_config()
     if layers is None:
         return None
     return partial(decode_experts, layers=layers, shape=(text.num_hidden_layers, text.num_experts_per_tok))

@@ -7,15 +7,13 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from verl.rollout.engine_copy import EngineJob, running_error
-from verl.rollout.engine_thread import EngineThread
+from verl.rollout.engine_copy import EngineJob, EngineRequests, running_error
 from verl.rollout.request import Completion, FinishReason, Request
 from verl.rollout.routed_experts import extended
 from verl.rollout.sglang.capabilities import Capabilities
@@ -95,8 +93,11 @@ class Job(EngineJob):
     rid: str = ""
 
 
-class Service:
+class Service(EngineRequests):
     """Runs requests and exclusive calls on one engine.
+
+    In `exclusive`, running requests wait if SGLang can interrupt them; otherwise the context begins when they are
+    finished.
 
     Args:
         engine: an `sglang.Engine`.
@@ -112,10 +113,10 @@ class Service:
         arguments: Callable[[Job], dict[str, Any]],
         experts: Callable[[str], np.ndarray] | None = None,
     ):
+        super().__init__("sglang")
         self.engine = engine
         self.capabilities = capabilities
         self.experts = experts
-        self.thread = EngineThread("sglang")
         self._arguments = arguments
         # of the thread:
         self._jobs: set[Job] = set()
@@ -136,23 +137,6 @@ class Service:
         job = Job(request)
         self.thread.call(self._jobs.add, job)  # before the request starts: a later `abort` finds it
         return self.thread.submit(self._complete(job))
-
-    def abort(self, matches: Callable[[Request], bool]) -> None:
-        """Abort requests; each is finished with its tokens so far."""
-        self.thread.call(self._abort, matches)
-
-    def exclusive(self, caller: str, idle: bool = False) -> AbstractContextManager[None]:
-        """Context in which no request is computed. Running ones wait if SGLang can interrupt them; otherwise the
-        context begins when they are finished.
-
-        Args:
-            caller: for the error.
-            idle: no request may be running.
-
-        Raises:
-            ValueError: requests are running, and `idle` is set.
-        """
-        return self.thread.exclusive(self._close(caller, idle), self._reopen)
 
     # ---- in the thread ------------------------------------------------------------------------------------------
 

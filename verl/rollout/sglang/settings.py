@@ -9,11 +9,9 @@ from typing import Any
 import psutil
 import torch
 
-from verl.config import schema
-from verl.modeling.huggingface import experts_of
-from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv
-from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
+from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.external import LORA, cache_bytes_per_token, check_engine_kwargs, shared_args
 from verl.rollout.routed_experts import check_records
 from verl.rollout.sglang.capabilities import Capabilities
 from verl.rollout.sglang.images import check_model
@@ -25,11 +23,8 @@ log = logging.getLogger(__name__)
 #: arguments that the adapter sets -> the key that sets them
 _OWNED = {
     "model_path": "actor_rollout_ref.model.path",
-    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "json_model_override_args": "actor_rollout_ref.model.override_config",
     "tp_size": "rollout.tensor_model_parallel_size",
-    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "dtype": "rollout.dtype",
     "mem_fraction_static": "rollout.gpu_memory_utilization",
     "max_running_requests": "rollout.max_num_seqs",
     "context_length": "rollout.max_model_len",
@@ -37,16 +32,12 @@ _OWNED = {
     "chunked_prefill_size": "rollout.enable_chunked_prefill and rollout.max_num_batched_tokens",
     "disable_cuda_graph": "rollout.enforce_eager",
     "enable_memory_saver": "rollout.free_cache_engine",
-    "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
-    "enable_lora": "rollout.lora_sync",
     "random_seed": "rollout.seed",
 }
-_FIXED = {
+_NOT_SUPPORTED = {
     "server_args": "its fields are those of engine_kwargs.sglang",
     "device": "the engine runs on the device of its rank",
     "base_gpu_id": "the engine runs on the device of its rank",
-    "skip_tokenizer_init": "prompts and responses are token ids",
-    "load_format": "weights come from the trainer, or from model.path without training",
     "custom_weight_loader": "a push is verified in the scheduler",
     "enable_custom_logit_processor": "it applies top-k, top-p and min-p",
     "stream_interval": "the adapter searches for stop strings in streamed responses",
@@ -56,20 +47,11 @@ _FIXED = {
     "weight_version": "it is the number of completed training steps",
     "enable_weights_cpu_backup": "it is on with rollout.lora_sync=adapters, whose base weights are sent once",
     "moe_runner_backend": "weights of experts are loaded in the layout of SGLang's Triton kernels",
-}
-_LORA = "SGLang applies the adapters that are trained, and no others"
-_NOT_SUPPORTED = {
-    "quantization": "trained weights cannot be loaded into a quantized model",
     "pp_size": "use rollout.tensor_model_parallel_size",
-    "pipeline_parallel_size": "use rollout.tensor_model_parallel_size",
     "dp_size": "every group of rollout ranks has its own engine",
-    "data_parallel_size": "every group of rollout ranks has its own engine",
     "nnodes": "a tensor-parallel group is on one node",
     "speculative_algorithm": "its draft model would not be trained",
-    **dict.fromkeys(
-        ("lora_paths", "max_loras_per_batch", "max_loaded_loras", "max_lora_rank", "lora_target_modules"), _LORA
-    ),
-    "enable_eplb": "trained weights are loaded into one copy of each expert",
+    **dict.fromkeys(("lora_paths", "max_loras_per_batch", "max_loaded_loras"), LORA),
 }
 #: arguments that take precedence over `disable_cuda_graph`, or compile
 _NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "enable_torch_compile")
@@ -83,7 +65,7 @@ _SEEDS = 2**31  # of random_seed
 def check_kwargs(kwargs: dict[str, Any], known: Collection[str] = ()) -> None:
     """Raise ValueError for arguments in `engine_kwargs.sglang` that contradict this adapter or another key, or that are
     not among the known ones, and for an environment variable that changes the log-probs."""
-    check_engine_kwargs("sglang", kwargs, _OWNED, _NOT_SUPPORTED | _FIXED, known)
+    check_engine_kwargs("sglang", kwargs, _OWNED, _NOT_SUPPORTED, known)
     if os.environ.get(_ORIGINAL_LOG_PROBS, "0").lower() in ("1", "true"):
         raise ValueError(
             f"rollout.name=sglang: {_ORIGINAL_LOG_PROBS} is set: log-probs would be those before the temperature, but "
@@ -111,16 +93,10 @@ def _check_eager(kwargs: dict[str, Any]) -> None:
             )
 
 
-def engine_args(
-    config: schema.RolloutEngineConfig,
-    copy: EngineCopy,
-    env: RolloutEnv,
-    capabilities: Capabilities,
-) -> dict[str, Any]:
+def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -> dict[str, Any]:
     """Arguments of `sglang.Engine`.
 
     Args:
-        config: the `rollout` section.
         copy: the model, and where its weights come from.
         env: where the engine runs.
         capabilities: of the installed SGLang.
@@ -129,61 +105,50 @@ def engine_args(
         ValueError: an argument in `engine_kwargs.sglang` that is not supported, a quantized model, a dtype that SGLang
             does not support on this device, or choices of experts that this SGLang does not report.
     """
-    model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
-    kwargs, length = dict(config.engine_kwargs.sglang), max_model_len(config)
+    config, on_gpu = copy.config, env.device.type == "cuda"
+    kwargs = dict(config.engine_kwargs.sglang)
     check_kwargs(kwargs, capabilities.arguments)
-    check_dtype(dtype, env.device)
+    check_dtype(copy.dtype, env.device)
     if config.enforce_eager:
         _check_eager(kwargs)
-    if "quantization_config" in hf_config.to_dict():
-        raise ValueError(f"rollout.name=sglang: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
-    if is_vision_config(hf_config):
-        check_model(hf_config)
-    on_gpu = env.device.type == "cuda"
-    seed = config.seed if isinstance(config, schema.RolloutConfig) else 0
-    args = {
-        "model_path": model.path,
-        "trust_remote_code": model.trust_remote_code,
-        "dtype": str(dtype).removeprefix("torch."),
-        "load_format": "auto" if copy.reads_files else "dummy",
+    args = shared_args(copy) | {
+        "model_path": copy.model.path,
         "tp_size": env.tp_size,
-        "context_length": _context_length(length, hf_config),
+        "context_length": _context_length(copy),
         "max_running_requests": config.max_num_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
         "disable_radix_cache": not config.enable_prefix_caching,
         "disable_cuda_graph": config.enforce_eager or not on_gpu,
         "enable_memory_saver": config.free_cache_engine and on_gpu,
-        "random_seed": fork_seed(seed, "sglang", env.rank // env.tp_size) % _SEEDS,
-        "skip_tokenizer_init": True,
+        "random_seed": fork_seed(copy.seed, "sglang", env.rank // env.tp_size) % _SEEDS,
         "enable_custom_logit_processor": True,
         "stream_interval": SEARCH_INTERVAL,
         "custom_weight_loader": ["verl.rollout.sglang.loader.load"],
         "log_level": "error",
     }
-    if model.override_config:
-        args["json_model_override_args"] = json.dumps(dict(model.override_config))
-    args |= _expert_args(config, copy, on_gpu, capabilities)
+    if copy.reads_images:
+        check_model(copy.hf_config)
+    if copy.model.override_config:
+        args["json_model_override_args"] = json.dumps(dict(copy.model.override_config))
+    args |= _expert_args(copy, on_gpu, capabilities)
     if on_gpu:
         args["base_gpu_id"] = env.device.index or 0
         args["mem_fraction_static"] = memory_share(config.gpu_memory_utilization, env.device)
     else:
-        tokens = _host_cache_tokens(hf_config, dtype, length, config.max_num_seqs)
-        args |= {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": tokens}
+        args |= {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": _host_cache_tokens(copy)}
         args["mem_fraction_static"] = _FREE_SHARE  # SGLang would keep 12 GiB free; the cache has `max_total_tokens`
     return args | kwargs
 
 
-def _expert_args(
-    config: schema.RolloutEngineConfig, copy: EngineCopy, on_gpu: bool, capabilities: Capabilities
-) -> dict[str, Any]:
+def _expert_args(copy: EngineCopy, on_gpu: bool, capabilities: Capabilities) -> dict[str, Any]:
     """Arguments for a mixture of experts.
 
     Raises:
         ValueError: choices that this SGLang does not report, or a tied output layer.
     """
     args: dict[str, Any] = {}
-    has_experts, text = bool(experts_of(copy.hf_config)), copy.hf_config.get_text_config()
-    if has_experts and text.tie_word_embeddings:
+    config, text = copy.config, copy.hf_config.get_text_config()
+    if copy.has_experts and text.tie_word_embeddings:
         raise ValueError(
             f"rollout.name=sglang: {text.model_type} with tie_word_embeddings=true: SGLang's mixtures of experts have "
             "a separate output layer, which would have no weights: use rollout.name=native or vllm"
@@ -193,18 +158,18 @@ def _expert_args(
         args["enable_return_routed_experts"] = True
         if not config.enable_chunked_prefill:
             # SGLang records at most `chunked_prefill_size` tokens of a batch: instead of -1, a size that is not reached
-            length = _context_length(max_model_len(config), copy.hf_config)
             args["max_prefill_tokens"] = config.max_num_batched_tokens
-            args["chunked_prefill_size"] = config.max_num_batched_tokens + length
-    if on_gpu and has_experts:
+            args["chunked_prefill_size"] = config.max_num_batched_tokens + _context_length(copy)
+    if on_gpu and copy.has_experts:
         args["moe_runner_backend"] = "triton"  # the default depends on the GPU; others permute the weights
     return args
 
 
-def _context_length(length: int, hf_config: Any) -> int:
+def _context_length(copy: EngineCopy) -> int:
     """SGLang keeps a few positions of its context free. It rejects a context above the positions of the model; those
-    beyond `length` are not used, since longer requests are rejected."""
-    positions = hf_config.get_text_config().to_dict().get("max_position_embeddings")
+    beyond `max_length` are not used, since longer requests are rejected."""
+    length = copy.max_length
+    positions = copy.hf_config.get_text_config().to_dict().get("max_position_embeddings")
     if positions is not None and length <= positions < length + _SLACK:
         os.environ.setdefault(_LONGER_CONTEXT, "1")
     return length + _SLACK
@@ -229,8 +194,8 @@ def memory_share(asked: float, device: torch.device) -> float:
     return _FREE_SHARE
 
 
-def _host_cache_tokens(hf_config: Any, dtype: torch.dtype, length: int, rows: int) -> int:
+def _host_cache_tokens(copy: EngineCopy) -> int:
     """Tokens of the KV cache on a CPU: those of all concurrent sequences, up to a quarter of the free memory."""
-    per_token = cache_bytes_per_token(hf_config, dtype)
-    needed = (rows + 1) * (length + _SLACK)
-    return min(needed, max(psutil.virtual_memory().available // 4 // per_token, 2 * (length + _SLACK)))
+    row = copy.max_length + _SLACK
+    possible = psutil.virtual_memory().available // 4 // cache_bytes_per_token(copy.hf_config, copy.dtype)
+    return min((copy.config.max_num_seqs + 1) * row, max(possible, 2 * row))

@@ -1,61 +1,53 @@
 """Loads the trainer's weights into SGLang's processes, and manages the memory of the engine."""
 
-import logging
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.rollout.engine_copy import EngineReceiver
+from verl.rollout.engine_copy import EngineCopy, EngineMemory, EngineReceiver
 from verl.rollout.sglang.images import published_names
 from verl.rollout.sglang.loader import INSTRUCTION, Stored, find_stale, instruction, read_outcomes, sums_of_bits
 from verl.rollout.sglang.service import Service
 from verl.weight_sync.base import check_parameters, is_check_due
 from verl.weight_sync.buckets import BUCKET_BYTES, pack
 
-log = logging.getLogger(__name__)
 
+class SglangMemory(EngineMemory):
+    """Frees weights and KV cache by SGLang's memory saver.
 
-class SglangMemory:
-    """The GPU memory of the engine: weights and KV cache, which can be freed and allocated again.
+    Weights are lost, unless SGLang copies them to the CPU (`enable_weights_cpu_backup`).
 
     Args:
         service: the engine.
-        saves: whether SGLang's memory saver is on; otherwise nothing is freed.
+        saves: whether the memory saver is on.
     """
 
     def __init__(self, service: Service, saves: bool):
+        super().__init__("sglang", "the memory saver", saves)
         self._service = service
-        self._saves = saves
-        self._logged = False
-        self._freed: set[str] = set()  # of "weights" and "kv_cache"
-        self._lock = threading.Lock()
 
-    def free(self, *tags: str) -> None:
-        """Free memory. Weights are lost, unless SGLang copies them to the CPU (`enable_weights_cpu_backup`)."""
-        if not self._saves:
-            if not self._logged:
-                log.info(
-                    "rollout.name=sglang: the memory saver is off (a CPU, or free_cache_engine=false): nothing is freed"
-                )
-                self._logged = True
+    def sleep(self) -> None:
+        """Free the KV cache."""
+        self._free("kv_cache")
+
+    def drop(self) -> None:
+        """Free the KV cache and the weights."""
+        self._free("kv_cache", "weights")
+
+    def _free(self, *tags: str) -> None:
+        if not self._may_free():
             return
         with self._lock:
             if todo := [tag for tag in tags if tag not in self._freed]:
                 self._service.engine.release_memory_occupation(tags=todo)
                 self._freed.update(todo)
 
-    def allocate(self, *tags: str) -> None:
-        """Allocate memory that was freed."""
-        with self._lock:
-            if todo := [tag for tag in tags if tag in self._freed]:
-                torch.cuda.empty_cache()
-                self._service.engine.resume_memory_occupation(tags=todo)
-                self._freed.difference_update(todo)
+    def _allocate(self, tag: str) -> None:
+        self._service.engine.resume_memory_occupation(tags=[tag])
 
 
 class SglangReceiver(EngineReceiver):
@@ -69,12 +61,9 @@ class SglangReceiver(EngineReceiver):
     Args:
         service: the engine.
         memory: its memory.
-        shapes: returns HuggingFace name -> shape of every parameter.
-        dtype: of the engine's weights.
+        copy: the model.
         device: of the buckets.
         ranks: tensor-parallel size.
-        sessions: whether a push is enclosed in `begin_weight_update` and `end_weight_update`.
-        filled: whether the model has its weights.
         check_every: `rollout.check_every`.
     """
 
@@ -82,22 +71,18 @@ class SglangReceiver(EngineReceiver):
         self,
         service: Service,
         memory: SglangMemory,
-        shapes: Callable[[], dict[str, torch.Size]],
+        copy: EngineCopy,
         *,
-        dtype: torch.dtype,
         device: torch.device,
         ranks: int,
-        sessions: bool,
-        filled: bool,
         check_every: int,
     ):
-        super().__init__(shapes, filled)
+        super().__init__(service, memory, copy.shapes, copy.reads_files)
         self._service = service
-        self._memory = memory
-        self._dtype = dtype
+        self._dtype = copy.dtype
         self._device = device
         self._ranks = ranks
-        self._sessions = sessions
+        self._sessions = service.capabilities.update_sessions
         self._check_every = check_every
         self._last_check: int | None = None
 
@@ -112,7 +97,7 @@ class SglangReceiver(EngineReceiver):
         Raises:
             ValueError: unknown, repeated or missing parameters, another shape, or weights that SGLang did not load.
         """
-        with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version, is_last):
+        with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version, is_last=is_last):
             named = published_names(check_parameters(weights, self.shapes, version))
             sent = self._send_all(named, Path(folder))
             compares = is_check_due(version, self._last_check, self._check_every)
@@ -125,18 +110,8 @@ class SglangReceiver(EngineReceiver):
             self._last_check = version if compares else self._last_check
 
     @contextmanager
-    def _updating(self, version: int, is_last: bool = True) -> Iterator[None]:
-        """Context of a push, in which no request is computed. Nothing is generated if it raises."""
-        with self._service.exclusive("a weight push"):
-            self.filled = False
-            self._memory.allocate("weights")
-            with self._session():
-                yield
-            self._service.version = str(version)
-            self.filled = is_last
-
-    @contextmanager
-    def _session(self) -> Iterator[None]:
+    def _session(self, version: int | None = None, running: None = None) -> Iterator[None]:
+        """See `EngineReceiver._session`. SGLang's own, in which it updates weights. version: None keeps it."""
         if self._sessions:
             _check(self._service.engine.begin_weight_update())
         try:
@@ -144,6 +119,8 @@ class SglangReceiver(EngineReceiver):
         finally:
             if self._sessions:
                 _check(self._service.engine.end_weight_update())
+        if version is not None:
+            self._service.version = str(version)
 
     def prepare_release(self) -> None:
         """Let SGLang's processes wait for their GPU before memory is freed, see `loader.wait_before_unmapping`."""
@@ -154,24 +131,11 @@ class SglangReceiver(EngineReceiver):
         ):
             self._send([], {}, Path(folder))
 
-    def release(self) -> None:
-        """See `WeightReceiver.release`. The KV cache is freed as well."""
-        with self._service.exclusive("release()", idle=True):
-            self.filled = False
-            self._memory.free("kv_cache", "weights")
-
     def _send_all(self, weights: Iterator[tuple[str, torch.Tensor]], folder: Path) -> dict[str, tuple[int, int]]:
         """Send the weights in buckets. Returns name -> (elements, sum of their bits)."""
         sent: dict[str, tuple[int, int]] = {}
-        buckets = pack(
-            weights,
-            device=self._device,
-            dtype=self._dtype,
-            bucket_bytes=BUCKET_BYTES,
-            wait=lambda number: None,  # `_send` returns when the scheduler has loaded the bucket
-            allocate=lambda size: torch.empty(size, dtype=torch.uint8, device=self._device),
-        )
-        for bucket in buckets:
+        # `_send` returns when the scheduler has loaded the bucket
+        for bucket in pack(weights, device=self._device, dtype=self._dtype, bucket_bytes=BUCKET_BYTES):
             parameters = dict(bucket.parameters())
             sums = sums_of_bits(parameters.items())
             self._send([*parameters.items()], sums, folder)

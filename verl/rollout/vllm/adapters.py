@@ -3,25 +3,21 @@
 The engine has one adapter, in slot 0 of vLLM's LoRA manager, and every request names it. A push overwrites it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
-from verl.rollout.adapters import AdaptedLayers, AppliedAdapters, checked_pairs
+from verl.rollout.adapters import AdaptedLayers, AppliedAdapters
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.rollout.vllm.slices import ParameterNames
 from verl.rollout.vllm.weights import VllmReceiver
-from verl.weight_sync.base import AdapterConfig
 from verl.weight_sync.verify import sum_of_bits, wrap
-
-if TYPE_CHECKING:
-    from verl.rollout.vllm.engine import VllmRollout
 
 _ID = 1  # of the adapter
 _MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's `max_lora_rank`
@@ -80,49 +76,30 @@ class VllmAdapterReceiver(AppliedAdapters, VllmReceiver):
     A push is verified: the layers and shapes are those that the trainer adapts; the bits of the matrices that vLLM
     multiplies with add up to those that were sent (over the ranks of a tensor-parallel group), scaling included; all
     other layers have no adapter.
-
-    Args:
-        engine: the rollout engine.
-        shapes: returns HuggingFace name -> shape of every parameter of the base model.
-        layers: the layers with adapters.
     """
-
-    def __init__(self, engine: "VllmRollout", shapes: Callable[[], dict[str, torch.Size]], layers: AdaptedLayers):
-        super().__init__(engine, shapes, filled=False)
-        self._layers = layers
 
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Receive the base weights. Raises ValueError like `VllmReceiver.receive`, and if requests are running."""
-        self._has_base = False
+        self.has_base = False
         with self._updating(version, idle=True, is_last=False) as model, _unwrapped(model):
             self._load(model, weights, version)
-        self._has_base = True
+        self.has_base = True
 
-    @torch.no_grad()
-    def receive_adapters(
-        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    def _load_adapters(
+        self, scaling: Mapping[str, float], pairs: Iterator[tuple[str, torch.Tensor, torch.Tensor]], version: int
     ) -> None:
-        """See `AdapterReceiver.receive_adapters`. Requests of `generate_one` may be running, as in `receive`.
-
-        Raises:
-            ValueError: no base weights, unknown, repeated or missing layers, another shape, or adapters that vLLM does
-                not apply.
-        """
-        if not self._has_base:
-            super().check_filled()
         with self._updating(version) as model:
-            pairs = checked_pairs(tensors, self._layers, self.shapes, version)
-            _Loading(model, version, pairs, config["scaling"]).verify()
+            _Loading(model, version, pairs, scaling).verify()
 
     def release(self) -> None:
         """See `WeightReceiver.release`. The base weights, which are not trained, are moved to host memory."""
-        if not self._has_base:
+        if not self.has_base:
             super().release()
             return
-        with self._engine.stepper.between_steps("release()", idle=True):
+        with self._requests.exclusive("release()", idle=True):
             self.filled = False
-            self._engine.memory.sleep()
+            self._memory.sleep()
 
 
 class _Loading:
@@ -140,7 +117,7 @@ class _Loading:
         model: nn.Module,
         version: int,
         pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
-        scaling: dict[str, float],
+        scaling: Mapping[str, float],
     ):
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from verl.rollout.engine_copy import installed_version, parameters_of, probe_package
+from verl.rollout.external import installed_version, parameters_of, probe_package
 from verl.rollout.vllm.traits import PACKAGE, TRAITS
 
 #: class -> attributes that the adapter calls
@@ -76,10 +76,8 @@ def probe() -> Capabilities:
         ImportError: vLLM is not installed or does not import.
         ValueError: it lacks something; the message lists what, with the tested versions.
     """
-    if (message := TRAITS.missing_package()) is not None:
-        raise ImportError(f"rollout.name={message}")
     set_environment()
-    classes = probe_package(PACKAGE, _ATTRIBUTES, _PARAMETERS)
+    classes = probe_package(TRAITS, _ATTRIBUTES, _PARAMETERS)
     from vllm.config import PassConfig
 
     arguments = parameters_of(classes["EngineArgs"])

@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 
 from verl.config import schema
-from verl.modeling.huggingface import experts_of
-from verl.modeling.vision import is_vision_config
 from verl.rollout.adapters import applied_layers
 from verl.rollout.base import RolloutEnv, SharesWeights
-from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
-from verl.rollout.loading import parameter_shapes
+from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.external import check_not_deterministic
 from verl.rollout.vllm.adapters import lora_args, obstacles
 from verl.rollout.vllm.capabilities import probe
 from verl.rollout.vllm.engine import VllmRollout
@@ -42,23 +40,19 @@ def make_vllm(
     check_not_deterministic(config)
     capabilities = probe()
     copy = EngineCopy.from_arguments(config, model, env, train_engine)
-    layers = copy.recorded_layers("vllm")
-    args = engine_args(config, copy, env, capabilities)
+    layers = copy.recorded_layers()
+    args = engine_args(copy, env, capabilities)
     adapted = applied_layers("vllm", config, env, partial(obstacles, copy, capabilities))
     if adapted is not None:
         args |= lora_args(adapted)
     join_process_group(env)
     engine = VllmRollout(
-        _make_llm(args, env, has_experts=bool(experts_of(copy.hf_config))),
+        _make_llm(args, env, copy.has_experts),
         capabilities,
-        vocab_size=copy.hf_config.get_text_config().vocab_size,
-        max_length=max_model_len(config),
-        shapes=partial(parameter_shapes, copy.model),
-        has_weights=copy.reads_files,
+        copy=copy,
         sleeps=bool(args.get("enable_sleep_mode")),
         device=env.device,
         channel=_Group() if env.tp_size > 1 else None,
-        reads_images=is_vision_config(copy.hf_config),
         recorded_layers=layers,
         adapted_layers=adapted,
     )

@@ -11,11 +11,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from verl.config import schema
-from verl.modeling.huggingface import experts_of
-from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv
-from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
+from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.external import LORA, cache_bytes_per_token, check_engine_kwargs, shared_args
 from verl.rollout.routed_experts import check_records
 from verl.rollout.vllm.capabilities import Capabilities
 from verl.utils.rendezvous import join_default_group
@@ -25,10 +23,7 @@ log = logging.getLogger(__name__)
 #: arguments that the adapter sets -> the reason, or the key that sets them
 _OWNED = {
     "model": "actor_rollout_ref.model.path",
-    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "hf_overrides": "actor_rollout_ref.model.override_config",
-    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "dtype": "rollout.dtype",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "max_num_seqs": "rollout.max_num_seqs",
     "max_num_batched_tokens": "rollout.max_num_batched_tokens",
@@ -37,26 +32,16 @@ _OWNED = {
     "enable_prefix_caching": "rollout.enable_prefix_caching",
     "enforce_eager": "rollout.enforce_eager",
     "enable_sleep_mode": "rollout.free_cache_engine",
-    "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
-    "enable_lora": "rollout.lora_sync",
     "seed": "rollout.seed",
 }
-_LORA = "vLLM applies the adapters that are trained, and no others"
-_FIXED = {
+_NOT_SUPPORTED = {
     "logprobs_mode": "log-probs are those of the distribution that was sampled from",
     "distributed_executor_backend": "the engine runs in the rollout processes",
-    "skip_tokenizer_init": "prompts and responses are token ids",
     "generation_config": "sampling parameters are those of the rollout section",
-    "load_format": "weights come from the trainer, or from model.path without training",
     "moe_backend": "weights of experts are loaded in the layout of vLLM's Triton kernels",
-}
-_NOT_SUPPORTED = {
-    **dict.fromkeys(("max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules"), _LORA),
-    "quantization": "trained weights cannot be loaded into a quantized model",
-    "pipeline_parallel_size": "use rollout.tensor_model_parallel_size",
-    "data_parallel_size": "every group of rollout ranks has its own engine",
+    "max_loras": LORA,
+    "max_cpu_loras": LORA,
     "speculative_config": "its draft model would not be trained",
-    "enable_eplb": "trained weights are loaded into one copy of each expert",
 }
 _PAGE = 128  # tokens; vLLM's block size on a CPU
 _FREE_SHARE = 0.9  # of the free GPU memory, for the engine
@@ -65,19 +50,13 @@ _FREE_SHARE = 0.9  # of the free GPU memory, for the engine
 def check_kwargs(kwargs: dict[str, Any], known: Collection[str] = ()) -> None:
     """Raise ValueError for arguments in `engine_kwargs.vllm` that contradict this adapter or another key, or that are
     not among the known ones."""
-    check_engine_kwargs("vllm", kwargs, _OWNED, _NOT_SUPPORTED | _FIXED, known)
+    check_engine_kwargs("vllm", kwargs, _OWNED, _NOT_SUPPORTED, known)
 
 
-def engine_args(
-    config: schema.RolloutEngineConfig,
-    copy: EngineCopy,
-    env: RolloutEnv,
-    capabilities: Capabilities,
-) -> dict[str, Any]:
+def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -> dict[str, Any]:
     """Arguments of `vllm.LLM`.
 
     Args:
-        config: the `rollout` section.
         copy: the model, and where its weights come from.
         env: where the engine runs.
         capabilities: of the installed vLLM.
@@ -86,20 +65,14 @@ def engine_args(
         ValueError: an argument in `engine_kwargs.vllm` that is not supported, a quantized model, or choices of experts
             that this vLLM does not report.
     """
-    model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
-    kwargs, length = dict(config.engine_kwargs.vllm), max_model_len(config)
+    config, on_gpu, length = copy.config, env.device.type == "cuda", copy.max_length
+    kwargs = dict(config.engine_kwargs.vllm)
     check_kwargs(kwargs, capabilities.arguments)
-    if "quantization_config" in hf_config.to_dict():
-        raise ValueError(f"rollout.name=vllm: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
-    on_gpu = env.device.type == "cuda"
     tokens = config.max_num_batched_tokens
     if not config.enable_chunked_prefill:
         tokens = max(tokens, length)  # a prompt must fit into one step
-    args = {
-        "model": model.path,
-        "trust_remote_code": model.trust_remote_code,
-        "dtype": str(dtype).removeprefix("torch."),
-        "load_format": "auto" if copy.reads_files else "dummy",
+    args = shared_args(copy) | {
+        "model": copy.model.path,
         "tensor_parallel_size": env.tp_size,
         "distributed_executor_backend": "external_launcher",
         "max_model_len": length,
@@ -110,37 +83,26 @@ def engine_args(
         "enforce_eager": config.enforce_eager or not on_gpu,
         "enable_sleep_mode": config.free_cache_engine and on_gpu,
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
-        "seed": config.seed if isinstance(config, schema.RolloutConfig) else 0,
+        "seed": copy.seed,
     }
-    if is_vision_config(hf_config):
+    if copy.reads_images:
         args |= _vision_args(capabilities)
-    args |= _expert_args(config, copy, env, capabilities)
-    if model.override_config:
-        args["hf_overrides"] = dict(model.override_config)
-    if on_gpu:
-        args["gpu_memory_utilization"] = memory_share(config.gpu_memory_utilization, env.device)
-    else:
-        args["kv_cache_memory_bytes"] = _host_cache_bytes(hf_config, dtype, length, config.max_num_seqs, env.tp_size)
-    if env.tp_size > 1:
-        args |= _tensor_parallel_args(capabilities, kwargs)
-    return args | kwargs
-
-
-def _expert_args(
-    config: schema.RolloutEngineConfig, copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities
-) -> dict[str, Any]:
-    """Arguments for a mixture of experts. Raises ValueError for choices that this vLLM does not report."""
-    on_gpu = env.device.type == "cuda"
-    args: dict[str, Any] = {}
     if copy.records:
         check_records(config, f"vllm {capabilities.version} on {env.device}", on_gpu and capabilities.routed_experts)
         args["enable_return_routed_experts"] = True
-    if on_gpu and experts_of(copy.hf_config):
+    if on_gpu and copy.has_experts:
         args["moe_backend"] = "triton"  # the default depends on the GPU; others permute the weights
-    return args
+    if copy.model.override_config:
+        args["hf_overrides"] = dict(copy.model.override_config)
+    if on_gpu:
+        args["gpu_memory_utilization"] = memory_share(config.gpu_memory_utilization, env.device)
+    else:
+        args["kv_cache_memory_bytes"] = _host_cache_bytes(copy, env.tp_size)
+    if env.tp_size > 1:
+        args |= _tensor_parallel_args(capabilities, kwargs)
+    return args | kwargs
 
 
 def _vision_args(capabilities: Capabilities) -> dict[str, Any]:
@@ -198,11 +160,10 @@ def memory_share(asked: float, device: torch.device) -> float:
     return possible
 
 
-def _host_cache_bytes(hf_config: Any, dtype: torch.dtype, length: int, rows: int, tp_size: int) -> int:
+def _host_cache_bytes(copy: EngineCopy, tp_size: int) -> int:
     """Bytes of the KV cache on a CPU: those of all concurrent sequences, up to a quarter of the free memory."""
-    per_token = cache_bytes_per_token(hf_config, dtype, tp_size)
-    row = -(-length // _PAGE) * _PAGE * per_token
-    return min((rows + 1) * row, max(psutil.virtual_memory().available // 4, 2 * row))
+    row = -(-copy.max_length // _PAGE) * _PAGE * cache_bytes_per_token(copy.hf_config, copy.dtype, tp_size)
+    return min((copy.config.max_num_seqs + 1) * row, max(psutil.virtual_memory().available // 4, 2 * row))
 
 
 # ---- process group --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The loop that steps vLLM's engine: one batch for `generate` and for concurrent calls of `generate_one`.
 
 A task of the engine's thread adds requests, steps and aborts; it ends when no request is left. Calls that change the
-weights or the memory of the engine run between two steps (`Stepper.between_steps`).
+weights or the memory of the engine run between two steps (`Stepper.exclusive`).
 
 With tensor parallelism every rank has an engine, and all must take the same steps with the same requests. Rank 0 of a
 group decides; before each step it sends new and aborted requests to the others, which run `Stepper.follow`.
@@ -11,15 +11,14 @@ import asyncio
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from verl.rollout.base import fail
-from verl.rollout.engine_copy import EngineJob, running_error
-from verl.rollout.engine_thread import EngineThread
+from verl.rollout.engine_copy import EngineJob, EngineRequests, running_error
 from verl.rollout.request import Completion, FinishReason, Request
 from verl.rollout.routed_experts import cut
 from verl.rollout.stop_strings import SEARCH_INTERVAL
@@ -70,8 +69,8 @@ class Channel(Protocol):
         """Receive a message. Called on the other ranks."""
 
 
-class Stepper:
-    """Steps one engine.
+class Stepper(EngineRequests):
+    """Steps one engine. `exclusive` yields the running jobs; those of `generate` cannot be interrupted.
 
     Args:
         engine: vLLM's `LLMEngine`.
@@ -93,6 +92,7 @@ class Stepper:
         recorded_layers: list[int] | None = None,
         lora_request: Any = None,
     ):
+        super().__init__("vllm")
         self._engine = engine
         self._arguments = {} if lora_request is None else {"lora_request": lora_request}
         self._sampling = sampling
@@ -100,8 +100,7 @@ class Stepper:
         self._version = version
         self._channel = channel
         self._recorded_layers = recorded_layers
-        self._thread = EngineThread("vllm")
-        weakref.finalize(self, self._thread.stop)
+        weakref.finalize(self, self.thread.stop)
         # of the thread:
         self._new: list[Job] = []
         self._running: dict[str, Job] = {}
@@ -117,34 +116,18 @@ class Stepper:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Add requests; all of one call are admitted in the same step."""
-        self._thread.call(self._add, jobs)
-
-    def abort(self, matches: Callable[[Request], bool]) -> None:
-        """Abort requests; each is finished with its tokens so far."""
-        self._thread.call(self._abort, matches)
+        self.thread.call(self._add, jobs)
 
     def is_busy(self) -> bool:
         """Whether requests are waiting or running."""
         return self._task is not None
-
-    def between_steps(self, caller: str, idle: bool = False) -> AbstractContextManager[list[Job]]:
-        """Context in which the engine does not step. Yields the running jobs.
-
-        Args:
-            caller: for the error.
-            idle: no request may be running.
-
-        Raises:
-            ValueError: requests are running, and `idle` is set or they are those of `generate`.
-        """
-        return self._thread.exclusive(self._close(caller, idle), self._reopen)
 
     # ---- in the thread ------------------------------------------------------------------------------------------
 
     def _add(self, jobs: Sequence[Job]) -> None:
         self._new += jobs
         if self._task is None and jobs:
-            self._task = self._thread.loop.create_task(self._serve())
+            self._task = self.thread.loop.create_task(self._serve())
 
     def _abort(self, matches: Callable[[Request], bool]) -> None:
         for job in [*self._new, *self._running.values()]:
@@ -282,7 +265,7 @@ class Stepper:
         try:
             yield
         finally:
-            self._thread.run_until_complete(self._end())
+            self.thread.run_until_complete(self._end())
             if self._channel is not None:
                 self._channel.send(None)
 

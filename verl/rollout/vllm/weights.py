@@ -12,6 +12,7 @@ from torch import nn
 from verl.rollout.engine_copy import EngineReceiver
 from verl.rollout.vllm.experts import expert_layers, unpacked
 from verl.rollout.vllm.slices import NotSliced, ParameterNames, Slices, find_slices
+from verl.rollout.vllm.stepping import Job
 from verl.weight_sync.base import SlicedWeights, StoredWeights, check_parameters, describe_error
 from verl.weight_sync.reshard.plan import Stored
 
@@ -37,7 +38,7 @@ class VllmReceiver(EngineReceiver, StoredWeights):
     _has_searched = False  # for the slices
 
     def __init__(self, engine: "VllmRollout", shapes: Callable[[], dict[str, torch.Size]], filled: bool):
-        super().__init__(shapes, filled)
+        super().__init__(engine.stepper, engine.memory, shapes, filled)
         self._engine = engine
 
     @torch.no_grad()
@@ -67,47 +68,28 @@ class VllmReceiver(EngineReceiver, StoredWeights):
         self._slices = find_slices(model, self.shapes)
 
     def stored(self, name: str) -> torch.Tensor | None:
-        """See `StoredWeights.stored`."""
         return self._slices.stored(name) if self._slices is not None else None
 
     def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """See `StoredWeights.slice_of`."""
         return self._slices.layout[name].cut(full)
 
     @contextmanager
-    def _updating(self, version: int, idle: bool = False, is_last: bool = True) -> Iterator[nn.Module]:
-        """Context of a push, between two steps. Yields vLLM's model. Nothing is generated if it raises.
-
-        Args:
-            version: weight version.
-            idle: no request may be running.
-            is_last: whether the engine may generate after it.
-        """
-        with self._engine.stepper.between_steps("a weight push", idle) as running:
-            self.filled = False
-            self._engine.memory.wake_weights()
-            try:
-                yield engine_model(self._engine.llm)
-            finally:
-                self._engine.llm.reset_prefix_cache(reset_running_requests=bool(running))
-                if self._engine.reads_images:
-                    self._engine.llm.llm_engine.reset_encoder_cache()
-            for job in running:
-                job.versions.append((len(job.token_ids), version))
-            self.filled = is_last
-
-    def release(self) -> None:
-        """See `WeightReceiver.release`. With sleep mode, all memory of the engine is freed."""
-        with self._engine.stepper.between_steps("release()", idle=True):
-            self.filled = False
-            self._engine.memory.drop()
+    def _session(self, version: int, running: list[Job]) -> Iterator[nn.Module]:
+        """Yields vLLM's model."""
+        try:
+            yield engine_model(self._engine.llm)
+        finally:
+            self._engine.llm.reset_prefix_cache(reset_running_requests=bool(running))
+            if self._engine.reads_images:
+                self._engine.llm.llm_engine.reset_encoder_cache()
+        for job in running:
+            job.versions.append((len(job.token_ids), version))
 
 
 class VllmSliceReceiver(VllmReceiver, SlicedWeights):
     """A `VllmReceiver` whose slices a sync can write, if vLLM stores all parameters as rows and columns."""
 
     prefers_slices = True  # vLLM's loaders are slow: a call for every parameter
-    _slices: Slices | None = None
 
     def obstacle(self) -> str:
         """See `SlicedWeights.obstacle`. Collective over all rollout ranks. The model has no weights afterwards.
@@ -135,7 +117,6 @@ class VllmSliceReceiver(VllmReceiver, SlicedWeights):
         return next((reason for reason, _ in outcomes if reason), "")
 
     def slice_layout(self) -> Mapping[str, Stored]:
-        """See `SlicedWeights.slice_layout`."""
         assert self._slices is not None
         return self._slices.layout
 

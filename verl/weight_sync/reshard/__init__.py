@@ -4,8 +4,8 @@ Training and rollout share the devices. Every rank has shards of the parameters 
 in the rollout engine, as with tensor parallelism. The way of a weight:
 
     plan.py         layouts of all ranks -> which box of which parameter goes from which rank to which, in which bucket
-    rank_plan.py    one rank's share of a bucket: chunks that it sends, keeps and receives
-    sync.py         per bucket:    shards --sends--> buffer --all-to-all--> buffer --receives--> stored tensors
+    sync.py         one rank's share of a bucket: chunks that it sends, keeps and receives; then per bucket:
+                                   shards --sends--> buffer --all-to-all--> buffer --receives--> stored tensors
                                    shards --keeps-----------------------------------------> stored tensors
     chunk_table.py  each arrow that copies: one Triton kernel on a GPU (chunks_triton.py), or operators of torch
     grouping.py     which ranks generate together, so that they lack as little as possible (HybridFlow)

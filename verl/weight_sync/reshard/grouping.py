@@ -17,24 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from verl.utils.shards import Box
-
 Kind = Literal["tp", "pp", "dp", "generation_tp", "generation_pp", "micro_dp"]
-
-
-@dataclass(frozen=True)
-class Volumes:
-    """Per rank, relative to the bytes of the model.
-
-    Attributes:
-        communication: received in the transition from training to generation.
-        peak: weights in memory during the transition, at most, without those of training that are outside of it.
-        redundancy: weights of training that are stored in addition to those of generation.
-    """
-
-    communication: Fraction
-    peak: Fraction
-    redundancy: Fraction
 
 
 @dataclass(frozen=True)
@@ -80,11 +63,6 @@ class HybridGroups:
         """Distance of two ranks of a tensor-parallel group of generation."""
         return self.tp // self.generation_tp if self.strided else 1
 
-    @property
-    def micro_dp(self) -> int:
-        """d_g: replicas of generation inside of one training replica."""
-        return self.pp * self.tp // (self.generation_pp * self.generation_tp)
-
     def training(self, rank: int) -> tuple[int, int, int]:
         """(P, T, D): pipeline, tensor and data-parallel rank in training."""
         stage, inside = divmod(rank, self.dp * self.tp)
@@ -114,30 +92,11 @@ class HybridGroups:
             groups.setdefault(key, []).append(rank)
         return sorted(groups.values())
 
-    def holds(self, rank: int) -> Box:
-        """The training shard: pipeline stages as rows, tensor-parallel ranks as columns, of p x t equal cells."""
-        stage, tensor, _ = self.training(rank)
-        return Box(stage, stage + 1, tensor, tensor + 1)
-
-    def needs(self, rank: int) -> Box:
-        """The generation shard, in the same cells."""
-        stage, tensor, _ = self.generation(rank)
-        stages, tensors = self.pp // self.generation_pp, self.tp // self.generation_tp
-        return Box(stage * stages, (stage + 1) * stages, tensor * tensors, (tensor + 1) * tensors)
-
-    def sources(self, rank: int) -> dict[int, Box]:
-        """Rank -> what it must send to this rank, the fewest bytes: within the training replica."""
-        needs, (*_, replica) = self.needs(rank), self.training(rank)
-        stages, tensors = range(needs.top, needs.bottom), range(needs.left, needs.right)
-        others = [(stage * self.dp + replica) * self.tp + tensor for stage in stages for tensor in tensors]
-        return {other: self.holds(other) for other in others if other != rank}
-
-    def volumes(self) -> Volumes:
-        """Communication, peak memory and redundancy, as in the paper's table 2.
+    @property
+    def communication(self) -> Fraction:
+        """What a rank receives in the transition to generation, relative to the bytes of the model (table 2).
 
         Vanilla grouping gathers the whole model inside of the training replica.
         """
         cells, size = self.pp * self.tp, self.generation_pp * self.generation_tp
-        if self.strided:
-            return Volumes(Fraction(cells - size, size * cells), Fraction(1, size), Fraction(0))
-        return Volumes(Fraction(cells - 1, cells), Fraction(1), Fraction(1, cells))
+        return Fraction(cells - size, size * cells) if self.strided else Fraction(cells - 1, cells)

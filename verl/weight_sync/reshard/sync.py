@@ -1,26 +1,146 @@
-"""`ReshardSync`: the exchange of one push, and its checks. See the package for the way of a weight."""
+"""`ReshardSync`: one rank's share of the plan, the exchange of one push, and its checks. See the package for the way of
+a weight."""
 
 import dataclasses
 import logging
 import pickle
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from verl.utils.shards import Shard
 from verl.weight_sync.base import ReceivesWeights, ShardSource, SlicedWeights, SyncReport, WeightSource, WeightSync
-from verl.weight_sync.reshard.chunk_table import TensorList, readable_tensors
+from verl.weight_sync.buckets import fastest, measured_bytes
+from verl.weight_sync.reshard.chunk_table import ChunkTable, Position, TensorList, readable_tensors
 from verl.weight_sync.reshard.grouping import HybridGroups
-from verl.weight_sync.reshard.plan import Plan, RankLayout, Stored, make_plan
-from verl.weight_sync.reshard.rank_plan import RankPlan, ShardReader
+from verl.weight_sync.reshard.plan import Bucket, Move, Plan, RankLayout, Stored, buffer_bytes, make_plan
 from verl.weight_sync.verify import checksums, equal_bits, sums_of
 
 logger = logging.getLogger("verl.rollout")
 
-#: size of the all-to-all that measures the bandwidth
-_MEASURED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}
+
+#: (number of the parameter, index of the shard among those that this rank has of it)
+Key = tuple[int, int]
+
+
+class RankPlan:
+    """The share of one rank in a plan. Parameters have the numbers that they have there.
+
+    Attributes:
+        names: of the parameters.
+        stored: what this rank stores of each parameter.
+        shards: the shards that this rank has, in the order of reading.
+        buckets: its share in each bucket.
+        last_use: number of the last bucket that reads a shard; shards that no bucket reads are not in it.
+        slot_bytes: sizes of the two buffers that consecutive buckets alternate in.
+    """
+
+    def __init__(self, plan: Plan, rank: int, layout: RankLayout, device: torch.device):
+        self.plan, self.rank, self.device = plan, rank, device
+        self.names = [parameter.name for parameter in plan.parameters]
+        self.stored: list[Stored] = [layout.stored[name] for name in self.names]
+        self.shards: dict[Key, Shard] = {}
+        count = dict.fromkeys(self.names, 0)
+        numbers = {name: number for number, name in enumerate(self.names)}
+        for shard in layout.shards:
+            self.shards[numbers[shard.name], count[shard.name]] = shard
+            count[shard.name] += 1
+        self.buckets = [RankBucket(bucket, self) for bucket in plan.buckets]
+        self.last_use = {key: number for number, bucket in enumerate(self.buckets) for key in bucket.keys}
+        sizes = [bucket.bytes for bucket in self.buckets]
+        self.slot_bytes = [max(sizes[parity::2], default=0) for parity in (0, 1)]
+
+
+class RankBucket:
+    """The share of one rank in a bucket. Its buffer has the chunks that it sends, by rank, then those that it receives.
+
+    Attributes:
+        keys: of the shards that it reads.
+        sends: copies from shards to the buffer.
+        keeps: copies from shards to stored tensors.
+        receives: copies from the buffer to stored tensors.
+        sent, received: bytes to and from each rank.
+    """
+
+    def __init__(self, bucket: Bucket, rank_plan: RankPlan):
+        self.dtype, self._rank_plan = bucket.dtype, rank_plan
+        moves, rank = bucket.moves, rank_plan.rank
+        kept = [(number, move) for number, move in moves if move.source == rank == move.target]
+        outgoing = [(number, move) for number, move in moves if move.source == rank != move.target]
+        incoming = [(number, move) for number, move in moves if move.target == rank != move.source]
+        outgoing.sort(key=lambda entry: entry[1].target)
+        incoming.sort(key=lambda entry: entry[1].source)
+        self.keys: list[Key] = list(dict.fromkeys((number, move.shard) for number, move in (*outgoing, *kept)))
+        self._sources = {key: source for source, key in enumerate(self.keys)}
+        self.sends, self.keeps, self.receives = (ChunkTable(rank_plan.device, bucket.dtype) for _ in range(3))
+        self.sent, self.received = [0] * rank_plan.plan.ranks, [0] * rank_plan.plan.ranks
+        for number, move in kept:
+            self.keeps.add(move.box, self._in_shard(number, move), self._in_stored(number, move))
+        start = 0
+        for number, move in outgoing:
+            self.sends.add(move.box, self._in_shard(number, move), self._in_buffer(start, move))
+            start += self._count(self.sent, move.target, move)
+        for number, move in incoming:
+            self.receives.add(move.box, self._in_buffer(start, move), self._in_stored(number, move))
+            start += self._count(self.received, move.source, move)
+        self.bytes = start
+
+    def _count(self, sizes: list[int], rank: int, move: Move) -> int:
+        size = buffer_bytes(move, self.dtype)
+        sizes[rank] += size
+        return size
+
+    def _in_shard(self, number: int, move: Move) -> Position:
+        (row, column), columns = move.at, self._rank_plan.shards[number, move.shard].box.columns
+        return Position(self._sources[number, move.shard], row * columns + column, columns)
+
+    def _in_stored(self, number: int, move: Move) -> Position:
+        (row, column), columns = move.to, self._rank_plan.stored[number].columns
+        return Position(number, row * columns + column, columns)
+
+    def _in_buffer(self, start: int, move: Move) -> Position:
+        """start: first byte."""
+        return Position(0, start // self.dtype.itemsize, move.box.columns)
+
+
+class ShardReader:
+    """Reads the shards of this rank in order, each when it is first needed, until its last use."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], plan: RankPlan):
+        self._plan = plan
+        self._tensors = iter(tensors)
+        self._unread = iter(plan.shards)
+        self._in_use: dict[Key, torch.Tensor] = {}
+
+    def read(self, number: int) -> list[torch.Tensor]:
+        """The shards that a bucket reads, in the order of its keys. Buckets are read in order."""
+        keys = self._plan.buckets[number].keys
+        while any(key not in self._in_use for key in keys):
+            self._read_next()
+        shards = [self._in_use[key] for key in keys]
+        for key in keys:
+            if self._plan.last_use[key] <= number:
+                del self._in_use[key]
+        return shards
+
+    def _read_next(self) -> None:
+        key, tensor = next(self._unread), next(self._tensors)
+        box = self._plan.shards[key].box
+        if tensor.numel() != box.numel:
+            name = self._plan.names[key[0]]
+            raise ValueError(f"weight sync: the shard of {name} has {tensor.numel()} elements, expected {box}")
+        if key in self._plan.last_use:
+            self._in_use[key] = tensor.contiguous()
+
+    def finish(self) -> None:
+        """Read the rest: reading is collective."""
+        for _ in self._unread:
+            next(self._tensors)
+        if next(self._tensors, None) is not None:
+            raise ValueError("weight sync: training yields more shards than its layout has")
 
 
 class Peers:
@@ -69,18 +189,12 @@ class Peers:
         """Bytes per second that a rank receives in an all-to-all: the best of three. Collective."""
         if self.size == 1:
             return 0.0
-        share = _MEASURED_BYTES.get(self.device.type, _MEASURED_BYTES["cpu"]) // (self.size - 1)
+        share = measured_bytes(self.device) // (self.size - 1)
         sizes = [0 if rank == self.rank else share for rank in range(self.size)]
         sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
-        received, seconds = torch.empty_like(sent), []
-        for _ in range(4):  # the first one connects
-            self.gather(None)
-            start = time.perf_counter()
-            self.start_exchange(received, sent, sizes, sizes).wait()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            seconds.append(time.perf_counter() - start)
-        return len(sent) / min(seconds[1:])
+        received = torch.empty_like(sent)
+        exchange = partial(self.start_exchange, received, sent, sizes, sizes)
+        return len(sent) / fastest(lambda: exchange().wait(), self.device, ready=partial(self.gather, None))
 
 
 class _Exchange:
@@ -94,8 +208,8 @@ class _Exchange:
         self._targets = TensorList(stored, peers.device)
         self._slots = [torch.empty(size, dtype=torch.uint8, device=peers.device) for size in plan.slot_bytes]
         self._works: dict[int, Any] = {}
-        self._cells: tuple[list[int], list[int]] = [], []  # sent and received: rank * buckets + bucket
-        self._sums: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        #: (is received, rank, bucket) -> sums of what is sent to, or received from, a rank
+        self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def start(self, number: int, shards: Sequence[torch.Tensor]) -> None:
         """Start to send a bucket, and copy what this rank keeps."""
@@ -126,23 +240,18 @@ class _Exchange:
         """content: (bytes,) uint8, sizes[i] of them to or from rank i."""
         for rank, segment in enumerate(content.split(list(sizes))):
             if len(segment):
-                self._cells[is_received].append(rank * len(self.plan.buckets) + number)
-                self._sums[is_received].append(sums_of(segment))
+                self._sums[is_received, rank, number] = sums_of(segment)
 
     def corrupted(self) -> list[str]:
         """The buckets that have not arrived at this rank as they were sent. Collective."""
         if self.peers.size == 1 or not self.plan.buckets:
             return []
-        sent, received = (self._checksums(cells, sums) for cells, sums in zip(self._cells, self._sums))
+        table = torch.zeros(2, self.peers.size, len(self.plan.buckets), dtype=torch.int64, device=self.peers.device)
+        if self._sums:
+            table[torch.tensor([*self._sums]).T.to(table.device).unbind()] = checksums([*self._sums.values()])
+        sent, received = table
         differing = (self.peers.swap(sent) != received).nonzero().tolist()
         return [f"bucket {number} from rank {rank} to rank {self.peers.rank}" for rank, number in differing]
-
-    def _checksums(self, cells: list[int], sums: list[torch.Tensor]) -> torch.Tensor:
-        """(ranks, buckets) int64; 0 where nothing is sent."""
-        table = torch.zeros(self.peers.size, len(self.plan.buckets), dtype=torch.int64, device=self.peers.device)
-        if cells:
-            table.view(-1)[torch.tensor(cells, device=table.device)] = checksums(sums)
-        return table
 
 
 class ReshardSync(WeightSync):
@@ -171,7 +280,7 @@ class ReshardSync(WeightSync):
         self.grouping = grouping
         self.peers = Peers(group, device)
         self.bucket_bytes = bucket_bytes
-        self.bandwidth: float | None = None
+        self.bandwidth = 0.0
         self._plan: RankPlan | None = None
         self._planned: tuple[object, object] = (None, None)  # the layouts of the plan
 
@@ -179,9 +288,6 @@ class ReshardSync(WeightSync):
         assert isinstance(engine, ShardSource)
         receiver = self.rollout.receiver()
         assert isinstance(receiver, SlicedWeights)
-        if self.bandwidth is None:
-            self.bandwidth = self.peers.bandwidth()
-        start = time.perf_counter()
         plan = self._current_plan(engine, receiver)
         with torch.no_grad(), receiver.open_slices(version) as slices:
             stored = [slices[name] for name in plan.names]
@@ -197,7 +303,7 @@ class ReshardSync(WeightSync):
         received, kept = plan.plan.received[plan.rank], plan.plan.kept[plan.rank]
         if self.peers.size == 1:  # copied on the device, as by `replica`
             received, kept = kept, 0
-        return SyncReport(version, received, time.perf_counter() - start, 0, self.bandwidth, kept)
+        return SyncReport(version, received, bandwidth=self.bandwidth, kept=kept)
 
     def _current_plan(self, engine: ShardSource, receiver: SlicedWeights) -> RankPlan:
         """The plan, which is computed again if a layout has been replaced. Collective."""
@@ -269,8 +375,8 @@ def _describe(plan: Plan, grouping: HybridGroups | None) -> str:
     if grouping is None:
         return summary
     sizes = f"p={grouping.pp}, t={grouping.tp} -> t_g={grouping.generation_tp}"
-    ours, vanilla = (groups.volumes() for groups in (grouping, dataclasses.replace(grouping, strided=False)))
+    vanilla = dataclasses.replace(grouping, strided=False).communication
     return (
         f"{summary}; of evenly divided layers with {sizes} (arXiv 2409.19256, table 2): "
-        f"{float(ours.communication):.1%}, and {float(vanilla.communication):.1%} if all weights are gathered"
+        f"{float(grouping.communication):.1%}, and {float(vanilla):.1%} if all weights are gathered"
     )
