@@ -10,8 +10,7 @@ FOLDERS = ("verl", "recipe", "examples", "benchmarks", "tests", "scripts")
 FILE_LINES, FUNCTION_LINES = 500, 60
 
 #: "path" or "path::function" -> why it is longer
-EXCEPTIONS: dict[str, str] = {
-}
+EXCEPTIONS: dict[str, str] = {}
 
 # Written in pieces, so that this file does not hold them: folders and hosts that exist on some machines only.
 MACHINE_PLACES = re.compile(
