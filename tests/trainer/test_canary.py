@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.test_rollout_role import train
+from tests.trainer.runs import fit_reports
 from verl.engines.torch_engine import TorchEngine
 from verl.rollout.request import Completion
 from verl.trainer.ppo.canary import Canary, StaleWeightsError
@@ -19,9 +19,9 @@ LORA = ["actor_rollout_ref.model.lora_rank=4"]
 
 def test_an_intact_push_has_no_gap_and_changes_nothing(settings):
     for more in ([], LORA):
-        checked = train([*settings, *GRPO, *more])
+        checked = fit_reports([*settings, *GRPO, *more])
         assert all(0 <= report.metrics["weight_sync/canary_mismatch"] < 1e-4 for report in checked)
-        plain = train([*settings, *GRPO, *more, f"{ROLLOUT}.check_every=0", "trainer.resume_mode=disable"])
+        plain = fit_reports([*settings, *GRPO, *more, f"{ROLLOUT}.check_every=0", "trainer.resume_mode=disable"])
         for a, b in zip(checked, plain, strict=True):
             assert "weight_sync/canary_mismatch" not in b.metrics
             for name in ("responses", "rollout_log_probs", "old_log_probs", "advantages"):
@@ -42,7 +42,7 @@ def test_a_push_that_copies_nothing_stops_the_run(settings, monkeypatch):
     monkeypatch.setattr(ReplicaSync, "push", copies_nothing)
     free = [f"{ROLLOUT}.free_cache_engine=false"]
     with pytest.raises(StaleWeightsError, match=r"rollout DP rank 0 .* weights of version 0, expected version 1"):
-        train([*settings, *GRPO, *LORA, *free, "actor_rollout_ref.actor.optim.lr=3e-2"])
+        fit_reports([*settings, *GRPO, *LORA, *free, "actor_rollout_ref.actor.optim.lr=3e-2"])
 
 
 @pytest.mark.parametrize("lr", ["1e-2", "1e-4"])
@@ -59,7 +59,7 @@ def test_an_engine_that_copied_shared_weights_once_stops_the_run(lr, settings, m
     monkeypatch.setattr(NativeRollout, "read", read_once)
     monkeypatch.setattr(NativeRollout, "free", lambda self: None)
     with pytest.raises(StaleWeightsError, match=r"rollout DP rank 0 .*version 1"):
-        train([*settings, *GRPO, f"actor_rollout_ref.actor.optim.lr={lr}"])
+        fit_reports([*settings, *GRPO, f"actor_rollout_ref.actor.optim.lr={lr}"])
 
 
 class Roles:
@@ -141,8 +141,8 @@ def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tiny, tm
     module.save_pretrained(tied)
     settings = [*settings, f"actor_rollout_ref.model.path={tied}"]
     monkeypatch.setattr(TorchEngine, "shared_module", lambda self: None)  # so that the engine has a replica
-    train([*settings, *GRPO])
+    fit_reports([*settings, *GRPO])
     monkeypatch.setattr("verl.weight_sync.module_receiver.ModuleReceiver", Unties)
     free = [f"{ROLLOUT}.free_cache_engine=false", "actor_rollout_ref.actor.optim.lr=3e-2"]
     with pytest.raises(StaleWeightsError, match="rollout DP rank 0"):
-        train([*settings, *GRPO, *free, "trainer.resume_mode=disable"])
+        fit_reports([*settings, *GRPO, *free, "trainer.resume_mode=disable"])
