@@ -53,13 +53,13 @@ def test_labelled_answers():
     ],
 )
 def test_ground_truths(truth, references):
-    assert read_references(truth) == references
+    assert read_references(truth, "math") == references
 
 
 @pytest.mark.parametrize("truth", [None, "", "  ", [], {}, {"other": 1}, object()])
 def test_refused_ground_truths(truth):
-    with pytest.raises(ValueError, match="ground truth: expected a non-empty text"):
-        read_references(truth)
+    with pytest.raises(ValueError, match="math: ground truth: expected a non-empty text"):
+        read_references(truth, "math")
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,10 @@ REFUSED = {
     # data sources and rules
     "expected the name of a data source": lambda: register_data_source("", REWARD_FUNCTION_REGISTRY["gsm8k"]),
     "'strict' or 'flexible'": lambda: gsm8k.extract("#### 7", "lax"),
-    "gsm8k: ground truth: expected a number": scored("gsm8k", None, "", "seven", "7 apples"),
-    "math: ground truth: expected a non-empty text": scored("math", None, "", "  "),
-    "reference answer is empty": scored("accuracy_reward", None, "", " ", "The answer is"),
+    "gsm8k: ground truth: expected a n": scored("gsm8k", None, "", "seven", "7 apples"),
+    "math: ground truth: expected a non-empty text": scored("math", None, "", "  ", [], {}, {"other": 1}),
+    "accuracy_reward: ground truth: expected a non-empty text": scored("accuracy_reward", None, "", " "),
+    "reference answer is empty": scored("accuracy_reward", "The answer is"),
     "ground truth: expected one of A to J": scored("multiple_choice", None, "", "BC", 11, True, "?"),
     "code: ground truth: expected {inputs, outputs} of equal length": scored(
         "code", None, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, [], 3

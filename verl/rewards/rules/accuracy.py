@@ -21,12 +21,6 @@ def _tag_at_end(text: str) -> Answer | None:
     return extract.tag(text) if text.rstrip().lower().endswith("</answer>") else None
 
 
-def _whole(text: str) -> Answer | None:
-    """A short text alone: a number or one word."""
-    text = text.strip()
-    return Answer(text, "whole text") if re.fullmatch(r"\S{1,40}", text) else None
-
-
 def _last_number(text: str) -> Answer | None:
     sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n", text.strip()) if part.strip()]
     if sentences and extract.is_hedged(sentences[-1]):
@@ -54,7 +48,9 @@ def _plain(text: str) -> str:
     return " ".join(text.casefold().split()).strip("*_`'\"$ ").rstrip(".!?,;:*_`'\"$ ")
 
 
-ACCURACY = AnswerRule((_tag_at_end, extract.statement, extract.tag, _whole, _last_number), _equal)
+ACCURACY = AnswerRule(
+    "accuracy_reward", (_tag_at_end, extract.statement, extract.tag, extract.alone, _last_number), _equal
+)
 
 
 @register_reward("accuracy_reward", bounded=True, needs_ground_truth=True)
@@ -72,11 +68,13 @@ def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
     Raises:
         ValueError: If the reference, or its final answer, is empty or no answer.
     """
-    references = [final_answer(text) for text in read_references(reference_answer)]
+    references = [final_answer(text) for text in read_references(reference_answer, "accuracy_reward")]
     return float(ACCURACY.check(sampled_response, references).correct)
 
 
 def final_answer(text: str) -> str:
     """Return the final answer stated in a text (see the module docstring); the whole text if none is stated."""
     stated = _tag_at_end(text) or extract.statement(text)
-    return text if stated is None or not stated.text else stated.text
+    if stated is not None and not stated.text:
+        raise ValueError(f"accuracy_reward: the reference answer is empty: {text!r}")
+    return text if stated is None else stated.text

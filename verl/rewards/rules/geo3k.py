@@ -6,7 +6,7 @@ from verl.rewards.functions import register_reward
 from verl.rewards.rules.answers import extract
 from verl.rewards.rules.answers.rule import AnswerRule
 
-GEO3K = AnswerRule((extract.box,))
+GEO3K = AnswerRule("geo3k", (extract.box,))
 
 
 @register_reward("geo3k", bounded=True, needs_ground_truth=True)

@@ -157,7 +157,7 @@ def _value(match: re.Match) -> int | Fraction | None:
 
 
 def _score(solution_str: str, ground_truth: Any, method: str, format_score: float) -> dict[str, Any]:
-    texts = [text.rpartition("####")[2] for text in read_references(ground_truth)]
+    texts = [text.rpartition("####")[2] for text in read_references(ground_truth, "gsm8k")]
     references = [parse_number(text) for text in texts]
     if None in references:
         raise ValueError(f"gsm8k: ground truth: expected a number, found {ground_truth!r}")

@@ -13,8 +13,8 @@ from verl.rewards.rules.answers.rule import AnswerRule
 
 _LONGEST = 1000  # characters of "pred"
 
-MATH = AnswerRule((extract.box, extract.whole_statement, extract.conclusion))
-DAPO = AnswerRule((extract.answer_line, extract.box, extract.statement))
+MATH = AnswerRule("math", (extract.box, extract.whole_statement, extract.conclusion, extract.alone))
+DAPO = AnswerRule("math_dapo", (extract.answer_line, extract.box, extract.statement, extract.alone))
 
 
 @register_reward("math", bounded=True, needs_ground_truth=True)

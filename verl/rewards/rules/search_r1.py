@@ -20,7 +20,7 @@ def _plain(text: str) -> str:
     return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text.casefold().translate(_PUNCTUATION)).split())
 
 
-SEARCH_R1 = AnswerRule((extract.tag,), match_normalized)
+SEARCH_R1 = AnswerRule("search_r1", (extract.tag,), match_normalized)
 
 
 @register_reward("search_r1", bounded=True, needs_ground_truth=True)

@@ -8,6 +8,7 @@ for example, ends the search.
 - `answer_line`: what follows the last "Answer:" on its line
 - `tag`: the content of the last `<answer>...</answer>`
 - `statement`: what follows the last "answer is", "answer:" or "####", or a box after that
+- `alone`: a response that is nothing but the answer
 - `conclusion`: a last sentence that ends in a value: `Therefore x = 5.`
 """
 
@@ -160,6 +161,13 @@ def conclusion(text: str) -> Answer | None:
     if ending is None or not _VALUE.fullmatch(ending["value"]) or is_hedged(last[-1]):
         return None
     return Answer(ending["value"], "conclusion")
+
+
+def alone(text: str) -> Answer | None:
+    """A response that is nothing but the answer: one word, a formula, or a number with its unit."""
+    text = text.strip()
+    short = re.fullmatch(r"\S{1,60}|\$[^$\n]{1,60}\$|[-+]?[\d.,/]+ \S{1,15}", text)
+    return Answer(text, "the whole response") if short and not is_hedged(text) else None
 
 
 _HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|might|could be|either|not|unsure|guess)\b|n't\b", re.IGNORECASE)

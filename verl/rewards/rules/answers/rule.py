@@ -3,7 +3,7 @@ r"""The answer layer of the rules: extract the final answer, read the ground tru
 A rule is an `AnswerRule`: the extractors that it tries in order, and how it compares. `math_reward`, `math_dapo`,
 `accuracy_reward`, ... are such rules with the scores of their data sources.
 
-    >>> rule = AnswerRule((extract.box,))
+    >>> rule = AnswerRule("math", (extract.box,))
     >>> rule.check(r"So $x = \boxed{\frac{1}{2}}$.", "0.5")
     Check(correct=True, answer=Answer(text='\\frac{1}{2}', source='box'))
 
@@ -62,10 +62,12 @@ class AnswerRule:
     """How a data source states and compares answers.
 
     Attributes:
+        name: The name of the rule in errors.
         extractors: Tried in order on the response without its thoughts; the first that returns an answer decides.
         equal: Compares (answer, reference); default `is_equal`.
     """
 
+    name: str
     extractors: tuple[Callable[[str], Answer | None], ...]
     equal: Callable[[str, str], bool] = field(default=lambda answer, reference: is_equal(answer, reference))
 
@@ -79,13 +81,13 @@ class AnswerRule:
 
     def check(self, response: str, ground_truth: Any) -> Check:
         """Compare the final answer of a response with the ground truth. Raises ValueError for a bad ground truth."""
-        references = read_references(ground_truth)
+        references = read_references(ground_truth, self.name)
         answer = self.extract(response)
         correct = answer.text is not None and any(self.equal(answer.text, reference) for reference in references)
         return Check(correct, answer)
 
 
-def read_references(ground_truth: Any) -> list[str]:
+def read_references(ground_truth: Any, rule: str) -> list[str]:
     """Return the accepted answers of a ground truth: text, a number, a list (any of), a mapping, or JSON text of these.
 
     Raises:
@@ -94,22 +96,22 @@ def read_references(ground_truth: Any) -> list[str]:
     if isinstance(ground_truth, Mapping):
         key = next((key for key in _REFERENCE_KEYS if key in ground_truth), None)
         if key is None:
-            raise _bad_reference(ground_truth)
-        return read_references(ground_truth[key])
+            raise _bad_reference(ground_truth, rule)
+        return read_references(ground_truth[key], rule)
     if hasattr(ground_truth, "tolist"):
         ground_truth = ground_truth.tolist()
     if isinstance(ground_truth, (list, tuple)):
-        references = [text for element in ground_truth for text in read_references(element)]
+        references = [text for element in ground_truth for text in read_references(element, rule)]
         if not references:
-            raise _bad_reference(ground_truth)
+            raise _bad_reference(ground_truth, rule)
         return references
     if isinstance(ground_truth, (bool, Real)):
         return [str(ground_truth)]
     if not isinstance(ground_truth, str) or not ground_truth.strip():
-        raise _bad_reference(ground_truth)
+        raise _bad_reference(ground_truth, rule)
     decoded = _decode(ground_truth.strip())
     if decoded is not None:
-        return read_references(decoded)
+        return read_references(decoded, rule)
     return [last_boxed(ground_truth) or ground_truth.strip()]
 
 
@@ -129,10 +131,10 @@ def _decode(text: str) -> Any:
     return None
 
 
-def _bad_reference(ground_truth: Any) -> ValueError:
+def _bad_reference(ground_truth: Any, rule: str) -> ValueError:
     return ValueError(
-        "ground truth: expected a non-empty text, a number, a list of these (any of them is right) or a mapping with "
-        f"one of the keys {', '.join(_REFERENCE_KEYS)}, found {ground_truth!r:.200}"
+        f"{rule}: ground truth: expected a non-empty text, a number, a list of these (any of them is right) or a "
+        f"mapping with one of the keys {', '.join(_REFERENCE_KEYS)}, found {ground_truth!r:.200}"
     )
 
 
