@@ -13,9 +13,9 @@ from tests.vl_models import FAMILIES, PLACEHOLDER, QWEN, processor, random_image
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
+from verl.engines.megatron.checks import refuse_images
 from verl.engines.parallel import full_tensor
 from verl.modeling.positions import multimodal_positions
-from verl.modeling.vision import refuse_images
 from verl.protocol import DataProto
 
 LAYOUTS = (MicroBatching(), MicroBatching(rows=2), MicroBatching(tokens=50))

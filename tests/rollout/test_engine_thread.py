@@ -66,6 +66,27 @@ def test_system_exit_of_a_coroutine_ends_the_thread_and_reaches_who_waits():
     assert not thread.is_alive() and isinstance(thread.error, SystemExit)
 
 
+def test_a_thread_that_is_closed_while_it_ends_still_cancels_its_coroutines(thread):
+    """After an exit the loop runs on until the other coroutines are cancelled, some of which take a while for that."""
+
+    async def exits() -> None:
+        raise SystemExit(3)
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)
+            ends.append("ended")
+
+    ends: list[str] = []
+    thread.submit(slow_to_end())
+    with pytest.raises(SystemExit):
+        thread.run_until_complete(exits())
+    thread.close()
+    assert ends == ["ended"]
+
+
 def test_exclusive_calls_take_turns(thread):
     order: list[str] = []
 

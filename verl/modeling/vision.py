@@ -92,14 +92,6 @@ def outside_language_model(module: nn.Module) -> list[str]:
     ]
 
 
-def refuse_images(columns: Mapping[str, Any]) -> None:
-    """Raise ValueError if rows have images, for an engine that does not read them."""
-    if any(row is not None for row in columns.get("multi_modal_inputs", ())):
-        raise ValueError(
-            "strategy=megatron does not support images, found multi_modal_inputs in the batch: set strategy=fsdp2"
-        )
-
-
 # ---- the images of a batch ------------------------------------------------------------------------------------------
 
 

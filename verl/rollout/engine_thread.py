@@ -48,6 +48,7 @@ class EngineThread:
         self._on_failure = on_failure
         self._device = device
         self._tasks: set[asyncio.Task] = set()  # of the coroutines that were submitted
+        self._is_serving = True
         self._turn = threading.RLock()  # of exclusive calls
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -113,7 +114,7 @@ class EngineThread:
     def stop(self) -> None:
         """Let the thread cancel all coroutines and end, without waiting for it."""
         with suppress(RuntimeError):  # it has ended
-            self.call(self.loop.stop)
+            self.call(self._stop_serving)
 
     def close(self, cancel: bool = True) -> None:
         """Cancel all coroutines, or wait for them, and end the thread."""
@@ -132,10 +133,15 @@ class EngineThread:
             self.loop.run_forever()
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the loop
             self._fail(error)
+        self._is_serving = False
         try:
             self.loop.run_until_complete(_end_others(cancel=True))
         finally:
             self.loop.close()
+
+    def _stop_serving(self) -> None:
+        if self._is_serving:  # otherwise the loop runs to cancel the last coroutines, and ends after that
+            self.loop.stop()
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from verl.config import schema
@@ -156,3 +157,11 @@ def check_keys(hf: Any, megatron: schema.MegatronConfig, name: str) -> None:
     for key, value in keys.items():
         if value not in (None, 0, 1):
             raise ValueError(f"{name}.{key}={value}, but {hf.model_type} models have no experts: remove it")
+
+
+def refuse_images(columns: Mapping[str, Any]) -> None:
+    """Raise ValueError if rows have images."""
+    if any(row is not None for row in columns.get("multi_modal_inputs", ())):
+        raise ValueError(
+            "strategy=megatron does not support images, found multi_modal_inputs in the batch: set strategy=fsdp2"
+        )

@@ -32,7 +32,7 @@ from verl.engines.checkpoint import LARGEST_WEIGHT, CheckpointWriter, load_extra
 from verl.engines.loading import ModelSpec, empty_module
 from verl.engines.megatron import convert
 from verl.engines.megatron.checkpoint import EngineState
-from verl.engines.megatron.checks import check_architecture, check_sizes
+from verl.engines.megatron.checks import check_architecture, check_sizes, refuse_images
 from verl.engines.megatron.layout import conversions
 from verl.engines.megatron.memory import AutoRecompute, Storages, optimizer_tensors
 from verl.engines.megatron.model import TokenGPT
@@ -50,7 +50,6 @@ from verl.modeling.attention import attends_in_one_call
 from verl.modeling.huggingface import read_config
 from verl.modeling.packing import ModelInput, build_input, row_lengths, to_device
 from verl.modeling.sequence_parallel import SequenceRanks
-from verl.modeling.vision import refuse_images
 from verl.protocol import DataProto
 from verl.utils.device import resolve_dtype
 from verl.utils.shards import Shard
