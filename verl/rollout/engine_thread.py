@@ -168,5 +168,6 @@ class EngineThread:
 async def _end_others(cancel: bool) -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others if cancel else ():
-        task.cancel()
+        if not task.cancelling():  # a second cancellation would interrupt its cleanup
+            task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
