@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--wrong", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    rows = [json.loads(line) for file in options.files for line in file.read_text().splitlines()]
+    rows = [json.loads(line) for file in options.files for line in file.read_text(encoding="utf-8").splitlines()]
     scorers = {"ours": ours, "math-verify": math_verify}
     if options.public:
         scorers["public verl"] = public_scorer(options.public)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from verl.utils.paths import read_json
 
@@ -24,7 +24,8 @@ class SafetensorsFiles:
         single_file: Name of the file if there is no index.
 
     Raises:
-        ValueError: If a file is missing or damaged.
+        ValueError: If a file is missing.
+        SafetensorError: If one is damaged.
     """
 
     def __init__(self, folder: Path, single_file: str = SINGLE_FILE):
@@ -38,15 +39,8 @@ class SafetensorsFiles:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{folder}: missing {', '.join(missing)}, listed in {INDEX}")
-        self._files = {name: self._open(folder / name) for name in names}
+        self._files = {name: safe_open(folder / name, framework="pt") for name in names}
         self._tensor_files = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
-
-    @staticmethod
-    def _open(path: Path) -> safe_open:
-        try:
-            return safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
 
     def names(self) -> list[str]:
         return list(self._tensor_files)

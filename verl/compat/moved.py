@@ -59,7 +59,7 @@ MOVED = {
     "verl.config.dialects": "verl.config.public.aliases",
     "verl.config.available": "verl.config.checks.registered",
     "verl.invariant.attention": "verl.modeling.batch_invariant.attention",
-    "verl.modeling.batch_invariant.scores": "verl.modeling.batch_invariant.attention",
+    "verl.modeling.batch_invariant.scores": "verl.modeling.batch_invariant.chunked",
     "verl.invariant.functions": "verl.modeling.batch_invariant.model",
     "verl.modeling.batch_invariant.linear": "verl.modeling.batch_invariant.model",
     "verl.invariant.kernels": "verl.modeling.batch_invariant.triton_kernels",

@@ -80,7 +80,7 @@ class ResumableSampler(_Sampler):
     def next_items(self) -> list[tuple[int, int]]:
         """(epoch, row number) of every prompt of the next batch; advances by one step."""
         epoch, start = self.epoch, self.step_in_epoch * self.batch_size
-        order = self._order(0, epoch, self.num_rows, self.num_rows, self.seed, epoch)
+        order = self._order(0, epoch, self.num_rows, self.seed, epoch)
         self.step += 1
         return [(epoch, row) for row in order[start : start + self.batch_size].tolist()]
 

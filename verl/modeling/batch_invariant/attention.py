@@ -8,30 +8,14 @@ N tokens of b sequences; HQ query heads, HK key heads, G = HQ / HK; D head size;
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
-from verl.modeling.batch_invariant.chunked import batched_matmul, elementwise
+from verl.modeling.batch_invariant.chunked import Scores, batched_matmul, elementwise
 
 #: positions in a tile of queries, and in a block of keys, on a CPU
 TILE, BLOCK = 4, 64
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How attention scores are computed.
-
-    Attributes:
-        scale: score = scale * (q k).
-        window: a query attends to the last `window` keys; None: to all.
-        softcap: score = softcap * tanh(score / softcap) if given.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 #: attention of one layer: (index of the layer, query (N, HQ, D), key (N, HK, D),

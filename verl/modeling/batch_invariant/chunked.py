@@ -7,11 +7,28 @@ library, on this machine, was measured to treat all rows alike.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch.nn import functional as F
 from torch.nn.functional import pad
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How attention scores are computed.
+
+    Attributes:
+        scale: score = scale * (q k).
+        window: a query attends to the last `window` keys; None: to all.
+        softcap: score = softcap * tanh(score / softcap) if given.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
 
 #: rows of a GEMM: the first of these with which all rows are treated alike
 ROWS = (32, 64, 48, 96, 16)

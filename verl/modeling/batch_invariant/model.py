@@ -27,8 +27,8 @@ from transformers.activations import ACT2FN
 
 from verl.modeling.attention import packed_attention
 from verl.modeling.batch_invariant import chunked
-from verl.modeling.batch_invariant.attention import Attend, Scores, attend_rows
-from verl.modeling.batch_invariant.chunked import elementwise
+from verl.modeling.batch_invariant.attention import Attend, attend_rows
+from verl.modeling.batch_invariant.chunked import Scores, elementwise
 from verl.modeling.linear import compute_dtype
 from verl.modeling.log_probs import logit_statistics
 from verl.modeling.packing import Packing

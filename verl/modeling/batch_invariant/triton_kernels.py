@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.modeling.batch_invariant.attention import Scores
+from verl.modeling.batch_invariant.chunked import Scores
 
 #: keys of a block, and of a block of the KV cache
 BLOCK = 64
