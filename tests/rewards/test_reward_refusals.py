@@ -88,7 +88,7 @@ REFUSED = {
     "math: ground truth: expected a non-empty text": scored("math", None, "", "  ", [], {}, {"other": 1}),
     "accuracy_reward: ground truth: expected a non-empty text": scored("accuracy_reward", None, "", " "),
     "reference answer is empty": scored("accuracy_reward", "The answer is"),
-    "ground truth: expected one of A to J": scored("multiple_choice", None, "", "BC", 11, True, "?"),
+    "ground truth: expected one of A to J": scored("multiple_choice", "BC", 11, True, "?"),
     "code: ground truth: expected {inputs, outputs} of equal length": scored(
         "code", None, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, [], 3
     ),

@@ -45,7 +45,7 @@ def _equal(answer: str, reference: str) -> bool:
 def _plain(text: str) -> str:
     """Normalize case, whitespace, emphasis, math delimiters and closing punctuation."""
     text = re.sub(r"\\text(?:bf)?\{([^{}]*)\}", r"\1", text)
-    return " ".join(text.casefold().split()).strip("*_`'\"$ ").rstrip(".!?,;:*_`'\"$ ")
+    return " ".join(text.casefold().split()).strip("*_`'\"$ ").rstrip(".?,;:*_`'\"$ ")
 
 
 ACCURACY = AnswerRule(

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.rewards.functions import register_reward
 from verl.rewards.rules.answers import extract
+from verl.rewards.rules.answers.rule import read_references
 
 _DEFAULT_COUNT = 10  # A to J, the maximum of common benchmarks
 _MARKS = r"[^A-Za-z\n]{0,6}"  # between words; bounded, so that matching time stays linear
@@ -16,7 +17,7 @@ _SECOND = re.compile(rf"{_MARKS}(?:\b(?:or|and|maybe)\b|/){_MARKS}(?:(?i:option|
 # "the answer is (B)", "Answer: **B**", "I choose option B", "not A but C"
 _CUE = re.compile(
     rf"(?i:\b(?:answer|choice|option|choose|pick|select|it){_MARKS}(?:is|are|must be|would be|should be)?{_MARKS}"
-    rf"(?:not\b.{{1,40}}?\bbut{_MARKS})?(?:option|choice|answer|letter|the|best|correct){{0,3}}{_MARKS}){_ALONE}"
+    rf"(?:not\b.{{1,40}}?\bbut{_MARKS})?(?:therefore|thus|clearly)?{_MARKS}(?:option|choice|answer|letter|the|best|correct){{0,3}}{_MARKS}){_ALONE}"
 )
 # "C is the answer", "option C is right"
 _PRAISED = re.compile(
@@ -25,6 +26,12 @@ _PRAISED = re.compile(
 )
 # "(B)" anywhere; "B", "B." or "B) Paris" at the beginning of a line
 _LISTED = re.compile(r"\(([A-Z])\)|^[ \t*_\"']{0,6}([A-Z])(?=[*_\"']{0,6}(?:[.):]|[ \t]{0,6}$))", re.MULTILINE)
+_CHINESE = re.compile(r"(?:选择?|答案[是为]?)[:：]?\s*(?P<letter>[A-Z])(?![A-Za-z])")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
+_DENIAL = re.compile(
+    r"\b(?:not|incorrect|wrong|false|eliminate[sd]?|ruled?(?: it)? out|excluded?|except|never|but)\b|n't\b",
+    re.IGNORECASE,
+)
 _I_DO = re.compile(r"\s*(?:do|don'?t|am|can|cannot|have|think|know|believe|would|will|was)\b")
 
 
@@ -45,7 +52,8 @@ def multiple_choice(
     """
     texts, labels = _read_choices((extra_info or {}).get("choices"))
     letter = extract_choice(solution_str, texts, labels)
-    right = float(letter == _reference(ground_truth, texts, labels))
+    accepted = [ground_truth] if isinstance(ground_truth, int) else read_references(ground_truth, "multiple_choice")
+    right = float(letter in [_reference(reference, texts, labels) for reference in accepted])
     return {"score": right, "acc": right, "pred": letter or ""}
 
 
@@ -58,6 +66,8 @@ def extract_choice(text: str, choices: Sequence[str] = (), labels: Sequence[str]
     letters = string.ascii_uppercase[: len(choices) or _DEFAULT_COUNT]
     text = extract.visible_text(text)
     answer = extract.box(text) or extract.tag(text) or extract.statement(text)
+    if answer is not None and answer.text is None:
+        return None
     short = (text if answer is None else answer.text or "").strip()
     if answer is not None or len(short) < 80:
         if short in labels:
@@ -69,29 +79,49 @@ def extract_choice(text: str, choices: Sequence[str] = (), labels: Sequence[str]
             return letter
     if answer is not None and answer.source in ("box", "<answer>"):
         return None
-    for pattern in (_CUE, _PRAISED, _LISTED):
-        matches = [match for match in pattern.finditer(text) if next(filter(None, match.groups())) in letters]
+    for pattern in (_CUE, _PRAISED, _CHINESE, _LISTED):
+        matches = [match for match in pattern.finditer(text) if _letter(match) in letters]
         matches = [match for match in matches if not (match[0].endswith("I") and _I_DO.match(text, match.end()))]
+        if pattern is _LISTED:
+            listed = [_letter(match) for match in matches]
+            is_enumeration = len(listed) > 1 and listed == list(letters[: len(listed)])
+            return None if is_enumeration or not listed else listed[-1]
+        matches = [match for match in matches if not _is_denied(text, match)]
         if matches:
-            hedged = pattern is not _LISTED and _SECOND.match(text, matches[-1].end("letter"))
-            return None if hedged else next(filter(None, matches[-1].groups()))
+            return None if _SECOND.match(text, matches[-1].end("letter")) else _letter(matches[-1])
     return None
+
+
+def _letter(match: re.Match) -> str:
+    return next(filter(None, match.groups()))
+
+
+def _is_denied(text: str, match: re.Match) -> bool:
+    """Whether the sentence of a match denies its choice, or asks."""
+    begin = max(text.rfind(mark, 0, match.start()) for mark in (". ", "! ", "? ", "\n")) + 1
+    end = _SENTENCE_END.search(text, match.end("letter"))
+    sentence = text[begin : end.end() if end else len(text)]
+    sentence = re.sub(r"\bnot\b.{1,40}?\bbut\b|[,(;]\s*not\b.*", " ", sentence, flags=re.DOTALL)
+    return sentence.rstrip().endswith("?") or _DENIAL.search(sentence) is not None
 
 
 def _leading_letter(short: str, letters: str) -> str | None:
     """The letter with which a short answer begins; "" if it names two; None without one."""
-    bare = re.sub(r"\\(?:text|textbf|mathrm|mathbf)|[*_`$\\{}\"]", "", short).strip()
+    bare = re.sub(r"\\(?:textbf|textit|text|mathrm|mathbf)(?![a-z])|[*_`$\\{}\"]", "", short).strip()
     if re.fullmatch(r"\W*[A-Za-z]\W*", bare):
         letter = re.sub(r"\W", "", bare).upper()
         return letter if letter in letters else None
     match = re.match(rf"\(?(?:(?i:option|choice|answer|letter){_MARKS})?\(?{_ALONE}", bare)
     if match is None or match["letter"] not in letters:
         return None
-    if _SECOND.match(bare, match.end()) or re.match(r"\)?\s*,\s*\(?[A-Z]\b", bare[match.end() :]):
-        return ""
     rest = bare[match.end() :]
     if match["letter"] in "AI" and re.match(r"\s+[a-z]", rest):  # "A dog", "I don't know"
         return None
+    others = re.finditer(rf"(?<![A-Za-z'])[{letters}](?![A-Za-z'])(?!\s+[a-z])", rest)
+    if any(other[0] not in ("I", match["letter"]) for other in others):
+        return ""  # two letters
+    if _DENIAL.search(rest) or bare.rstrip().endswith("?") or "? " in bare:
+        return ""
     return match["letter"]
 
 

@@ -39,16 +39,21 @@ def equal(answer: str, reference: str) -> bool:
     return any(_equal(a, r) for a, r in product(_readings(answer), _readings(reference)))
 
 
+_GROUPED_NUMBER = re.compile(r"[-+]?(?:\\?\$\s*)?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,]).*", re.DOTALL)
+_ALL_REALS = re.compile(r'"(?:all|every)"\s*"real"(?:\s*"(?:numbers?|values?)")?(?:\s*[a-z])?|"all"\s*"reals"', re.I)
+
+
 def _readings(text: str) -> list[str]:
-    """A text and, if it has commas that may group thousands, the text without them."""
+    """A text without a preface; with commas that may group thousands, also the text without them."""
     text = _PREFACE.sub("", mark_words(text)).strip()
-    text = _strip_delimiters(text)
-    return list(dict.fromkeys([join_thousands(text), text]))
+    text = _strip_delimiters(_ALL_REALS.sub(r"\\R ", text).strip())
+    joined = join_thousands(text)
+    return [joined] if joined == text or _GROUPED_NUMBER.fullmatch(text) else [joined, text]
 
 
 _PREFACE = re.compile(
     r'^\s*(?:"(?:so|thus|hence|therefore|the|final|correct|answer|is|equals|result|value|option|choice|are|approximately|about|exactly)"\s*|'
-    r'"is"\s*|[:=]\s*)+(?=.*[\dA-Z\\"])',
+    r'"?\bis\b"?\s*|[:=]\s*)+(?=.*[\dA-Z\\"])',
     re.IGNORECASE,
 )
 
@@ -75,32 +80,39 @@ def _equal(answer: str, reference: str) -> bool:
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r'[\s"]+', "", text)
+    """Remove quotes, and spaces except between letters and digits: `1 2` is not 12."""
+    return re.sub(r"(?<![\w.,])\s+|\s+(?!\w)", "", text.replace('"', "")).strip()
 
 
 # ---- choices --------------------------------------------------------------------------------------------------------
 
-_CHOICE = re.compile(r'(?:"?(?:option|choice|answer)"?\s*)?(\()?\s*"?([A-Z])"?\s*([).:])?(?P<rest>.*)', re.IGNORECASE)
+# A letter alone, `(C)`, `C.`, `Option C`; or with the text of the choice: `(C) 8`, `C) Paris`.
+_CHOICE = re.compile(
+    r'(?:"?(?:[Oo]ption|[Cc]hoice|[Aa]nswer)"?\s*)?(?:\(\s*"?(?P<a>[A-Z])"?\s*\)|"?(?P<b>[A-Z])"?(?:[).:]|\s*$))'
+    r'(?P<rest>\s*|\s*[:.]?\s*["\d\\$-].*)'
+)
+_OTHER_CHOICE = re.compile(r'(?<![A-Za-z\\])"?[A-Z]"?\)|\("?[A-Z]"?\)')
 
 
 def _as_choice(answer: str, reference: str) -> bool | None:
     """A reference that is a letter, `(C)` or `Option C`, against the letter with which the answer begins."""
-    expected = _CHOICE.fullmatch(reference)
-    if expected is None or not (expected[1] or not expected["rest"].strip()) or not expected[2].isupper():
+    expected = _read_choice(reference)
+    if expected is None:
         return None
-    first = _CHOICE.fullmatch(answer)
-    if first is None or not first[2].isupper():
-        return False if _quoted(answer) else None
-    is_letter = not first["rest"].strip() or first[1] or first[3]
-    if not is_letter:
-        return None
-    return expected[2] == first[2]
+    first = _read_choice(answer)
+    return expected == first if first is not None else (False if _quoted(answer) else None)
+
+
+def _read_choice(text: str) -> str | None:
+    """The letter with which a text chooses; None if it is no choice, or names another letter, too."""
+    match = _CHOICE.fullmatch(text)
+    return None if match is None or _OTHER_CHOICE.search(match["rest"]) else match["a"] or match["b"]
 
 
 # ---- times ----------------------------------------------------------------------------------------------------------
 
-_TIME = re.compile(r'(\d{1,2}):(\d\d)(?::(\d\d))?\s*(?:"?([ap])\.?\s?m\.?"?\.?)?', re.IGNORECASE)
-_RATIO = re.compile(r"(\d+)\s*:\s*(\d+)(?:\s*:\s*(\d+))?")
+_TIME = re.compile(r'(\d{1,2})\s*:\s*(\d\d)(?::(\d\d))?\s*(?:"?([ap])\.?\s?m\.?"?\.?)?', re.IGNORECASE)
+_RATIO = re.compile(r'(\d+)\s*(?::|"?\bto\b"?)\s*(\d+)(?:\s*(?::|"?\bto\b"?)\s*(\d+))?')
 
 
 def _as_time(answer: str, reference: str) -> bool | None:
@@ -108,9 +120,7 @@ def _as_time(answer: str, reference: str) -> bool | None:
     if left and right:
         half = {(m[4] or "").lower() for m in (left, right)} - {""}
         return len(half) < 2 and [int(g or 0) for g in left.groups()[:3]] == [int(g or 0) for g in right.groups()[:3]]
-    if right and right[4]:
-        return False
-    return None
+    return False if (left and left[4]) or (right and right[4]) else None
 
 
 def _as_date(answer: str, reference: str) -> bool | None:
@@ -124,24 +134,28 @@ def _as_date(answer: str, reference: str) -> bool | None:
 
 def _as_ratio(answer: str, reference: str) -> bool | None:
     left, right = _RATIO.fullmatch(answer), _RATIO.fullmatch(reference)
-    if left and right:
-        a, b = ([Fraction(g) for g in m.groups() if g] for m in (left, right))
-        return len(a) == len(b) and all(x * b[0] == y * a[0] for x, y in zip(a, b))
     if not (left or right):
         return None
-    ratio, other = (left, reference) if left else (right, answer)
-    value = parse_constant(other)
-    return value is not None and not ratio[3] and int(ratio[2]) != 0 and value == Fraction(int(ratio[1]), int(ratio[2]))
+    terms = [[int(g) for g in m.groups() if g] for m in (left, right) if m]
+    if any(0 in numbers for numbers in terms):
+        return False
+    if left and right:
+        a, b = terms
+        return len(a) == len(b) and all(x * b[0] == y * a[0] for x, y in zip(a, b))
+    value = parse_constant(reference if left else answer)
+    is_time = _TIME.fullmatch(answer if left else reference)
+    return value is not None and not is_time and len(terms[0]) == 2 and value == Fraction(*terms[0])
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 _NAMES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-_BASED = re.compile(rf'([0-9A-Fa-f]+)\s*_\s*\{{?\s*(\d{{1,2}}|"?(?:{"|".join(_NAMES)})"?)\s*\}}?')
+_BASED = re.compile(rf'((?=[A-F]*[0-9])[0-9A-F]+)\s*_\s*\{{?\s*(\d{{1,2}}|"?(?:{"|".join(_NAMES)})"?)\s*\}}?')
 
 
 def _as_number_in_base(answer: str, reference: str) -> bool | None:
     r"""`1010_2`: the same digits and the same base; digits alone, as ground truths of MATH have them, are equal."""
+    answer, reference = answer.replace('"', ""), reference.replace('"', "")
     left, right = _BASED.fullmatch(answer), _BASED.fullmatch(reference)
     if not (left or right):
         return None
@@ -161,7 +175,7 @@ def _as_quantity(answer: str, reference: str) -> bool | None:
     if compound[0] and compound[1]:
         return compound[0] == compound[1]
     if not (unit_a or unit_b):
-        return None
+        return _equal(a, b) if (a, b) != (answer, reference) else None
     x, y = parse_constant(a), parse_constant(b)
     if "%" in (unit_a, unit_b):
         return _equal_percent(a, unit_a, b, unit_b, x, y)
@@ -201,7 +215,7 @@ def _within_digits(answer: str, reference: str) -> bool:
     """Whether an answer rounds to a reference that states an approximation."""
     (a, unit_a), (b, unit_b) = (split_unit(_readings(text)[0]) for text in (answer, reference))
     a = re.sub(r"^\\approx\s*", "", a)
-    value = parse_constant(b)
+    value = parse_constant(b) if re.fullmatch(r"[-+]?\d*\.?\d+", b) else None
     if value is None or (unit_a and unit_b and unit_a != unit_b):
         return _equal(a, b)
     value_a = parse_constant(a)
@@ -238,7 +252,8 @@ def _as_words(answer: str, reference: str) -> bool | None:
     left, right = (_tokens(text) for text in (answer, reference))
     if left == right:
         return True
-    if any(word in right and _MONTH.fullmatch(word) for word in left):
+    months = [[word for word in tokens if _MONTH.fullmatch(word)] for tokens in (left, right)]
+    if len(months[0]) == 1 and months[0] == months[1]:
         return sorted(map(_ordinal, left)) == sorted(map(_ordinal, right))
     return False
 
@@ -248,11 +263,15 @@ def _is_list(answer: str, reference: str) -> bool:
     return len(split_elements(answer)) > 1 and len(split_elements(reference)) > 1
 
 
+_ARTICLE = re.compile(r'"?(?:[Tt]he|[Aa]n|a)\b|"?A"?\s+"?[a-z]')
+
+
 def _tokens(text: str) -> list[str]:
+    original = text
     text = re.sub(r'(?<=\d)\s*"(st|nd|rd|th)"', r"\1", text).replace('"', " ").casefold()
-    text = re.sub(r"\\(?:degree|pi)|\bof\b", " ", text)
+    text = re.sub(r"\\degree|\bof\b", " ", text)
     tokens = re.findall(r"[^\W_]+(?:'[a-z]+)?|[-+<>=/*^]", text)
-    return tokens[1:] if len(tokens) > 1 and tokens[0] in ("the", "a", "an") else tokens
+    return tokens[1:] if len(tokens) > 1 and _ARTICLE.match(original) else tokens
 
 
 def _ordinal(word: str) -> str:
@@ -315,7 +334,7 @@ def _as_matrix(answer: str, reference: str) -> bool | None:
     if rows[0] is None and rows[1] is None:
         return None
     if rows[0] is None or rows[1] is None:
-        entries = [entry for row in (rows[0] or rows[1]) for entry in row]
+        entries = [entry for row in rows[0] or rows[1] or () for entry in row]
         kind, other = parse_collection(answer if rows[0] is None else reference)
         if kind != "()" or 1 not in (len(rows[0] or rows[1]), len((rows[0] or rows[1])[0])):
             return None
@@ -329,10 +348,9 @@ def _as_number(answer: str, reference: str) -> bool | None:
     return None if left is None or right is None else left == right
 
 
-# The left side of a definition: x, x_1, AB, |AB|, (x,y), f(x), f^{-1}(x).
+# The left side of a definition: x, x_1, AB, |AB|, (x,y), f(x), f^{-1}(x), [ABC], \angle A, \text{Area}.
 _NAME = re.compile(
-    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'?|[A-Za-z]\w*'?\s*\([^()]*\)|[A-Za-z]\s*\^\s*\{?-1\}?\s*\([^()]*\)"
-    r"|\|?[A-Za-z]{1,3}\|?|\([A-Za-z](?:,\s*[A-Za-z])+\)"
+    r"(?!.*\\(?:frac|sqrt|binom))[^=<>+*/\d]{1,40}|[A-Za-z]+_\{?\w+\}?|[A-Za-z]\s*\^\s*\{?-1\}?\s*\([^()]*\)"
 )
 
 
@@ -348,7 +366,8 @@ def _as_equation(answer: str, reference: str) -> bool | None:
         same_left = _squeeze(sides[0][0]) == _squeeze(sides[1][0]) and _NAME.fullmatch(sides[0][0])
         return _equal(sides[0][-1], sides[1][-1]) if same_left else None
     parts, other = (sides[0], reference) if len(sides[0]) > 1 else (sides[1], answer)
-    is_name = _NAME.fullmatch(parts[0].replace('"', "").strip())
+    name = parts[0].replace('"', "").strip()
+    is_name = _NAME.fullmatch(name) and not re.search(rf"(?<![A-Za-z\\]){re.escape(name)}(?![A-Za-z])", parts[-1])
     if is_name or all(_equal(part, parts[-1]) for part in parts[:-1]):
         return _equal(parts[-1], other) if len(sides[0]) > 1 else _equal(other, parts[-1])
     return False
@@ -365,11 +384,11 @@ _COMPARISONS: list[Callable[[str, str], bool | None]] = [
     _as_ratio,
     _as_number_in_base,
     _as_choice,
-    _as_names,
     _as_matrix,
     _as_quantity,
-    _as_words,
     _as_equation,
+    _as_names,
+    _as_words,
     _as_collection,
     _as_expression,
 ]

@@ -35,9 +35,11 @@ class Answer:
 
 # ---- thoughts -------------------------------------------------------------------------------------------------------
 
+_TAGS = r"(?:think(?:ing)?|thoughts?|reasoning|analysis|scratchpad|seed:think)"
 _THOUGHT = re.compile(
-    r"(?P<open><(?:think|thinking|thought|reasoning)>|\[THINK\]|<\|begin_of_thought\|>|◁think▷)"
-    r"|(?P<close></(?:think|thinking|thought|reasoning)>|\[/THINK\]|<\|end_of_thought\|>|◁/think▷)"
+    rf"(?P<open><\s*{_TAGS}\s*>|\[THINK\]|<\|(?:begin_of_thought|thinking)\|>|◁think▷|<\|channel\|>analysis<\|message\|>)"
+    rf"|(?P<close></\s*{_TAGS}\s*>|\[/THINK\]|<\|(?:end_of_thought|/thinking|end)\|>|◁/think▷)",
+    re.IGNORECASE,
 )
 
 
@@ -95,19 +97,26 @@ _STATED = re.compile(
     rf"|####|{_HEADING}){_MARKS}:?",
     re.IGNORECASE | re.MULTILINE,
 )
+# Before a statement: it says what the answer is not, or supposes one.
+_DENIED = re.compile(
+    r"\b(?:not|cannot|incorrect|wrong|false|doubt|if|suppose|assum(?:e|ing)|unlikely|my first|is the)\b|n't\b",
+    re.IGNORECASE,
+)
 _TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 _CLAUSE = re.compile(
-    r"[.!?](?=\s|$|\*|\")|\n|;|[,\s]\s*(?:because|since|so that|which|where|given|not|but|rather than|"
+    r"[.!?](?=\s|$|\*|\")|\n|[,\s]\s*(?:because|since|so that|which|where|given|not|but|rather than|"
     r"instead of|as (?=[a-z])|so(?=\s+\w))\b|,?\s+(?:hence|therefore|thus)\b|\s+—|\s-\s(?=[a-z])",
     re.IGNORECASE,
 )
 _AFTER_NUMBER = re.compile(
-    r"(?<=[\d%}$])(?:\s+[A-Za-z/%]+){0,3}?,?\s+(?:for|out of|of|at|in|on|with|when|if|after|from|per|each|to)\s.*"
+    r"(?<=[\d%}$])(?:\s+[A-Za-z/%]+){0,3}?,?\s+(?:for|out of|of the|at|in(?! base)|on|with|after|from|each)\s.*"
 )
 _NEGATED = re.compile(
     r"not\s+.+?[,\s]+but\s+(?:rather\s+)?(?P<right>.+)|(?:not|n't)\b.*|i don'?t know.*|unknown.*", re.I
 )
-_ENDING = re.compile(r"(?:\b(?:is|are|equals)|[=:→⇒]|\\(?:Right|right)arrow)\s*(?P<value>[^=:→⇒]+?)\s*[.!]?\s*$")
+_ENDING = re.compile(
+    r"(?:\b(?:is|are|equals)|(?<![<>!:])=|[→⇒]|\\(?:Right|right)arrow)\s*(?P<value>[^=:→⇒]+?)\s*[.!]?\s*$"
+)
 _VALUE = re.compile(r"[-+$\\(\[{|]*(?:\d|\\|[a-zA-Z](?![a-zA-Z]))(?:(?![A-Za-z]{3,}\s+[A-Za-z]{2,}).)*")
 
 
@@ -117,7 +126,7 @@ def tag(text: str) -> Answer | None:
     if not tags:
         return None
     inside = tags[-1][1].strip()
-    return box(inside) or Answer(inside, "<answer>")
+    return box(inside) or statement(inside) or Answer(inside, "<answer>")
 
 
 def answer_line(text: str) -> Answer | None:
@@ -125,7 +134,7 @@ def answer_line(text: str) -> Answer | None:
     marks = list(_ANSWER_LINE.finditer(text))
     if not marks:
         return None
-    line = text[marks[-1].end() :].strip().partition("\n")[0]
+    line = text[marks[-1].end() : marks[-1].end() + _TAIL].strip().partition("\n")[0]
     return box(line) or Answer(stated_value(line), "answer line")
 
 
@@ -138,8 +147,9 @@ def statement(text: str) -> Answer | None:
     if boxed is not None or not marks:
         return boxed
     line = text[begin:].strip().partition("\n")[0]
-    if re.search(r"isn't|can(?:not|'t) be", marks[-1][0]):
-        return Answer(None, "the last statement says what the answer is not")
+    sentence = re.split(r"[.!?\n]\s", text[: marks[-1].start()])[-1] + marks[-1][0]
+    if _DENIED.search(sentence) or re.match(r"[^.!\n]{0,60}\?", text[marks[-1].end() :]):
+        return Answer(None, "the last statement denies, supposes or asks for an answer")
     return Answer(stated_value(line), "####" if marks[-1][0].startswith("####") else "statement")
 
 
@@ -170,7 +180,11 @@ def alone(text: str) -> Answer | None:
     return Answer(text, "the whole response") if short and not is_hedged(text) else None
 
 
-_HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|might|could be|either|not|unsure|guess)\b|n't\b", re.IGNORECASE)
+_HEDGE = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly|might|could be|either|not|unsure|guess|suppose|let|assume|doubt|if|where|need)\b"
+    r"|n't\b|[≠≤≥?]|\\(?:neq?|leq?|geq?)(?![a-z])|[<>!]=",
+    re.IGNORECASE,
+)
 
 
 def is_hedged(sentence: str) -> bool:
@@ -178,18 +192,29 @@ def is_hedged(sentence: str) -> bool:
     return _HEDGE.search(sentence) is not None
 
 
+# What follows a value and takes it back: "12? No, 13", "12. No wait", "12, therefore 13".
+_REVOKED = re.compile(
+    r"[.,\s]*(?:(?:no|wait|actually|hmm|sorry|or)\b|(?:hence|therefore|thus|so)\b.*\d)", re.IGNORECASE
+)
+_LIMITED = re.compile(r"\((?:wrong|incorrect|no)\)|\bat (?:most|least)\b|\bif\b|\bfor (?:even|odd)\b", re.IGNORECASE)
+
+
 def stated_value(line: str) -> str | None:
     r"""Return the value at the beginning of a statement, without the clauses that follow it.
 
     `12, not 15.` is 12; `12 out of 20` is 12; `**34** (mod 100)` is 34; `not A but C` is C; `not 12` is none.
     """
-    line = line.strip().strip("*_`").strip()
+    line = " ".join(line[:500].split()).strip("*_` ")
     negated = _NEGATED.match(line)
     if negated:
         line = negated["right"] or ""
     clause = _CLAUSE.search(line, 1)
+    if clause and (clause[0].startswith("?") or _REVOKED.match(line, clause.start())):
+        return None
     line = line[: clause.start()] if clause else line
+    if _LIMITED.search(line):
+        return None
     line = _AFTER_NUMBER.sub("", line)
-    line = re.sub(r"(?<=\S)\s+\((?!\d+\s*,)[^()]*\)\s*$", "", line)
-    line = line.strip().strip("*_`\"'").strip()
+    line = re.sub(r"(?<=\S)\s+\((?!\d+\s*,|[A-Z]\))[^()]*\)\s*$", "", line)
+    line = line.strip("*_`\"' ")
     return line or None

@@ -14,14 +14,16 @@ _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         # Delimiters of formulas, emphasis and layout.
-        (r"(?<!\\)\\[()\[\]](?![a-z])|(?<!\\)\$(?!\d)|\*\*(?!\d|[a-z(\[{])|`", " "),
+        (r"(?<!\\)\\[()\[\]](?![a-z])|\*\*(?!\d|[a-z(\[{])|`", " "),
         (r"\\(?:left|right|big|Big|bigg|Bigg)(?:l|r|m)?(?=[^a-zA-Z]|\\)\.?", ""),
         (r"(?<!\\)\\(?:displaystyle|textstyle|limits|nolimits|,|;|:|>|quad|qquad| )|~|(?<!\\)\\\n", " "),
         (r",\\!\s*(?=\d{3})", ""),
         (r"\\!|\\(?:no)?break\b|\\phantom\{[^{}]*\}|\\hspace\{[^{}]*\}", ""),
+        (r"\\(?:textcolor|color)\s*\{[^{}]*\}|\\(?:tiny|small|normalsize|large|Large|LARGE|huge)(?![a-z])", ""),
         (r"\\(?:d|t|c)frac", r"\\frac"),
         (r"\\(?:d|t)binom", r"\\binom"),
         (r"\\(?:rm|bf|it|sf|tt|mathrm|mathbf)\s+([A-Za-z]+)", r"\\text{\1}"),
+        (r"\\(?:rm|bf|it|sf|tt)(?![a-z])", ""),
         # Operators and symbols with several names.
         (r"\\(?:lt|textless)(?![a-z])", "<"),
         (r"\\(?:gt|textgreater)(?![a-z])", ">"),
@@ -51,7 +53,9 @@ _REWRITES = [
         (r"\\rbrace", r"\\}"),
         (r"\\lbrack", "["),
         (r"\\rbrack", "]"),
-        (r"\\dots|\\ldots|\\cdots|…", "..."),
+        (r"\\[lcd]dots|\\dots|\.{3,}|…", r" \\dots "),
+        (r"\^\s*\{?\s*\"?(st|nd|rd|th)\"?\s*\}?", r'"\1"'),
+        (r"\{\s*:\s*\}", ":"),
         (r"\\colon", ":"),
         (r"\*\*", "^"),
         # Arguments without braces.
@@ -69,12 +73,14 @@ _REWRITES = [
         (r"(?<![\d.,}])(?<![\d,] )([1-9]\d{0,2}(?: \d{3})+)(?![\d,]| \d)", lambda match: match[1].replace(" ", "")),
     ]
 ]
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _SUPERSCRIPT = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+)")
 _VULGAR = re.compile("([0-9]?)[ ]?([¼-¾⅐-⅞])")
 _QUOTED = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|emph|operatorname|hbox|underline|textsc)"
     r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
+_UNIT_LETTERS = "mgshLNJWVAKFCT"
 _QUOTABLE = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[.][A-Za-z][.]?)*")
 _FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp lim max min gcd lcm det mod"
 _FUNCTION_WORD = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS.split())})(?![A-Za-z])")
@@ -86,7 +92,9 @@ def normalize(text: str) -> str:
     text = _VULGAR.sub(_vulgar_fraction, text)
     text = _SUPERSCRIPT.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match[1]) + "}", text)
     text = unicodedata.normalize("NFKC", text).replace("−", "-").replace("–", "-").replace("⁄", "/").replace("’", "'")
-    text = text.strip()
+    text = text.strip().replace("...", "…")
+    if len(_DOLLAR.findall(text)) % 2 == 0:  # delimiters of formulas; an odd number has a currency sign
+        text = _DOLLAR.sub(" ", text)
     for pattern, replacement in _REWRITES[:5]:
         text = pattern.sub(replacement, text)
     for _ in range(3):  # \text inside \textbf
@@ -106,9 +114,9 @@ def _vulgar_fraction(match: re.Match) -> str:
 def _quote(match: re.Match) -> str:
     r"""Mark the words of `\text{...}`; numbers, variables and formulas in it stay."""
     content = match[1].replace('"', "")
-    if match[0].startswith(("\\mathrm", "\\operatorname", "\\mathbf", "\\mathit")) and len(content.strip()) <= 1:
-        follows_number = re.search(r"[\d}]\s*$", match.string[: match.start()])
-        return f' "{content.strip()}" ' if follows_number else content
+    if len(content.strip()) <= 1 and not (content.strip().isupper() and match[0].startswith("\\text")):
+        is_unit = content.strip() in _UNIT_LETTERS and re.search(r"[\d}]\s*$", match.string[: match.start()])
+        return f' "{content.strip()}" ' if is_unit else content
     return " " + _QUOTABLE.sub(r'"\g<0>"', content) + " "
 
 

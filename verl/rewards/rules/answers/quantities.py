@@ -42,6 +42,8 @@ UNITS: dict[str, tuple[str, Fraction]] = {
     for spellings, factor in names.items()
     for name in spellings.split()
 }
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MULTIPLIED = re.compile(rf'([-+]?[\d.,]*\d)\s*"({"|".join(_POWERS)})"(.*)', re.IGNORECASE)
 _CURRENCY = re.compile(r"([-+]?)\s*(\\?\$|£|€|¥|₹)\s*([-+]?)(?=[\d.])")
 _QUANTITY = re.compile(r'(?P<number>[^"]*?(?:[\d}!)]|\\pi|\\infty))\s*(?P<unit>\\?%|(?:\\degree|["A-Za-z¢°£€¥₹]).*)')
 
@@ -52,20 +54,33 @@ def split_unit(text: str) -> tuple[str, str]:
     if match := _CURRENCY.search(text):
         unit = {"\\$": "dollar", "$": "dollar"}.get(match[2], match[2])
         text = _CURRENCY.sub(r"\1\3", text, count=1).strip()
+    if match := _MULTIPLIED.fullmatch(text):
+        text = f"{match[1]}\\times10^{{{_POWERS[match[2].casefold()]}}}{match[3]}"
     match = _QUANTITY.fullmatch(text)
     if match and _is_unit(match["unit"]) and not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", match["number"]):
         return match["number"].strip(), unit_name(match["unit"]) or unit
     return text, unit
 
 
+_UNIT_TEXT = re.compile(r'(?:\\degree|"[^"]*"|[A-Za-z¢]+|/|\^\s*\{?\s*-?\d\s*\}?|[\s.,()]|\\?%)*')
+# Words after a number that change its value or deny it.
+_NO_UNIT = re.compile(
+    r"(?:dozens?|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fifths?|tenths?|hundredths?|is|not|if|when|or|wrong|and|"
+    r"incorrect|to|plus|minus|times|one|two|three|four|five|six|seven|eight|nine|ten)"
+)
+
+
 def _is_unit(text: str) -> bool:
     """Whether the text after a number is a unit: %, degrees, words, or a known abbreviation such as cm^2 or m/s."""
-    rest = WORD.sub("", text)
-    if not re.search(r"[A-Za-z0-9]", re.sub(r"\\degree|\^\s*\{?\s*-?\d\s*\}?", "", rest)):
+    quoted = [word.casefold() for word in WORD.findall(text)]
+    if not _UNIT_TEXT.fullmatch(text) or len(quoted) > 5 or any(map(_NO_UNIT.fullmatch, quoted)):
+        return False
+    names = re.findall(r"[A-Za-z¢]+", WORD.sub("", text).replace("\\degree", ""))
+    if not names:
         return True
-    names = re.findall(r"[A-Za-z¢]+", re.sub(r"\\degree", "", rest))
-    known = all(n in UNITS or n in ("F", "C", "K") for n in names)
-    return bool(names) and known and (len(names[0]) > 1 or names[0] in "FCK" or "/" in text)
+    if names[0] in ("F", "C", "K"):
+        return "\\degree" in text
+    return all(name in UNITS for name in names) and (len(names[0]) > 1 or "/" in text)
 
 
 def unit_name(text: str) -> str:

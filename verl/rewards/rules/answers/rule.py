@@ -18,15 +18,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from numbers import Real
+from numbers import Number
 from typing import Any
 
 from verl.rewards.rules.answers import compare, extract
 from verl.rewards.rules.answers.extract import Answer
 from verl.rewards.sandbox.pool import Call, Limits, address_of, shared_pool
-from verl.utils.boxed import last_boxed
+from verl.utils.boxed import find_boxes
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +106,18 @@ def read_references(ground_truth: Any, rule: str) -> list[str]:
         if not references:
             raise _bad_reference(ground_truth, rule)
         return references
-    if isinstance(ground_truth, (bool, Real)):
+    if isinstance(ground_truth, (Number, Decimal)) and ground_truth == ground_truth:  # not NaN, a missing value
         return [str(ground_truth)]
     if not isinstance(ground_truth, str) or not ground_truth.strip():
         raise _bad_reference(ground_truth, rule)
     decoded = _decode(ground_truth.strip())
     if decoded is not None:
         return read_references(decoded, rule)
-    return [last_boxed(ground_truth) or ground_truth.strip()]
+    boxes = find_boxes(ground_truth)
+    reference = boxes[-1][0] if boxes else ground_truth
+    if reference is None or not reference.strip():
+        raise _bad_reference(ground_truth, rule)
+    return [reference.strip()]
 
 
 def _decode(text: str) -> Any:
@@ -122,7 +127,7 @@ def _decode(text: str) -> Any:
     for decode in (json.loads, ast.literal_eval):
         try:
             value = decode(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         if isinstance(value, Mapping) or (
             isinstance(value, list) and all(isinstance(v, (str, Mapping)) for v in value)

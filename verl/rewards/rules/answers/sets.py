@@ -15,56 +15,69 @@ _MIRROR = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
 
 
 def to_set(text: str) -> Any | None:
-    r"""Return the set of numbers that a text describes: `[1,2) \cup (3,\infty)`, `x \ne 3`, `1 < x \le 2`, `\R`."""
+    r"""Return the set of numbers that a text describes: `[1,2) \cup (3,\infty)`, `x \ne 3`, `1 < x \le 2`, `\R`.
+
+    None if it describes none, or its bounds are no constants.
+    """
+    try:
+        return _to_set(text)
+    except MemoryError:
+        raise
+    except Exception:  # the parser and sympy raise exceptions of all types for what they do not understand
+        return None
+
+
+def _to_set(text: str) -> Any | None:
     import sympy
 
     text = re.sub(r"^[A-Za-z]\s*\\in\s*", "", text.strip())
     for operator, combine in _SET_OPERATORS:
-        parts = split_top(text, operator)
-        if len(parts) > 1:
-            sets = [to_set(part) for part in parts]
+        operands = split_top(text, operator)
+        if len(operands) > 1:
+            sets = [_to_set(operand) for operand in operands]
             return None if None in sets else combine(sympy, sets)
     if text in ("\\R", "\\emptyset"):
         return sympy.S.Reals if text == "\\R" else sympy.S.EmptySet
-    try:
-        if match := re.fullmatch(r"\\\{\s*[A-Za-z](?:\s*\\in\s*\\R)?\s*[|:](.*)\\\}", text):
-            return to_set(match[1])
-        if match := BRACKETED.fullmatch(text):
-            elements = [parse(element) for element in split_elements(match[2])]
-            if match[1] == "\\{":
-                return sympy.FiniteSet(*elements)
-            return sympy.Interval(*elements, match[1] == "(", match[3] == ")") if len(elements) == 2 else None
-        if match := _CHAIN.fullmatch(text):
-            low, sign_low, _, sign_high, high = match.groups()
-            return _half_line(_MIRROR[sign_low], low) & _half_line(sign_high, high)
-        if match := _HALF.fullmatch(text):
-            return _half_line(match[2], match[3]) if match[1] else _half_line(_MIRROR[match[5]], match[4])
-        relation = parse(text)
-        if relation.is_Relational and len(relation.free_symbols) == 1 and not relation.is_Equality:
-            return relation.subs(relation.free_symbols.pop(), sympy.Symbol("x", real=True)).as_set()
-    except (TypeError, ValueError, NotImplementedError, AttributeError):  # bounds that are no constants
-        return None
-    except Exception as error:  # the parser raises plain exceptions for what it does not understand
-        if type(error) is not Exception:
-            raise
+    if match := re.fullmatch(r"\\\{\s*[A-Za-z](?:\s*\\in\s*\\R)?\s*[|:](.*)\\\}", text):
+        return _to_set(match[1])
+    if match := BRACKETED.fullmatch(text):
+        elements = [_constant(element) for element in split_elements(match[2])]
+        if match[1] == "\\{":
+            return sympy.FiniteSet(*elements)
+        return sympy.Interval(*elements, match[1] == "(", match[3] == ")") if len(elements) == 2 else None
+    if match := _CHAIN.fullmatch(text):
+        low, sign_low, _, sign_high, high = match.groups()
+        return _half_line(_MIRROR[sign_low], low) & _half_line(sign_high, high)
+    if match := _HALF.fullmatch(text):
+        return _half_line(match[2], match[3]) if match[1] else _half_line(_MIRROR[match[5]], match[4])
+    relation = parse(text)
+    if relation.is_Relational and len(relation.free_symbols) == 1 and not relation.is_Equality:
+        return relation.subs(relation.free_symbols.pop(), sympy.Symbol("x", real=True)).as_set()
     return None
 
 
 _SET_OPERATORS = [
+    (re.compile(r'\\cup(?![a-z])|"or"|\bor\b'), lambda sympy, sets: sympy.Union(*sets)),
     (
-        re.compile(r'\\cup(?![a-z])|"or"|\bor\b|,(?=\s*[A-Za-z]\s*(?:<|>|\\[lg]e))'),
-        lambda sympy, sets: sympy.Union(*sets),
+        re.compile(r'\\cap(?![a-z])|"and"|\band\b|,(?=\s*[A-Za-z]\s*(?:<|>|\\(?:le|ge|ne)(?![a-z])))'),
+        lambda sympy, sets: sympy.Intersection(*sets),
     ),
-    (re.compile(r'\\cap(?![a-z])|"and"|\band\b'), lambda sympy, sets: sympy.Intersection(*sets)),
     (re.compile(r"\\setminus|\\backslash"), lambda sympy, sets: sympy.Complement(*sets)),
 ]
+
+
+def _constant(text: str) -> Any:
+    value = parse(text)
+    if value.free_symbols:
+        raise ValueError(f"not a constant: {text!r}")
+    return value
 
 
 def _half_line(sign: str, bound: str) -> Any:
     """The real numbers x with `x sign bound`."""
     import sympy
 
-    value = parse(bound)
+    value = _constant(bound)
     if sign == "\\ne":
         return sympy.S.Reals - sympy.FiniteSet(value)
     if sign in ("<", "\\le"):

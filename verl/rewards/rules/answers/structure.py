@@ -48,10 +48,10 @@ def parse_collection(text: str) -> tuple[str, list[str]]:
     parts = split_elements(text)
     if len(parts) > 1:
         values = [_ASSIGNED.sub("", part, count=1) if _ASSIGNED.match(part) else part for part in parts]
-        assigned = all(map(_ASSIGNED.match, parts)) and len({part.partition("=")[0].strip() for part in parts}) == len(
-            parts
-        )
-        return ("assignments" if assigned else "list"), values
+        names = [part.partition("=")[0].strip() for part in parts if _ASSIGNED.match(part)]
+        if len(set(names)) == len(parts):
+            return "assignments", [value for _, value in sorted(zip(names, values))]
+        return "list", values
     match = BRACKETED.fullmatch(parts[0] if parts else text)
     if match and _closes_at_end(text):
         inner = split_elements(match[2])
@@ -71,7 +71,7 @@ def _closes_at_end(text: str) -> bool:
     return True
 
 
-_MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[a-z|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[a-z|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 
 
 def parse_rows(text: str) -> list[list[str]] | None:
@@ -79,4 +79,4 @@ def parse_rows(text: str) -> list[list[str]] | None:
     if match is None:
         return None
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
-    return [[entry.strip() for entry in row.split("&")] for row in rows]
+    return [[entry.strip() for entry in row.split("&")] for row in rows] or None

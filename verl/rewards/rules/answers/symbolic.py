@@ -61,6 +61,8 @@ def parse(text: str) -> Any:
     parsed = parsed.xreplace(imaginary) if imaginary else parsed
     if parsed.has(sympy.Sum, sympy.Integral, sympy.Product, sympy.Limit, sympy.Derivative, sympy.MatMul, sympy.MatAdd):
         parsed = parsed.doit()
+    if isinstance(parsed, sympy.MatrixExpr):
+        parsed = sympy.Matrix(parsed.doit().as_explicit())
     return parsed
 
 
@@ -69,13 +71,15 @@ def _equal(left: Any, right: Any) -> bool:
     from sympy.core.relational import Relational
 
     if isinstance(left, sympy.MatrixBase) or isinstance(right, sympy.MatrixBase):
-        return getattr(left, "shape", None) == getattr(right, "shape", 0) and all(map(_equal, left, right))
+        both = isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase)
+        return both and left.shape == right.shape and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+    infinite = (sympy.oo, sympy.zoo, sympy.nan)
+    if left.has(*infinite) or right.has(*infinite):
+        return left.doit() == right.doit() and not left.has(sympy.nan)
     if isinstance(left, Relational) or isinstance(right, Relational):
         return isinstance(left, Relational) and isinstance(right, Relational) and _equal_relations(left, right)
     if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr)):
         return left == right
-    if left.has(sympy.oo, sympy.zoo, sympy.nan) or right.has(sympy.oo, sympy.zoo, sympy.nan):
-        return left.doit() == right.doit()
     values = [_same_value(a, b) for a, b in _at_points(left, right)]
     compared = [value for value in values if value is not None]
     return (bool(compared) and all(compared)) or (not compared and sympy.expand(left - right) == 0)
@@ -110,6 +114,7 @@ def _at_points(left: Any, right: Any) -> list[tuple[Any, Any]]:
         {s: sympy.Rational(sign * draw.randint(100, 999), draw.randint(101, 331)) for s in symbols}
         for sign in itertools.islice(itertools.cycle((1, 1, -1)), _POINTS)
     ]
+    points.append({s: sympy.Integer(draw.randint(2, 99)) for s in symbols})  # where floor(x) + 1 is not ceil(x)
     return [(left.xreplace(point), right.xreplace(point)) for point in points]
 
 
@@ -140,10 +145,17 @@ _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\\degree")
 
 
 def _to_expression(text: str) -> str:
-    """Write what the parser reads otherwise: mixed numbers, products of brackets, repeating decimals, degrees."""
+    """Write what the parser reads otherwise: mixed numbers, products of brackets, repeating decimals, degrees, primes.
+
+    Raises:
+        ValueError: If two numbers stand beside each other, which the parser multiplies.
+    """
     text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
     text = re.sub(r"\d*\.\d*(?:\\(?:overline|bar|dot)\{\d+\})", lambda m: _fraction_text(m[0]), text)
     text = re.sub(r"(?<![\d.}_^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
+    text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
+    if re.search(r"(?<![_\d.])[\d.]+\s+[\d.]|\\dots", text):
+        raise ValueError(f"not an expression: {text!r}")
     return re.sub(r"\)\s*(?=\()", r")\\cdot ", text).replace("\\R", "\\mathbb{R}")
 
 
