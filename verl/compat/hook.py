@@ -92,11 +92,13 @@ class MovedModules(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in MOVED:
-            target = MOVED[fullname]
-            origin = importlib.util.find_spec(target).origin  # `__file__` of `python -m`
-            return importlib.util.spec_from_loader(fullname, _Moved(target), origin=origin)
-        is_recipe = fullname.startswith("recipe.") and path is not None and not list(path)
-        return _former_recipe(fullname) if is_recipe else None
+            new_path = MOVED[fullname]
+            origin = importlib.util.find_spec(new_path).origin  # `__file__` of `python -m`
+            return importlib.util.spec_from_loader(fullname, _Moved(new_path), origin=origin)
+        # a package without folders is the one of `_former_recipe`; a user's own `recipe` has a folder
+        if fullname.startswith("recipe.") and path is not None and not list(path):
+            return _former_recipe(fullname)
+        return None
 
 
 class PublishedModules(importlib.abc.MetaPathFinder):

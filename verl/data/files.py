@@ -193,7 +193,7 @@ def _is_file(path: Path) -> bool:
 
 
 def rows_in_memory(data: Any) -> Rows | None:
-    """Rows of a sequence of dicts; None if `data` is a path or a list of paths.
+    """Rows of a sequence of dicts. None for paths, and for everything else that `file_list` rejects.
 
     A list is checked and copied: a key that a row does not have is None. Another sequence, such as a Hugging Face
     dataset, is read row by row.
@@ -205,16 +205,19 @@ def rows_in_memory(data: Any) -> Rows | None:
         return None
     if isinstance(data[0], str | Path):
         return None
-    if isinstance(data, list | tuple):
-        for i, row in enumerate(data):
-            if not isinstance(row, Mapping):
-                raise ValueError(
-                    f'row {i} (the first is 0): expected a dict such as {{"prompt": ..., "answer": ...}}, found '
-                    f"{type(row).__name__}"
-                )
-        empty = dict.fromkeys(key for row in data for key in row)
-        data = [empty | dict(row) for row in data]
-    return Rows([RowTable(data)])
+    return Rows([RowTable(_with_all_keys(data) if isinstance(data, list | tuple) else data)])
+
+
+def _with_all_keys(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Copies of the rows in which every row has the keys of all."""
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f'row {number} (the first is 0): expected a dict such as {{"prompt": ..., "answer": ...}}, found '
+                f"{type(row).__name__}"
+            )
+    empty = dict.fromkeys(key for row in rows for key in row)
+    return [empty | dict(row) for row in rows]
 
 
 def fingerprint(rows: Rows | None, files: Sequence[str]) -> str:

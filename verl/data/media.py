@@ -127,30 +127,31 @@ class MediaReader:
         entries = {modality: _as_list(row.get(key)) for modality, key in keys.items()}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         self._check_texts(messages, location)
-        if not isinstance(messages, Sequence | np.ndarray) or (not any(entries.values()) and not _has_parts(messages)):
+        is_chat = isinstance(messages, Sequence | np.ndarray)
+        if not is_chat or not (any(entries.values()) or _has_parts(messages)):
             self._check_no_placeholders(row, keys, messages, location)
             return None
         sources: dict[str, list[Any]] = {"image": [], "video": []}
-        columns = {modality: iter(values) for modality, values in entries.items()}
-        typed = [_typed_message(message, sources, columns, location) for message in messages]
-        for modality, values in sources.items():
-            missing, unused = sum(source is _MISSING for source in values), len(list(columns[modality]))
-            if missing or unused:
+        unread = {modality: iter(values) for modality, values in entries.items()}
+        typed = [_typed_message(message, sources, unread, location) for message in messages]
+        for modality, key in keys.items():
+            has_missing = any(source is _MISSING for source in sources[modality])
+            if has_missing or next(unread[modality], _MISSING) is not _MISSING:
                 raise MediaError(
-                    f"{location}: expected one <{modality}> in the prompt for each entry of the column "
-                    f"{keys[modality]!r}, found {len(values)} in the prompt and {len(entries[modality])} in the "
-                    f"column: add or remove <{modality}>"
+                    f"{location}: expected one <{modality}> in the prompt for each entry of the column {key!r}, found "
+                    f"{len(sources[modality])} in the prompt and {len(entries[modality])} in the column: add or remove "
+                    f"<{modality}>"
                 )
-        limit = self.data.max_images_per_prompt
-        if limit is not None and len(sources["image"]) > limit:
-            raise MediaError(
-                f"{location}: expected at most {limit} images (data.max_images_per_prompt), found "
-                f"{len(sources['image'])}"
-            )
-        images = (RowImage(s, f"{location}, image {i}", folder, self.limits) for i, s in enumerate(sources["image"]))
+        self._check_image_count(len(sources["image"]), location)
         limits, frames = self.limits, self.data.max_video_frames
+        images = (RowImage(s, f"{location}, image {i}", folder, limits) for i, s in enumerate(sources["image"]))
         videos = (Video(s, f"{location}, video {i}", folder, limits, frames) for i, s in enumerate(sources["video"]))
         return MediaPrompt(typed, tuple(images), tuple(videos), location)
+
+    def _check_image_count(self, count: int, location: str) -> None:
+        limit = self.data.max_images_per_prompt
+        if limit is not None and count > limit:
+            raise MediaError(f"{location}: expected at most {limit} images (data.max_images_per_prompt), found {count}")
 
     def _check_texts(self, messages: Any, location: str) -> None:
         """Raise MediaError if a text has a token of the model that stands for an image or video."""

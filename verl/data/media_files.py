@@ -32,7 +32,7 @@ def media_digest(rows: Rows, columns: tuple[str, ...]) -> str | None:
         for path in (folder / text for column in columns for text in _texts(row.get(column))):
             if _is_file(path):
                 has_files = True
-                digest.update(_contents(path))
+                digest.update(_file_digest(path))
     return digest.hexdigest() if has_files else None
 
 
@@ -82,10 +82,11 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _contents(path: Path) -> bytes:
+def _file_digest(path: Path) -> bytes:
+    """The size of a file and the hash of its first and last block, which do not overlap."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        blocks = [file.read(_BLOCK_BYTES)]
+        first = file.read(_BLOCK_BYTES)
         file.seek(max(_BLOCK_BYTES, size - _BLOCK_BYTES))
-        blocks.append(file.read(_BLOCK_BYTES))
-    return str(size).encode() + hashlib.sha256(b"".join(blocks)).digest()
+        last = file.read(_BLOCK_BYTES)
+    return str(size).encode() + hashlib.sha256(first + last).digest()

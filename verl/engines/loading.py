@@ -370,7 +370,8 @@ class TokenModel(nn.Module):
         self.kind = spec.kind
         self.autocast_to = None if spec.compute_dtype == spec.model_dtype else spec.compute_dtype
         trunk, self.head = trunk_and_head(module, spec.kind)
-        self.trunk_of: Callable[[], nn.Module] = lambda: trunk  # not a second child with the same parameters
+        # a function: as an attribute, the trunk would be a second child with the same parameters
+        self.get_trunk: Callable[[], nn.Module] = lambda: trunk
         self.vocab_size = module.config.get_text_config().vocab_size
         self.vision = VisionForward(module) if vision.is_vision_config(module.config) else None
         self.batch_invariant = spec.kernels == "batch_invariant"
@@ -409,7 +410,7 @@ class TokenModel(nn.Module):
         """Last hidden states (b, L, H)."""
         if self.vision is not None:
             return self.vision(model_input, extra)
-        return self.trunk_of()(
+        return self.get_trunk()(
             input_ids=model_input.input_ids,
             attention_mask=model_input.attention_mask,
             position_ids=model_input.position_ids,

@@ -42,17 +42,18 @@ def check_routing(routing: R | None) -> R:
     return routing
 
 
-def recorded(routing: Routing, model_input: ModelInput) -> torch.Tensor:
+def recorded_experts(routing: Routing, model_input: ModelInput) -> torch.Tensor:
     """The choices of the last forward pass: (b, P + T, L, k) int16, NOT_RECORDED at padding."""
     b, _ = model_input.shape
-    choices, mask = routing.choices()[: len(model_input.tokens)], model_input.attention_mask
-    # shifted by one, so that the shares of the ranks of a sequence can be summed
+    packing, mask = model_input.packing, model_input.attention_mask
+    choices = routing.choices()[: len(model_input.tokens)]
+    # minus NOT_RECORDED, which becomes 0: each rank of a sequence has the choices of some tokens, and the sum has all
     shifted = choices.new_zeros(b * model_input.width, *choices.shape[1:])
     shifted[model_input.tokens] = choices - NOT_RECORDED
     if mask is not None:
         shifted *= mask.view(-1, 1, 1)
-    ranks = model_input.packing.ranks if model_input.packing is not None else None
-    shifted = shifted if ranks is None else ranks.sum_of_shares(shifted)
+    if packing is not None and packing.ranks is not None:
+        shifted = packing.ranks.sum_of_shares(shifted)
     return (shifted + NOT_RECORDED).to(torch.int16).unflatten(0, (b, model_input.width))
 
 

@@ -29,7 +29,7 @@ from verl.engines.routing import (
     ROUTED_EXPERTS,
     add_statistics,
     check_routing,
-    recorded,
+    recorded_experts,
     routing_metrics,
     set_replay,
 )
@@ -191,7 +191,7 @@ class TorchEngine(TrainEngine):
         if self._statistics is not None:
             add_statistics(self._statistics, model_input)
         if ROUTED_EXPERTS in outputs:
-            values_by_name[ROUTED_EXPERTS] = recorded(self.model.routing, model_input)
+            values_by_name[ROUTED_EXPERTS] = recorded_experts(self.model.routing, model_input)
         return values_by_name
 
     def _fixed_weights(self, training: bool) -> AbstractContextManager[None]:

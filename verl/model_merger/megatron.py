@@ -89,7 +89,7 @@ class MegatronCheckpoint(WeightSource):
     def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
         infos = {}
         for name, conversion in self._conversions.items():
-            key = next(key for key, _ in self._stored(conversion)[0])
+            key, _ = self._stored(conversion)[0][0]  # all tensors of a parameter have one dtype
             shape = conversion.shapes[conversion.sources.index(name)]
             infos[name] = TensorInfo(shape, self._tensors[key].properties.dtype)
         return infos

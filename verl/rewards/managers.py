@@ -262,10 +262,15 @@ class RewardManager(ABC):
         logger.error("%d of %d samples failed to score; assigned %g", len(failures), len(uids), self.failure_score)
 
     def _quarantine(self, failures: Mapping[int, RewardError], uids: Sequence[str]) -> NoReturn:
-        """Raise QuarantineError; RewardError if the function is to blame, because it fails for many prompts, or if the
-        samples are not of the training data but of a validation."""
+        """Raise an error for the prompts of samples that could not be scored.
+
+        Raises:
+            QuarantineError: with the prompts, which the trainer drops.
+            RewardError: a prompt is one of the validation, which drops none; or the function fails for many prompts.
+        """
         first = failures[min(failures)]
-        errors = {uids[i]: error for i, error in sorted(failures.items(), reverse=True)}
+        # in reverse, so that a prompt gets the error of its first sample
+        errors = {uids[i]: failures[i] for i in sorted(failures, reverse=True)}
         if not all(_TRAINING_UID.fullmatch(uid) for uid in errors):
             raise first from first.__cause__
         check_failure_rate(errors.values(), len(set(uids)), self.max_failure_rate, "prompts")

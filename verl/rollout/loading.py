@@ -49,7 +49,7 @@ def empty_module(
     """
     config = read_config(model.path, model.override_config, model.trust_remote_code)
     with torch.device("meta"):
-        module = auto_class(config).from_config(config, dtype=dtype, **_build(model, attention))
+        module = auto_class(config).from_config(config, dtype=dtype, **_loading_options(model, attention))
     if cut is not None:
         cut(module)
     module = module.to_empty(device=device).requires_grad_(False)
@@ -64,7 +64,7 @@ def load_module(
 ) -> nn.Module:
     """The model with weights from its files and adapters merged. Raises ValueError if weights are missing."""
     config = read_config(model.path, model.override_config, model.trust_remote_code)
-    module, _ = load_pretrained(auto_class(config), model.path, config, dtype, **_build(model, attention))
+    module, _ = load_pretrained(auto_class(config), model.path, config, dtype, **_loading_options(model, attention))
     module = module.to(device)
     if model.lora_adapter_path is not None:
         try:
@@ -84,8 +84,7 @@ def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
-def _build(model: schema.ModelConfig, attention: str | None) -> dict[str, Any]:
+def _loading_options(model: schema.ModelConfig, attention: str | None) -> dict[str, Any]:
+    """Arguments of transformers' `from_config` and `from_pretrained`. attention: None for the default."""
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    if attention is not None:
-        options["attn_implementation"] = attention
-    return options
+    return options if attention is None else options | {"attn_implementation": attention}

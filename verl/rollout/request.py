@@ -88,10 +88,12 @@ class SamplingParams(_SamplingFields):
         return () if self.ignore_eos else self.stop_token_ids
 
     def with_stops(self, strings: Iterable[str], token_ids: Iterable[int], decode: Callable) -> "SamplingParams":
-        """Add stop strings and stop tokens. decode: the tokenizer's method."""
-        every = dict.fromkeys((*(self.stop.strings if self.stop else ()), *strings))
-        stop = StopStrings(tuple(every), decode) if every else None
-        return replace(self, stop=stop, stop_token_ids=tuple(dict.fromkeys((*self.stop_token_ids, *token_ids))))
+        """Add stop strings and stop tokens. decode: the tokenizer's method, see `StopStrings`."""
+        present = self.stop.strings if self.stop is not None else ()
+        stop_strings = tuple(dict.fromkeys((*present, *strings)))
+        stop_token_ids = tuple(dict.fromkeys((*self.stop_token_ids, *token_ids)))
+        stop = StopStrings(stop_strings, decode) if stop_strings else None
+        return replace(self, stop=stop, stop_token_ids=stop_token_ids)
 
     @property
     def shared(self) -> "SamplingParams":

@@ -220,7 +220,7 @@ class BatchInvariantForward:
     def states(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """ids, positions (N,) -> hidden states (N, H) after the last norm."""
         with self._autocast():
-            return self.model.trunk_of()(
+            return self.model.get_trunk()(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, attend=attend
             ).last_hidden_state[0]
 

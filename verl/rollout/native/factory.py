@@ -126,7 +126,7 @@ class _Replica(nn.Module):
         self.autocast_to = autocast_to
         self.softcap = module.config.to_dict().get("final_logit_softcapping")
 
-    def trunk_of(self) -> nn.Module:
+    def get_trunk(self) -> nn.Module:
         return self.module.base_model
 
     def head(self, states: torch.Tensor) -> torch.Tensor:

@@ -273,15 +273,21 @@ class _Reader:
     ) -> Projection:
         """Fuse projections of the same input.
 
-        factor: (in,), multiplied into the matrix. order: permutation of the outputs.
+        Args:
+            factor: (in,), multiplied into the matrix.
+            order: permutation of the outputs.
+            linears: the layers by name, in the order of their outputs.
         """
-        parts = [_linear(name, linear) for name, linear in linears.items()]
-        weights, biases = [f.weight for f in parts], [f.bias for f in parts if f.bias is not None]
-        if order is not None:
+        # `_joint` may return the memory of the trainer's parameters
+        assert self.transposed or (factor is None and order is None), "folding without a copy"
+        layers = [_linear(name, linear) for name, linear in linears.items()]
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        if order is None:
+            bias = self._joint(biases) if biases else None
+        else:
             weights = [torch.cat(weights).detach()[order]]
             bias = self._copy([torch.cat(biases).detach()[order]], self.dtype) if biases else None
-        else:
-            bias = self._joint(biases) if biases else None
         matrix = self._copy(weights, self.dtype, transposed=True) if self.transposed else self._joint(weights).t()
         if factor is not None:
             matrix *= factor[:, None]

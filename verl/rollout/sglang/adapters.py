@@ -111,26 +111,39 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
         self, scaling: Mapping[str, float], pairs: Iterator[tuple[str, torch.Tensor, torch.Tensor]], version: int
     ) -> None:
         self.filled = False
-        matrices: dict[str, torch.Tensor] = {}
-        names: dict[str, list[str]] = {}  # of the matrices in a buffer of SGLang
-        for layer, a, b in self._with_zeros(pairs):
-            module, b = layer.rpartition(".")[2], b.float() * scaling.get(layer, 1.0)
-            for kind, matrix in (("A", a), ("B", b)):
-                name = f"{layer}.lora_{kind}.weight"
-                matrices[name] = matrix.to(self._device, self._dtype)
-                buffer = f"{_number_of(layer)}.{_FUSED_INTO.get(module, module)}.{kind}"
-                names.setdefault(buffer, []).append(name)
+        matrices, sources = self._matrices(scaling, pairs)
         sums = sums_of_bits(matrices.items())
         adapter = {"name": NAME, "rank": self._layers.rank, "modules": _completed(self._layers.modules)}
         with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
             ranks = self._send([*matrices.items()], sums, Path(folder), version, adapter)
-            for buffer in {**names, **ranks[0]}:
-                sent = {name: sums[name] for name in names.get(buffer, ())}
-                if not is_stored([rank.get(buffer, (0, 0))[1] for rank in ranks], sent):
+            # also buffers that nothing was sent to, which must be zero
+            for buffer in {**sources, **ranks[0]}:
+                sent = {name: sums[name] for name in sources.get(buffer, ())}
+                stored = [rank[buffer][1] if buffer in rank else 0 for rank in ranks]
+                if not is_stored(stored, sent):
                     raise ValueError(
                         f"adapters of version {version}: in SGLang {buffer} does not have the bits that were sent: the "
                         "engine's adapter is stale"
                     )
+
+    def _matrices(
+        self, scaling: Mapping[str, float], pairs: Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+        """The matrices to send: B is scaled, since SGLang has one factor for all layers.
+
+        Returns:
+            PEFT name -> matrix; and buffer of SGLang, see `load_adapter` -> PEFT names of the matrices in it.
+        """
+        matrices: dict[str, torch.Tensor] = {}
+        sources: dict[str, list[str]] = {}
+        for layer, a, b in self._with_zeros(pairs):
+            module = layer.rpartition(".")[2]
+            for kind, matrix in (("A", a), ("B", b.float() * scaling.get(layer, 1.0))):
+                name = f"{layer}.lora_{kind}.weight"
+                matrices[name] = matrix.to(self._device, self._dtype)
+                buffer = f"{_number_of(layer)}.{_FUSED_INTO.get(module, module)}.{kind}"
+                sources.setdefault(buffer, []).append(name)
+        return matrices, sources
 
     def _with_zeros(
         self, pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]

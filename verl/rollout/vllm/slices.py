@@ -87,9 +87,9 @@ class _Slice:
     start: int
     stored: Stored
 
-    def view(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The stored tensor, (rows, columns): a view of vLLM's parameter."""
-        matrix = parameters[self.target].view(-1, self.stored.columns)
+    def view(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The stored tensor, (rows, columns): a view of vLLM's parameter `target`."""
+        matrix = parameter.view(-1, self.stored.columns)
         return matrix[self.start : self.start + self.stored.rows]
 
 
@@ -112,16 +112,19 @@ class Slices:
         }
         self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters().items()}
 
+    def _parameter(self, target: str) -> torch.Tensor:
+        """A parameter of vLLM, as it is now."""
+        module, kind = self._owners[target]
+        return module._parameters[kind].detach()
+
     def _parameters(self) -> dict[str, torch.Tensor]:
         """vLLM's parameters, as they are now."""
-        return {name: module._parameters[kind].detach() for name, (module, kind) in self._owners.items()}
+        return {target: self._parameter(target) for target in self._owners}
 
     def stored(self, name: str) -> torch.Tensor | None:
-        """What is stored of a parameter of HuggingFace; None for another tensor, such as that of an adapter."""
-        if (its_slice := self._slices.get(name)) is None:
-            return None
-        module, kind = self._owners[its_slice.target]
-        return its_slice.view({its_slice.target: module._parameters[kind].detach()})
+        """The rows of a HuggingFace parameter that vLLM stores; None for another tensor, such as that of an adapter."""
+        parameter_slice = self._slices.get(name)
+        return None if parameter_slice is None else parameter_slice.view(self._parameter(parameter_slice.target))
 
     def writable(self) -> Mapping[str, torch.Tensor]:
         """HuggingFace name -> the tensor to write into. Padding is set to zero.
@@ -137,7 +140,7 @@ class Slices:
             )
         for name, start, end, columns in self._padding:
             parameters[name].view(-1, columns)[start:end].zero_()
-        return {name: each.view(parameters) for name, each in self._slices.items()}
+        return {name: each.view(parameters[each.target]) for name, each in self._slices.items()}
 
 
 def find_slices(model: nn.Module, shapes: Mapping[str, torch.Size]) -> Slices:
@@ -174,7 +177,7 @@ class _Finder:
 
     Attributes:
         targets: HuggingFace name -> vLLM's parameter.
-        parts: the reverse, in the order in which their rows are numbered.
+        sources: the reverse, in the order in which their rows are numbered.
         columns: vLLM's parameter -> its columns, as a matrix.
         first: HuggingFace name -> the number of its first row. 0: a row that is not loaded.
     """
@@ -187,7 +190,6 @@ class _Finder:
         self.parameters = {name: p.detach() for name, p in self.names.parameters.items()}
         self.seeds = {name: number for number, name in enumerate(shapes)}
         self.targets: dict[str, str] = {}
-        #: parameter of vLLM -> the parameters of HuggingFace that are loaded into it
         self.sources: dict[str, list[str]] = {name: [] for name in self.parameters}
         for name in shapes:
             target = self.names.target(name)
@@ -286,7 +288,7 @@ class _Finder:
         checked = {}
         for name, each in slices.items():
             full = self._random(name).view(matrix_shape(self.shapes[name]))
-            stored = each.view(self.parameters)
+            stored = each.view(self.parameters[each.target])
             checked[name] = each = replace(each, stored=_with_columns(each.stored, full, stored))
             for chunk in each.stored.chunks:
                 box = chunk.box

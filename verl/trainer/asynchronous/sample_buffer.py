@@ -160,15 +160,19 @@ class SampleBuffer:
             return max(0, steps * self.batch_size - len(self.groups))
 
     def admit(self, batch: DataProto) -> None:
-        """Record prompts that are about to be generated. batch: any number of rows per prompt."""
+        """Record prompts that are about to be generated. The caller holds `lock`.
+
+        Args:
+            batch: one or more rows per prompt.
+        """
         for rows in group_rows(batch):
             prompt = batch[rows[:1]]
-            prompt.meta_info = {}  # of the step in which it was admitted
+            prompt.meta_info = {}  # it describes the step of the batch, and the prompt may be trained in another one
             uid = prompt.non_tensor_batch["uid"][0]
             if uid in self.groups:
                 raise ValueError(f"uid {uid!r} was admitted twice: the uid of a prompt must be unique")
             self.groups[uid] = Group(prompt, self.version)
-        self.queue.leaving = None
+        self.queue.leaving = None  # a checkpoint takes these prompts from `groups` now
 
     def put(self, batch: DataProto) -> None:
         """Keep the groups of a batch that is generated and scored, until `settle`."""

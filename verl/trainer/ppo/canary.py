@@ -100,8 +100,8 @@ class Canary:
             return {}
         old = [self._last.get(rank) for rank in range(len(completions))]
         # the old responses too: their log-probs show what training has changed
-        rows = [c.token_ids for c in completions] + [check.tokens for check in old if check is not None]
-        trained = self._trained(rows)
+        responses = [c.token_ids for c in completions] + [check.tokens for check in old if check is not None]
+        trained = self._training_log_probs(responses)
         mismatches = []
         for rank, completion in enumerate(completions):
             check = _Check(version, completion.token_ids, torch.tensor(completion.log_probs), trained[rank])
@@ -113,12 +113,13 @@ class Canary:
             mismatches.append(float(check.mismatch.mean()))
         return {"weight_sync/canary_mismatch": max(mismatches)}
 
-    def _trained(self, rows: list[list[int]]) -> list[torch.Tensor]:
-        unique = list(dict.fromkeys(map(tuple, rows)))
+    def _training_log_probs(self, responses: list[list[int]]) -> list[torch.Tensor]:
+        """The training engine's log-probs of each response. Sets `kind`, the precision of the comparison."""
+        unique = list(dict.fromkeys(map(tuple, responses)))  # DP ranks with the same weights respond the same
         columns = build_sequences([self.prompt] * len(unique), unique, pad_token_id=0)
         ((log_probs, is_narrow), *_) = self.roles["actor"].canary_log_probs(DataProto.from_dict(columns))
         self.kind = "16 bits" if is_narrow else "float32"
-        return [log_probs[unique.index(tuple(row))][: len(row)] for row in rows]
+        return [log_probs[unique.index(tuple(response))][: len(response)] for response in responses]
 
     def _compare(self, rank: int, check: _Check) -> None:
         limits = _LIMITS[self.kind]

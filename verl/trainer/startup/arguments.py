@@ -40,7 +40,8 @@ class TrainerArguments:
     val_dataset: Any = None
     reward: Any = None
 
-    def add(self, settings: Mapping[str, Any]) -> None:
+    def override(self, settings: Mapping[str, Any]) -> None:
+        """Add overrides, in the form of the ones so far: a dictionary, or "key=value" strings."""
         if not settings:
             return
         if isinstance(self.overrides, Mapping):
@@ -78,7 +79,7 @@ def read_arguments(
         TypeError: a config or overrides of another type.
     """
     arguments = _read_config(config, config_path, overrides, expected)
-    arguments.add({key: value for key, value in (settings or {}).items() if value is not None})
+    arguments.override({key: value for key, value in (settings or {}).items() if value is not None})
     for name, key, dataset in (
         ("train_dataset", "data.train_files", train_dataset),
         ("val_dataset", "data.val_files", val_dataset),
@@ -86,13 +87,13 @@ def read_arguments(
         if (paths := _paths(dataset)) is None:
             setattr(arguments, name, dataset)
         else:
-            arguments.add({key: paths})
+            arguments.override({key: paths})
     rewards = {name: reward for name, reward in (rewards or {}).items() if reward is not None}
     if len(rewards) > 1:
         raise ValueError(f"{' and '.join(rewards)} are the same argument: give one of them")
     arguments.reward = next(iter(rewards.values()), None)
     if isinstance(arguments.reward, str):
-        arguments.add({"reward.reward_function": arguments.reward})
+        arguments.override({"reward.reward_function": arguments.reward})
         arguments.reward = None
     if model is not None:
         _write_model(arguments, expected, model, tokenizer)
@@ -179,4 +180,4 @@ def _write_model(arguments: TrainerArguments, expected: type[Schema], model: Any
     folder = Path(config.trainer.default_local_dir).absolute() / _MODEL_FOLDER
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    arguments.add({key: str(folder)})
+    arguments.override({key: str(folder)})

@@ -403,8 +403,9 @@ class Checkpointer:
         """From which checkpoint a run that ends now would resume, for a message."""
         saved, trainer = self.store.newest(), self.config.trainer
         if saved is None:
-            settings = f"trainer.save_freq is {trainer.save_freq}, trainer.save_at_end is {trainer.save_at_end}"
-            return f"no checkpoint was saved ({settings.lower()})"
+            save_at_end = "true" if trainer.save_at_end else "false"  # as in YAML
+            settings = f"trainer.save_freq is {trainer.save_freq}, trainer.save_at_end is {save_at_end}"
+            return f"no checkpoint was saved ({settings})"
         if trainer.resume_mode == "disable":
             return f"the newest checkpoint is {saved}: trainer.resume_mode=auto resumes from it"
         return f"the same command resumes from {saved}"

@@ -29,6 +29,7 @@ from verl.utils.paths import expanded, resolved
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker
 
+_UNKNOWN_OPERATOR = "not found"
 #: role -> (method of its worker, section of its settings)
 _UPDATES = {"actor": ("update_actor", "actor_rollout_ref.actor"), "critic": ("update_critic", "critic")}
 
@@ -193,20 +194,21 @@ class FirstBadOperator(TorchDispatchMode):
         super().__init__()
         self._benign = benign
         self.names: set[str] = set()
-        self.operator = "not found"
+        self.operator = _UNKNOWN_OPERATOR
         self.line = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        was_bad = self._is_bad((args, kwargs))
-        result = func(*args, **(kwargs or {}))
-        if was_bad or "empty" in str(func) or not self._is_bad(result):
-            return result
-        self.names.add(str(func))
-        if self.operator == "not found" and str(func) not in self._benign:
-            node = torch._C._current_autograd_node()
-            self.operator = str(func) if node is None else f"{node.name()} ({func})"
+        has_bad_inputs = self._is_bad((args, kwargs))  # before the call, which may write to them
+        output, name = func(*args, **(kwargs or {})), str(func)
+        # empty, empty_like, new_empty, ...: memory that is not written yet may have any values
+        if has_bad_inputs or "empty" in name or not self._is_bad(output):
+            return output
+        self.names.add(name)
+        if self.operator == _UNKNOWN_OPERATOR and name not in self._benign:
+            node = torch._C._current_autograd_node()  # None in a forward pass
+            self.operator = name if node is None else f"{node.name()} ({name})"
             self.line = _line(traceback.format_stack() if node is None else node.metadata.get("traceback_", []))
-        return result
+        return output
 
     def _is_bad(self, values: Any) -> bool:
         tensors = [x for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.is_floating_point()]
