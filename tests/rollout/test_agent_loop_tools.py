@@ -25,6 +25,7 @@ import asyncio
 from verl.agents.tools.function_tool import function_tool
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.interactions import BaseInteraction
+from verl.agents.tools.schemas import ToolResponse
 
 @function_tool
 def add(a: int, b: int) -> tuple:
@@ -34,7 +35,7 @@ def add(a: int, b: int) -> tuple:
         a: one.
         b: two.
     """
-    return str(a + b), 0.25
+    return ToolResponse(text=str(a + b)), 0.25
 @function_tool
 async def nap() -> str:
     """Sleep."""
@@ -145,7 +146,7 @@ def test_sft_on_a_chat_with_a_call_trains_on_the_tokens_of_the_rollout(tokenizer
         ("<tool_call>{</tool_call>", "error: the tool call is not JSON", 1),
         (call("sub", a=1), "error: ValueError: there is no tool 'sub': known: add, nap", 1),
         (call("add", a=1), "error: TypeError: missing a required argument: 'b'", 1),
-        (call("add", a=[], b="x"), "error: TypeError", 1),
+        (call("add", a=[], b="x"), "error: ValueError: argument 'a': expected integer, found []", 1),
         (call("nap"), "error: timed out after 0.1 s", 1),
         (call("add", a=1, b=1) + call("add", a=2, b=2), "2", 1),
     ],

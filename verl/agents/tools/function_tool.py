@@ -109,7 +109,8 @@ def json_type(annotation: Any, location: str) -> dict[str, Any]:
     origin, members = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         (first, *others) = [json_type(member, location) for member in members if member is not type(None)]
-        return {"anyOf": [first, *others]} if others else first
+        nullable = {"nullable": True} if type(None) in members else {}
+        return {"anyOf": [first, *others]} if others else first | nullable
     if origin is Literal:
         return {"type": _JSON_TYPES[type(members[0])], "enum": list(members)}
     if origin is list:

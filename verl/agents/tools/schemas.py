@@ -1,5 +1,9 @@
-"""The schema of a tool in the form of OpenAI's function calling, and the response of a tool."""
+"""The schema of a tool in the form of OpenAI's function calling, its arguments, and the response of a tool."""
 
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -60,3 +64,77 @@ class ToolResponse(BaseModel):
     def is_empty(self) -> bool:
         """Whether there is neither text nor media."""
         return not (self.text or self.image or self.video)
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
+_TYPES["null"] = type(None)
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError, also for NaN, Infinity, and text that is nested too deeply."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no value of JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def read_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with the types of the schema, such as 5 for an integer that the policy wrote as "5".
+
+    Args:
+        arguments: the arguments of a call.
+        schema: `parameters` of the tool's schema. A parameter without a type accepts every value.
+
+    Raises:
+        ValueError: a value that is not of the type, null where it is not allowed, or a number that is not finite.
+    """
+    properties = schema.get("properties") or {}
+    return {name: _read_argument(value, properties.get(name), name) for name, value in arguments.items()}
+
+
+def _read_argument(value: Any, schema: Any, name: str) -> Any:
+    options = [*_options(schema)]
+    for convert in (False, True):
+        for option in options:
+            with suppress(ValueError):
+                return _fit(value, option, name, convert)
+    if options or (isinstance(value, float) and not math.isfinite(value)):
+        expected = " or ".join(dict.fromkeys(option["type"] for option in options)) or "a finite number"
+        raise ValueError(f"argument {name!r}: expected {expected}, found {json.dumps(value, ensure_ascii=False)[:100]}")
+    return value
+
+
+def _options(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema for each type that it allows; none if it allows every value."""
+    if isinstance(schema, Mapping):
+        for part in schema.get("anyOf") or schema.get("oneOf") or ():
+            yield from _options(part)
+        types = schema.get("type")
+        for kind in types if isinstance(types, list | tuple) else [types]:
+            if isinstance(kind, str):
+                yield {**schema, "type": kind}
+                if schema.get("nullable"):
+                    yield {"type": "null"}
+
+
+def _fit(value: Any, schema: Mapping[str, Any], name: str, convert: bool) -> Any:
+    """A value of one type. convert: text is read as a value of that type, and for text a value is written as JSON."""
+    kind = schema["type"]
+    if convert and isinstance(value, str) and kind != "string":
+        value = read_json(value.strip().lower() if kind in ("boolean", "null") else value)
+    elif convert and kind == "string" and value is not None:
+        value = json.dumps(value, ensure_ascii=False)
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_bool = isinstance(value, bool) and kind in ("integer", "number")
+    if is_bool or not isinstance(value, _TYPES.get(kind, object)) or (isinstance(value, float) and value - value != 0):
+        raise ValueError(kind)
+    if kind == "object" and isinstance(schema.get("properties"), Mapping):
+        return read_arguments(value, schema)
+    return [_read_argument(v, schema.get("items"), name) for v in value] if kind == "array" else value
