@@ -13,6 +13,8 @@ import jinja2
 
 _PLACEHOLDER = "turnofthepolicy"
 _BEFORE = [{"role": "user", "content": "message"}, {"role": "assistant", "content": _PLACEHOLDER}]
+#: keys of a message with its reasoning, of which templates know one
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _TOOL = {
     "type": "function",
     "function": {
@@ -23,19 +25,25 @@ _TOOL = {
 }
 
 
-def shows_tools(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Whether the chat template describes tools: otherwise the text with `tools` is that without.
+def reads(tokenizer: Any, name: str, template_kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether the rendering of a chat depends on an argument of the chat template, or on a key of `REASONING`.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        template_kwargs: arguments of the template.
+        name: "tools", an argument that is true or false, or the key.
+        template_kwargs: other arguments of the template.
     """
-    settings = {**(template_kwargs or {}), "add_generation_prompt": True, "tokenize": False}
+    settings = {**(template_kwargs or {}), "tokenize": False}
+    if name in REASONING:
+        variants = [([_BEFORE[0], _BEFORE[1] | key], settings) for key in ({name: "thought"}, {})]
+    else:
+        values = ([_TOOL], None) if name == "tools" else (True, False)
+        variants = [(_BEFORE[:1], settings | {"add_generation_prompt": True, name: value}) for value in values]
     try:
-        texts = {tokenizer.apply_chat_template(_BEFORE[:1], tools=tools, **settings) for tools in ([_TOOL], None)}
+        first, second = (tokenizer.apply_chat_template(chat, **arguments) for chat, arguments in variants)
     except jinja2.TemplateError:  # the template rejects this chat or tool, and may accept others
         return True
-    return len(texts) > 1
+    return first != second
 
 
 class ChatContinuation:

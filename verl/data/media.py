@@ -14,7 +14,8 @@ import numpy as np
 from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.data.media_source import MediaError
-from verl.data.tokenization import Message, check_encodable, encode, render_chats
+from verl.data.messages import Message, read_message, with_settings
+from verl.data.tokenization import check_encodable, check_rendering, encode, render_chats
 
 if TYPE_CHECKING:
     from verl.data.images import RowImage
@@ -132,7 +133,7 @@ class MediaReader:
             return None
         sources: dict[str, list[Any]] = {"image": [], "video": []}
         columns = {modality: iter(values) for modality, values in entries.items()}
-        typed = [_typed_message(message, sources, columns, location) for message in messages]
+        typed = [_typed_message(m, sources, columns, location) for m in messages]
         for modality, values in sources.items():
             missing, unused = sum(source is _MISSING for source in values), len(list(columns[modality]))
             if missing or unused:
@@ -150,7 +151,8 @@ class MediaReader:
         images = (RowImage(s, f"{location}, image {i}", folder, self.limits) for i, s in enumerate(sources["image"]))
         limits, frames = self.limits, self.data.max_video_frames
         videos = (Video(s, f"{location}, video {i}", folder, limits, frames) for i, s in enumerate(sources["video"]))
-        return MediaPrompt(typed, tuple(images), tuple(videos), location)
+        chat = with_settings(typed, row, location, self._rendering["tools"])
+        return MediaPrompt(chat, tuple(images), tuple(videos), location)
 
     def _check_texts(self, messages: Any, location: str) -> None:
         """Raise MediaError if a text has a token of the model that stands for an image or video."""
@@ -201,7 +203,9 @@ class MediaReader:
         Raises:
             MediaError: an image that cannot be used, or a chat template without placeholders.
         """
-        return encode(self.tokenizer, [self.expander(prompt)(self.render(prompt))], add_special_tokens=False)[0]
+        text, settings = self.render(prompt), {**self._rendering, "add_generation_prompt": True}
+        check_rendering(self.tokenizer, [prompt.messages], [text], lambda _: prompt.location, **settings)
+        return encode(self.tokenizer, [self.expander(prompt)(text)], add_special_tokens=False)[0]
 
     def expander(self, prompt: MediaPrompt) -> Callable[[str], str]:
         """A function that expands the placeholders of the rendered prompt, or of its parts one after the other."""
@@ -381,7 +385,8 @@ def _typed_message(
     message: Any, sources: dict[str, list[Any]], columns: Mapping[str, Iterator[Any]], location: str
 ) -> Message:
     """A message whose content has typed parts; the sources of its images and videos are appended to `sources`."""
-    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+    message = read_message(message, location) if isinstance(message, Mapping) else {}
+    if not {"role", "content"} <= set(message):
         example = '{"role": "user", "content": ...}'
         raise MediaError(f"{location}: expected messages like {example}, found {message!r:.200}")
     content = message["content"]
@@ -401,8 +406,7 @@ def _typed_message(
         sources[modality].append(source)
         kept.append({"type": modality})
     has_media = any(part["type"] != "text" for part in kept)
-    others = {key: value for key, value in message.items() if value is not None}
-    return {**others, "content": kept if has_media else "".join(part["text"] for part in kept)}
+    return {**message, "content": kept if has_media else "".join(part["text"] for part in kept)}
 
 
 def _content_part(part: Any, location: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from verl.agents.chat import shows_tools
+from verl.agents.chat import reads
 from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall, extract_calls
 from verl.agents.tools.schemas import read_arguments
 from verl.rollout.base import RolloutEngine
@@ -96,7 +96,7 @@ class ServedModel:
             raise ApiError(
                 400, f"the tokenizer of {self.name} has no chat template: use /v1/completions", param="messages"
             )
-        if call.tools and not shows_tools(self.tokenizer, call.template_kwargs):
+        if call.tools and not reads(self.tokenizer, "tools", call.template_kwargs):
             raise ApiError(
                 400,
                 f"the chat template of {self.name} ignores tools, so the model would not see them: use a model whose "
