@@ -134,8 +134,19 @@ def test_functions_without_a_schema():
     def many(*a: int):
         """A."""
 
-    for func, message in ((untyped, "no type annotation"), (undescribed, "no description"), (many, "named parameter")):
-        with pytest.raises(ValueError, match=f"function tool {func.__name__}: parameter 'a'.*{message}"):
+    def unknown(a: complex):
+        """A.
+
+        Args:
+            a: one.
+        """
+
+    def bare() -> None: ...
+
+    messages = {untyped: "missing a type hint", undescribed: "no description for the argument 'a'"}
+    messages |= {many: "parameter 'a': expected a named parameter", unknown: "complex", bare: "no docstring"}
+    for func, message in messages.items():
+        with pytest.raises(ValueError, match=f"function tool {func.__name__}: .*{message}"):
             infer_schema(func)
 
 

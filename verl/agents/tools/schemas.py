@@ -69,7 +69,7 @@ class ToolResponse(BaseModel):
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 _TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
-_TYPES["null"] = type(None)
+_TYPES |= {"null": type(None)}
 
 
 def read_json(text: str) -> Any:
@@ -85,14 +85,10 @@ def read_json(text: str) -> Any:
 
 
 def read_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with the types of the schema, such as 5 for an integer that the policy wrote as "5".
-
-    Args:
-        arguments: the arguments of a call.
-        schema: `parameters` of the tool's schema. A parameter without a type accepts every value.
+    """Arguments with the types of `parameters` of a tool's schema, such as 5 for an integer that was written as "5".
 
     Raises:
-        ValueError: a value that is not of the type, null where it is not allowed, or a number that is not finite.
+        ValueError: a value of another type, null where it is not allowed, or a number that is not finite.
     """
     properties = schema.get("properties") or {}
     return {name: _read_argument(value, properties.get(name), name) for name, value in arguments.items()}
@@ -101,13 +97,11 @@ def read_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> d
 def _read_argument(value: Any, schema: Any, name: str) -> Any:
     options = [*_options(schema)]
     for convert in (False, True):
-        for option in options:
+        for option in options or [{"type": "any"}]:
             with suppress(ValueError):
                 return _fit(value, option, name, convert)
-    if options or (isinstance(value, float) and not math.isfinite(value)):
-        expected = " or ".join(dict.fromkeys(option["type"] for option in options)) or "a finite number"
-        raise ValueError(f"argument {name!r}: expected {expected}, found {json.dumps(value, ensure_ascii=False)[:100]}")
-    return value
+    expected = " or ".join(option["type"] for option in options) or "a finite number"
+    raise ValueError(f"argument {name!r}: expected {expected}, found {json.dumps(value, ensure_ascii=False)[:100]}")
 
 
 def _options(schema: Any) -> Iterator[dict[str, Any]]:
@@ -115,16 +109,13 @@ def _options(schema: Any) -> Iterator[dict[str, Any]]:
     if isinstance(schema, Mapping):
         for part in schema.get("anyOf") or schema.get("oneOf") or ():
             yield from _options(part)
-        types = schema.get("type")
-        for kind in types if isinstance(types, list | tuple) else [types]:
-            if isinstance(kind, str):
-                yield {**schema, "type": kind}
-                if schema.get("nullable"):
-                    yield {"type": "null"}
+        types = schema.get("type") or []
+        for kind in [types] if isinstance(types, str) else types:
+            yield from [{**schema, "type": kind}, {"type": "null"}][: 1 + bool(schema.get("nullable"))]
 
 
 def _fit(value: Any, schema: Mapping[str, Any], name: str, convert: bool) -> Any:
-    """A value of one type. convert: text is read as a value of that type, and for text a value is written as JSON."""
+    """A value of one type. convert: other types are read from text, and written as text."""
     kind = schema["type"]
     if convert and isinstance(value, str) and kind != "string":
         value = read_json(value.strip().lower() if kind in ("boolean", "null") else value)
@@ -132,9 +123,10 @@ def _fit(value: Any, schema: Mapping[str, Any], name: str, convert: bool) -> Any
         value = json.dumps(value, ensure_ascii=False)
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         value = int(value)
-    is_bool = isinstance(value, bool) and kind in ("integer", "number")
-    if is_bool or not isinstance(value, _TYPES.get(kind, object)) or (isinstance(value, float) and value - value != 0):
+    wrong = isinstance(value, bool) and kind in ("integer", "number")
+    wrong |= isinstance(value, float) and not math.isfinite(value)
+    if wrong or not isinstance(value, _TYPES.get(kind, object)):
         raise ValueError(kind)
-    if kind == "object" and isinstance(schema.get("properties"), Mapping):
+    if kind == "object":
         return read_arguments(value, schema)
-    return [_read_argument(v, schema.get("items"), name) for v in value] if kind == "array" else value
+    return [_read_argument(entry, schema.get("items"), name) for entry in value] if kind == "array" else value
