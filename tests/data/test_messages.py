@@ -105,6 +105,13 @@ def test_turns_that_cannot_be_trained_are_named(chat_tokenizer, chat, message):
         SFTDataset([{"messages": chat}], chat_tokenizer)
 
 
+@pytest.mark.parametrize(("name", "value"), [("loss_mask", [0, 1]), ("weight", 0.5), ("train", False)])
+def test_a_weight_of_a_row_is_refused(chat_tokenizer, name, value):
+    for row in ({"messages": [ASK, say("1")]}, {"prompt": "One?", "response": "1"}):
+        with pytest.raises(ValueError, match=f"row 1 .*: column '{name}': a row has no weight, found"):
+            SFTDataset([{**row, name: 1}, {**row, name: value}], chat_tokenizer)
+
+
 def test_an_empty_turn_may_be_context(chat_tokenizer):
     assert trained(chat_tokenizer, [{"messages": [ASK, say("", weight=0), ASK, say("zwei")]}]) == ["zwei<|im_end|>"]
 

@@ -41,7 +41,7 @@ def reads(tokenizer: Any, name: str, template_kwargs: Mapping[str, Any] | None =
         variants = [(_BEFORE[:1], settings | {"add_generation_prompt": True, name: value}) for value in values]
     try:
         first, second = (tokenizer.apply_chat_template(chat, **arguments) for chat, arguments in variants)
-    except jinja2.TemplateError:  # the template rejects this chat or tool, and may accept others
+    except Exception:  # the template rejects this chat or tool in its own way, and may accept others
         return True
     return first != second
 

@@ -100,13 +100,10 @@ class Rows(Sequence):
 
 def _without_union(row: dict[str, Any]) -> dict[str, Any]:
     """A row whose chat messages and tools have no null keys: Arrow gives each of them the keys of all."""
-    keys = {"role", "function"}
-    return {
-        name: _without_nulls(value)
-        if isinstance(value, list) and value and isinstance(value[0], dict) and keys & value[0].keys()
-        else value
-        for name, value in row.items()
-    }
+    for name, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and {"role", "function"} & value[0].keys():
+            row[name] = _without_nulls(value)
+    return row
 
 
 def _without_nulls(value: Any) -> Any:

@@ -35,8 +35,8 @@ def with_settings(messages: Any, row: Mapping[str, Any], location: str, tools: S
         ValueError: a prompt of plain text, columns that cannot be used, or other tools than those of the run.
     """
     settings: dict[str, Any] = {}
-    if row.get("tools") not in (None, "", []):
-        settings["tools"] = _read_tools(row["tools"], f"{location}: column 'tools'")
+    if (value := row.get("tools")) is not None and len(value):
+        settings["tools"] = _read_tools(value, f"{location}: column 'tools'")
         names, expected = ({tool["function"]["name"] for tool in each} for each in (settings["tools"], tools))
         if tools and names != expected:
             problem = f"expected the tools of the run, {sorted(expected)}, found {sorted(names)}"
@@ -125,16 +125,15 @@ def with_json_calls(chat: Iterable[Message]) -> list[Message]:
 
 def reads_json_calls(tokenizer: Any, settings: Mapping[str, Any]) -> bool:
     """Whether the chat template renders arguments of tool calls that are JSON text, but not those that are objects."""
-    function = {"name": "call_name", "arguments": {"key": "mark"}}
-    call = {"id": "call12345", "type": "function", "function": function}
+    call = {"id": "call12345", "type": "function", "function": {"name": "call_name", "arguments": {"key": "mark"}}}
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    rendered = {}
     for form in (list, with_json_calls):
         with contextlib.suppress(Exception):  # templates fail in their own ways on a form that they do not read
             text = tokenizer.apply_chat_template(form(chat), **settings)
             is_json = "{'" not in text and '\\"' not in text
-            rendered[form] = is_json and all(word in text for word in ("call_name", "key", "mark"))
-    return not rendered.get(list) and rendered.get(with_json_calls, False)
+            if is_json and all(word in text for word in ("call_name", "key", "mark")):
+                return form is with_json_calls
+    return False
 
 
 def marked(message: Message, turn: int, is_trained: bool) -> tuple[Message, dict[str, str]]:
@@ -157,6 +156,8 @@ def marked(message: Message, turn: int, is_trained: bool) -> tuple[Message, dict
     for key in ("content", *(REASONING if is_trained else ())):
         if isinstance(text := message.get(key), str) and text.split("</think>")[-1].strip():
             result[key] = mark(text, key)
+    if isinstance(message["content"], list):  # with images
+        result["content"] = [*message["content"], {"type": "text", "text": mark("", "content")}]
     if message.get("tool_calls"):
         result["tool_calls"] = [*map(mark_call, message["tool_calls"])]
     return result, marks

@@ -16,7 +16,7 @@ from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe
 from verl.data.files import Rows, read_rows
 from verl.data.media import MediaPrompt
 from verl.data.media_source import FEWER_IMAGE_TOKENS, MediaError
-from verl.data.messages import Message, with_settings
+from verl.data.messages import TRAINED, Message, with_settings
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     TokenTable,
@@ -229,6 +229,11 @@ class SFTDataset(TokenizedDataset):
     def _chat_or_pair(self, row: Mapping[str, Any], location: str) -> _Example:
         """A text-only row."""
         columns = self._columns
+        if weights := [name for name in TRAINED if row.get(name) not in (None, 1)]:
+            fix = "set it in the assistant messages (0 or 1), or rename the column"
+            raise ValueError(
+                f"{location}: column {weights[0]!r}: a row has no weight, found {row[weights[0]]!r:.80}: {fix}"
+            )
         if columns.messages is not None:
             return with_settings(check_messages(row[columns.messages], location), row, location)
         response, name = _follow(row, columns.response, location), f"the response (column {columns.response[0]!r})"

@@ -133,11 +133,8 @@ def check_rendering(
     each text, which is found even if the text is elsewhere too.
 
     Args:
-        tokenizer: has the template.
-        chats, texts: chats and their renderings.
-        location: name of chat i in errors.
+        texts: the renderings of the chats by `render_chats`, with the arguments `settings`.
         trained: the trained turns of each chat; None: there are none.
-        **settings: the other arguments of `render_chats`.
 
     Raises:
         ValueError: the template drops text of a message, or does not depend on a setting of the row or on reasoning.

@@ -17,6 +17,7 @@ A custom parser is a class with this constructor and `extract_tool_calls`, or a 
 Load its file with `imports=[path/to/file.py]` and select it with `rollout.multi_turn.format=mine`.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -106,18 +107,12 @@ def register_tool_parser(name: str) -> Callable[[type], type]:
 async def extract_calls(
     parser: Any, tokenizer: Any, prompt_ids: Sequence[int], responses_ids: Sequence[int]
 ) -> tuple[str, list[FunctionCall]]:
-    """`ToolParser.extract_tool_calls` of a response; no calls if it stays inside a thought that the prompt opened.
-
-    Args:
-        parser: a registered parser.
-        tokenizer: decodes the tokens.
-        prompt_ids, responses_ids: tokens of the prompt with its generation prompt, and of the turn.
-    """
+    """`ToolParser.extract_tool_calls` of a response; no calls if it stays inside a thought that the prompt opened."""
     tail = tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False).rstrip()
-    opened = [tag for tag in _TAG.finditer(tail) if tag.end() == len(tail) and "/" not in tag[0]]
-    text = tokenizer.decode(list(responses_ids), skip_special_tokens=False) if opened else ""
-    if opened and opened[0][0].replace("<", "</").replace("[", "[/") not in text:
-        return text, []
+    if opened := re.search(rf"(?:<({_NAMES})>|\[THINK\])\Z", tail):
+        text = tokenizer.decode(list(responses_ids), skip_special_tokens=False)
+        if (f"</{opened[1]}>" if opened[1] else "[/THINK]") not in text:
+            return text, []
     return await parser.extract_tool_calls(responses_ids)
 
 
@@ -151,10 +146,9 @@ def _outside_thoughts(text: str, pattern: str) -> tuple[str, list[str]]:
             spans.append(match.span())
         elif "/" in match[0][:2]:  # what precedes the end of a thought was inside it
             spans.clear()
-    content, matches = text, [text[start:end] for start, end in spans]
-    for start, end in reversed(spans):
-        content = content[:start] + content[end:]
-    return content.removeprefix(opened), matches
+    ends = [0, *(position for span in spans for position in span), len(text)]
+    parts = [text[start:end] for start, end in itertools.pairwise(ends)]
+    return "".join(parts[::2]).removeprefix(opened), parts[1::2]
 
 
 def _blocks(text: str, pattern: str, read: Callable[[str], list[FunctionCall]]) -> tuple[str, list[FunctionCall]]:
