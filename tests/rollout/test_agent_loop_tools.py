@@ -1,6 +1,7 @@
 """The multi-turn loop: tokens between turns, limits, rewards, interactions, and loops of public verl."""
 
 import asyncio
+import copy
 import json
 from pathlib import Path
 
@@ -138,6 +139,16 @@ def test_sft_on_a_chat_with_a_call_trains_on_the_tokens_of_the_rollout(tokenizer
     assert ids == trajectory.prompt.token_ids + trajectory.token_ids
     assert mask == [0] * len(trajectory.prompt.token_ids) + trajectory.response_mask
     assert trajectory.metrics["tool_errors"] == 0
+
+
+def test_a_template_that_drops_observations_is_refused(tokenizer):
+    dropping = copy.deepcopy(tokenizer)
+    dropping.chat_template = tokenizer.chat_template.replace(
+        "in messages -%}", "in messages if message.role != 'tool' -%}"
+    )
+    ChatContinuation(dropping)
+    with pytest.raises(ValueError, match="the chat template does not show a tool message after an assistant message"):
+        ChatContinuation(dropping, [{"type": "function", "function": {"name": "add"}}])
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,9 @@ class ChatContinuation:
             )
         self.tokenizer = tokenizer
         self._settings = {**(template_kwargs or {}), "tools": list(tools) or None, "tokenize": False}
-        if "message" not in self.between([{"role": "user", "content": "message"}]):
-            raise ValueError("the chat template does not show a user message after an assistant message")
+        for role in ("user", "tool") if tools else ("user",):
+            if "message" not in self.between([{"role": role, "content": "message"}]):
+                raise ValueError(f"the chat template does not show a {role} message after an assistant message")
 
     def between(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text from the end of a turn of the policy up to the start of its next turn.
