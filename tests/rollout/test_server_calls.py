@@ -87,6 +87,8 @@ def test_calls_have_the_types_of_the_schema_and_are_not_in_thoughts(
     assert calls or "".join(message.get("content") or "" for message in messages) == text
 
 
-def test_tools_of_another_form_are_an_error():
-    with pytest.raises(ApiError, match=r"tools\.0\.function"):
-        read_call(True, {**CHAT, "tools": [{"type": "function", "function": 3}]})
+@pytest.mark.parametrize("function", [3, {}, {"name": 3}, {"name": "f", "parameters": 3}])
+def test_tools_of_another_form_are_an_error(function):
+    tools = [{"type": "function", "function": function}]
+    with pytest.raises(ApiError, match=r"tools\.0: .*expected schemas of tools like"):
+        read_call(True, {**CHAT, "tools": tools})

@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from verl.agents.chat import REASONING
-from verl.agents.tools.schemas import read_json
+from verl.agents.tools.schemas import check_tool, read_json
 
 Message = dict[str, Any]
 
 #: keys of a message that select whether it is trained
 TRAINED = ("loss_mask", "loss", "trainable", "train", "training", "weight")
-_TOOL = '{"type": "function", "function": {"name": ..., "%s": {...}}}'
 
 
 class Chat(list):
@@ -52,13 +51,12 @@ def with_settings(messages: Any, row: Mapping[str, Any], location: str, tools: S
 
 def _read_tools(value: Any, location: str) -> list[dict[str, Any]]:
     """Schemas of tools as a chat template expects them, from objects or JSON text."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    try:
         tools = read_json(value) if isinstance(value, str) else value
         tools = [read_json(tool) if isinstance(tool, str) else tool for tool in tools]
-        tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-        if all(isinstance(tool["function"]["name"], str) for tool in tools):
-            return tools
-    raise ValueError(f"{location}: expected schemas of tools like {_TOOL % 'parameters'}, found {value!r:.200}")
+        return [check_tool(tool if "function" in tool else {"type": "function", "function": tool}) for tool in tools]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{location}: {error}") from error
 
 
 def read_message(message: Mapping[str, Any], location: str) -> Message:
@@ -81,10 +79,9 @@ def _read_call(call: Any, location: str) -> dict[str, Any]:
         if isinstance(name, str) and name and isinstance(arguments, Mapping):
             call = {"type": "function", **{key: value for key, value in call.items() if key == "id" and value}}
             return {**call, "function": {"name": name, "arguments": dict(arguments)}}
-    raise ValueError(
-        f"{location}: expected tool calls like {_TOOL % 'arguments'}, with arguments as an object or as its JSON text, "
-        f"found {call!r:.200}"
-    )
+    example = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+    problem = f"expected tool calls like {example}, with arguments as an object or as its JSON text"
+    raise ValueError(f"{location}: {problem}, found {call!r:.200}")
 
 
 def trained_turns(chat: Sequence[Message], location: str) -> list[int]:

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
-from verl.agents.tools.schemas import OpenAIFunctionToolSchema
+from verl.agents.tools.schemas import check_tool
 
 #: choices per prompt, and prompts per call
 MAX_CHOICES = 128
@@ -165,7 +165,7 @@ class _ChatBody(_Body):
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
     logprobs: StrictBool | None = None
-    tools: list[OpenAIFunctionToolSchema] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(check_tool)]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -262,7 +262,7 @@ def _chat_call(body: _ChatBody) -> Call:
     return Call(
         is_chat=True,
         messages=[_message(message, f"messages.{i}") for i, message in enumerate(body.messages)],
-        tools=[t.for_template() for t in body.tools or () if body.tool_choice != "none"] or None,
+        tools=None if body.tool_choice == "none" else body.tools or None,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=bool(body.logprobs),
         template_kwargs=body.chat_template_kwargs or {},

@@ -66,6 +66,16 @@ class ToolResponse(BaseModel):
         return not (self.text or self.image or self.video)
 
 
+def check_tool(tool: Any) -> dict[str, Any]:
+    """A tool as the chat template receives it. Raises ValueError for one of another form."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    parameters = (function.get("parameters") or {}) if isinstance(function, dict) else None
+    if not isinstance(parameters, dict) or not isinstance(function.get("name"), str):
+        example = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+        raise ValueError(f"expected schemas of tools like {example}, found {tool!r:.200}")
+    return tool
+
+
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 _TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
