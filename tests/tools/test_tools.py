@@ -264,6 +264,27 @@ def test_a_return_value_is_an_observation():
         read_result(ToolResponse(image=[1]))
 
 
+@pytest.mark.parametrize(
+    ("value", "observation"),
+    [
+        ((ToolResponse(text="a"), 0.5, {}), Observation("a", 0.5)),
+        (("a", 0.5, {}), Observation("a", 0.5)),  # as `execute` of older releases of public verl
+        (["a", 0.5, {}], Observation('["a", 0.5, {}]')),
+        (("a", 0.5), Observation('["a", 0.5]')),
+        ((1, 2, 3), Observation("[1, 2, 3]")),
+    ],
+)
+def test_results_of_execute(value, observation, public_tool):
+    class Returns(BaseTool):
+        async def execute(self, instance_id, parameters, **kwargs):
+            return value
+
+    host = ToolHost(ToolSettings(tool_config_path=public_tool))
+    schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": {"name": "returns"}})
+    host.tools["returns"] = Returns({}, schema)
+    assert asyncio.run(host.execute("t", "returns", {}, {})) == observation
+
+
 def test_calls_of_one_turn_share_an_instance(tmp_path):
     """`create` may wait, as for a sandbox: the second call must not create the instance again."""
     (tmp_path / "answers.py").write_text(

@@ -180,7 +180,7 @@ class ToolHost:
         instance = await self._instance(trajectory, tool, kwargs)
         result = await tool.execute(instance, parameters, **(kwargs.get("execute_kwargs") or {}))
         match result:  # the return type of `execute`, with text as in older releases of public verl
-            case (str(text), reward, Mapping() as metrics):
+            case tuple((str(text), reward, Mapping() as metrics)):
                 return ToolResponse(text=text), reward, metrics
         return result
 
