@@ -385,8 +385,8 @@ def _typed_message(
     message: Any, sources: dict[str, list[Any]], columns: Mapping[str, Iterator[Any]], location: str
 ) -> Message:
     """A message whose content has typed parts; the sources of its images and videos are appended to `sources`."""
-    message = read_message(message, location) if isinstance(message, Mapping) else {}
-    if not {"role", "content"} <= set(message):
+    message = read_message(message, location) if isinstance(message, Mapping) else message
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         example = '{"role": "user", "content": ...}'
         raise MediaError(f"{location}: expected messages like {example}, found {message!r:.200}")
     content = message["content"]
