@@ -1,6 +1,7 @@
 """The multi-turn loop: tokens between turns, limits, rewards, interactions, and loops of public verl."""
 
 import asyncio
+import copy
 import json
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import asyncio
 from verl.agents.tools.function_tool import function_tool
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.interactions import BaseInteraction
+from verl.agents.tools.schemas import ToolResponse
 
 @function_tool
 def add(a: int, b: int) -> tuple:
@@ -34,7 +36,7 @@ def add(a: int, b: int) -> tuple:
         a: one.
         b: two.
     """
-    return str(a + b), 0.25
+    return ToolResponse(text=str(a + b)), 0.25
 @function_tool
 async def nap() -> str:
     """Sleep."""
@@ -139,13 +141,23 @@ def test_sft_on_a_chat_with_a_call_trains_on_the_tokens_of_the_rollout(tokenizer
     assert trajectory.metrics["tool_errors"] == 0
 
 
+def test_a_template_that_drops_observations_is_refused(tokenizer):
+    dropping = copy.deepcopy(tokenizer)
+    dropping.chat_template = tokenizer.chat_template.replace(
+        "in messages -%}", "in messages if message.role != 'tool' -%}"
+    )
+    ChatContinuation(dropping)
+    with pytest.raises(ValueError, match="the chat template does not show a tool message after an assistant message"):
+        ChatContinuation(dropping, [{"type": "function", "function": {"name": "add"}}])
+
+
 @pytest.mark.parametrize(
     ("text", "observation", "errors"),
     [
         ("<tool_call>{</tool_call>", "error: the tool call is not JSON", 1),
         (call("sub", a=1), "error: ValueError: there is no tool 'sub': known: add, nap", 1),
         (call("add", a=1), "error: TypeError: missing a required argument: 'b'", 1),
-        (call("add", a=[], b="x"), "error: TypeError", 1),
+        (call("add", a=[], b="x"), "error: ValueError: argument 'a': expected integer, found []", 1),
         (call("nap"), "error: timed out after 0.1 s", 1),
         (call("add", a=1, b=1) + call("add", a=2, b=2), "2", 1),
     ],

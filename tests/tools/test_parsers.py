@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall
+from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall, extract_calls
 
 
 class Tokenizer:
@@ -42,6 +42,59 @@ def test_a_call_within_a_thought_is_not_a_call():
     assert arguments(parse("hermes", draft + '<tool_call>{"name": "b"}</tool_call>')[1]) == [("b", {})]
 
 
+CALLS = {
+    "hermes": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+    "qwen": "<tool_call>\n<function=rm>\n</function>\n</tool_call>",
+    "qwen3_coder": "<function=rm></function>",
+    "llama": '<|python_tag|>{"name": "rm", "parameters": {}}',
+    "llama3_json": '{"name": "rm", "parameters": {}}',
+}
+THOUGHTS = [
+    "<think>maybe CALL",
+    "<think>CALL</think>3",
+    "I plan CALL no.\n</think>\n\n3",
+    "CALL</think>",
+    "CALL [/THINK]",
+]
+THOUGHTS += [
+    "<think>a<think>b</think>CALL</think>",
+    "[THINK]CALL[/THINK] 3",
+    "<thinking>CALL</thinking>",
+    "<think>CALL",
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_only_outside_of_thoughts(name):
+    for text in THOUGHTS:
+        text = text.replace("CALL", CALLS[name])
+        assert parse(name, text) == (text, []), text
+        if name != "llama3_json":  # the call is the whole turn there, except for thoughts
+            closed = "I use <tool_call>. </think>" if "think>" in text else "[/THINK]"
+            assert arguments(parse(name, closed + CALLS[name])[1]) == [("rm", {})]
+    assert arguments(parse(name, "plan</think>\n" + CALLS[name])[1]) == [("rm", {})]
+    assert arguments(parse(name, "<think>plan</think>" + CALLS[name])[1]) == [("rm", {})]
+
+
+@pytest.mark.parametrize("opening", ["<think>\n", "[THINK]"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_thought_that_the_prompt_opened_and_the_response_did_not_close(name, opening):
+    parser, close = TOOL_PARSERS[name](Tokenizer()), opening.strip().replace("<", "</").replace("[", "[/")
+
+    def calls(prompt: str, text: str) -> list:
+        ids = ([*map(ord, each)] for each in (prompt, text))
+        return asyncio.run(extract_calls(parser, Tokenizer(), *ids))[1]
+
+    assert calls(opening, CALLS[name]) == calls(opening, "x" + CALLS[name]) == []
+    assert [call.name for call in calls(opening, f"x{close}{CALLS[name]}")] == ["rm"]
+    assert [call.name for call in calls(f"{opening}{close}\n\n", CALLS[name])] == ["rm"]
+
+
+def test_think_tags_in_arguments_are_text():
+    call = '<tool_call>{"name": "say", "arguments": {"text": "a <think> tag"}}</tool_call>'
+    assert arguments(parse("hermes", call)[1]) == [("say", {"text": "a <think> tag"})]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "error"),
     [
@@ -51,6 +104,10 @@ def test_a_call_within_a_thought_is_not_a_call():
         ("hermes", '<tool_call>{"name": "add"}', "no </tool_call>"),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "as a JSON object, found"),
         ("hermes", '<tool_call>{"name": "add", "arguments": "a"}</tool_call>', "arguments are not JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', "as a JSON object, found null"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no value of JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "Infinity is no value of JSON"),
+        ("llama", '{"name": "add", "parameters": {"a": -Infinity}}', "-Infinity is no value of JSON"),
         ("qwen", "<tool_call>add(1)</tool_call>", "expected <function=name>"),
         ("qwen", "<tool_call><function=add>1</function></tool_call>", "expected only <parameter=name>"),
         ("llama", '<|python_tag|>{"name": "add"', "not JSON"),
@@ -67,6 +124,23 @@ def test_qwen():
     text = "<tool_call>\n<function=run>\n<parameter=code>\nprint(1)\nx\n</parameter>\n<parameter=n>3</parameter>\n"
     content, calls = parse("qwen", f"Now. {text}</function>\n</tool_call>")
     assert content == "Now. " and arguments(calls) == [("run", {"code": "print(1)\nx", "n": "3"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "made"),
+    [
+        ("Now. <function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "Now. ", [("f", {"a": "1"})]),
+        ("<function=f><parameter=a>1</parameter></function>\n</tool_call>", "", [("f", {"a": "1"})]),
+        ("<function=f></function><function=g></function>", "", [("f", {}), ("g", {})]),
+        ("<tool_call><function=f></function>\n<function=g></function></tool_call>", "", [("f", {}), ("g", {})]),
+        ("<function=f>\n<parameter=a>1</parameter>\n<parameter=b>2</parameter>", "", [("f", {"a": "1", "b": "2"})]),
+        ("<function=f><parameter=a>1<parameter=b>2</parameter></function>", "", [("f", {"a": "1", "b": "2"})]),
+    ],
+)
+def test_functions_that_qwen_writes_without_tool_call(text, content, made):
+    """As vLLM's qwen3_coder parser reads them."""
+    found, calls = parse("qwen", text)
+    assert (found, arguments(calls)) == (content, made)
 
 
 def test_llama():

@@ -1,6 +1,7 @@
 """Schemas of functions, files of tools, arguments and results, and truncation."""
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -112,7 +113,12 @@ def test_the_schema_of_a_function():
         "properties": {
             "city": {"type": "string", "description": "name of the city, with its country."},
             "days": {"type": "integer", "description": "number of days."},
-            "kind": {"type": "array", "items": {"type": "string"}, "description": "what to return."},
+            "kind": {
+                "type": "array",
+                "items": {"type": "string"},
+                "nullable": True,
+                "description": "what to return.",
+            },
         },
         "required": ["city"],
     }
@@ -128,8 +134,19 @@ def test_functions_without_a_schema():
     def many(*a: int):
         """A."""
 
-    for func, message in ((untyped, "no type annotation"), (undescribed, "no description"), (many, "named parameter")):
-        with pytest.raises(ValueError, match=f"function tool {func.__name__}: parameter 'a'.*{message}"):
+    def unknown(a: complex):
+        """A.
+
+        Args:
+            a: one.
+        """
+
+    def bare() -> None: ...
+
+    messages = {untyped: "missing a type hint", undescribed: "no description for the argument 'a'"}
+    messages |= {many: "parameter 'a': expected a named parameter", unknown: "complex", bare: "no docstring"}
+    for func, message in messages.items():
+        with pytest.raises(ValueError, match=f"function tool {func.__name__}: .*{message}"):
             infer_schema(func)
 
 
@@ -201,23 +218,71 @@ def test_arguments_get_the_types_of_the_schema():
     given = {"n": "3", "x": "2.5", "on": "True", "items": "[1]", "text": "4", "other": "5"}
     found = read_arguments(given, schema)
     assert found == {"n": 3, "x": 2.5, "on": True, "items": [1], "text": "4", "other": "5"}
-    assert read_arguments({"n": "three"}, schema) == {"n": "three"}
+    nested = {"box": {"type": "object", "properties": {"n": {"type": "integer"}}}}
+    nested |= {"all": {"type": "array", "items": {"type": "number"}}, "or": {"anyOf": [{"type": "integer"}, {}]}}
+    nested |= {"maybe": {"type": ["integer", "null"]}, "null": {"type": "integer", "nullable": True}}
+    nested |= {"zip": {"type": "string"}, "whole": {"type": "integer"}, "any": {}, "size": {"type": "float"}}
+    given = {"box": '{"n": "3"}', "all": ["1", 2.5], "or": "7", "maybe": None, "null": None}
+    given |= {"zip": 123, "whole": 5.0, "any": None, "size": "x"}
+    found = read_arguments(given, {"properties": nested})
+    assert found == given | {"box": {"n": 3}, "all": [1, 2.5], "or": 7, "zip": "123", "whole": 5}
+    assert isinstance(found["whole"], int)
 
 
-def test_results():
-    assert read_result("a") == read_result(ToolResponse(text="a")) == read_result(("a",)) == Observation("a")
-    assert read_result((ToolResponse(text="a"), 0.5, {"m": 1})) == Observation("a", 0.5)
-    assert read_result({"a": [1]}) == Observation('{"a": [1]}')
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        *(("integer", value) for value in ("three", 2.5, "2.5", True, None, "null", [1], "")),
+        *(("number", value) for value in ("NaN", math.nan, math.inf, "1e999", None, "x", False)),
+        *(("boolean", value) for value in ("yes", 1, None)),
+        *(("array", value) for value in ("[1", {"a": 1}, None)),
+        *((kind, None) for kind in ("string", "object")),
+        (None, math.nan),
+    ],
+)
+def test_arguments_of_another_type_are_refused(kind, value):
+    with pytest.raises(ValueError, match=f"argument 'n': expected {kind or 'a finite number'}, found "):
+        read_arguments({"n": value}, {"properties": {"n": {"type": kind}}})
+
+
+def test_a_return_value_is_an_observation():
+    """A reward comes only from a ToolResponse: a coordinate is none."""
+    assert read_result("a") == read_result(ToolResponse(text="a")) == Observation("a")
     for reward in (np.float32(0.5), True, torch.tensor(0.5)):
         assert read_result((ToolResponse(text="a"), reward, {})) == Observation("a", float(reward))
-    assert read_result(("a", np.int64(2))) == Observation("a", 2.0)
-    assert read_result(("a", "b")) == Observation('["a", "b"]')
+    assert read_result((ToolResponse(text="a"), 0.5)) == Observation("a", 0.5)
+    values = {(12.5, 48.1): "[12.5, 48.1]", (1, 2, 3): "[1, 2, 3]", ("a",): '["a"]', ("a", None): '["a", null]'}
+    values |= {("a", np.int64(2)): '["a", 2]', ("a", "b"): '["a", "b"]', ("a", 0.5, ()): '["a", 0.5, []]'}
+    assert {value: read_result(value) for value in values} == {v: Observation(text) for v, text in values.items()}
+    assert read_result([1, 2.5]) == Observation("[1, 2.5]") and read_result({"a": [1]}) == Observation('{"a": [1]}')
+    assert read_result(np.array([1, 2])) == Observation("[1, 2]") and read_result(7) == Observation("7")
     for reward in ("high", float("nan"), float("inf"), np.float32("nan"), 10**400):
         with pytest.raises(ValueError, match="a finite number as reward, found "):
             read_result((ToolResponse(text="a"), reward, {}))
     assert read_result(None) == Observation("null") and read_result(ToolResponse()) == Observation("")
     with pytest.raises(ValueError, match="images"):
         read_result(ToolResponse(image=[1]))
+
+
+@pytest.mark.parametrize(
+    ("value", "observation"),
+    [
+        ((ToolResponse(text="a"), 0.5, {}), Observation("a", 0.5)),
+        (("a", 0.5, {}), Observation("a", 0.5)),  # as `execute` of older releases of public verl
+        (["a", 0.5, {}], Observation('["a", 0.5, {}]')),
+        (("a", 0.5), Observation('["a", 0.5]')),
+        ((1, 2, 3), Observation("[1, 2, 3]")),
+    ],
+)
+def test_results_of_execute(value, observation, public_tool):
+    class Returns(BaseTool):
+        async def execute(self, instance_id, parameters, **kwargs):
+            return value
+
+    host = ToolHost(ToolSettings(tool_config_path=public_tool))
+    schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": {"name": "returns"}})
+    host.tools["returns"] = Returns({}, schema)
+    assert asyncio.run(host.execute("t", "returns", {}, {})) == observation
 
 
 def test_calls_of_one_turn_share_an_instance(tmp_path):

@@ -1,5 +1,6 @@
 """verl/trainer/output/metrics.py: the metrics of a batch and of a validation, with figures worked out by hand."""
 
+import json
 import math
 import statistics
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trainer.conftest import make_tiny
 from verl.protocol import DataProto
 from verl.trainer.output import metrics as functions
+from verl.trainer.sft import SFTTrainer
 
 
 def batch(uids: str = "aab", **columns: list) -> DataProto:
@@ -23,6 +26,17 @@ def batch(uids: str = "aab", **columns: list) -> DataProto:
         **columns,
     }
     return DataProto.from_dict({name: torch.tensor(rows) for name, rows in tensors.items()}, {"uid": list(uids)})
+
+
+def test_the_epoch_of_a_step_is_that_of_its_rows(tmp_path):
+    """24 rows, 2 steps of 12 per epoch."""
+    tiny = make_tiny(tmp_path)
+    trainer = {"total_training_steps": 3, "default_local_dir": str(tmp_path / "run"), "logger": ["jsonl"]}
+    data = {"train_files": [str(tiny / "train.jsonl")], "train_batch_size": 12}
+    config = {"model": {"path": str(tiny / "model")}, "data": data, "trainer": trainer | {"save_at_end": False}}
+    SFTTrainer(config).fit()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["training/epoch"] for line in lines if "training/epoch" in line] == [0, 0, 1]
 
 
 def test_scores_and_rewards_are_sums_and_lengths_are_counts():

@@ -13,6 +13,8 @@ import jinja2
 
 _PLACEHOLDER = "turnofthepolicy"
 _BEFORE = [{"role": "user", "content": "message"}, {"role": "assistant", "content": _PLACEHOLDER}]
+#: keys of a message with its reasoning, of which templates know one
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _TOOL = {
     "type": "function",
     "function": {
@@ -23,19 +25,25 @@ _TOOL = {
 }
 
 
-def shows_tools(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Whether the chat template describes tools: otherwise the text with `tools` is that without.
+def reads(tokenizer: Any, name: str, template_kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether the rendering of a chat depends on an argument of the chat template, or on a key of `REASONING`.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        template_kwargs: arguments of the template.
+        name: "tools", an argument that is true or false, or the key.
+        template_kwargs: other arguments of the template.
     """
-    settings = {**(template_kwargs or {}), "add_generation_prompt": True, "tokenize": False}
+    settings = {**(template_kwargs or {}), "tokenize": False}
+    if name in REASONING:
+        variants = [([_BEFORE[0], _BEFORE[1] | key], settings) for key in ({name: "thought"}, {})]
+    else:
+        values = ([_TOOL], None) if name == "tools" else (True, False)
+        variants = [(_BEFORE[:1], settings | {"add_generation_prompt": True, name: value}) for value in values]
     try:
-        texts = {tokenizer.apply_chat_template(_BEFORE[:1], tools=tools, **settings) for tools in ([_TOOL], None)}
-    except jinja2.TemplateError:  # the template rejects this chat or tool, and may accept others
+        first, second = (tokenizer.apply_chat_template(chat, **arguments) for chat, arguments in variants)
+    except Exception:  # the template rejects this chat or tool in its own way, and may accept others
         return True
-    return len(texts) > 1
+    return first != second
 
 
 class ChatContinuation:
@@ -63,8 +71,9 @@ class ChatContinuation:
             )
         self.tokenizer = tokenizer
         self._settings = {**(template_kwargs or {}), "tools": list(tools) or None, "tokenize": False}
-        if "message" not in self.between([{"role": "user", "content": "message"}]):
-            raise ValueError("the chat template does not show a user message after an assistant message")
+        for role in ("user", "tool") if tools else ("user",):
+            if "message" not in self.between([{"role": role, "content": "message"}]):
+                raise ValueError(f"the chat template does not show a {role} message after an assistant message")
 
     def between(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text from the end of a turn of the policy up to the start of its next turn.

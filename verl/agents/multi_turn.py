@@ -18,7 +18,7 @@ from verl.agents.chat import ChatContinuation
 from verl.agents.loop import GenerateFn, Prompt, Trajectory
 from verl.agents.tools.host import Observation, Reply, Rewards, ToolsInProcess, failure, truncate_text
 from verl.agents.tools.load import interaction_classes, tool_schemas
-from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall
+from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall, extract_calls
 from verl.agents.tools.processes import ToolProcesses
 from verl.agents.tools.runner import ToolFailure, ToolRunner, ToolSettings
 from verl.registry import did_you_mean
@@ -99,7 +99,7 @@ class MultiTurnLoop:
                 while (request := trajectory.next_request()) is not None:
                     completion = await generate(request)
                     trajectory.add_completion(completion)
-                    messages = await self._next_messages(trajectory, state, completion)
+                    messages = await self._next_messages(trajectory, state, completion, request.prompt_ids)
                     if not messages:
                         break
                     stop_ids = prompt.params.stop_token_ids
@@ -151,14 +151,14 @@ class MultiTurnLoop:
     # ---- between two turns --------------------------------------------------------------------------------------
 
     async def _next_messages(
-        self, trajectory: Trajectory, state: _State, completion: Completion
+        self, trajectory: Trajectory, state: _State, completion: Completion, prompt_ids: Sequence[int]
     ) -> list[dict[str, Any]]:
         """The messages that follow a turn; none if the trajectory ends with it."""
         if completion.finish_reason != "stop":
             return []
         calls: list[FunctionCall] = []
         if self.parser is not None:
-            _, calls = await self.parser.extract_tool_calls(completion.token_ids)
+            _, calls = await extract_calls(self.parser, self.tokenizer, prompt_ids, completion.token_ids)
         limits = (
             (self.config.max_assistant_turns, trajectory.turns),
             (self.config.max_user_turns, trajectory.user_turns),

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.data.tokenization import Message, as_chat_or_text, encode, render_chats
+from verl.data.messages import Chat, Message, trained_turns
+from verl.data.tokenization import as_chat_or_text, check_rendering, encode, render_chats
 from verl.protocol import DataProto
 from verl.utils.decoding import decode_all
 
@@ -28,14 +29,12 @@ def encode_conversations(
 ) -> list[tuple[list[int], list[int]]]:
     """Token ids of chats up to the eos token of the last assistant turn, and a loss mask.
 
-    The context of a turn is the rendered messages before it plus the generation prompt, as in a rollout. The turn is
-    what the template adds to that. Both are tokenized separately, as in a rollout, and the template must render the
-    context the same way with and without the turn. The loss covers the turn up to and including its eos token, and not
-    what the template appends. An assistant message at the start is context only.
+    The context of a turn is the rendered messages before it plus the generation prompt; the turn is what the template
+    adds to that, up to its eos token. Both are tokenized separately, as in a rollout, and the context must
+    not change. An assistant message at the start, and one with a weight of 0 (`TRAINED`), is context.
 
     Args:
-        chat_template: Jinja text that replaces the tokenizer's template.
-        template_kwargs: arguments of the template.
+        chat_template: Jinja text that replaces the tokenizer's template. template_kwargs: its arguments.
         location: name of chat i in errors.
         expanders: chat -> the function that expands the image placeholders in parts of its text, in their order.
 
@@ -46,25 +45,29 @@ def encode_conversations(
         ValueError: a chat without an assistant turn, a template that renders earlier turns differently later on, or an
             assistant turn with several eos tokens.
     """
-    turns = [(i, t) for i, chat in enumerate(chats) for t, m in enumerate(chat) if t > 0 and m["role"] == "assistant"]
-    _check_every_chat_has_a_turn(chats, turns, location)
-    settings = {"template_kwargs": template_kwargs, "location": lambda k: location(turns[k][0])}
-    render = functools.partial(render_chats, tokenizer, chat_template=chat_template, **settings)
-    prefixes = render([chats[i][:t] for i, t in turns], add_generation_prompt=True)
-    with_turn = render([chats[i][: t + 1] for i, t in turns], add_generation_prompt=False)
+    chats = [Chat(chat, getattr(chat, "settings", {})) for chat in chats]
+    trained = [trained_turns(chat, location(i)) for i, chat in enumerate(chats)]
+    turns = [(i, t) for i, each in enumerate(trained) for t in each]
+    settings = {"template_kwargs": template_kwargs, "chat_template": chat_template}
+    render = functools.partial(render_chats, tokenizer, location=lambda k: location(turns[k][0]), **settings)
+    prefixes = render([chats[i].before(t) for i, t in turns], add_generation_prompt=True)
+    with_turn = render([chats[i].before(t + 1) for i, t in turns], add_generation_prompt=False)
     contexts, responses, done = [], [], [""] * len(chats)
     for (i, t), prefix, text in zip(turns, prefixes, with_turn):
         if not (prefix.startswith(done[i]) and text.startswith(prefix)):
             raise ValueError(
                 f"{location(i)}: the chat template renders the messages before turn {t} differently once that turn is "
                 "added (some templates drop the reasoning of earlier turns, or start a response differently), so that "
-                "training differs from generation: use one row per assistant turn, or model.custom_chat_template"
+                "training differs from generation: train one turn per row (loss_mask 0 for the other assistant turns), "
+                "or set model.custom_chat_template"
             )
         expand = (expanders or {}).get(i, str)
         contexts.append(expand(prefix[len(done[i]) :]))
         responses.append(expand(text[len(prefix) :]))
         done[i] = text
-    result: list[tuple[list[int], list[int]]] = [([], []) for _ in chats]
+    whole = [chat.before(each[-1] + 1) for chat, each in zip(chats, trained)]  # up to the last trained turn
+    check_rendering(tokenizer, whole, done, location, trained, add_generation_prompt=False, **settings)
+    result: list[Any] = [([], []) for _ in chats]
     context_ids = encode(tokenizer, contexts, add_special_tokens=False)
     response_ids = encode(tokenizer, responses, add_special_tokens=False)
     for k, (i, _) in enumerate(turns):
@@ -75,18 +78,6 @@ def encode_conversations(
         ids += context_ids[k] + response_ids[k][:end] + rest
         mask += [0] * len(context_ids[k]) + [1] * end + [0] * len(rest)
     return result
-
-
-def _check_every_chat_has_a_turn(
-    chats: Sequence[Sequence[Message]], turns: Sequence[tuple[int, int]], location: Callable[[int], str]
-) -> None:
-    with_turn = {i for i, _ in turns}
-    for i, chat in enumerate(chats):
-        if i not in with_turn:
-            roles = [message["role"] for message in chat]
-            raise ValueError(
-                f"{location(i)}: the chat has no assistant turn after the first message; its roles: {roles}"
-            )
 
 
 def _response_length(tokenizer: Any, ids: list[int], text: str, location: str) -> int:

@@ -13,6 +13,7 @@ from verl.agents.tools.load import tool_schemas
 from verl.config import schema
 from verl.data.media import MediaPrompt, MediaReader
 from verl.data.media_source import FEWER_IMAGE_TOKENS
+from verl.data.messages import with_settings
 from verl.data.tokenization import encode_prompts, read_prompt, truncate
 from verl.protocol import DataProto
 
@@ -49,6 +50,7 @@ class PromptCollator:
             self._check_length(ids, location, FEWER_IMAGE_TOKENS)
             return {**item, "raw_prompt": media.messages, "prompt_ids": ids, **self.media.columns(media, ids)}
         prompt = read_prompt(raw_prompt, data.prompt_format, self.tokenizer.chat_template is not None, location)
+        prompt = with_settings(prompt, item, location, self.tools)
         kwargs = data.apply_chat_template_kwargs
         (ids,) = encode_prompts(self.tokenizer, [prompt], lambda i: location, template_kwargs=kwargs, tools=self.tools)
         if data.truncation == "error":

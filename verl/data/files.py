@@ -54,11 +54,11 @@ class Rows(Sequence):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         file, local = self._locate(row)
-        return file[local]
+        return _without_union(file[local]) if file.has_union else file[local]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for file in self.files:
-            yield from file
+            yield from map(_without_union, file) if file.has_union else file
 
     def select(self, indices: Sequence[int]) -> "SelectedRows":
         """The rows with these indices."""
@@ -96,6 +96,20 @@ class Rows(Sequence):
             return pa.concat_tables(tables, promote_options="permissive")
         except pa.ArrowException as error:
             raise ValueError(f"{self.names}: columns of the same name have different types: {error}") from error
+
+
+def _without_union(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose chat messages and tools have no null keys: Arrow gives each of them the keys of all."""
+    for name, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and {"role", "function"} & value[0].keys():
+            row[name] = _without_nulls(value)
+    return row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 class SelectedRows(Rows):

@@ -14,7 +14,8 @@ import numpy as np
 from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.data.media_source import MediaError
-from verl.data.tokenization import Message, check_encodable, encode, render_chats
+from verl.data.messages import Message, read_message, with_settings
+from verl.data.tokenization import check_encodable, check_rendering, encode, render_chats
 
 if TYPE_CHECKING:
     from verl.data.images import RowImage
@@ -146,7 +147,8 @@ class MediaReader:
         limits, frames = self.limits, self.data.max_video_frames
         images = (RowImage(s, f"{location}, image {i}", folder, limits) for i, s in enumerate(sources["image"]))
         videos = (Video(s, f"{location}, video {i}", folder, limits, frames) for i, s in enumerate(sources["video"]))
-        return MediaPrompt(typed, tuple(images), tuple(videos), location)
+        chat = with_settings(typed, row, location, self._rendering["tools"])
+        return MediaPrompt(chat, tuple(images), tuple(videos), location)
 
     def _check_image_count(self, count: int, location: str) -> None:
         limit = self.data.max_images_per_prompt
@@ -202,7 +204,9 @@ class MediaReader:
         Raises:
             MediaError: an image that cannot be used, or a chat template without placeholders.
         """
-        return encode(self.tokenizer, [self.expander(prompt)(self.render(prompt))], add_special_tokens=False)[0]
+        text, settings = self.render(prompt), {**self._rendering, "add_generation_prompt": True}
+        check_rendering(self.tokenizer, [prompt.messages], [text], lambda _: prompt.location, **settings)
+        return encode(self.tokenizer, [self.expander(prompt)(text)], add_special_tokens=False)[0]
 
     def expander(self, prompt: MediaPrompt) -> Callable[[str], str]:
         """A function that expands the placeholders of the rendered prompt, or of its parts one after the other."""
@@ -382,6 +386,7 @@ def _typed_message(
     message: Any, sources: dict[str, list[Any]], columns: Mapping[str, Iterator[Any]], location: str
 ) -> Message:
     """A message whose content has typed parts; the sources of its images and videos are appended to `sources`."""
+    message = read_message(message, location) if isinstance(message, Mapping) else message
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         example = '{"role": "user", "content": ...}'
         raise MediaError(f"{location}: expected messages like {example}, found {message!r:.200}")
@@ -402,8 +407,7 @@ def _typed_message(
         sources[modality].append(source)
         kept.append({"type": modality})
     has_media = any(part["type"] != "text" for part in kept)
-    others = {key: value for key, value in message.items() if value is not None}
-    return {**others, "content": kept if has_media else "".join(part["text"] for part in kept)}
+    return {**message, "content": kept if has_media else "".join(part["text"] for part in kept)}
 
 
 def _content_part(part: Any, location: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class File(ABC):
     """The rows of one file or dataset: a reader. source: the data source of rows that name none."""
 
     columns: tuple[str, ...]
+    has_union = False  # Arrow gives the structs of a list the union of their keys
 
     def __init__(self, path: Path, source: str | None = None):
         self.path, self.source = path, source_name(path) if source is None else source
@@ -68,6 +69,8 @@ class File(ABC):
 
 class ParquetFile(File):
     """The rows of a parquet file in memory, converted to Python objects on access."""
+
+    has_union = True
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -165,6 +168,8 @@ class ArrowCopy(File):
     The copy is written once, in chunks, and used again while the file is unchanged.
     """
 
+    has_union = True
+
     def __init__(self, path: Path):
         super().__init__(path)
         self._copy = _ensure_copy(path)
@@ -215,7 +220,7 @@ class RowTable(File):
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "", source: str = "default"):
         super().__init__(Path(name or "dataframe"), source)
-        self._rows, self._name = rows, name
+        self._rows, self._name, self.has_union = rows, name, not isinstance(rows, list)
         self.columns = tuple(rows[0]) if len(rows) else ()
 
     def __len__(self) -> int:

@@ -22,6 +22,7 @@ from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe
 from verl.data.files import Rows, extra_info_column, is_streamed, read_rows
 from verl.data.media import MediaPrompt, first_and_spread, media_columns
 from verl.data.media_source import FEWER_IMAGE_TOKENS
+from verl.data.messages import with_settings
 from verl.data.readers import RowTable
 from verl.data.tokenization import TokenTable, encode_prompts, read_prompt, refuse_media, truncate
 from verl.registry import load_object
@@ -250,7 +251,10 @@ class RLHFDataset(TokenizedDataset):
             row = copy.deepcopy(row)  # it may change the messages in place
         messages = self._build_messages(row)
         media_prompt = self.media.read(row, messages, folder, location) if self.media is not None else None
-        return media_prompt or read_prompt(messages, self.config.prompt_format, self._has_template(), location)
+        if media_prompt is not None:
+            return media_prompt
+        prompt = read_prompt(messages, self.config.prompt_format, self._has_template(), location)
+        return with_settings(prompt, row, location, self.tools)
 
     def _tokenize(self, rows: Rows, only: Collection[int] | None = None) -> array.array:
         """Check the rows, or `only` some, and tokenize their prompts. Returns the indices of those that fit."""

@@ -1,6 +1,8 @@
 """SFT samples: chats, or prompts with responses -> token ids with a loss mask."""
 
+import itertools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,9 +16,9 @@ from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe
 from verl.data.files import Rows, read_rows
 from verl.data.media import MediaPrompt
 from verl.data.media_source import FEWER_IMAGE_TOKENS, MediaError
+from verl.data.messages import TRAINED, Message, with_settings
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
-    Message,
     TokenTable,
     as_chat_or_text,
     check_encodable,
@@ -28,17 +30,13 @@ from verl.data.tokenization import (
 )
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
+from verl.tracking.formatting import format_line
 
 logger = logging.getLogger("verl.data")
 
 _ADDING = threading.Lock()  # while a row is tokenized that is read for the first time
 _PROMPT_COLUMNS = ("prompt", "question")
 _RESPONSE_COLUMNS = ("response", "answer")
-#: columns with which public verl renders a chat differently -> the fix
-_NOT_RENDERED = {
-    "tools": "write the tool definitions into the system message, or remove the column to train without them",
-    "enable_thinking": "remove it and set data.apply_chat_template_kwargs.enable_thinking for all rows",
-}
 
 
 @dataclass(frozen=True)
@@ -152,6 +150,13 @@ class SFTDataset(TokenizedDataset):
             fields["multi_modal_inputs"] = self.media.tensors(self._check_row(self.rows[row], self.rows, row), ids)
         return fields
 
+    def describe(self, item: int) -> str:
+        """The text of an item as the model reads it, with [train> and <train] around the tokens in the loss."""
+        entry = item if self._entries is None else self._entry(item)
+        runs = itertools.groupby(zip(self._mask[entry], self._ids[entry]), key=operator.itemgetter(0))
+        texts = ((trained, format_line(self.tokenizer.decode([token for _, token in run]))) for trained, run in runs)
+        return "".join(f"[train>{text}<train]" if trained else text for trained, text in texts)
+
     def _entry(self, row: int) -> int:
         """The entry of a row. A row that is not tokenized yet is tokenized now."""
         if not 0 <= row < self._count:
@@ -224,11 +229,13 @@ class SFTDataset(TokenizedDataset):
     def _chat_or_pair(self, row: Mapping[str, Any], location: str) -> _Example:
         """A text-only row."""
         columns = self._columns
+        if weights := [name for name in TRAINED if row.get(name) not in (None, 1)]:
+            fix = "set it in the assistant messages (0 or 1), or rename the column"
+            raise ValueError(
+                f"{location}: column {weights[0]!r}: a row has no weight, found {row[weights[0]]!r:.80}: {fix}"
+            )
         if columns.messages is not None:
-            for name, fix in _NOT_RENDERED.items():
-                if row.get(name) not in (None, [], ""):
-                    raise ValueError(f"{location}: the column {name!r} is not supported with chats: {fix}")
-            return check_messages(row[columns.messages], location)
+            return with_settings(check_messages(row[columns.messages], location), row, location)
         response, name = _follow(row, columns.response, location), f"the response (column {columns.response[0]!r})"
         if not isinstance(response, str) and response is not None:
             actual = f"{response!r} ({type(response).__name__})"
@@ -238,9 +245,10 @@ class SFTDataset(TokenizedDataset):
         check_encodable(response, f"{location}: {name}")
         prompt = _follow(row, columns.prompt, location)
         prompt = as_chat_or_text(prompt, self.config.prompt_format, self._has_template(), location)
-        if isinstance(prompt, str):
-            return _Pair(prompt, response)
-        return [*prompt, {"role": "assistant", "content": response}]
+        if not isinstance(prompt, str):
+            prompt = [*prompt, {"role": "assistant", "content": response}]
+        prompt = with_settings(prompt, row, location)
+        return _Pair(prompt, response) if isinstance(prompt, str) else prompt
 
     def _texts(self, example: _Example) -> list[str]:
         return [example.prompt, example.response] if isinstance(example, _Pair) else super()._texts(example)

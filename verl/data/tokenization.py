@@ -2,18 +2,26 @@
 
 import array
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from verl.agents.chat import REASONING, reads
 from verl.config import schema
+from verl.data.messages import (
+    Chat,
+    Message,
+    marked,
+    missing_content,
+    read_message,
+    reads_json_calls,
+    shape_of,
+    with_json_calls,
+)
 from verl.modeling.huggingface import model_source
 
 logger = logging.getLogger("verl.data")
 
-Message = dict[str, Any]
 CHUNK = 1024  # rows tokenized at a time
 ROUND_TRIPS = 1000  # evenly spaced rows of a dataset that are decoded again, to check that no text is lost
 
@@ -90,8 +98,6 @@ def render_chats(
     location: Callable[[int], str] = lambda i: f"chat {i}",
 ) -> list[str]:
     """Render chats to text with the chat template. location: the name of chat i in errors."""
-    if not chats:
-        return []
     settings = {
         **(template_kwargs or {}),
         "tools": list(tools) or None,
@@ -99,34 +105,82 @@ def render_chats(
         "add_generation_prompt": add_generation_prompt,
         "tokenize": False,
     }
-    try:
-        return tokenizer.apply_chat_template([list(chat) for chat in chats], **settings)
-    except jinja2.TemplateError:
-        for i, chat in enumerate(chats):  # one by one, to find the chat
-            try:
-                tokenizer.apply_chat_template(list(chat), **settings)
-            except jinja2.TemplateError as error:
-                roles = [message["role"] for message in chat]
-                raise ValueError(
-                    f"{location(i)}: the chat template raises an error for the turns {roles}: {error}"
-                ) from error
-        raise
+    has_calls = any(message.get("tool_calls") for chat in chats for message in chat)
+    form = with_json_calls if has_calls and reads_json_calls(tokenizer, settings) else list
+    texts = []
+    for i, chat in enumerate(chats):
+        try:
+            texts.append(tokenizer.apply_chat_template(form(chat), **settings | getattr(chat, "settings", {})))
+        except Exception as error:  # a template raises its own errors, and those of Python
+            roles = [message["role"] for message in chat]
+            raise ValueError(
+                f"{location(i)}: the chat template raises an error for the turns {roles}: {error}"
+            ) from error
+    return texts
+
+
+def check_rendering(
+    tokenizer: Any,
+    chats: Sequence[Sequence[Message]],
+    texts: Sequence[str],
+    location: Callable[[int], str],
+    trained: Sequence[Collection[int]] | None = None,
+    **settings: Any,
+) -> None:
+    """Check that the chat template renders every message of chats, and reads what their rows set for it.
+
+    The content of every message must be in the rendering. The first chat of each shape is also rendered with a mark in
+    each text, which is found even if the text is elsewhere too.
+
+    Args:
+        texts: the renderings of the chats by `render_chats`, with the arguments `settings`.
+        trained: the trained turns of each chat; None: there are none.
+
+    Raises:
+        ValueError: the template drops text of a message, or does not depend on a setting of the row or on reasoning.
+    """
+    shapes: set[Any] = set()
+    template = {**(settings.get("template_kwargs") or {}), "chat_template": settings.get("chat_template")}
+    for i, (chat, text) in enumerate(zip(chats, texts)):
+        turns, columns = (trained[i] if trained else ()), getattr(chat, "settings", {})
+        dropped = missing_content(chat, text, turns)
+        if (shape := (*map(shape_of, chat), *turns, *columns)) not in shapes:
+            shapes.add(shape)
+            for name in (*columns, *(key for key in REASONING if any(message.get(key) for message in chat))):
+                if not reads(tokenizer, name, template):
+                    problem = f"the chat template does not read {name!r}, so it has no effect"
+                    raise ValueError(f"{location(i)}: {problem}: remove it, or set model.custom_chat_template")
+            pairs = [marked(message, turn, turn in turns) for turn, message in enumerate(chat)]
+            marked_chat = Chat([message for message, _ in pairs], columns)
+            (text,) = render_chats(tokenizer, [marked_chat], location=lambda _, i=i: location(i), **settings)
+            dropped += [(turn, marks[m]) for turn, (_, marks) in enumerate(pairs) for m in marks if m not in text]
+        for turn, name in dropped:
+            raise ValueError(
+                f"{location(i)}: message {turn} ({chat[turn]['role']}): the chat template does not render its {name}, "
+                "which the model would not see: remove it, write it into the content of a message that is rendered, or "
+                "set model.custom_chat_template"
+            )
 
 
 def check_messages(messages: Any, location: str) -> list[Message]:
-    """Check a list of chat messages: role and content must be text. Keys whose value is None are dropped."""
+    """Check a list of chat messages: role and content must be text. Returns messages of `read_message`."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) == 0:
         raise ValueError(f"{location}: expected a list of chat messages, found {messages!r}")
     checked = []
     for turn, message in enumerate(messages):
+        if isinstance(message, Mapping):
+            message = read_message(message, f"{location}: message {turn}")
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             example = '{"role": "user", "content": "..."}'
-            raise ValueError(f"{location}: expected messages like {example}, found {message!r}")
-        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-            kinds = f"{type(message['role']).__name__} and {type(message['content']).__name__}"
-            raise ValueError(f"{location}: message {turn}: expected role and content to be text, found {kinds}")
-        check_encodable(message["content"], f"{location}: message {turn}")
-        checked.append({key: value for key, value in message.items() if value is not None})
+            raise ValueError(f"{location}: expected messages like {example}, found {messages[turn]!r}")
+        texts = ("role", "content", *(key for key in REASONING if key in message))
+        if wrong := [key for key in texts if not isinstance(message[key], str)]:
+            names = "role and content" if wrong[0] in texts[:2] else wrong[0]
+            kind = type(message[wrong[0]]).__name__
+            raise ValueError(f"{location}: message {turn}: expected {names} to be text, found {kind}")
+        for key in texts:
+            check_encodable(message[key], f"{location}: message {turn}")
+        checked.append(message)
     return checked
 
 
@@ -209,15 +263,13 @@ def encode_prompts(
             "of an instruction-tuned model, set model.custom_chat_template (of a dataset made in Python: "
             'config={"custom_chat_template": ...}), or use plain-text prompts'
         )
-    rendered = render_chats(
-        tokenizer,
+    messages, settings = (
         [prompts[i] for i in chats],
-        add_generation_prompt=True,
-        chat_template=chat_template,
-        template_kwargs=template_kwargs,
-        tools=tools,
-        location=lambda k: location(chats[k]),
+        {"chat_template": chat_template, "template_kwargs": template_kwargs},
     )
+    settings |= {"tools": tools, "add_generation_prompt": True}
+    rendered = render_chats(tokenizer, messages, location=lambda k: location(chats[k]), **settings)
+    check_rendering(tokenizer, messages, rendered, lambda k: location(chats[k]), **settings)
     chat_ids = encode(tokenizer, rendered, add_special_tokens=False)
     plain_ids = encode_plain_prompts(tokenizer, [prompts[i] for i in plain], lambda k: location(plain[k]))
     encoded = dict(zip([*chats, *plain], [*chat_ids, *plain_ids]))

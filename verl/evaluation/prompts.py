@@ -18,6 +18,7 @@ from verl.data.files import Rows, read_rows
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts
 from verl.data.media_files import relocated
 from verl.data.media_source import FEWER_IMAGE_TOKENS
+from verl.data.messages import with_settings
 from verl.data.tokenization import (
     CHUNK,
     ROUND_TRIPS,
@@ -120,7 +121,9 @@ def _reader(
         refuse_media(row, refused, location)
         prompt = row[data.prompt_key]
         media_prompt = None if media is None else media.read(row, prompt, rows.folder(index), location)
-        return media_prompt or read_prompt(prompt, data.prompt_format, has_template, location)
+        if media_prompt is not None:
+            return media_prompt
+        return with_settings(read_prompt(prompt, data.prompt_format, has_template, location), row, location)
 
     return read
 

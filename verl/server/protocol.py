@@ -11,7 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+
+from verl.agents.tools.schemas import check_tool
 
 #: choices per prompt, and prompts per call
 MAX_CHOICES = 128
@@ -163,7 +165,7 @@ class _ChatBody(_Body):
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
     logprobs: StrictBool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(check_tool)]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 

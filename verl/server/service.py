@@ -1,6 +1,7 @@
 """Calls to engine requests, and completions to choices."""
 
 import asyncio
+import json
 import secrets
 import time
 import uuid
@@ -9,8 +10,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from verl.agents.chat import shows_tools
-from verl.agents.tools.parsers import TOOL_PARSERS
+from verl.agents.chat import reads
+from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall, extract_calls
+from verl.agents.tools.schemas import read_arguments
 from verl.rollout.base import RolloutEngine
 from verl.rollout.engine_thread import EngineThread
 from verl.rollout.request import Completion, Request, SamplingParams, check_completions
@@ -93,7 +95,7 @@ class ServedModel:
             raise ApiError(
                 400, f"the tokenizer of {self.name} has no chat template: use /v1/completions", param="messages"
             )
-        if call.tools and not shows_tools(self.tokenizer, call.template_kwargs):
+        if call.tools and not reads(self.tokenizer, "tools", call.template_kwargs):
             raise ApiError(
                 400,
                 f"the chat template of {self.name} ignores tools, so the model would not see them: use a model whose "
@@ -317,7 +319,9 @@ class Running:
         text = text_of(self.model.tokenizer, self._visible(request, completion), self._strings(request))
         content, calls = text, []
         if self.call.tools:
-            content, calls = await split_tool_calls(self.model, text, completion.token_ids)
+            content, calls = await split_tool_calls(
+                self.model, text, request.prompt_ids, completion.token_ids, self.call.tools
+            )
         current = self.conversation.generator.weight_version
         version = min((version for _, version in completion.weight_versions), default=current)
         return Choice(index, request, completion, content, calls, version)
@@ -333,16 +337,25 @@ class Running:
         return request.params.stop.strings if request.params.stop else ()
 
 
-async def split_tool_calls(model: ServedModel, text: str, token_ids: Sequence[int]) -> tuple[str, list[dict[str, Any]]]:
-    """Split a response into its content and its tool calls. Without a readable call, the content is the whole text."""
-    content, parsed = await TOOL_PARSERS[model.tool_parser](model.tokenizer).extract_tool_calls(token_ids)
-    calls = [
-        {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in parsed
-        if call.error is None
-    ]
+async def split_tool_calls(
+    model: ServedModel, text: str, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]]
+) -> tuple[str, list[dict[str, Any]]]:
+    """Split a response into its content and its tool calls, with arguments of the types of the tools' schemas.
+
+    Without a readable call, the content is the whole text.
+    """
+    parser = TOOL_PARSERS[model.tool_parser](model.tokenizer)
+    content, parsed = await extract_calls(parser, model.tokenizer, prompt_ids, token_ids)
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    functions = [function for call in parsed if (function := _read_function(call, schemas)) is not None]
+    calls = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": each} for each in functions]
     return (content.strip() if calls else text), calls
+
+
+def _read_function(call: FunctionCall, schemas: dict[str, dict[str, Any]]) -> dict[str, str] | None:
+    """Name and arguments of a call; None for text that is not a call of the tool."""
+    try:
+        arguments = read_arguments(call.read_arguments(), schemas.get(call.name, {}))
+    except ValueError:
+        return None
+    return {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}

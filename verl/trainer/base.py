@@ -345,7 +345,7 @@ class Trainer(ABC):
         view, total = self.view, self.view.total_steps
         if view.failed_step is not None and self.runner.keeps_workers:
             self.before_first_step()
-        position, view.failed_step = self.runner.position(), None
+        position, epoch, view.failed_step = self.runner.position(), self.source.epoch, None
         view.step += 1
         view.total_steps = max(total, view.step)
         try:
@@ -357,7 +357,7 @@ class Trainer(ABC):
             self.runner.undo(position)
             raise
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
-        metrics |= {"training/global_step": view.step, "training/epoch": self.source.epoch}
+        metrics |= {"training/global_step": view.step, "training/epoch": epoch}
         metrics["perf/cpu_memory_used_gb"] = process_rss() / 2**30
         metrics |= {"training/restarts": view.restarts} if self.config.trainer.max_restarts else {}
         self.batch, view.metrics = batch, metrics

@@ -9,7 +9,7 @@ from verl.algorithms.masked import masked_sum
 from verl.config import schema
 from verl.config.sources import Overrides
 from verl.data.order import PromptSource
-from verl.data.sft_dataset import collate_sft
+from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.single_controller import WorkerSpec
@@ -104,13 +104,19 @@ class SFTTrainer(Trainer):
     def announce(self) -> None:
         logger.info("model: %s", self.config.model.path)
         logger.info("data: %s; steps: %d", self.source.describe("samples"), self.total_steps)
+        logger.info("%s", self._first_row())
 
     def plan(self) -> str:
         return (
             f"would train {self.total_steps} steps of SFT from {self.config.model.path} with {self.world_size} "
             f"process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; checkpoints: "
-            f"{describe_saving(self.config.trainer)}, in {self.config.trainer.default_local_dir}"
+            f"{describe_saving(self.config.trainer)}, in {self.config.trainer.default_local_dir}\n{self._first_row()}"
         )
+
+    def _first_row(self) -> str:
+        """The first row with marks around its trained tokens."""
+        dataset = self.train_dataset
+        return f"first row: {dataset.describe(0)}" if isinstance(dataset, SFTDataset) else "rows of a custom dataset"
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         return {"train/tokens": float(batch.batch["response_mask"].sum())}

@@ -24,6 +24,13 @@ def console() -> Console:
     return Console()
 
 
+def styled(text: str, style: str = "") -> Text:
+    """A text for the console. What is between the marks of trained tokens (`SFTDataset.describe`) is green."""
+    result = Text(console_text(text), style, overflow="fold")
+    result.highlight_regex(r"\[train>.*?<train\]", "bold green")
+    return result
+
+
 def is_live(console: Console) -> bool:
     """Whether a console can redraw a panel in place: a terminal, but not CI, a notebook, or TERM=dumb."""
     return (
@@ -84,7 +91,7 @@ class _TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = Text(console_text(self.format(record)), self._STYLES.get(record.levelno, ""), overflow="fold")
+            message = styled(self.format(record), self._STYLES.get(record.levelno, ""))
             if record.name == steps.name:
                 console().print(message, soft_wrap=True)  # a command that is copied has no line breaks
                 return

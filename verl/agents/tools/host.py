@@ -11,14 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.function_tool import FunctionTool
 from verl.agents.tools.load import load_interactions, load_tools
 from verl.agents.tools.runner import Stopped, ToolFailure, ToolSettings, describe, late
-from verl.agents.tools.schemas import ToolResponse
+from verl.agents.tools.schemas import ToolResponse, read_arguments
 from verl.registry import did_you_mean
 
 _THREADS = 64  # for functions that are not async
@@ -179,7 +178,11 @@ class ToolHost:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, lambda: _call(tool.func, parameters))
         instance = await self._instance(trajectory, tool, kwargs)
-        return await tool.execute(instance, parameters, **(kwargs.get("execute_kwargs") or {}))
+        result = await tool.execute(instance, parameters, **(kwargs.get("execute_kwargs") or {}))
+        match result:  # the return type of `execute`, with text as in older releases of public verl
+            case tuple((str(text), reward, Mapping() as metrics)):
+                return ToolResponse(text=text), reward, metrics
+        return result
 
     async def _instance(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
         key = trajectory, tool.name
@@ -212,13 +215,15 @@ def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 def read_result(result: Any) -> Observation:
-    """The observation of what a tool returned: text, ToolResponse, any JSON value, or (one of these, reward, metrics).
+    """The observation of what a tool returned: text, or any other value as JSON text.
+
+    A reward comes only from a ToolResponse: (ToolResponse, reward) or (ToolResponse, reward, metrics).
 
     Raises:
         ValueError: images or video, or a reward that is not a number.
     """
     reward = 0.0
-    if isinstance(result, tuple) and _has_reward(result):
+    if isinstance(result, tuple) and result and isinstance(result[0], ToolResponse):
         result, *values = result
         if values and values[0] is not None:
             reward = finite("(ToolResponse, reward, metrics): reward", values[0])
@@ -227,7 +232,8 @@ def read_result(result: Any) -> Observation:
             raise ValueError("images and video of tools are not supported")
         result = result.text or ""
     if not isinstance(result, str):
-        result = json.dumps(result, ensure_ascii=False, default=str)
+        to_json = lambda value: value.tolist() if hasattr(value, "tolist") else str(value)  # noqa: E731
+        result = json.dumps(result, ensure_ascii=False, default=to_json)
     return Observation(str.__str__(result), reward)  # exact type: a subclass might not be importable in the trainer
 
 
@@ -240,34 +246,6 @@ def finite(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name}: expected a finite number as reward, found {value!r:.100}")
     return number
-
-
-def _has_reward(result: tuple) -> bool:
-    """Whether a tuple is (response, reward, metrics) or the start of it, and not another value."""
-    if result and isinstance(result[0], ToolResponse):
-        return True
-    reward = result[1] if len(result) > 1 else None
-    return 1 <= len(result) <= 3 and (reward is None or (isinstance(reward, Real) and not isinstance(reward, bool)))
-
-
-def read_arguments(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with the types of the schema, where the policy wrote them as text ("3" for an integer).
-
-    Args:
-        parameters: the arguments of a call.
-        schema: `parameters` of the tool's schema.
-    """
-    properties = schema.get("properties") or {}
-    return {name: _read_argument(value, (properties.get(name) or {}).get("type")) for name, value in parameters.items()}
-
-
-def _read_argument(value: Any, json_type: Any) -> Any:
-    if not isinstance(value, str) or json_type not in ("integer", "number", "boolean", "array", "object"):
-        return value
-    try:
-        return json.loads(value.strip().lower() if json_type == "boolean" else value)
-    except ValueError:
-        return value
 
 
 class ToolsInProcess:

@@ -2,7 +2,10 @@
 
     hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>            (Qwen2.5, Qwen3, Hermes)
     qwen     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>   (Qwen3-Coder)
+             or the function alone, which that model also writes
     llama    {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or alone, several separated by ";"
+
+Text of a thought is never a call: <think>...</think>, a thought that is not closed, and one that the prompt has opened.
 
 A custom parser is a class with this constructor and `extract_tool_calls`, or a subclass that defines `parse`:
 
@@ -14,18 +17,24 @@ A custom parser is a class with this constructor and `extract_tool_calls`, or a 
 Load its file with `imports=[path/to/file.py]` and select it with `rollout.multi_turn.format=mine`.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.agents.tools.schemas import read_json
 from verl.registry import Registry
 
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+_TOOL_CALL = r"<tool_call>.*?(?:</tool_call>|\Z)"
+_BARE_FUNCTION = r"<function=.*?(?:</function>(?:\s*</tool_call>)?|\Z)"
+_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_NAMES = "think|thinking|thought|reasoning|seed:think"
+_THOUGHT = rf"<(?P<tag>{_NAMES})>.*?(?:</(?P=tag)>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)"
+_REST = rf"(?:(?!</(?:{_NAMES})>|\[/THINK\]).)*"
+_TAG = re.compile(rf"<(/?)(?:{_NAMES})>|\[(/?)THINK\]")
 
 
 @dataclass(frozen=True)
@@ -43,12 +52,12 @@ class FunctionCall:
     error: str | None = None
 
     def read_arguments(self) -> dict[str, Any]:
-        """The arguments. Raises ValueError if the text is not a JSON object."""
+        """The arguments as they were written. Raises ValueError if the text is not a JSON object."""
         if self.error is not None:
             raise ValueError(self.error)
         try:
-            arguments = json.loads(self.arguments)
-        except (ValueError, RecursionError) as error:
+            arguments = read_json(self.arguments)
+        except ValueError as error:
             raise ValueError(f"the arguments are not JSON: {error}") from None
         if not isinstance(arguments, dict):
             raise ValueError(f"expected arguments as a JSON object, found {self.arguments[:100]}")
@@ -95,6 +104,18 @@ def register_tool_parser(name: str) -> Callable[[type], type]:
     return TOOL_PARSERS.register(name)
 
 
+async def extract_calls(
+    parser: Any, tokenizer: Any, prompt_ids: Sequence[int], responses_ids: Sequence[int]
+) -> tuple[str, list[FunctionCall]]:
+    """`ToolParser.extract_tool_calls` of a response; no calls if it stays inside a thought that the prompt opened."""
+    tail = tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False).rstrip()
+    if opened := re.search(rf"(?:<({_NAMES})>|\[THINK\])\Z", tail):
+        text = tokenizer.decode(list(responses_ids), skip_special_tokens=False)
+        if (f"</{opened[1]}>" if opened[1] else "[/THINK]") not in text:
+            return text, []
+    return await parser.extract_tool_calls(responses_ids)
+
+
 def _bad(message: str) -> FunctionCall:
     return FunctionCall("", "{}", message)
 
@@ -102,24 +123,45 @@ def _bad(message: str) -> FunctionCall:
 def _read_json_call(text: str) -> FunctionCall:
     """A call as JSON with "name" and "arguments" or "parameters"."""
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        call = read_json(text)
+    except ValueError as error:
         return _bad(f"the tool call is not JSON: {error}")
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or not name:
         return _bad('expected a tool call as {"name": ..., "arguments": {...}}')
     arguments = call.get("arguments", call.get("parameters", {}))
-    return FunctionCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    return FunctionCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
 
-def _blocks(text: str, read: Callable[[str], FunctionCall]) -> tuple[str, list[FunctionCall]]:
-    """The calls between <tool_call> and </tool_call>; text inside <think> is not searched."""
-    visible = _THOUGHT.sub("", text)
-    calls = [read(block.strip()) for block in _TOOL_CALL.findall(visible)]
-    remaining = _TOOL_CALL.sub("", visible)
-    if "<tool_call>" in remaining:
-        calls.append(_bad("the tool call has no </tool_call>"))
-    return _TOOL_CALL.sub("", text), calls
+def _outside_thoughts(text: str, pattern: str) -> tuple[str, list[str]]:
+    """The text without what matches a pattern outside of thoughts, and these matches.
+
+    A text whose first tag closes a thought starts inside it: the prompt has opened it.
+    """
+    first = _TAG.search(text)
+    opened = first[0].replace("/", "") if first and "/" in first[0] else ""
+    text, spans = opened + text, []
+    for match in re.finditer(f"{_THOUGHT}|{_TAG.pattern}|(?P<call>{pattern})", text, re.DOTALL):
+        if match["call"] is not None:
+            spans.append(match.span())
+        elif "/" in match[0][:2]:  # what precedes the end of a thought was inside it
+            spans.clear()
+    ends = [0, *(position for span in spans for position in span), len(text)]
+    parts = [text[start:end] for start, end in itertools.pairwise(ends)]
+    return "".join(parts[::2]).removeprefix(opened), parts[1::2]
+
+
+def _blocks(text: str, pattern: str, read: Callable[[str], list[FunctionCall]]) -> tuple[str, list[FunctionCall]]:
+    """The calls in the blocks that match a pattern. A block without its end is an error."""
+    content, blocks = _outside_thoughts(text, pattern)
+    calls: list[FunctionCall] = []
+    for block in blocks:
+        if block.startswith("<tool_call>") and not block.endswith("</tool_call>"):
+            calls.append(_bad("the tool call has no </tool_call>"))
+            content += block
+        else:
+            calls += read(block.removeprefix("<tool_call>").removesuffix("</tool_call>").strip())
+    return content, calls
 
 
 @register_tool_parser("hermes")
@@ -128,27 +170,29 @@ class HermesToolParser(ToolParser):
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
         """See `ToolParser.parse`."""
-        return _blocks(text, _read_json_call)
+        return _blocks(text, _TOOL_CALL, lambda block: [_read_json_call(block)])
 
 
 @register_tool_parser("qwen")
 @register_tool_parser("qwen3_coder")
 class QwenToolParser(ToolParser):
-    """XML between <tool_call> and </tool_call>. The schema of the tool gives the types of the parameters."""
+    """XML between <tool_call> and </tool_call>, or alone. The schema of the tool gives the types of the parameters."""
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
         """See `ToolParser.parse`."""
-        return _blocks(text, self._read_block)
+        return _blocks(text, f"{_TOOL_CALL}|{_BARE_FUNCTION}", self._read_block)
 
     @staticmethod
-    def _read_block(block: str) -> FunctionCall:
-        match = _FUNCTION.fullmatch(block)
-        if match is None:
-            return _bad("expected <function=name>...</function> in the tool call")
-        name, body = match.groups()
-        if _PARAMETER.sub("", body).strip():
-            return _bad("expected only <parameter=name>value</parameter> in the function")
-        return FunctionCall(name, json.dumps(dict(_PARAMETER.findall(body))))
+    def _read_block(block: str) -> list[FunctionCall]:
+        if not block.startswith("<function=") or _FUNCTION.sub("", block).strip():
+            return [_bad("expected <function=name>...</function> in the tool call")]
+        calls = []
+        for name, body in _FUNCTION.findall(block):
+            if _PARAMETER.sub("", body).strip():
+                calls.append(_bad("expected only <parameter=name>value</parameter> in the function"))
+            else:
+                calls.append(FunctionCall(name, json.dumps(dict(_PARAMETER.findall(body)), ensure_ascii=False)))
+        return calls
 
 
 @register_tool_parser("llama")
@@ -162,11 +206,12 @@ class LlamaToolParser(ToolParser):
         """See `ToolParser.parse`."""
         for end in self.ends:
             text = text.removesuffix(end)
-        content, tag, code = text.partition("<|python_tag|>")
-        if not tag:
-            if not text.lstrip().startswith('{"'):
+        content, codes = _outside_thoughts(text, r"<\|python_tag\|>" + _REST)
+        if not codes:
+            content, codes = _outside_thoughts(text, r"\S" + _REST)
+            if not codes or not codes[0].startswith('{"'):
                 return text, []
-            content, code = "", text
+        code = codes[0].removeprefix("<|python_tag|>")
         calls, decoder, position = [], json.JSONDecoder(), 0
         while (remaining := code[position:].lstrip(" \n\t;")) != "":
             position = len(code) - len(remaining)

@@ -85,9 +85,9 @@ def check_tools_in_prompts(run: Run) -> None:
     names = [tool["function"]["name"] for tool in _tools_of(data)]
     if not names or tokenizer.chat_template is None:
         return
-    from verl.agents.chat import shows_tools
+    from verl.agents.chat import reads
 
-    if not shows_tools(tokenizer, data.apply_chat_template_kwargs):
+    if not reads(tokenizer, "tools", data.apply_chat_template_kwargs):
         logger.warning(
             "THE PROMPTS DO NOT DESCRIBE THE TOOLS (%s): the chat template of %s renders the same text with and "
             "without `tools`. Use a model whose template has tools, set actor_rollout_ref.model.custom_chat_template, "

@@ -13,8 +13,8 @@ from verl.trainer.guards.early_stopping import NoMetricError
 from verl.trainer.guards.interruption import Stopped, sigterm_raises
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskError
-from verl.utils.log import setup_logging
-from verl.utils.redaction import console_text, redact_text
+from verl.utils.log import console, setup_logging, styled
+from verl.utils.redaction import redact_text
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
@@ -54,7 +54,8 @@ def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
     passed = command.passed_checks()
     short = [f"{len(passed)} checks (--verbose: their names)"]
     print("\n".join(f"ok  {line}" for line in (passed if verbose else short)))
-    print(console_text(command.plan()))
+    plan = styled(command.plan())
+    console().print(plan, soft_wrap=True) if console().is_terminal else print(plan.plain)
     return 0
 
 
