@@ -211,9 +211,10 @@ def quickstart(args: argparse.Namespace) -> int:
     curves = save_curves(args.out / "rl" / "metrics.jsonl", args.out / "curves.png")
     accuracy = f"val-core/{args.task}/acc/mean@1"
     ((_, before), *_) = read_metrics(args.out / "rl" / "metrics.jsonl")[accuracy]  # validation before training
-    saved = args.out / "rl" / f"global_step_{args.steps}" / "actor" / "huggingface"
+    steps = len(rewards)  # fewer than args.steps if a guard stopped the run
+    saved = args.out / "rl" / f"global_step_{steps}" / "actor" / "huggingface"
     console.print(
-        f"\n[bold]mean reward {first:.2f} -> {last:.2f} in {args.steps} steps[/bold] of {name_of(args)} "
+        f"\n[bold]mean reward {first:.2f} -> {last:.2f} in {steps} steps[/bold] of {name_of(args)} "
         f"(first and last {window} steps)\n"
         f"accuracy {before:.2f} -> {metrics[accuracy]:.2f} on 500 held-out prompts, greedy; "
         f"{time.perf_counter() - start:.0f} s total",
